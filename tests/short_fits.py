@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 import pytest
 
-from lit_cifar import CIFAR10DataModule, LitResNet
+from lit_cifar import CIFAR10DataModule
 
 # What Lightning says of this run, of few batches and in an old way of torch's.
 short = pytest.mark.filterwarnings("ignore:.*(does not have many workers|smaller than the logging interval|LeafSpec)")
@@ -17,7 +17,14 @@ def data(**settings: Any) -> CIFAR10DataModule:
     return CIFAR10DataModule(dataset="synthetic", **sizes | settings)
 
 
-def fit(model: LitResNet, folder: Path, datamodule: CIFAR10DataModule | None = None, **settings: Any) -> L.Trainer:
+def fit(
+    model: L.LightningModule,
+    folder: Path,
+    datamodule: CIFAR10DataModule | None = None,
+    *,
+    resume: Path | None = None,
+    **settings: Any,
+) -> L.Trainer:
     trainer = L.Trainer(
         accelerator="cpu",
         logger=False,
@@ -27,7 +34,7 @@ def fit(model: LitResNet, folder: Path, datamodule: CIFAR10DataModule | None = N
         default_root_dir=folder,
         **{"devices": 1, "max_epochs": 1} | settings,
     )
-    trainer.fit(model, datamodule or data())
+    trainer.fit(model, datamodule or data(), ckpt_path=resume)
     return trainer
 
 

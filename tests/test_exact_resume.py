@@ -10,6 +10,8 @@ import csv
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,7 +22,9 @@ import torch.distributed as dist
 import yaml
 from checkpoints import assert_same_checkpoint
 from commands import TINY, Result, callback, last_checkpoint, launch, mode_flags, own_network, refused, run_here
-from short_fits import losses
+from library_fits import Watch, ends_alike, make
+from short_fits import data, losses, short
+from short_fits import fit as fit_script
 from threads import on_ranks
 from tiny_task import read_events
 
@@ -28,6 +32,7 @@ from lit_cifar import LitResNet
 from lit_cifar.checkpoint.exact_resume import SameStart, Start, _collect
 from lit_cifar.checkpoint.files import DIGESTS, digest, write_checkpoint
 from lit_cifar.cli.main import CLI
+from lit_cifar.errors import CheckpointError
 from lit_cifar.launch.signals import Stopped
 from lit_cifar.reporting.run_folder import LOCK
 from lit_cifar.tools.forked import ForkedRun, _rank_environments
@@ -131,6 +136,58 @@ def test_only_the_first_process_may_find_that_a_checkpoint_is_damaged(first: Sta
         return False
 
     assert on_ranks(2, meet) == [differ] * 2
+
+
+@short
+@pytest.mark.parametrize(
+    ("kind", "step", "settings"),
+    [
+        ("own", 1, {}),
+        ("own", 2, {"limit_train_batches": 2}),  # after the last batch of the epoch, before its end
+        ("own", 3, {"val_check_interval": 1, "max_steps": 4}),
+        ("drawing", 1, {"accumulate_grad_batches": 2}),
+        ("foreign", 1, {}),
+        ("foreign", 3, {"accumulate_grad_batches": 2, "reload_dataloaders_every_n_epochs": 1}),
+    ],
+)
+def test_a_script_resumes_with_the_next_sample(kind: str, step: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Without the command line, and with a module that is none of ours."""
+    assert ends_alike(tmp_path, kind=kind, step=step, **settings)
+
+
+@pytest.mark.slow
+def test_a_script_resumes_on_two_processes(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("library_fits.py")
+    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
+@short
+@pytest.mark.parametrize(
+    ("kind", "sizes", "settings", "says"),
+    [
+        ("own", {"seed": 1}, {}, "within an epoch with seed=0; .* would have seed=1"),
+        ("foreign", {"batch_size": 32}, {}, "batch_size=16; .* batch_size=32"),  # which has fewer steps in an epoch
+        ("foreign", {}, {"accumulate_grad_batches": 2}, "with steps=1; .* steps=0"),
+    ],
+)
+def test_a_script_that_would_cut_the_epoch_otherwise_is_refused(
+    kind: str, sizes: dict[str, int], settings: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "within.ckpt"
+    fit_script(make(kind), tmp_path, callbacks=[Watch(file, 1)])
+    with pytest.raises(CheckpointError, match=says):
+        fit_script(make(kind), tmp_path, data(**sizes), resume=file, **settings)
+
+
+@short
+def test_a_script_that_hands_over_loaders_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "within.ckpt"
+    trainer = fit_script(make("own"), tmp_path, callbacks=[Watch(file, 1)])
+    loose = data()
+    loose.setup("fit")
+    with pytest.raises(CheckpointError, match="pass the data module itself"):
+        trainer.fit(make("own"), loose.train_dataloader(), loose.val_dataloader(), ckpt_path=file)
 
 
 @pytest.fixture(scope="module")

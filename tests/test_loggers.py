@@ -2,11 +2,12 @@
 
 import csv
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from commands import TINY, callback, run_here
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
 from tensorboard.summary.writer import event_file_writer
 from tiny_task import read_events
 
@@ -108,3 +109,31 @@ def test_logs_are_the_same_at_fewer_log_points(tmp_path: Path) -> None:
     assert [*steps[0]] == [0, 1, 2]
     assert steps[1] == {step: steps[0][step] for step in (1, 2)}
     assert epochs[0] == epochs[1] != ""
+
+
+# ---------------------------------------------------------------- loggers of the user's
+
+
+class Keeps(DummyLogger):
+    """As MLflow's and W&B's: gets the settings of the run by themselves."""
+
+    settings: ClassVar[list[Any]] = []
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.settings.append(params)
+
+
+def test_one_validation_has_one_step_and_a_users_logger_gets_the_settings(tmp_path: Path) -> None:
+    Keeps.settings.clear()
+    flags = ["--trainer.max_epochs=2", "--data.batch_size=8", "--trainer.val_check_interval=5"]
+    flags += ["--trainer.accumulate_grad_batches=2", "--figures.every_n_epochs=1"]
+    run_here("fit", *TINY, *flags, "--trainer.logger=test_loggers.Keeps", f"--run_dir={tmp_path / 'run'}")
+    events = read_events(tmp_path / "run")
+    names = [name for name in events.Tags()["scalars"] if name.startswith("val/")]
+    steps = {tuple(event.step for event in events.Scalars(name)) for name in names}
+    steps |= {tuple(image.step for image in events.Images(name)) for name in events.Tags()["images"]}
+    assert {"val/acc", "val/acc_rank0"} < {*names}
+    assert len(steps) == 1, steps
+    (settings,) = Keeps.settings
+    assert settings["data"]["batch_size"] == 8
+    assert settings["model"]["arch"] == "tiny"

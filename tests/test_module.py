@@ -12,10 +12,10 @@ import torch
 from counting import Operators
 from lightning.pytorch import LightningModule
 from short_fits import data, fit, short
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, StepLR
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
@@ -256,3 +256,30 @@ def test_lightning_logs_no_step_that_nobody_reads(tmp_path: Path, monkeypatch: p
     fit(module, tmp_path, log_every_n_steps=2)
     assert [name for name in names if name.endswith("_step")] == ["train/loss_step", "train/acc_step"]
     assert [name for name in names if name in ("train/loss", "train/acc")] == ["train/loss", "train/acc"]
+
+
+@short
+@pytest.mark.parametrize("kind", ["one cycle", "triangle"])
+def test_a_schedule_that_is_made_for_steps_steps_with_the_optimizer(kind: str, tmp_path: Path) -> None:
+    """Not with batches that are accumulated, and not with epochs."""
+    made = {
+        "one cycle": partial(OneCycleLR, max_lr=0.3, total_steps=4),
+        "triangle": partial(CyclicLR, base_lr=0.1, max_lr=0.3, step_size_up=3),
+    }[kind]
+    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    model = LitResNet("tiny", stem="imagenet", optimizer=optimizer, lr_scheduler=made)
+    trainer = fit(model, tmp_path, max_epochs=2, accumulate_grad_batches=2)
+    plain = made(optimizer([nn.Parameter(torch.zeros(1))]))
+    for _ in range(4):
+        plain.optimizer.step()
+        plain.step()
+    assert trainer.global_step == 4
+    assert trainer.optimizers[0].param_groups[0]["lr"] == plain.get_last_lr()[0]
+
+
+@short
+def test_a_cycle_that_ends_before_the_run_is_refused(tmp_path: Path) -> None:
+    schedule = partial(OneCycleLR, max_lr=0.3, total_steps=3)
+    model = LitResNet("tiny", stem="imagenet", lr_scheduler=schedule)
+    with pytest.raises(ConfigError, match=r"3 steps, and this run has 4\npass --model.lr_scheduler.total_steps=4"):
+        fit(model, tmp_path, max_epochs=2)

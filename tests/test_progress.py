@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import TINY, callback, run_here
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_task import TinyData, TinyTask, read_events, tiny_trainer
@@ -208,3 +209,8 @@ def test_rate_on_a_gpu_counts_finished_work(tmp_path: Path) -> None:
     fastest = 8 / (start.elapsed_time(end) / 1000)
     trainer.fit(BusyTask(), datamodule=TinyData(num_images=32))
     assert all(event.value < 1.1 * fastest for event in read_events(tmp_path).Scalars(METRIC))
+
+
+def test_a_users_bar_takes_the_place_of_the_runs(tmp_path: Path) -> None:
+    flags = ["--trainer.enable_progress_bar=true", *callback("TQDMProgressBar")]
+    assert "Epoch 0: 100%" in run_here("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}").stdout

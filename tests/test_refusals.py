@@ -17,13 +17,19 @@ from lit_cifar.cli.preflight import BOUNDS
 REFUSED = {
     "--trainer.strategy=dp --trainer.devices=3": ["--data.batch_size=15 or"],
     "--trainer.accumulate_grad_batches=3": ["3 accumulation steps", "=15 or"],
-    "--trainer.strategy=dpp": ["dpp", "ddp_spawn", "dp"],
+    "--trainer.strategy=dpp": ["did you mean --trainer.strategy=ddp?", "ddp_spawn, mp,", "fsdp2"],
     "--data.batchsize=3": ["batchsize", "did you mean --data.batch_size?", "--help"],
     "--model.optimizer.lr=-1": ["learning rate: -1"],
     "--trainer.limit_train_batches=0": ["--trainer.limit_train_batches=0 would train nothing"],
     "--trainer.accumulate_grad_batches=4 --trainer.limit_train_batches=6": ["=4 or --trainer.limit_train_batches=8"],
     "--trainer.accumulate_grad_batches=2 --trainer.overfit_batches=1": ["whole steps: --trainer.overfit_batches=2"],
     "--trainer.callbacks+=StochasticWeightAveraging --trainer.callbacks.swa_lrs=0.01": ["EMAWeightAveraging"],
+    "--trainer.callbacks+=BackboneFinetuning": ["`backbone`", "BaseFinetuning"],
+    "--trainer.callbacks+=BatchSizeFinder": ["--data.batch_size=N"],
+    '--trainer.callbacks+=GradientAccumulationScheduler --trainer.callbacks.scheduling={"0":1}': ["grad_batches=N"],
+    "--trainer.callbacks+=LearningRateFinder": ["--model.optimizer.lr=VALUE"],
+    "--trainer.callbacks+=ModelPruning --trainer.callbacks.pruning_fn=l1_unstructured": ["torch.nn.utils.prune"],
+    "--trainer.callbacks+=Timer --trainer.callbacks.duration=00:01:00:00": ["--trainer.max_time=DAYS:HOURS"],
     "--trainer.callbacks+=EMAWeightAveraging --trainer.strategy=pp --trainer.devices=2": ["--trainer.strategy=ddp"],
     "--trainer.callbacks+=EMAWeightAveraging --trainer.strategy=ddp_spawn": ["cannot be sent to spawned processes"],
     "--model.lr_scheduler=StepLR --model.lr_scheduler.step_size=0": ["--model.lr_scheduler.NAME=VALUE"],
@@ -240,6 +246,8 @@ SIZES = [
     "val_check_interval=3",  # longer than an epoch
     "limit_train_batches=0.1",  # less than a batch
     "overfit_batches=0.1",
+    "overfit_batches=0.5",  # of a validation of one batch
+    "limit_val_batches=0.5",
     "--model.num_classes=0",
     "--model.image_size=-1",
     f"--model.ghost_batchnorm.accumulation=2 --model.ghost_batchnorm.dp_size={10**12}",

@@ -253,6 +253,13 @@ def test_the_command_that_repeats_a_run(command: str, devices: object, expected:
 SPOILT = {
     "no metrics": ("metrics.csv", None, "", ["has no metrics.csv", "`predict`"]),
     "no data": ("environment.json", '"data"', '"date"', ["environment.json is damaged: it does not say started"]),
+    "a command": ("environment.json", "2584fce", "HEAD; echo", ['git.commit is "HEAD; echo', "not that of a commit"]),
+    "a short commit": ("environment.json", "50ee9a21a7fc8eb008a4e05941ca16d61", "\\n", ["git.commit is"]),
+    "no commit": ("environment.json", '"commit"', '"at"', ["git.commit is null"]),
+    "a list": ("environment.json", '"ddp"', '["ddp"]', ['strategy is ["ddp"]']),
+    "a number": ("environment.json", '"python -m lit_cifar fit --run_dir=runs/first"', "3", ["command is 3"]),
+    "words": ("environment.json", '"world_size": 2', '"world_size": "2"', ['world_size is "2"']),
+    "cores": ("environment.json", '"cores": 2', '"cores": "2"', ['cpu.cores is "2"']),
     "a word": ("metrics.csv", "2.25", "abc", ["metrics.csv is damaged: line 5", "'abc'"]),
     "a step": ("metrics.csv", ",,19,,1.25", ",,x,,1.25", ["line 7: 'x' is not a whole number"]),
     "cells": ("metrics.csv", "0,,4,500.0", "0,,4,7,500.0", ["line 3: 8 cells, and the first line has 7"]),

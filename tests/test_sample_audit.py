@@ -25,11 +25,11 @@ from lit_cifar.checkpoint.sample_audit import (
     Tally,
     chain,
     failure,
-    order_settings,
     write_epoch,
 )
 from lit_cifar.data import Batch, CIFAR10DataModule
 from lit_cifar.data.batch_split import BatchSplit
+from lit_cifar.data.datamodule import order_settings
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError, SampleAuditError
 
@@ -46,9 +46,9 @@ def tallies_of(num_ranks: int = 1, *, loader_steps: int | None = None, step: int
     """Of all ranks, after so many batches, by default all; resumed after `step` steps."""
     tallies = []
     for rank in range(num_ranks):
-        sampler = sampler_of(num_ranks, rank=rank, start=step, **settings)
+        sampler = sampler_of(num_ranks, rank=rank, **settings)
         tally = Tally(sampler, step=step, device=CPU)
-        for part in list(sampler)[:loader_steps]:
+        for part in list(sampler)[step * sampler.accumulation :][:loader_steps]:
             tally.count(part.ids, accumulation=sampler.accumulation)
         tallies.append(tally)
     return tallies
@@ -415,7 +415,7 @@ def test_a_run_that_loses_samples_is_stopped(saved: Path, tmp_path: Path, monkey
     )
     with pytest.raises(SampleAuditError, match=r"of epoch 0 fails after 5 of 5 optimizer steps\nmissing: 40 samples"):
         fit(tmp_path / "first", max_epochs=1)
-    monkeypatch.setattr(TrainSampler, "__iter__", lambda self: iterate(replace(self, start=0)))
+    monkeypatch.setattr(TrainSampler, "__iter__", lambda self: iterate(replace(self, behind=None)))
     with pytest.raises(SampleAuditError, match=r"of epoch 1 fails after 5 of 5 .*\nmissing: 32 .*\nused more than"):
         fit(tmp_path / "resumed", resume=saved / "2.ckpt")
     assert not (tmp_path / "resumed" / "sample_audit.csv").exists()

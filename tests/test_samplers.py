@@ -1,12 +1,16 @@
 """The order contract as tables: how strategies cut a batch, and which samples a process reads; none is started here."""
 
 from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
 from counting import Operators
+from library_fits import Watch, make
+from short_fits import data, fit, short
 
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.augment import Augmentation
@@ -132,11 +136,10 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
 
 
 def sampler_from(start: int, *, accumulation: int = 2) -> TrainSampler:
-    """The second of two ranks' sampler, six optimizer steps an epoch, that begins at `start`."""
-    batch_split = BatchSplit(dp_size=2, dp_rank=1)
-    return TrainSampler(
-        num_samples=1000, batch_size=168, batch_split=batch_split, accumulation=accumulation, start=start
-    )
+    """The second of two ranks' sampler, six optimizer steps an epoch, whose epoch 3 begins at `start`."""
+    batch_split, behind = BatchSplit(dp_size=2, dp_rank=1), [start * accumulation, 0]
+    settings = {"num_samples": 1000, "batch_size": 168, "batch_split": batch_split, "accumulation": accumulation}
+    return TrainSampler(**settings, behind=lambda: behind.pop(0))
 
 
 def ids_of(parts: Iterable[BatchIds | Batch]) -> list[list[int]]:
@@ -147,14 +150,18 @@ def ids_of(parts: Iterable[BatchIds | Batch]) -> list[list[int]]:
 @pytest.mark.parametrize("start", [0, 1, 5, 6])
 def test_a_resumed_epoch_is_the_rest_of_the_undisturbed_one(start: int, accumulation: int) -> None:
     whole, rest = sampler_from(0, accumulation=accumulation), sampler_from(start, accumulation=accumulation)
+    assert ids_of(rest) == [part.ids.tolist() for part in [*replace(whole, epoch=0)]]  # nobody has entered an epoch
+    iter(rest)  # Lightning may call it before
     for sampler in (whole, rest):
         sampler.set_epoch(3)
-    for _ in range(2):  # Lightning may call `iter` again
-        assert ids_of(rest) == ids_of(whole)[start * accumulation :]
-    assert [part.weight for part in rest] == [part.weight for part in whole][start * accumulation :]
+    parts = [*whole]
+    found = [*rest]
+    assert ids_of(found) == ids_of(parts)[start * accumulation :]
+    assert [part.weight for part in found] == [part.weight for part in parts][start * accumulation :]
     assert len(rest) == len(whole) == 6 * accumulation
-    whole.set_epoch(4)  # also where a limit on the batches of an epoch has left none of the resumed one
-    rest.set_epoch(4)
+    assert ids_of(rest) == ids_of(parts)  # a callback that iterates too
+    for sampler in (whole, rest):
+        sampler.set_epoch(4)  # also where a limit on the batches of an epoch has left none of the resumed one
     assert ids_of(rest) == ids_of(whole)
 
 
@@ -173,7 +180,7 @@ def images_of(num: int, size: int = 1) -> ImageSet:
         TrainSampler(
             num_samples=50, batch_size=12, accumulation=2, batch_split=BatchSplit(dp_size=2, dp_rank=1), epoch=3
         ),
-        TrainSampler(num_samples=50, batch_size=12, batch_split=BatchSplit(), start=1),
+        TrainSampler(num_samples=50, batch_size=12, batch_split=BatchSplit(), drop_last=True),
         EvaluationSampler(num_samples=50, batch_size=12, batch_split=BatchSplit(dp_size=3, dp_rank=2)),
         EvaluationSampler(num_samples=1, batch_size=12, batch_split=BatchSplit(dp_size=3, dp_rank=2)),  # nothing here
     ],
@@ -202,14 +209,12 @@ def test_a_gpu_is_asked_a_few_times_in_an_epoch(monkeypatch: pytest.MonkeyPatch)
     assert not operators.counts
 
 
-@pytest.mark.parametrize("step", [-1, 7])
-def test_a_step_beyond_the_epoch_is_refused(step: int) -> None:
+def test_a_loader_without_a_trainer_cannot_be_resumed() -> None:
     loader = BatchLoader(images_of(1000), sampler_from(0))
     assert loader.state_dict() == {}  # it does not say where training stands
-    loader.load_state_dict({"step": 6})
-    assert ids_of(loader) == []
-    with pytest.raises(CheckpointError, match=f"after {step} optimizer steps of an epoch that has 6 here"):
-        loader.load_state_dict({"step": step})
+    loader.load_state_dict({})
+    with pytest.raises(CheckpointError, match="pass the data module itself"):
+        BatchLoader(images_of(1000), replace(sampler_from(0), behind=None)).load_state_dict({})
 
 
 # ---------------------------------------------------------------- what is refused
@@ -297,3 +302,17 @@ def test_padded_evaluation_repeats_the_first_samples() -> None:
     ranks = eval_ids(3, num_samples=10_000, pad=True)
     assert [len(ids) for ids in ranks] == [3334, 3334, 3334]
     assert sorted(i for ids in ranks for i in ids) == sorted([*range(10_000), 0, 1])
+
+
+@short
+@pytest.mark.filterwarnings("ignore:You requested to overfit")
+@pytest.mark.parametrize(
+    ("limit", "alike"),
+    [({"overfit_batches": 1}, True), ({"overfit_batches": 0.5}, True), ({"limit_train_batches": 1}, False)],
+)
+def test_a_run_that_overfits_has_the_first_batches_in_each_epoch(
+    limit: dict[str, float], alike: bool, tmp_path: Path
+) -> None:
+    watch = Watch(tmp_path / "never", -1)
+    fit(make("own"), tmp_path, data(eval_batch_size=4), callbacks=[watch], max_epochs=3, **limit)
+    assert [ids == [*range(16)] for *_, ids in watch.read] == [alike] * 3

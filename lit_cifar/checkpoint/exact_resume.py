@@ -23,6 +23,7 @@ from torchmetrics import Metric
 
 from lit_cifar.checkpoint.format import METRICS, POSITION
 from lit_cifar.data.batch_split import BatchSplit
+from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.launch.signals import end_together
 from lit_cifar.reporting.environment import cpu_model
@@ -133,16 +134,14 @@ class ExactResume(Callback):
         self._resumed = position
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set the loader to the position in the epoch.
-
-        Lightning restores a loader's state itself, but not if the number of steps was asked for before: then the loader
-        is made before the checkpoint is read.
-        """
-        if self._resumed is not None:
-            loader: Any = trainer.train_dataloader
-            loader.load_state_dict({"step": self._resumed.step})
-            if self._resumed.global_step:
-                _settle_buckets(trainer, pl_module)
+        """Let our loader refuse, as Lightning does unless it has made the loader before it read the checkpoint."""
+        loader: Any = trainer.train_dataloader
+        if self._resumed is None or not isinstance(loader, BatchLoader):
+            return
+        if self._resumed.step:
+            loader.load_state_dict({})
+        if self._resumed.global_step:
+            _settle_buckets(trainer, pl_module)
 
     # If validation came right before the checkpoint, Lightning's loop makes an empty pass instead of validating again
     # and counts it as a step: loggers would then write every value one step late.
@@ -236,11 +235,15 @@ def _completed(count: int) -> dict[str, int]:
 
 
 def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Metric]]:
-    """Those of the training: an evaluation always begins anew, so nobody reads what one had counted."""
+    """Those of the training: an evaluation always begins anew, so nobody reads what one had counted.
+
+    Without a user's own whose states are lists of what they have seen: these begin anew too.
+    """
     return (
         (name, child)
         for name, child in module.named_modules()
         if isinstance(child, Metric) and not name.startswith(("val_", "test_"))
+        if all(isinstance(state, Tensor) for state in child.metric_state.values())
     )
 
 
@@ -258,6 +261,8 @@ def _collect(trainer: Trainer, pl_module: LightningModule) -> dict[str, dict[str
 def _restore(pl_module: LightningModule, collected: dict[str, dict[str, Tensor]], *, dp_rank: int) -> None:
     """Restore what `_collect` has found: the first rank gets all of it."""
     for name, metric in _metrics(pl_module):
+        if name not in collected:
+            continue
         metric._update_count = 1  # 0 would mean that nothing was counted, of which torchmetrics warns
         counts: dict[str, Any] = metric.metric_state
         for key, state in counts.items():

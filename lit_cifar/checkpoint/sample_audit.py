@@ -20,6 +20,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data.datamodule import OrderSettings, order_settings
 from lit_cifar.data.images import Batch
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError, SampleAuditError, printable
@@ -32,7 +33,6 @@ _COLUMNS = ("epoch", "steps", "samples", "digest")
 _KEY = "sample_audit"
 _USE = 2**32  # the low half of a tally's entry has room for the step
 _MAX_IDS = 10
-OrderSettings = dict[str, int | str]
 _TRAIN, _VAL = _FILES = ("train files", "val files")  # settings that are no flags: digests of lists of files
 
 
@@ -200,7 +200,7 @@ class AuditRecord:
     step: int  # whole optimizer steps taken in it
     start: str  # digest before the epoch's first step
     digest: str  # digest after its latest step
-    settings: OrderSettings  # from `order_settings`
+    settings: OrderSettings  # of the data module
 
     def write(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[_KEY] = asdict(self)
@@ -296,23 +296,6 @@ def chain(digest: str, ids: Tensor, steps: Tensor, *, first: int, last: int) -> 
     for of_step in torch.split(ids, sizes):
         digest = sha256(bytes.fromhex(digest) + of_step.sort().values.numpy().astype("<i8").tobytes()).hexdigest()
     return digest
-
-
-def order_settings(data: Any) -> OrderSettings:
-    """All that decides which image is used in which step, by the flags of `data`, the data module, and by files."""
-    sampler: TrainSampler = data.train_sampler()
-    listed = data.source.listed
-    files = {f"{split} files": listed[split] for split in ("train", "val") if split in listed}
-    return files | {
-        "dataset": data.dataset,
-        "num_train": sampler.num_samples + data.val_size,
-        "val_size": data.val_size,
-        "batch_size": sampler.batch_size,
-        "seed": sampler.seed,
-        "shuffle": sampler.shuffle,
-        "frozen_order": sampler.frozen,
-        "drop_last": sampler.drop_last,
-    }
 
 
 def write_epoch(folder: Path, epoch: int, num_steps: int, num_samples: int, digest: str) -> None:

@@ -15,6 +15,7 @@ import lightning as L
 import torch
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
 from torch.distributed import is_torchelastic_launched
 
@@ -236,8 +237,9 @@ class CLI(LightningCLI):
         trainer.logger = given
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[L.Callback]) -> L.Trainer:
-        """Add the progress bar, the checkpoint plugin, and what the processes need."""
-        if config["enable_progress_bar"] is not False:
+        """Add the progress bar, if the user has no other, the checkpoint plugin, and what the processes need."""
+        others = any(isinstance(callback, AnyProgressBar) for callback in as_list(config["callbacks"]))
+        if config["enable_progress_bar"] is not False and not others:
             callbacks = [ProgressBar(), *callbacks]
         if self._ranks is not None:
             self._fork(config, self._ranks)

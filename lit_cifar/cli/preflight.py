@@ -6,8 +6,17 @@ import warnings
 from typing import Any
 
 from jsonargparse import Namespace
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed import is_torchelastic_launched
@@ -53,6 +62,36 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "last_checkpoint.every_n_epochs": (0, math.inf),
     "last_checkpoint.every_n_steps": (1, math.inf),
     "last_checkpoint.every_n_seconds": (0, math.inf),
+}
+
+# Lightning's callbacks that cannot work here, why, and what to do instead.
+REFUSED: dict[type[Callback], tuple[str, str]] = {
+    BackboneFinetuning: (
+        "needs a module with a `backbone`, and the network is not divided into one and a head",
+        "derive a callback of your own from lightning.pytorch.callbacks.BaseFinetuning",
+    ),
+    BatchSizeFinder: (
+        "changes the batch size when the run is planned and written down",
+        "pass --data.batch_size=N; --trainer.fast_dev_run=3 tries one",
+    ),
+    GradientAccumulationScheduler: (
+        "changes between epochs into how many parts a batch is cut, which the sampler does once",
+        "pass --trainer.accumulate_grad_batches=N",
+    ),
+    LearningRateFinder: (
+        "sets a learning rate that the module does not have, as the optimizer has its own",
+        "pass --model.optimizer.lr=VALUE",
+    ),
+    ModelPruning: (
+        "has masks that a checkpoint does not hold, so that a resumed run would train what was pruned",
+        "leave it out, and prune the network of best.ckpt by torch.nn.utils.prune",
+    ),
+    StochasticWeightAveraging: (
+        "adds an epoch without steps at the end, for BatchNorm, and forgets its learning rate in a run that is resumed "
+        "within an epoch",
+        "average with --trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging",
+    ),
+    Timer: ("has a setting that config.yaml cannot hold", "pass --trainer.max_time=DAYS:HOURS:MINUTES:SECONDS"),
 }
 
 
@@ -137,6 +176,7 @@ def check_run(
     """
     if trainer.world_size == 1 and asked.trainer.sync_batchnorm:
         rank_zero_warn("--trainer.sync_batchnorm=true has no effect with one process, which sees the whole batch")
+    _check_callbacks(trainer, timed=asked.trainer.max_time is not None)
     _check_precision(trainer, asked.trainer, compiles=module.compiles)
     if module.cuda_graphs:
         _check_cuda_graphs(trainer, has_parts=replicas is not None)
@@ -170,6 +210,7 @@ def check_run(
     data.setup(subcommand)
     if replicas is not None:
         replicas.check(trainer, data)
+    _check_evaluation(trainer, data, subcommand)
     if subcommand == "fit":
         data.train_sampler().check()
         _check_intervals(trainer, data)
@@ -236,10 +277,7 @@ def _check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> None:
     counted = min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
     overfits = trainer.overfit_batches  # type: ignore[attr-defined]  # Lightning's own omission
     flag = "--trainer.overfit_batches" if overfits else "--trainer.limit_train_batches"
-    if not counted:
-        raise ConfigError(
-            f"{flag}={limit} of {num_batches} batches is less than one", remedy=f"pass {flag}=1, which means one batch"
-        )
+    _check_share(flag, limit, num_batches)
     if counted % accumulation and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         whole = counted // accumulation * accumulation
         nearest = [f"{flag}={value}" for value in (whole, whole + accumulation) if value]
@@ -256,10 +294,35 @@ def _check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> None:
         )
 
 
+def _check_evaluation(trainer: Any, data: CIFAR10DataModule, subcommand: str) -> None:
+    """Refuse a share of the batches of an evaluation that is less than one."""
+    split = subcommand if subcommand in ("test", "predict") else "val"
+    if split != "val" or data.val_size:
+        overfits = split == "val" and trainer.overfit_batches
+        flag = "--trainer.overfit_batches" if overfits else f"--trainer.limit_{split}_batches"
+        limit = getattr(trainer, f"limit_{split}_batches")
+        _check_share(flag, limit or 1.0, len(data.evaluation_sampler(split)), kind=f"{split} ")
+
+
+def _check_share(flag: str, limit: float, num_batches: int, *, kind: str = "") -> None:
+    """Refuse `limit`, a number of batches or a share of all, if it comes to none."""
+    if isinstance(limit, float) and int(num_batches * limit) < 1:
+        raise ConfigError(
+            f"{flag}={limit} of {num_batches} {kind}batch{'es' * (num_batches > 1)} is less than one",
+            remedy=f"pass {flag}=1, which means one batch",
+        )
+
+
+def _check_callbacks(trainer: Any, *, timed: bool) -> None:
+    """Refuse the callbacks of `REFUSED`; a run that is `timed` has a Timer of Lightning's."""
+    for kind, (reason, remedy) in REFUSED.items():
+        found = any(isinstance(callback, kind) for callback in trainer.callbacks)
+        if found and not (timed and kind is Timer):
+            raise ConfigError(f"--trainer.callbacks: {kind.__name__} {reason}", remedy=remedy)
+
+
 def _check_averaging(trainer: Trainer) -> None:
-    """Refuse a callback that adds an epoch without optimizer steps, which no plan of samples has, and one that would
-    average a part of the weights.
-    """
+    """Refuse a callback that would average a part of the weights."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     averages = any(isinstance(callback, WeightAveraging) for callback in callbacks)
     own = hasattr(trainer.strategy, "processes_per_replica")  # weights or buffers that are not as in `ddp`
@@ -268,12 +331,6 @@ def _check_averaging(trainer: Trainer) -> None:
         raise ConfigError(
             "a callback averages weights, of which a process has parts here, or cannot be sent to spawned processes",
             remedy="leave it out, or pass --trainer.strategy=ddp, without --model.compile=cuda_graphs",
-        )
-    if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
-        raise ConfigError(
-            "StochasticWeightAveraging adds an epoch without steps at the end, for BatchNorm, and forgets its learning "
-            "rate in a run that is resumed within an epoch",
-            remedy="average with --trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging",
         )
 
 

@@ -101,12 +101,15 @@ def as_config_error() -> Iterator[None]:
 def _config_error_of(error: Exception) -> ConfigError:
     """An error of Lightning or torch about an argument, with our remedy where we know one."""
     if "invalid strategy name" in str(error):
-        variants = re.compile("find_unused|offload|stage|xla|tpu|single")
-        known = ", ".join(name for name in StrategyRegistry.available_strategies() if not variants.search(name))
+        from lit_cifar.tools.modes import MODES  # and all strategies with it
+
+        modes = ["auto", *(mode.name for mode in MODES if mode.name != "single")]
         problem = str(error).split(". ")[0]
-        meant = nearest(problem.split("'")[-2], _subclasses(Strategy))
+        given = problem.split("'")[-2]
+        alike = [name for name in modes if len(name) == len(given)]  # one wrong letter is likelier than one too many
+        meant = nearest(given, alike) or nearest(given, [*modes, *_subclasses(Strategy)])
         guess = "" if meant is None else f"did you mean --trainer.strategy={meant}? "
-        return ConfigError(problem, remedy=f"{guess}the known ones: {known}")
+        return ConfigError(problem, remedy=f"{guess}the modes: {', '.join(modes)}")
     explained = isinstance(error, ImportError | MisconfigurationException | ValueError)
     problem = str(error) if explained else f"{type(error).__name__}: {error}"
     return ConfigError(problem, remedy=f"see {_program()} --help")

@@ -22,10 +22,12 @@ from lit_cifar.data.encoded_pictures import EncodedImages
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
-from lit_cifar.errors import ConfigError, nearest
+from lit_cifar.errors import CheckpointError, ConfigError, nearest
 
 if TYPE_CHECKING:
     from lit_cifar.data.pictures import FolderImages
+
+OrderSettings = dict[str, int | str]
 
 # The class of each, which is imported when it is asked for.
 DATASETS = {
@@ -196,6 +198,7 @@ class CIFAR10DataModule(L.LightningDataModule):
             own = min(own, max(num_train, 0) // 10)
         self.val_size = own if val_size is None else val_size
         self.sets: dict[str, ImageSet] = {}
+        self._resumed: dict[str, Any] = {}  # `state_dict` of the run that wrote the checkpoint
         self.folder: FolderImages | None = None
         self._prepared = False
         given = {"padding": padding, "reflect": reflect, "alternate_flips": alternate_flips, "cutout": cutout}
@@ -290,16 +293,51 @@ class CIFAR10DataModule(L.LightningDataModule):
         return BatchSplit() if self.trainer is None else BatchSplit.of(self.trainer.strategy)
 
     def train_sampler(self) -> TrainSampler:
+        # Then every epoch has the same batches. Lightning can turn off the shuffling of a DataLoader alone.
+        overfits = self.trainer is not None and self.trainer.overfit_batches > 0  # type: ignore[attr-defined]
         return TrainSampler(
             num_samples=len(self.sets["train"]),
             batch_size=self.batch_size,
             batch_split=self.batch_split,
             accumulation=1 if self.trainer is None else self.trainer.accumulate_grad_batches,
             seed=self.seed,
-            shuffle=self.shuffle,
+            shuffle=self.shuffle and not overfits,
             frozen=self.frozen_order,
             drop_last=self.drop_last,
+            behind=None if self.trainer is None else self._batches_behind,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Lightning writes it into checkpoints: what orders the samples, and how many steps of the epoch were taken."""
+        if self.trainer is None or "train" not in self.sets:
+            return {}
+        return order_settings(self) | {"steps": self._trained() // self.trainer.accumulate_grad_batches}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resumed = state_dict
+
+    def _trained(self) -> int:
+        """Batches of the epoch by the Trainer's count."""
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current  # type: ignore[union-attr]
+        return int(progress.processed)
+
+    def _batches_behind(self) -> int:
+        """Batches of the epoch that a run has behind it which is resumed within one, and 0 in every other epoch."""
+        assert self.trainer is not None
+        if not self.trainer.fit_loop.restarted_mid_epoch:
+            return 0
+        behind = self._trained()
+        now = order_settings(self) | {"steps": behind // self.trainer.accumulate_grad_batches}
+        if not behind:  # all batches were trained on, and the next epoch begins
+            now["steps"] = self._resumed.get("steps", 0)
+        if other := [name for name, value in self._resumed.items() if now.get(name) != value]:
+            then, here = (", ".join(f"{name}={of[name]}" for name in other) for of in (self._resumed, now))
+            raise CheckpointError(
+                f"the checkpoint was written within an epoch with {then}; the rest of it would have {here}",
+                remedy="pass what the run that wrote it was given, accumulate_grad_batches too, or resume a checkpoint "
+                "from between two epochs",
+            )
+        return behind
 
     def train_dataloader(self) -> BatchLoader:
         """This process's part of every global batch, augmented, uint8."""
@@ -319,15 +357,16 @@ class CIFAR10DataModule(L.LightningDataModule):
         """The readable images of `predict_dir`, each once over all processes, with labels of -1."""
         return self._evaluation_loader("predict")
 
-    def _evaluation_loader(self, split: str) -> BatchLoader:
-        images = self._resident(split)
-        sampler = EvaluationSampler(
-            num_samples=len(images),
+    def evaluation_sampler(self, split: str) -> EvaluationSampler:
+        return EvaluationSampler(
+            num_samples=len(self.sets[split]),
             batch_size=self.eval_batch_size,
             batch_split=self.batch_split,
             pad=self.pad_eval and split != "predict",
         )
-        return BatchLoader(images, sampler)
+
+    def _evaluation_loader(self, split: str) -> BatchLoader:
+        return BatchLoader(self._resident(split), self.evaluation_sampler(split))
 
     def _resident(self, split: str) -> ImageSet:
         """The images of `split` where `resident` wants them."""
@@ -360,6 +399,23 @@ class CIFAR10DataModule(L.LightningDataModule):
         centre = images[:, :, border : border + size, border : border + size]
         mean, std = (_channel_values(values, images.device) for values in (self.source.mean, self.source.std))
         return centre.to(torch.float32, copy=True).sub_(mean).div_(std)
+
+
+def order_settings(data: Any) -> OrderSettings:
+    """All that decides which image is used in which step, by the flags of `data`, the data module, and by files."""
+    sampler: TrainSampler = data.train_sampler()
+    listed = data.source.listed
+    files = {f"{split} files": listed[split] for split in ("train", "val") if split in listed}
+    return files | {
+        "dataset": data.dataset,
+        "num_train": sampler.num_samples + data.val_size,
+        "val_size": data.val_size,
+        "batch_size": sampler.batch_size,
+        "seed": sampler.seed,
+        "shuffle": sampler.shuffle,
+        "frozen_order": sampler.frozen,
+        "drop_last": sampler.drop_last,
+    }
 
 
 @cache

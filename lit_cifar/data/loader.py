@@ -73,15 +73,9 @@ class BatchLoader:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next epoch begin behind `state_dict["step"]` optimizer steps; without this entry, at its beginning.
-
-        In optimizer steps, so that another number of processes or accumulation steps can go on.
-        """
-        assert isinstance(self.sampler, TrainSampler)  # Lightning resumes in the middle of no other epochs
-        step, num_steps = state_dict.get("step", 0), self.sampler.num_batches
-        if not 0 <= step <= num_steps:
+        """Refuse to resume if the sampler cannot ask the Trainer where it is."""
+        if isinstance(self.sampler, TrainSampler) and self.sampler.behind is None:
             raise CheckpointError(
-                f"the checkpoint was written after {step} optimizer steps of an epoch that has {num_steps} here",
-                remedy="pass the --data.batch_size of the run that wrote it",
+                "a loader of a data module that has no Trainer cannot begin in the middle of an epoch",
+                remedy="pass the data module itself: trainer.fit(model, datamodule=data, ckpt_path=...)",
             )
-        self.sampler.start = step

@@ -1,7 +1,8 @@
 """Which samples each process sees at each step: one order per epoch, cut the same way for any number of processes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -39,17 +40,14 @@ class TrainSampler:
     frozen: bool = False  # every epoch in the order of epoch 0: what happens to those who forget `set_epoch`
     drop_last: bool = False  # leave out a last batch that is not full
     epoch: int = 0  # the epoch to iterate over
-    # Optimizer steps that a run which is resumed in the middle of an epoch has behind it: the epoch that is set first
-    # begins with global batch `start`, every later one with global batch 0. Lengths stay those of whole epochs, as
-    # Lightning continues to count where the checkpoint ended.
-    start: int = 0
-    _first_epoch: int | None = field(default=None, init=False, repr=False)
+    # Says how many loader steps of the epoch a Trainer that resumes within it has behind it. None without a Trainer.
+    # Lengths stay those of whole epochs, as Lightning continues to count where the checkpoint ended.
+    behind: Callable[[], int] | None = None
+    _entered: bool = field(default=False, init=False, repr=False)  # by Lightning, which iterates next
 
     def set_epoch(self, epoch: int) -> None:
         """Called by Lightning at the start of every epoch, after it has called `iter`, which so must draw nothing."""
-        self.epoch = epoch
-        if self._first_epoch is None:
-            self._first_epoch = epoch
+        self.epoch, self._entered = epoch, True
 
     def order(self) -> Tensor:
         """The ids of this epoch in order, int64, (num_samples,)."""
@@ -68,10 +66,14 @@ class TrainSampler:
         return self.num_batches * self.accumulation
 
     def __iter__(self) -> Iterator[BatchIds]:
+        # A callback of the user's that iterates too gets the whole epoch.
+        start, self._entered = (self.behind() if self.behind is not None and self._entered else 0), False
+        yield from islice(self._whole(), start, None)
+
+    def _whole(self) -> Iterator[BatchIds]:
         order = self.order()
         num_parts = self.accumulation * self.batch_split.dp_size
-        start = self.start if self._first_epoch in (None, self.epoch) else 0
-        for batch in torch.split(order, self.batch_size)[start : self.num_batches]:
+        for batch in torch.split(order, self.batch_size)[: self.num_batches]:
             for step in range(self.accumulation):
                 ids = batch[step * self.batch_split.dp_size + self.batch_split.dp_rank :: num_parts]
                 yield BatchIds(ids, len(ids) * num_parts / len(batch))

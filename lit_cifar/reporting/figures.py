@@ -22,7 +22,7 @@ from torch import Tensor
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.errors import one_line, printable
 from lit_cifar.reporting.evaluation_tables import EvaluationCallback, Split
-from lit_cifar.reporting.loggers import log_to_tensorboard, tensorboard_writer
+from lit_cifar.reporting.loggers import log_to_tensorboard, logged_step, tensorboard_writer
 
 _IMAGE_SIDE = 160  # pixels of an image, however many it has
 _MOST_CLASSES = 20  # with numbers and all names: the figure of more is no larger, and their texts would take minutes
@@ -88,7 +88,7 @@ class EvaluationFigures(EvaluationCallback):
         if writer is None:  # every rank but 0, and runs without TensorBoard
             return
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
-        step, title = trainer.global_step, f"{datamodule.name}, {SPLIT_WORDS[split]}"
+        step, title = logged_step(trainer), f"{datamodule.name}, {SPLIT_WORDS[split]}"
         if trainer.state.fn == "fit":
             title += f", epoch {trainer.current_epoch + 1}"
         accuracies = class_accuracies(confusion, datamodule.classes)

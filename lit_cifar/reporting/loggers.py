@@ -118,4 +118,9 @@ def log_to_tensorboard(trainer: Trainer, numbers: Mapping[str, float]) -> None:
     """Log what `metrics.csv` does not repeat, on rank 0."""
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            logger.log_metrics(numbers, step=trainer.global_step)
+            logger.log_metrics(numbers, step=logged_step(trainer))
+
+
+def logged_step(trainer: Trainer) -> int:
+    """The step at which Lightning logs an evaluation: in a fit that of the training batch before it, counted from 0."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped

@@ -12,6 +12,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
@@ -178,6 +179,11 @@ class SavedConfig(SaveConfigCallback):
             self.config.ckpt_path = None
         if not self._resumed:
             super().setup(trainer, pl_module, stage)
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Hand the settings to loggers that the user has added, which come after ours; Lightning asks rank 0."""
+        for logger in trainer.loggers[2:]:
+            logger.log_hyperparams(yaml.safe_load(self.parser.dump(self.config, skip_none=False)))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save, if that was not done in `setup`."""

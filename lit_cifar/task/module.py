@@ -8,14 +8,16 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 from torchmetrics import Metric, MetricCollection
 
+from lit_cifar.checkpoint.exact_resume import ExactResume
 from lit_cifar.checkpoint.format import (
     SETTINGS,
     Header,
@@ -35,6 +37,7 @@ from lit_cifar.models import DEFAULT_ARCH, Arch, Stem, Whitening, build_network,
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.memory_format import follow_parameters, plain
+from lit_cifar.models.random_streams import RandomStreams
 from lit_cifar.task.metrics import EvaluationMetrics, MeanLoss, TopAccuracy
 from lit_cifar.task.optim import NesterovSGD, Recipe, WarmupDecay, keep_saved_types
 
@@ -68,8 +71,8 @@ class LitResNet(L.LightningModule):
             smaller than the largest so far run uncompiled. With "cuda_graphs", for one device and `ddp`, a GPU gets all
             kernels of a forward or backward pass at once, so that it does not wait for the host.
         optimizer: Optimizer, a class name with its arguments: --model.optimizer=SGD --model.optimizer.lr=0.1.
-        lr_scheduler: Learning rate schedule, a class name with its arguments. `WarmupDecay` steps after every batch,
-            all others after every epoch.
+        lr_scheduler: Learning rate schedule, a class name with its arguments. `WarmupDecay`, `OneCycleLR` and
+            `CyclicLR` step after every optimizer step, all others after every epoch.
         test_views: Evaluate so many views of each image, and take the mean of their logits: 2 are the image and its
             mirror image. With 6 these have half of the weight, and the other half have both moved by one pixel, up and
             left, and down and right (Jordan, 2024, https://arxiv.org/abs/2404.00498). That is test-time augmentation:
@@ -195,10 +198,7 @@ class LitResNet(L.LightningModule):
             self.zero_grad()
         replicas = self.virtual_replicas
         loss: Tensor = self._train_on(batch) if replicas is None else replicas.train(self, batch, self._train_on)
-        if self._logged_epoch != self.current_epoch:  # once is enough: at the epoch's end Lightning asks the metrics
-            self._logged_epoch = self.current_epoch
-            self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
-            self.log("train/acc", self.train_acc, on_step=False, on_epoch=True)
+        self._log_epoch()
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning's own omission
         # Not in every step: Lightning's `log` takes longer than the rest of what it does in a step.
         if every and (self.trainer.global_step + 1) % every == 0:
@@ -215,6 +215,17 @@ class LitResNet(L.LightningModule):
         self.train_loss.update(found[0])
         self.train_acc.update(*found[1:])
         return losses.mean() * batch.weight
+
+    def _log_epoch(self) -> None:
+        """Log this epoch's means. Once is enough: at its end Lightning asks the metrics."""
+        if self._logged_epoch != self.current_epoch:
+            self._logged_epoch = self.current_epoch
+            self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
+            self.log("train/acc", self.train_acc, on_step=False, on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        """Log them of an epoch too that is resumed after its last batch."""
+        self._log_epoch()
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         """Log the last step of a run that a callback has just stopped: Lightning writes a row for it."""
@@ -276,6 +287,13 @@ class LitResNet(L.LightningModule):
         self.log_dict(metrics.scores, on_step=False, on_epoch=True)
         return logits
 
+    def configure_callbacks(self) -> list[Callback]:
+        """What a run needs that may be resumed in the middle of an epoch, unless the Trainer was given it."""
+        trainer: Any = self.trainer
+        needed = [ExactResume, *([RandomStreams] if isinstance(trainer.datamodule, CIFAR10DataModule) else [])]
+        given = {type(callback) for callback in trainer.callbacks}
+        return [kind() for kind in needed if kind not in given]
+
     def configure_optimizers(self) -> Any:
         """The optimizer with its learning rate scaled, and its schedule planned over the whole run."""
         optimizer = self.make_optimizer(self.network.parameters())
@@ -287,6 +305,13 @@ class LitResNet(L.LightningModule):
         when: dict[str, Any] = {"monitor": "val/loss"} if isinstance(scheduler, ReduceLROnPlateau) else {}
         if isinstance(scheduler, WarmupDecay):
             scheduler.set_total_steps(self._total_steps())
+        elif isinstance(scheduler, OneCycleLR) and scheduler.total_steps < self.trainer.estimated_stepping_batches:
+            raise ConfigError(
+                f"OneCycleLR is planned for {scheduler.total_steps} steps, and this run has "
+                f"{self.trainer.estimated_stepping_batches}",
+                remedy=f"pass --model.lr_scheduler.total_steps={self.trainer.estimated_stepping_batches}",
+            )
+        if isinstance(scheduler, WarmupDecay | OneCycleLR | CyclicLR):
             when = {"interval": "step"}
         self._recipe.add(optimizer, scheduler)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **when}}

@@ -5,7 +5,8 @@ It needs no pandas, and says which file and line is damaged.
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -22,10 +23,13 @@ from lit_cifar.reporting.run_report import FILE_NAME as ENVIRONMENT
 METRICS = "metrics.csv"
 _AUDIT, _CONFIG = "sample_audit.csv", "config.yaml"
 _REMEDY = "name a run folder: `python -m lit_cifar fit` and `test` print theirs at the end"
-_OF_EVERY_RUN = (
-    *("started", "command", "git", "versions", "cpu", "gpus"),
-    *("data", "strategy", "device", "precision", "world_size"),
-)
+# The types of what the page shows of `environment.json`.
+_OF_EVERY_RUN: dict[str, Any] = {
+    **dict.fromkeys(("started", "command", "data", "strategy", "device", "precision"), str),
+    **{"git": dict | None, "versions": dict, "cpu": dict, "gpus": list, "world_size": int},
+}
+_TYPES = {**_OF_EVERY_RUN, "git.commit": str, "cpu.cores": int, "num_nodes": int}
+_COMMIT = re.compile("[0-9a-f]{7,64}")
 Row = TypeVar("Row")
 
 
@@ -101,7 +105,7 @@ def read_run(folder: Path) -> RunContents:
     return RunContents(
         folder=folder,
         settings=dict(_flags(_mapping(folder / _CONFIG, yaml.safe_load))),
-        environment=_mapping(folder / ENVIRONMENT, json.loads, names=_OF_EVERY_RUN),
+        environment=_environment(folder / ENVIRONMENT),
         metrics={name: sorted(logged.items()) for name, logged in metrics.items() if name != "epoch"},
         ranks=read_ranks(folder / PER_RANK),
         confusion=_confusion(folder / CONFUSION),
@@ -109,14 +113,27 @@ def read_run(folder: Path) -> RunContents:
     )
 
 
-def _mapping(path: Path, parse: Callable[[str], Any], *, names: Sequence[str] = ()) -> dict[str, Any]:
+def _mapping(path: Path, parse: Callable[[str], Any], *, names: Collection[str] = ()) -> dict[str, Any]:
     """The content of a JSON or YAML file, which has these names."""
     try:
         content = parse(_text(path))
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise _damaged(path, one_line(error)) from error
     if not isinstance(content, dict) or not content.keys() >= {*names}:
         raise _damaged(path, f"it does not say {', '.join(names) or 'names and values'}")
+    return content
+
+
+def _environment(path: Path) -> dict[str, Any]:
+    """`environment.json`. The page has parts of it in a command to paste, and the folder may be a stranger's."""
+    content = _mapping(path, json.loads, names=_OF_EVERY_RUN)
+    parts = {part: content[part] for part in ("cpu", "git") if isinstance(content[part], dict)}
+    inner = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
+    for name, value in {**content, **inner}.items():
+        if not isinstance(value, _TYPES.get(name, object)):
+            raise _damaged(path, f"{name} is {json.dumps(value)[:40]}")
+    if content["git"] and not _COMMIT.fullmatch(content["git"].get("commit", "")):
+        raise _damaged(path, f"git.commit is {json.dumps(content['git'].get('commit'))[:60]}, not that of a commit")
     return content
 
 
@@ -126,7 +143,8 @@ def _flags(content: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str
         key = f"{prefix}{name}"
         if isinstance(value, dict) and "class_path" in value:
             yield key, str(value["class_path"])
-            yield from _flags(value.get("init_args") or {}, f"{key}.")
+            arguments = value.get("init_args")
+            yield from _flags(arguments if isinstance(arguments, dict) else {}, f"{key}.")
         elif isinstance(value, dict):
             yield from _flags(value, f"{key}.")
         else:
