@@ -249,7 +249,9 @@ class _Window:
         )
         if (on_one_device := getattr(self.trainer.strategy, "on_one_device", None)) is not None:
             module.to(device_of(self.module))
+            before = dict(vars(module))
             module.use_forward_fn(on_one_device(module.network))  # type: ignore[operator]
+            self.twin.own = {("", name) for name, its in vars(module).items() if its is not before.get(name)}
 
     def _step(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         with self.trainer.precision_plugin.train_step_context():

@@ -1,5 +1,6 @@
 """Findings about evaluations: whether a logged metric is that of the whole set, and of one model."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -99,10 +100,10 @@ def judge_evaluation(
         bound = gamma(roundings, torch.float32) * sum(one.magnitude for one in its) / num_samples
         report.counts["samples"] = max(report.counts["samples"], num_samples)
         report.counts["metrics"] += 1
-        if not abs(true - logged) <= bound:
+        if not _is_within(logged, true, bound):
             own = its[0].total / its[0].num_samples
             why = "ranks or batches of unequal size weigh alike"
-            if abs(own - logged) <= bound:
+            if _is_within(logged, own, bound):
                 why = "it is that of rank 0's samples alone, pass sync_dist=True"
             text = f"is logged as {logged:.9g}, the mean over all {num_samples} samples is {true:.9g}: {why}"
             report.findings.append(Finding("evaluation", report.first_step, None, name, text))
@@ -123,3 +124,7 @@ def judge_evaluation(
             break
     if seen[0].kept:
         report.notes.append(f"{seen[0].kept[0]} goes on counting from before the evaluation: call reset() on it")
+
+
+def _is_within(value: float, expected: float, bound: float) -> bool:
+    return abs(value - expected) <= bound if math.isfinite(expected) else str(value) == str(expected)

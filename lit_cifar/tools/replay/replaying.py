@@ -97,9 +97,7 @@ class Replayer:
         self._exchanges: deque[Exchange] = deque()  # of the call or backward pass that is replayed
         self.joined: JoinedBatch | None = None  # where a step is given to it too
         self._holders: dict[str, int] = {}  # by tensor, of ranks that hold a replica together: the place among them
-        for parameter, name in self._names.items():
-            if parameter.requires_grad:
-                parameter.register_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
+        self._hooked: set[str] = set()  # parameters
 
     def run(self) -> None:
         """Every step, until the values of one are not those of the run."""
@@ -220,6 +218,7 @@ class Replayer:
                 raise UnjudgeableError(
                     "two replays of a step differ, so a kernel is not deterministic: pass deterministic=True"
                 )
+            self._abstain_where_something_else_may_have_changed(call)
         self.report.counts["outputs"] += len(call.outputs)
         if len(found) != len(call.outputs):
             self._found("local computation", "the outputs", f"are {len(call.outputs)}, in the replay {len(found)}")
@@ -233,9 +232,21 @@ class Replayer:
         self._outputs.append((outputs, call.output_grads))
         return False
 
+    def _abstain_where_something_else_may_have_changed(self, call: Call) -> None:
+        """Loss or outputs are others in the replay. In the process that made them there is no other reason."""
+        if call.attributes.unknown:
+            names = ", ".join(call.attributes.unknown[:3])
+            raise UnjudgeableError(f"{names} of the module cannot be written down, and may have changed")
+        if not self._rank:
+            raise UnjudgeableError("a step depends on something outside of the module that changes, as a global value")
+
     def _fill(self, call: Call) -> None:
-        """Buffers, plain attributes and counters as they were."""
-        fill(self.twin.module, buffers=call.buffers, attributes=call.attributes)
+        """Buffers, attributes and counters as they were."""
+        fill(self.twin.module, buffers=call.buffers, attributes=call.attributes, but=self.twin.own)
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad and name not in self._hooked:
+                self._hooked.add(name)
+                parameter.register_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
         self.twin.progress(call.progress | {"global_rank": self._as_rank})
 
     def _outputs_of(self, call: Call) -> tuple[list[Tensor], list[Digest], bool]:
@@ -262,7 +273,7 @@ class Replayer:
                 self._parameters[name].grad = None
             self._of_run = {}
         else:
-            for name in event.fresh:
+            for name in self._parameters.keys() - event.grads.keys() | {*event.fresh}:  # the run has zeroed them
                 self._parameters[name].grad = None
         pairs = [
             (leaf, gradient)
