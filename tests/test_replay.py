@@ -349,6 +349,63 @@ def resumed(folder: Path, make: Callable[[], pl.LightningModule], *, at: int) ->
     return {" ".join(re.findall(r"[a-z]+", report.subject)): report for report in replay.reports}
 
 
+class Manual(Task):
+    """Steps its schedule by itself, or does not."""
+
+    steps = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        its: Any = self.optimizers()
+        its.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx)["loss"])
+        its.step()
+        if self.steps:
+            self.lr_schedulers().step()
+
+
+class ManualWithoutSchedule(Manual):
+    steps = False
+
+
+class Averaging(pl.Callback):
+    """The checkpoint of an epoch's end holds other weights."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        with torch.no_grad():
+            pl_module.net[5].bias += 1
+            trainer.save_checkpoint(Path(trainer.default_root_dir, "average.ckpt"))
+            pl_module.net[5].bias -= 1
+
+
+AVERAGES = (
+    "1 of 6 weights are written other than those that the training goes on from, as averages are: a resume must "
+    "put the others back"
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*num_workers")
+@pytest.mark.parametrize(
+    ("make", "callback", "notes"),
+    [
+        (Task, pl.callbacks.ModelCheckpoint(every_n_epochs=1), []),
+        (Manual, pl.callbacks.ModelCheckpoint(every_n_epochs=1), []),
+        (ManualWithoutSchedule, pl.Callback(), ["ExponentialLR made no step in a whole epoch"]),
+        (Task, Averaging(), [AVERAGES]),
+    ],
+)
+def test_idle_schedules_and_averages_that_are_saved_are_noted(
+    make: type[Task], callback: pl.Callback, notes: list[str], tmp_path: Path
+) -> None:
+    saves = isinstance(callback, pl.callbacks.ModelCheckpoint)
+    trained(tmp_path, watch := Replay(1), callback, make=make, max_steps=-1, max_epochs=3, enable_checkpointing=saves)
+    assert [note for report in watch.reports if report.subject for note in report.notes] == notes
+    assert {report.outcome for report in watch.reports} == {"pass"}
+
+
 class Forgetful(Task):
     """Its checkpoint's weights of one layer are not loaded, and its optimizer begins anew for one parameter."""
 

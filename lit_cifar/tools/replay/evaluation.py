@@ -84,9 +84,11 @@ def judge_evaluation(
     seen: Sequence[Seen],
     metrics: Mapping[str, Any],
     read: Sequence[Sequence[int]],
+    offered: int = 0,
 ) -> None:
     """Compare each logged mean with the mean over all samples of all ranks; `read`: ids of the samples by rank.
 
+    `offered` is the number of samples that there are, 0 if it is not known or not all were asked for.
     The bound is that of its own sums in float32: each batch is added once, so is each rank.
     """
     of_ranks = [one.logged for one in seen]
@@ -116,6 +118,8 @@ def judge_evaluation(
     distinct = {sample for ids in read for sample in ids}
     if repeated := sum(map(len, read)) - len(distinct):
         report.notes.append(f"{repeated} of {len(distinct)} samples are evaluated again: a sampler's padding")
+    if 0 < len(distinct) < offered:
+        report.notes.append(f"{len(distinct)} of {offered} samples are evaluated, as with drop_last")
     for name, bits in seen[0].buffers.items():
         if any(one.buffers.get(name) != bits for one in seen[1:]):
             report.notes.append(

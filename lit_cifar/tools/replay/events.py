@@ -34,6 +34,7 @@ class Call:
     output_grads: list[Tensor | None] = field(default_factory=list)  # of the outputs that a backward pass began at
     buffers_after: Digests = field(default_factory=dict)
     has_drawn: bool = False  # random numbers
+    ended: tuple[int, ...] = ()  # digests of the generators' states at its end
     exchanges: list[Exchange] = field(default_factory=list)  # with other ranks, those of inner backward passes too
     beside: bool = False  # whether ranks have sent one another, outside of calls, what parts of a model send
 

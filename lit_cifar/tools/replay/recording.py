@@ -158,6 +158,7 @@ class Recorder:
                 )
         call.buffers_after = {name: digest(buffer) for name, buffer in self._buffers()}
         call.has_drawn = call.surroundings.has_drawn(self._device)
+        call.ended = Surroundings.now(self._device).generators()
         self._hints.called(call)
         self._exchanges = None
         self._fresh = {}
