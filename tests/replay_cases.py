@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -24,7 +25,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, default_collate
 
-from lit_cifar import Replay, replay
+from lit_cifar import Replay, ReplicaAudit, replay
+from lit_cifar.errors import ReplicaAuditError
 from lit_cifar.launch.signals import destroy_process_group_at_exit
 from lit_cifar.strategies.sync_batchnorm import ProcessSyncBatchNorm
 from lit_cifar.tools.modes import SILENT
@@ -63,6 +65,53 @@ class Task(pl.LightningModule):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Held:
+    weight = 1.0
+
+
+OUTSIDE = Held()
+
+
+class Scheduled(Task):
+    """A weight of its loss changes with each batch, and `change` says where it is held."""
+
+    change: Callable[[Any, float], Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = {"weight": 1.0, "layer": self.net[5]}
+        self.holder, self.rates, self.seen = Held(), torch.ones(2), [0]
+        self.scaled: Callable[[Tensor], Tensor] = nn.Identity()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        OUTSIDE.weight = 1.0
+        self.change(1 / (1 + batch_idx))
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        self.seen[0] += 1
+        weight = self.settings["weight"] * self.holder.weight * self.rates[0] * OUTSIDE.weight / self.seen[0]
+        loss = weight * cross_entropy(self.settings["layer"](self.net[:5](batch["x"])), batch["y"])
+        if OUTSIDE.weight == 2:
+            OUTSIDE.weight = 3.0
+        return vars(self).get("closure", abs)(loss)
+
+
+CHANGES: dict[str, Callable[[Any, float], Any]] = {
+    "dict": lambda its, weight: its.settings.update(weight=weight),
+    "object": lambda its, weight: setattr(its.holder, "weight", weight),
+    "tensor": lambda its, weight: its.rates.fill_(weight),
+    "layer that is frozen": lambda its, weight: its.net[0].requires_grad_(weight in (1, 1 / 2, 1 / 5)),
+    "closure": lambda its, weight: setattr(its, "closure", lambda loss: loss * weight),
+    "global value": lambda its, weight: setattr(OUTSIDE, "weight", weight),
+    "global value of each rank": lambda its, weight: setattr(OUTSIDE, "weight", 1 + 0.5 * its.global_rank),
+    "global value that a step changes": lambda its, weight: setattr(OUTSIDE, "weight", 2.0),
+}
+
+
+def scheduled(change: Callable[[Any, float], Any]) -> type[Scheduled]:
+    return type("Scheduled", (Scheduled,), {"change": change})
 
 
 class Talkative(Task):
@@ -452,6 +501,11 @@ CASES: dict[str, tuple[type[pl.LightningModule], dict[str, Any]]] = {
     "unrepeatable": (Unrepeatable, {}),
     "uncopyable": (Uncopyable, {}),
 }
+CASES |= {
+    f"weight in a {name}": (scheduled(change), {"strategy": "ddp_find_unused_parameters_true"})
+    for name, change in CHANGES.items()
+    if "rank" not in name and "step" not in name
+}
 
 
 def report_of(module: type[pl.LightningModule], options: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -466,6 +520,21 @@ def report_of(module: type[pl.LightningModule], options: dict[str, Any], folder:
     trainer.fit(module(), None if has_own_data else DataLoader(Pictures(), batch_size=4, shuffle=True))
     assert not [*folder.glob("replay-*")]
     return watch.reports[0].as_json()
+
+
+def audited(change: Callable[[Any, float], Any], folder: Path) -> dict[str, Any]:
+    """What `ReplicaAudit` says, and the error by which it ends the training."""
+    pl.seed_everything(1, verbose=False)
+    said: list[str] = []
+    raised = ""
+    options = ON_TWO | {"strategy": "ddp_find_unused_parameters_true", "max_steps": 6, "default_root_dir": folder}
+    with patch("lit_cifar.tools.audit.callback.rank_zero_warn", said.append):
+        try:
+            trainer = pl.Trainer(callbacks=[ReplicaAudit(every_n_steps=1)], **options)
+            trainer.fit(scheduled(change)(), DataLoader(Pictures(), batch_size=4, shuffle=True))
+        except ReplicaAuditError as error:
+            raised = str(error)
+    return {"said": said, "raised": raised}
 
 
 def epoch_reports(*, sync_dist: bool, frozen: bool) -> dict[str, Any]:
@@ -674,6 +743,8 @@ def report_of_loss(backward: Callable[[Any, Tensor, Tensor], Any]) -> dict[str, 
 def reports(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, (module, options) in CASES.items():
         yield name, report_of(module, options, folder)
+    for name, change in CHANGES.items():
+        yield f"audit with a {name}", audited(change, folder)
     yield "plain", plain_report()
     yield "plain, forward outside of no_sync", plain_report(forward_outside=True)
     yield "plain and wrong", plain_report(wrong=True)

@@ -69,7 +69,10 @@ REFUSED = {
     "--data.augment=maybe": ["--data.augment=maybe must be true or false"],
     "--model.optimizer=torch.optim.Sgd": ["did you mean --model.optimizer=SGD?"],
     "--trainer.callbacks+=EarlyStoping": ["did you mean --trainer.callbacks=EarlyStopping?"],
-    "--trainer.strategy=PipelineStrategi": ["did you mean --trainer.strategy=PipelineStrategy?", "known ones: ddp, "],
+    "--trainer.strategy=PipelineStrategi": [
+        "did you mean --trainer.strategy=PipelineStrategy?",
+        "the modes: auto, dp, ",
+    ],
     "--model.optimizer=qqq": ["--model.optimizer=qqq: there is no such class", "--help"],
     "--data.batch_size=0": ["--data.batch_size=0 is the global batch", "pass --data.batch_size=128"],
     "--model.num_classes=11": ["synthetic has 10", "--model.num_classes=10"],

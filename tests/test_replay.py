@@ -1,5 +1,6 @@
 """`Replay` judges trainings of others: right ones pass, each mistake is found where it is, the rest abstains."""
 
+import copy
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import tracemalloc
 from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,13 +19,14 @@ import pytest
 import torch
 from commands import TINY, launch
 from lightning.pytorch.callbacks import BaseFinetuning
-from replay_cases import CASES, PLAIN, Pictures, Sequences, Task, Tokens
+from replay_cases import CASES, CHANGES, PLAIN, Pictures, Sequences, Task, Tokens
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lit_cifar import Replay, ReplayError
 from lit_cifar.__main__ import main
 from lit_cifar.tools.modes import SILENT
+from lit_cifar.tools.replay.attributes import Attributes
 from lit_cifar.tools.replay.digests import checksum, digest
 from lit_cifar.tools.replay.epoch import Pass, is_order_of_epoch_0, judge_epoch, judge_resumed_epoch
 from lit_cifar.tools.replay.exchange import Exchange, problem
@@ -65,6 +68,8 @@ ABSTAINED = {
     "stages by hand": "as parts of a model",
     "stages by hand, broadcast": "as parts of a model",
     "uneven ranks": "unlike numbers of batches under join()",
+    "weight in a closure": "closure of the module cannot be written down, and may have changed",
+    "weight in a global value": "depends on something outside of the module that changes",
     "penalty on an output": "on another one that the call computes from it",
 }
 NOTED = {
@@ -116,6 +121,26 @@ def test_what_is_no_mistake_by_itself_is_noted(name: str, reports: dict[str, Any
     assert reports["loss from inside"]["notes"] == []
 
 
+def test_a_copy_gets_what_a_module_holds_and_refers_to_its_own_parts() -> None:
+    module = Task()
+    other = copy.deepcopy(module)
+    module.settings = shared = {"weight": 2.0, "layer": module.net[5], "bias": [module.net[5].bias]}
+    module.net.also, module.rates, module.handle = shared, torch.arange(3), Lock()
+    module.large = torch.zeros(2**26 + 1, dtype=torch.uint8)
+    module.net[0].weight.requires_grad_(False)
+    its = Attributes.of(module)
+    assert its.unknown == ["handle", "large"]
+    its.fill(other, but=[("", "rates")])
+    assert other.settings == {"weight": 2.0, "layer": other.net[5], "bias": [other.net[5].bias]}
+    assert other.net.also is other.settings is not shared
+    assert [name for name, parameter in other.named_parameters() if not parameter.requires_grad] == ["net.0.weight"]
+    assert not {"rates", "handle", "large"} & {*vars(other)}
+    other.net.also["weight"] = 3.0
+    its.fill(other)
+    assert other.settings["weight"] == 2.0
+    assert torch.equal(other.rates, torch.arange(3))
+
+
 def test_a_communication_hook_that_divides_twice_is_told_from_compression() -> None:
     mean = ExactMean(2)
     for gradient in torch.randn(2, 9, generator=torch.Generator().manual_seed(4)):
@@ -140,6 +165,18 @@ def test_what_cannot_be_judged_never_passes(name: str, reports: dict[str, Any]) 
     assert report["outcome"] == "abstain", report
     assert ABSTAINED[name] in " ".join(report["abstained"])
     assert name != "uneven ranks" or report["num_steps"] == 2  # those before one of them has run out
+
+
+@each_of(CHANGES)
+def test_an_audit_ends_no_training_whose_state_changes(name: str, reports: dict[str, Any]) -> None:
+    """And says so once where a step cannot be repeated."""
+    reasons = {
+        "global value of each rank": "no majority gets the same, so a rank computes wrongly, or a step depends on its",
+        "global value that a step changes": "rank 0 gets other gradients when it repeats its own batch",
+    }
+    found = reports[f"audit with a {name}"]
+    assert found["raised"] == ""
+    assert [reasons.get(name, "-") in text for text in found["said"]] == [True] * (name in reasons)
 
 
 @pytest.mark.timeout(360)
@@ -310,6 +347,63 @@ def resumed(folder: Path, make: Callable[[], pl.LightningModule], *, at: int) ->
     replay = Replay(1)
     trained(folder, replay, make=make, max_steps=32, ckpt_path=folder / "saved.ckpt")
     return {" ".join(re.findall(r"[a-z]+", report.subject)): report for report in replay.reports}
+
+
+class Manual(Task):
+    """Steps its schedule by itself, or does not."""
+
+    steps = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        its: Any = self.optimizers()
+        its.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx)["loss"])
+        its.step()
+        if self.steps:
+            self.lr_schedulers().step()
+
+
+class ManualWithoutSchedule(Manual):
+    steps = False
+
+
+class Averaging(pl.Callback):
+    """The checkpoint of an epoch's end holds other weights."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        with torch.no_grad():
+            pl_module.net[5].bias += 1
+            trainer.save_checkpoint(Path(trainer.default_root_dir, "average.ckpt"))
+            pl_module.net[5].bias -= 1
+
+
+AVERAGES = (
+    "1 of 6 weights are written other than those that the training goes on from, as averages are: a resume must "
+    "put the others back"
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*num_workers")
+@pytest.mark.parametrize(
+    ("make", "callback", "notes"),
+    [
+        (Task, pl.callbacks.ModelCheckpoint(every_n_epochs=1), []),
+        (Manual, pl.callbacks.ModelCheckpoint(every_n_epochs=1), []),
+        (ManualWithoutSchedule, pl.Callback(), ["ExponentialLR made no step in a whole epoch"]),
+        (Task, Averaging(), [AVERAGES]),
+    ],
+)
+def test_idle_schedules_and_averages_that_are_saved_are_noted(
+    make: type[Task], callback: pl.Callback, notes: list[str], tmp_path: Path
+) -> None:
+    saves = isinstance(callback, pl.callbacks.ModelCheckpoint)
+    trained(tmp_path, watch := Replay(1), callback, make=make, max_steps=-1, max_epochs=3, enable_checkpointing=saves)
+    assert [note for report in watch.reports if report.subject for note in report.notes] == notes
+    assert {report.outcome for report in watch.reports} == {"pass"}
 
 
 class Forgetful(Task):

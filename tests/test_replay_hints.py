@@ -10,8 +10,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from lit_cifar import replay
+from lit_cifar.tools.replay.attributes import Attributes
+from lit_cifar.tools.replay.digests import Surroundings
 from lit_cifar.tools.replay.evaluation import Logged, Seen, judge_evaluation
-from lit_cifar.tools.replay.verdict import Report
+from lit_cifar.tools.replay.events import Call
+from lit_cifar.tools.replay.step_data import judge_batches, judge_draws, judge_draws_between
+from lit_cifar.tools.replay.verdict import Finding, Report
 
 STEPS, BATCHES = 3, 2  # that are accumulated
 
@@ -30,8 +34,8 @@ HABITS = {
     "zeroes never": "the gradient of 0.bias is not zeroed after a step, so it is used again",
     "leaves frozen statistics in training": "1 is frozen, and still changes its buffers: it needs eval mode",
     "keeps a layer in a list": "2 parameters that the loss depends on are in no module and no optimizer",
-    "leaves a layer to no optimizer": "2.bias gets a gradient, and is in no optimizer",
-    "has a layer that nothing uses": "2.extra.bias is in an optimizer, and no loss reaches it",
+    "leaves a layer to no optimizer": "2 of 6 parameters, 2.bias among them: each gets a gradient, and is in no",
+    "has a layer that nothing uses": "2 of 8 parameters, 2.extra.bias among them: each is in an optimizer, and no loss",
 }
 
 
@@ -103,6 +107,65 @@ def trained(habit: str) -> Report:
     return watched.report
 
 
+def test_a_finding_is_printed_once_where_it_is_first_so() -> None:
+    report = Report("ddp", 2, "32-true", 0)
+    report.findings = [Finding("data", 0, None, "the order", "is wrong", epoch=epoch) for epoch in (1, 2)]
+    report.findings.append(Finding("data", 0, None, "the order", "is another"))
+    assert [line for line in report.lines() if "order" in line] == [
+        "  data: epoch 1: the order is wrong",
+        "  data: step 0: the order is another",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("size", "values", "same", "finding"),
+    [
+        (4, 20, True, "4 of 4 samples"),
+        (4, 8, True, "1 of 1 batches"),  # samples have too few values to be told apart
+        (4, 8, False, ""),
+        (2, 2, True, ""),
+    ],
+)
+def test_batches_without_ids_are_compared_by_content(size: int, values: int, same: bool, finding: str) -> None:
+    batches = [torch.randn(size, values)] * 2 if same else [torch.randn(size, values) for _ in range(2)]
+    here = Surroundings.now(torch.device("cpu"))
+    calls = {
+        rank: [Call(((its,), {}), here, {}, {}, {}, Attributes(b"", [], set()), {})] for rank, its in enumerate(batches)
+    }
+    report = Report("ddp", 2, "32-true", 0)
+    judge_batches(report, 0, calls)
+    assert [its.tensor for its in report.findings] == [finding] * bool(finding)
+    assert ["too few values" in its for its in report.not_looked_at] == [True] * (values == 2)
+
+
+@pytest.mark.parametrize(
+    ("of_rank_1", "noted"),
+    [
+        ([(1, 2), (3, 4), (5, 6)], True),
+        ([(1, 2), (3, 4), (7, 6)], False),
+        ([(1, 2), (2, 4), (4, 6)], False),  # nothing is drawn between them
+        ([(1, 2), (3, 3), (3, 6)], False),
+        ([(1, 2), (3, 4)], False),  # a loader may have drawn its seed
+    ],
+)
+def test_equal_augmentation_is_noted(of_rank_1: list[tuple[int, int]], noted: bool) -> None:
+    of_rank_0 = of_rank_1 if of_rank_1[-1][0] != 7 else [(1, 2), (3, 4), (5, 6)]
+    report = Report("ddp", 2, "32-true", 0)
+    ranks = [of_rank_0, of_rank_1]
+    judge_draws_between(
+        report, {rank: [((rank, begin), (rank, end)) for begin, end in its] for rank, its in enumerate(ranks)}
+    )
+    assert ["augmentation is equal" in note for note in report.notes] == [True] * noted
+
+
+def test_masks_are_spoken_of_where_there_is_dropout() -> None:
+    here = Surroundings.now(torch.device("cpu"))
+    for layer, text in ((nn.Dropout(), "dropout has the same masks"), (nn.ReLU(), "inside their steps")):
+        report = Report("ddp", 2, "32-true", 0)
+        judge_draws(report, {0: [here], 1: [here]}, nn.Sequential(layer))
+        assert [text in note for note in report.notes] == [True]
+
+
 @pytest.mark.parametrize("habit", HABITS)
 def test_a_habit_is_noted(habit: str) -> None:
     report = trained(habit)
@@ -144,7 +207,7 @@ def test_the_epochs_of_a_loop_are_judged() -> None:
     (wrong,) = loops(sampler=DistributedSampler(range(20), num_replicas=1, rank=0))
     assert (right.outcome, right.notes) == ("pass", [])
     assert [str(its) for its in wrong.findings] == [
-        "data: step 0: the order is that of the epoch before: call set_epoch on the sampler"
+        "data: epoch 1: the order is that of the epoch before: call set_epoch on the sampler"
     ]
 
 
@@ -158,6 +221,24 @@ def test_an_evaluation_of_several_models_is_noted() -> None:
         "the ranks evaluate with unlike buffers, as mean: what they log is of several models",
         "accuracy goes on counting from before the evaluation: call reset() on it",
     ]
+
+
+@pytest.mark.parametrize(("offered", "noted"), [(0, False), (2, False), (3, True)])
+def test_samples_that_are_not_evaluated_are_noted(offered: int, noted: bool) -> None:
+    report = Report("ddp", 2, "32-true", 0, subject="evaluation")
+    judge_evaluation(report, [Seen({}, [], {})] * 2, {}, [[0], [1]], offered)
+    assert report.notes == [f"2 of {offered} samples are evaluated, as with drop_last"] * noted
+
+
+@pytest.mark.parametrize(
+    ("logged", "value", "is_right"),
+    [("nan", "nan", True), ("inf", "inf", True), ("nan", "1", False), ("1", "nan", False), ("inf", "-inf", False)],
+)
+def test_a_mean_that_is_no_number_is_logged_as_such(logged: str, value: str, is_right: bool) -> None:
+    report = Report("ddp", 1, "32-true", 0, subject="evaluation")
+    own = Logged(float(value), abs(float(value)), 1, 1)
+    judge_evaluation(report, [Seen({"auc": own}, [], {})], {"auc": torch.tensor(float(logged))}, [[0]])
+    assert report.outcome == ("pass" if is_right else "fail")
 
 
 @pytest.mark.parametrize("is_guessed", [True, False])

@@ -12,9 +12,10 @@ from commands import TINY, callback, last_checkpoint, launch, mode_flags, own_ne
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lit_cifar.errors import ReplicaAuditError
 from lit_cifar.tools.audit.callback import ReplicaAudit
-from lit_cifar.tools.audit.gradients import NeighborAudit
-from lit_cifar.tools.audit.replicas import digest, unlike
+from lit_cifar.tools.audit.gradients import NeighborAudit, who_stands_alone
+from lit_cifar.tools.audit.replicas import Difference, digest, unlike
 from lit_cifar.tools.modes import SILENT
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64]
@@ -40,10 +41,50 @@ def test_any_flipped_bit_changes_a_digest(dtype: torch.dtype, monkeypatch: pytes
 def test_a_majority_names_the_rank_that_is_wrong() -> None:
     right = {"weight": 1, "bias": 2}
     assert unlike([0, 1, 2], [right] * 3) == []
-    assert unlike([0, 1, 2], [right, right | {"bias": 3}, right]) == ["  bias: rank 1 differs from the 2 others"]
-    assert unlike([1, 3], [right, {"weight": 1}]) == ["  bias: ranks 1, 3 differ, and there is no majority"]
     five = [right, right, {"weight": 5}, right, {"weight": 6}]
-    assert unlike([*range(5)], five)[0] == "  weight: rank 2, 4 differs from the 3 others"
+    tables: list[tuple[list[int], list[dict[str, int]], Difference, str]] = [
+        (
+            [0, 1, 2],
+            [right, right | {"bias": 3}, right],
+            Difference("bias", (1,), 2),
+            "  bias: rank 1 differs from the 2 others",
+        ),
+        (
+            [1, 3],
+            [right, {"weight": 1}],
+            Difference("bias", (1, 3), 0),
+            "  bias: ranks 1, 3 differ, and there is no majority",
+        ),
+        ([*range(5)], five, Difference("weight", (2, 4), 3), "  weight: ranks 2, 4 differ from the 3 others"),
+    ]
+    for ranks, of_ranks, expected, text in tables:
+        first = unlike(ranks, of_ranks)[0]
+        assert (first, str(first)) == (expected, text)
+
+
+@pytest.mark.parametrize(
+    ("values", "alone"),
+    [
+        ([1, 1, 1], []),
+        ([1, 2, 1], [1]),
+        ([1, 1, 2, 1, 3], [2, 4]),
+        ([1, 2], None),
+        ([1, 2, 3], None),
+        ([1, 1, 2, 2], None),
+        ([1, 1, 1, 2, 2], None),  # two that agree are no fault of one processor
+    ],
+)
+def test_who_stands_alone_may_be_blamed(values: list[int], alone: list[int] | None) -> None:
+    assert who_stands_alone([{"weight": value, "bias": 0} for value in values]) == alone
+
+
+def test_ranks_that_differ_from_a_majority_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    left_out: set[int] = set()
+    monkeypatch.setattr("lit_cifar.tools.audit.callback.exclude", left_out.add)
+    audit = ReplicaAudit(exclude=True)
+    with pytest.raises(ReplicaAuditError):
+        audit._tell("", [Difference("rank 7 differs", (2, 4), 3), Difference("bias", (0, 1), 0)], equal=0)
+    assert left_out == {2, 4}
 
 
 def flip(flags: list[str] = TINY, **where: int | str) -> list[str]:
@@ -77,14 +118,22 @@ def test_a_gradient_that_no_other_rank_computes_is_found(ranks: int, others: int
     assert not (tmp_path / "checkpoints" / "last.ckpt").exists()
 
 
-def test_a_run_goes_on_without_the_rank_that_is_wrong(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "left"), [(3, 2), (4, 4)])
+def test_a_run_goes_on_without_the_rank_that_is_wrong(ranks: int, left: int, tmp_path: Path) -> None:
+    """If the others can share the batch."""
     flags = [*TINY, *callback("stopping.WrongGradient", step=2, rank=1), "--replica_audit.every_n_steps=2"]
-    flags += [*mode_flags("ddp", 3), "--data.batch_size=12", "--data.num_train=96", "--data.val_size=0"]
-    flags += ["--max_restarts=1", "--replica_audit.exclude=true", "--last_checkpoint.every_n_steps=1", "--resume=auto"]
+    flags += [*mode_flags("ddp", ranks), f"--data.batch_size={4 * ranks}", "--data.val_size=0"]
+    flags += [
+        f"--data.num_train={32 * ranks}",
+        "--max_restarts=1",
+        "--replica_audit.exclude=true",
+        "--last_checkpoint.every_n_steps=1",
+        "--resume=auto",
+    ]
     result = launch("fit", *flags, f"--run_dir={tmp_path}")
-    assert "network.fc.bias: rank 1 differs from the 2 others" in result.stderr, result.stderr
+    assert f"network.fc.bias: rank 1 differs from the {ranks - 1} others" in result.stderr, result.stderr
     position = last_checkpoint(tmp_path)["position"]
-    assert "2 replicas" in result.stdout
+    assert f"{left} replicas" in result.stdout.rpartition("batch  ")[2]
     assert position["global_step"] == 8
 
 

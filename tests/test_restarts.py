@@ -45,7 +45,7 @@ PROGRAM = """\
 import os, signal, sys, time
 from lit_cifar.launch import restarts as launching
 launching._FAREWELL_S = 1000.0  # who is asked to end does so at once
-launching.ForkedRanks(max_restarts=2).fork(2)
+launching.ForkedRanks(max_restarts=2).fork(NUM_RANKS, lambda number: number % 2 == 0)
 rank, restarts = (int(os.environ[name]) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
 def say():
     print(rank, restarts, os.getpid(), os.environ["MASTER_PORT"], flush=True)
@@ -55,9 +55,9 @@ KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 WAIT = "time.sleep(600)"
 
 
-def start(folder: Path, *lines: str) -> ForkedRun:
+def start(folder: Path, *lines: str, num_ranks: int = 2) -> ForkedRun:
     """`PROGRAM` and then `lines`, in a process whose ranks print to the file `out`."""
-    (folder / "program.py").write_text(PROGRAM + "\n".join(lines) + "\n")
+    (folder / "program.py").write_text(PROGRAM.replace("NUM_RANKS", str(num_ranks)) + "\n".join(lines) + "\n")
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     return ForkedRun([], environment=environment, module="program", stdout=folder / "out", stderr=folder / "err")
 
@@ -90,6 +90,15 @@ def test_ranks_start_again_until_they_end_well(lines: list[str], status: int, re
     assert errors.count("after a failure") == restarts
     assert errors.count("RuntimeError: of rank 0") == (3 if status == 1 else 0)
     assert not any(psutil.pid_exists(pid) for _, _, pid, _ in found)
+
+
+@pytest.mark.parametrize(("excluded", "left"), [([1], 4), ([1, 3], 2), ([0, 1, 2, 3], 4)])
+def test_ranks_are_left_out_if_an_even_number_remains(excluded: list[int], left: int, tmp_path: Path) -> None:
+    leaves = f"if restarts == 0: [launching.exclude(rank) for rank in {excluded}]; sys.exit(1)"
+    assert start(tmp_path, leaves, num_ranks=4).wait(50) == 0
+    assert [rank for rank, restarts, *_ in starts(tmp_path) if restarts == 1] == [*range(left)]
+    told = "ranks cannot share the batch, so all start again" in (tmp_path / "err").read_text()
+    assert told == (left == 4)
 
 
 def test_a_request_to_stop_reaches_every_rank_and_is_no_failure(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -278,12 +280,26 @@ class CLI(LightningCLI):
         self.datamodule.setup(self._subcommand)
         for name in ("lit_cifar.watchdog.monitor", "lit_cifar.tools.audit.gradients"):  # every rank needs them
             import_module(name)
-        places = ranks.fork(num_ranks)
+        places = ranks.fork(num_ranks, partial(self._can_train, config))
         if len(places) < num_ranks:
             of_all = as_list(config["devices"]) if isinstance(config["devices"], list) else range(num_ranks)
             config["devices"] = [of_all[place] for place in places] if torch.cuda.is_available() else len(places)
         self._parse_ckpt_path()
         self.config_init[self._subcommand].ckpt_path = self._arguments.ckpt_path
+
+    def _can_train(self, config: dict[str, Any], num_ranks: int) -> bool:
+        """Whether so many ranks can share each batch, each with a replica of its own."""
+        sampler = replace(
+            self.datamodule.train_sampler(),
+            batch_split=BatchSplit(dp_size=num_ranks),
+            accumulation=config["accumulate_grad_batches"],
+        )
+        try:
+            sampler.check()
+        except ConfigError:
+            return False
+        each_has_one = config["strategy"] in ("ddp", "ddp_flat", "ddp_find_unused_parameters_true")
+        return each_has_one and (self._arguments.virtual_replicas or num_ranks) % num_ranks == 0
 
     # The run.
 

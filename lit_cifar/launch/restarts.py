@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from mmap import mmap
 from pathlib import Path
@@ -45,10 +45,11 @@ class ForkedRanks:
         torch.set_num_threads(1)
         self._stopped = False
 
-    def fork(self, num_ranks: int) -> list[int]:
+    def fork(self, num_ranks: int, can_train: Callable[[int], bool]) -> list[int]:
         """Return in each rank, with the environment that torchrun would give it, the places of those that take part.
 
-        In this process it raises SystemExit at the end of the run, with the status of the rank that has failed first.
+        If ranks are excluded and the number of the others `can_train`, these go on; else all start again. In this
+        process it raises SystemExit at the end of the run, with the status of the rank that has failed first.
         """
         global _excluded
         _excluded = mmap(-1, num_ranks)  # shared with the ranks
@@ -69,10 +70,14 @@ class ForkedRanks:
                             return places
                         pids.append(pid)
                     status = self._wait(dict(enumerate(pids)), signals)
-                places = [place for rank, place in enumerate(places) if not _excluded[rank]]
+                left = [place for rank, place in enumerate(places) if not _excluded[rank]]
                 _excluded[:] = bytes(num_ranks)
-                if self._stopped or status in (0, _USERS_MISTAKE, EXIT_STOPPED) or not places:
+                if self._stopped or status in (0, _USERS_MISTAKE, EXIT_STOPPED):
                     break
+                if len(left) < len(places) and not (left and can_train(len(left))):
+                    _say(f"{len(left)} of {len(places)} ranks cannot share the batch, so all start again")
+                else:
+                    places = left
         raise SystemExit(status)
 
     def await_first(self) -> None:

@@ -5,7 +5,6 @@ gradients are averaged, so all ranks go on together, each from weights of its ow
 the average, and so in the weights of all.
 """
 
-import re
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,7 +16,7 @@ from lit_cifar.launch.restarts import exclude
 
 if TYPE_CHECKING:
     from lit_cifar.tools.audit.gradients import NeighborAudit
-    from lit_cifar.tools.audit.replicas import Held
+    from lit_cifar.tools.audit.replicas import Difference, Held
 
 _MAX_LINES = 8
 
@@ -28,7 +27,8 @@ class ReplicaAudit(Callback):
     Ordinary steps do not wait for it. In an audit each rank sends two numbers; only if they differ are all digests
     gathered, and most ranks are right. A checkpoint is written after an audit, so those on the disk are of equal
     replicas. In the step after an audit each rank also repeats the batch of the next one, whose gradients must be the
-    same bit for bit. If they are not, all ranks repeat it, and most are right.
+    same bit for bit. If they are not, all ranks repeat it, and most are right. Where a rank does not get its own
+    gradients again, or no majority agrees, a step depends on something that cannot be repeated: rank 0 says so once.
 
     It works with `DistributedDataParallel` and with this package's strategies; gradients are repeated with the former.
     Of others it says once why not.
@@ -49,6 +49,7 @@ class ReplicaAudit(Callback):
         self._gradients: NeighborAudit | None = None
         self._step = self._equal = 0  # of the last audit, and of the last that has found no difference
         self._repeated = 0  # the step before which gradients were repeated last
+        self._has_told = False  # that some were not judged
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._held = self._gradients = None
@@ -79,12 +80,15 @@ class ReplicaAudit(Callback):
         if self._gradients is None or (self._gradients.own is None and not self._gradients.failure):
             return
         before, self._repeated = self._repeated, trainer.global_step
-        lines, reason = self._gradients.compare()
-        if reason:
+        found, reason = self._gradients.compare()
+        if self._gradients.failure:
             self._gradients = None
             rank_zero_warn(f"gradients are not compared any more: {reason}")
-        if lines:
-            self._tell(f"ranks compute unlike gradients of one batch in step {self._repeated + 1}", lines, equal=before)
+        elif reason and not self._has_told:
+            self._has_told = True
+            rank_zero_warn(f"gradients of step {self._repeated + 1} are not judged, which is said once: {reason}")
+        if found:
+            self._tell(f"ranks compute unlike gradients of one batch in step {self._repeated + 1}", found, equal=before)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self._held is not None and self._is_due(trainer, since=self._step):
@@ -103,17 +107,17 @@ class ReplicaAudit(Callback):
 
     def _audit(self, trainer: Trainer, held: "Held") -> None:
         self._step = trainer.global_step
-        if not (lines := held.differences()):
+        if not (found := held.differences()):
             self._equal = self._step
             return
-        self._tell(f"replicas differ after optimizer step {self._step}", lines, equal=self._equal)
+        self._tell(f"replicas differ after optimizer step {self._step}", found, equal=self._equal)
 
-    def _tell(self, what: str, lines: list[str], *, equal: int) -> None:
-        more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
+    def _tell(self, what: str, found: "list[Difference]", *, equal: int) -> None:
+        more = [f"and {len(found) - _MAX_LINES} more"] if len(found) > _MAX_LINES else []
         good = "checkpoints that were written until then are good: go on from the newest of them"
-        message = "\n".join([f"{what}; after step {equal} they were equal", *lines[:_MAX_LINES], *more, good])
+        message = "\n".join([f"{what}; after step {equal} they were equal", *map(str, found[:_MAX_LINES]), *more, good])
         if self.exclude:
-            for rank in {int(rank) for line in lines for rank in re.findall(r"rank (\d+) differs", line)}:
+            for rank in {rank for its in found if its.num_others for rank in its.ranks}:
                 exclude(rank)
         if self.stop:
             raise ReplicaAuditError(message)

@@ -1,12 +1,14 @@
 """Each rank repeats its neighbour's batch: the gradients must be the same bit for bit.
 
 An error in the arithmetic of one rank is in the average of the gradients, so replicas that compare what they hold never
-see it.
+see it. A repeat proves something only if the step is a function of what is repeated. So before a rank is blamed all
+repeat their own, and nobody is blamed who does not stand alone against a majority.
 """
 
 import copy
 import io
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,13 +23,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from lit_cifar.tools.audit.replicas import digest, unlike
+from lit_cifar.tools.audit.replicas import Difference, digest, unlike
+from lit_cifar.tools.replay.attributes import Attributes, attributes_of, is_plain
 from lit_cifar.tools.replay.digests import Surroundings
 from lit_cifar.tools.replay.exchange import process_groups
 from lit_cifar.tools.replay.lightning_view import TrainerView, detach, load_step_states, progress_of, step_states
-from lit_cifar.tools.replay.recording import fresh_copy, plain_attributes
+from lit_cifar.tools.replay.recording import fresh_copy
 from lit_cifar.tools.replay.twin import fill, one_process, what_cannot_be_judged
 
+_PLACES = ("global_rank", "local_rank", "node_rank", "is_global_zero")  # what a step may ask its trainer
 _MOST_SUSPECTS = 4  # whose batches all ranks repeat
 _EQUAL, _UNLIKE, _CANNOT = range(3)
 Digests = dict[str, int]
@@ -57,7 +61,7 @@ class Computation:
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
     surroundings: Surroundings
     buffers: dict[str, Tensor]
-    attributes: dict[tuple[str, str], Any]
+    attributes: Attributes
     progress: dict[str, Any]
     loss_gradient: Tensor | None = None  # None with manual optimization
     gradients: dict[str, Tensor] = field(default_factory=dict)  # by parameter, the digest of the last one it got
@@ -69,7 +73,6 @@ class NeighborAudit:
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module = trainer, module
         self.device = trainer.strategy.root_device
-        self.is_tried = False  # whether ranks have been seen to repeat their own
         self.own: Computation | None = None
         self.failure = ""  # why the call could not be written down; then there is none
         self._twin = _Twin(trainer, module)
@@ -77,19 +80,17 @@ class NeighborAudit:
 
     def observe(self) -> None:
         self.own, self.failure = None, ""
-        try:
-            self._twin.refresh()
-        except Exception as error:  # of a stranger's module: the training goes on
-            self.failure = f"{type(self.module).__name__} cannot be copied: {error}"
         real = self.module.training_step
 
         def observed(*args: Any, **kwargs: Any) -> Any:
             replaced.stop()
+            what = type(self.module).__name__
             try:
-                if not self.failure:
-                    self._begin(args, kwargs)
-            except Exception as error:  # of a stranger's batch
-                self.failure = f"a batch cannot be copied: {error}"
+                self._twin.refresh()
+                what = "a batch"
+                self._begin(args, kwargs)
+            except Exception as error:  # of a stranger's code: the training goes on
+                self.failure = f"{what} cannot be copied: {error}"
             outputs = real(*args, **kwargs)
             self._end(outputs)
             return outputs
@@ -103,8 +104,8 @@ class NeighborAudit:
             inputs=tree_map(fresh_copy, (args, kwargs)),
             surroundings=Surroundings.now(self.device),
             buffers={name: buffer.detach().clone() for name, buffer in self.module.named_buffers()},
-            attributes=dict(plain_attributes(self.module)),
-            progress=progress_of(self.trainer) | {"global_rank": self.trainer.global_rank},
+            attributes=Attributes.of(self.module),
+            progress=progress_of(self.trainer) | {name: getattr(self.trainer, name) for name in _PLACES},
         )
         self._handles = [*_observed(self.module, own.gradients)]
 
@@ -121,54 +122,88 @@ class NeighborAudit:
             handle.remove()
         return own
 
-    def compare(self) -> tuple[list[str], str]:
-        """After the backward pass: a line for each wrong gradient, and a reason why there is nothing to compare.
+    def compare(self) -> tuple[list[Difference], str]:
+        """After the backward pass: each wrong gradient, and a reason why nothing was judged.
 
-        Every rank must call this and gets the same.
+        Every rank must call this and gets the same. If there is a `failure` it will be the same in each step.
         """
         own = None if self.failure else self.observed()
         sent = _from_next(b"" if own is None else _to_bytes(own))
-        reason, others = (self.failure, []) if own is None else self._compared(own, sent)
-        status = torch.tensor(_CANNOT if reason else _UNLIKE if others else _EQUAL, device=self.device)
+        others: list[int] = []
+        if own is not None:
+            self.failure, others = self._compared(own, sent)
+        status = torch.tensor(_CANNOT if self.failure else _UNLIKE if others else _EQUAL, device=self.device)
         dist.all_reduce(status, op=dist.ReduceOp.MAX)
-        first, self.is_tried = not self.is_tried, True
         if status == _EQUAL:
             return [], ""
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, (reason, others))
+        of_ranks = _of_all((self.failure, others))
         if status == _CANNOT:
-            return [], next(f"rank {rank}: {text}" for rank, (text, _) in enumerate(of_ranks) if text)
-        suspects = sorted({rank for _, others in of_ranks for rank in others})
-        if first and len(suspects) == len(of_ranks):
-            return [], "no rank gets those of another one, so one computes wrongly, or a step depends on its rank"
+            self.failure = next(f"rank {rank}: {text}" for rank, (text, _) in enumerate(of_ranks) if text)
+            return [], self.failure
         assert own is not None, "else the status is another"
-        return self._judged(own, suspects), ""
+        return self._judged(own, sorted({rank for _, others in of_ranks for rank in others}))
 
     def _compared(self, own: Computation, sent: bytes) -> tuple[str, list[int]]:
-        """Why this rank cannot repeat a computation, and the ranks of which it gets other gradients.
-
-        The first time it also repeats its own: some code cannot be repeated, and some kernels are not deterministic.
-        """
+        """Why this rank cannot repeat a computation, and the ranks of which it gets other gradients."""
         try:
-            its = [_from_bytes(sent, self.device), *([] if self.is_tried else [own])]
-            return "", [one.rank for one in its if self._twin.repeat(one) != _numbers(one.gradients)]
+            its = _from_bytes(sent, self.device)
+            return "", [its.rank] * (self._twin.repeat(its) != _numbers(its.gradients))
         except Exception as error:  # of a stranger's code: the training goes on
             return f"{type(error).__name__}: {error}".splitlines()[0], []
 
-    def _judged(self, own: Computation, suspects: list[int]) -> list[str]:
-        """All ranks repeat the batches whose gradients were not the same twice, and most are right."""
-        lines: list[str] = []
-        for suspect in suspects[:_MOST_SUSPECTS]:
+    def _judged(self, own: Computation, suspects: list[int]) -> tuple[list[Difference], str]:
+        """All ranks repeat their own batches, and then those whose gradients were not the same twice."""
+        first, again = _numbers(own.gradients), [self._repeated(own) for _ in range(2)]
+        of_own = _of_all((first, again))
+        unable = [rank for rank, (its, others) in enumerate(of_own) if others != [its, its]]
+        if len(unable) > 1 or any(its != others[0] for _, others in of_own for its in others):
+            return [], f"rank {unable[0]} gets other gradients when it repeats its own batch"
+        found: list[Difference] = []
+        for suspect in unable or suspects[:_MOST_SUSPECTS]:
             sent = [_to_bytes(own) if suspect == own.rank else b""]
             dist.broadcast_object_list(sent, src=suspect)
-            repeated = self._twin.repeat(_from_bytes(sent[0], self.device))
-            of_ranks: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(of_ranks, (_numbers(own.gradients) if suspect == own.rank else repeated, repeated))
-            ranks, found = [*range(len(of_ranks))], [first for first, _ in of_ranks]
-            if len(ranks) == 2 and len(suspects) == 1:  # which may have been wrong once: it is the third
-                ranks, found = [*ranks, suspect], [*found, of_ranks[suspect][1]]
-            lines += unlike(ranks, found)
-        return [*dict.fromkeys(lines)]
+            its = _from_bytes(sent[0], self.device)
+            of_ranks = _of_all(first if suspect == own.rank else self._repeated(its))
+            ranks = [*range(len(of_ranks))]
+            if len(ranks) == 2 and unable:  # who may have been wrong once: what it gets now is the third
+                ranks, of_ranks = [*ranks, suspect], [*of_ranks, of_own[suspect][1][0]]
+            if its.attributes.unknown and not _are_alike(of_ranks):
+                return [], f"{its.attributes.unknown[0]} of the module cannot be sent to another rank, and may differ"
+            if (alone := who_stands_alone(of_ranks)) is None or (unable and alone != unable):
+                return [], "no majority gets the same, so a rank computes wrongly, or a step depends on its rank"
+            found += unlike(ranks, of_ranks)
+        return [*dict.fromkeys(found)], ""
+
+    def _repeated(self, its: Computation) -> Digests:
+        """Empty if the code cannot be repeated after all."""
+        try:
+            return self._twin.repeat(its)
+        except Exception:  # of a stranger's code
+            return {}
+
+
+def who_stands_alone(of_ranks: Sequence[Digests]) -> list[int] | None:
+    """Places of those that get what no other one gets, while most agree; None if that is not so of all who differ.
+
+    Ranks that agree with one another and not with most of them are no fault of a processor: they compute by another
+    rule, or on processors of another kind.
+    """
+    values = [frozenset(its.items()) for its in of_ranks]
+    counted = Counter(values)
+    common, number = counted.most_common(1)[0]
+    others = [place for place, value in enumerate(values) if value != common]
+    is_clear = 2 * number > len(values) and all(counted[values[place]] == 1 for place in others)
+    return others if is_clear else None
+
+
+def _are_alike(of_ranks: Sequence[Digests]) -> bool:
+    return all(its == of_ranks[0] for its in of_ranks)
+
+
+def _of_all(value: Any) -> list[Any]:
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, value)
+    return of_ranks
 
 
 class _Twin:
@@ -180,8 +215,9 @@ class _Twin:
         self._copy: Any = None
 
     def refresh(self) -> None:
-        """Make it, the first time and where the parameters are others; not while the module is in a step."""
-        places = [parameter.data_ptr() for parameter in self.module.parameters()]
+        """Make it, the first time and where layers, parameters, or what they hold are others."""
+        places = [*map(id, self.module.modules()), *(parameter.data_ptr() for parameter in self.module.parameters())]
+        places += [id(value) for _, value in attributes_of(self.module) if not is_plain(value)]
         if places == self._places:
             return
         self._places, self._copy = places, None

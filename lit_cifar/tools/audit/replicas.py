@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from zlib import crc32
@@ -14,6 +15,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 _CHUNK = 2**18  # words that are looked at together: 2 MiB of each of two intermediate results
 _FACTOR = 0x9E3779B1
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that is not the same on all ranks."""
+
+    name: str
+    ranks: tuple[int, ...]  # that hold another one than most; all of them, if there is no majority
+    num_others: int  # that hold the same; 0 if they are no majority
+
+    def __str__(self) -> str:
+        ranks = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
+        if not self.num_others:
+            return f"  {self.name}: {ranks} differ, and there is no majority"
+        return f"  {self.name}: {ranks} differ{'s' * (len(self.ranks) == 1)} from the {self.num_others} others"
 
 
 def what_is_not_held_twice(trainer: Trainer) -> str:
@@ -43,8 +59,8 @@ class Held:
         self._first = {name: digest(buffer).item() for name, buffer in self._buffers()}
         self._ignored: set[str] | None = None  # buffers that each rank changes in its own way
 
-    def differences(self) -> list[str]:
-        """A line for each tensor that is not the same in all replicas; every rank must call this and gets the same."""
+    def differences(self) -> list[Difference]:
+        """Tensors that are not the same in all replicas; every rank must call this and gets the same."""
         found = self._found_in_buffers() if self._ignored is None else []
         digests = {name: digest(tensor) for name, tensor in self._tensors()}
         weights = torch.tensor([2 * crc32(name.encode()) + 1 for name in digests], device=self._device)
@@ -58,11 +74,9 @@ class Held:
             found += self._compared({name: its.item() for name, its in digests.items()})
         return found
 
-    def _compared(self, digests: dict[str, Any]) -> list[str]:
-        lines: dict[str, None] = {}
-        for ranks, of_ranks in self._gathered(digests):
-            lines |= dict.fromkeys(unlike(ranks, of_ranks))
-        return [*lines]
+    def _compared(self, digests: dict[str, Any]) -> list[Difference]:
+        found = [its for ranks, of_ranks in self._gathered(digests) for its in unlike(ranks, of_ranks)]
+        return [*dict.fromkeys(found)]
 
     def _gathered(self, value: Any) -> Iterator[tuple[Sequence[int], list[Any]]]:
         """Of each group of replicas its ranks and their values."""
@@ -72,19 +86,19 @@ class Held:
             if rank == ranks[0]:
                 yield ranks, [of_ranks[each][1] for each in ranks]
 
-    def _found_in_buffers(self) -> list[str]:
+    def _found_in_buffers(self) -> list[Difference]:
         """Constant ones must stay so. Those that most ranks have changed are statistics, compared if they are equal."""
         now = {name: digest(buffer).item() for name, buffer in self._buffers()}
         self._ignored = set()
-        lines = []
+        found = []
         for ranks, of_ranks in self._gathered({name: (its, its != self._first[name]) for name, its in now.items()}):
             for name in of_ranks[0]:
                 values = [its[name] for its in of_ranks]
                 if len(set(values)) > 1:
                     self._ignored.add(name)
                     if 2 * sum(changed for _, changed in values) <= len(ranks):
-                        lines += unlike(ranks, [{name: value} for value in values])
-        return lines
+                        found += unlike(ranks, [{name: value} for value in values])
+        return found
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in self._module.named_buffers():
@@ -132,20 +146,20 @@ def _weights(number: int, device: torch.device) -> Tensor:
     return 2 * _FACTOR * torch.arange(number, device=device) + 1
 
 
-def unlike(ranks: Sequence[int], of_ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Who holds something else than most, by name; of two who differ nobody can say which is right."""
-    lines = []
+def unlike(ranks: Sequence[int], of_ranks: Sequence[Mapping[str, Any]]) -> list[Difference]:
+    """Who holds something else than most; of two who differ nobody can say which is right."""
+    found = []
     for name in dict.fromkeys(name for its in of_ranks for name in its):
         values = [its.get(name) for its in of_ranks]
         (common, number), *others = Counter(values).most_common()
         if not others:
             continue
         if 2 * number > len(values):
-            wrong = [str(rank) for rank, value in zip(ranks, values, strict=True) if value != common]
-            lines.append(f"  {name}: rank {', '.join(wrong)} differs from the {number} others")
+            wrong = tuple(rank for rank, value in zip(ranks, values, strict=True) if value != common)
+            found.append(Difference(name, wrong, number))
         else:
-            lines.append(f"  {name}: ranks {', '.join(map(str, ranks))} differ, and there is no majority")
-    return lines
+            found.append(Difference(name, tuple(ranks), 0))
+    return found
 
 
 def _own_statistics(module: nn.Module) -> Iterator[Tensor]:

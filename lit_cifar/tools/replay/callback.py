@@ -33,7 +33,7 @@ from lit_cifar.tools.replay.lightning_view import (
 from lit_cifar.tools.replay.recording import Recorder, device_of
 from lit_cifar.tools.replay.replaying import Replayer, judge
 from lit_cifar.tools.replay.sharded import is_sharded
-from lit_cifar.tools.replay.states import KEY, are_replicas, compare_replicas, compare_resumed, states_of
+from lit_cifar.tools.replay.states import KEY, are_replicas, compare_replicas, compare_resumed, states_of, weights_of
 from lit_cifar.tools.replay.step_data import JoinedBatch
 from lit_cifar.tools.replay.twin import Twin, communication_hook, twin_of, what_cannot_be_judged
 from lit_cifar.tools.replay.verdict import Report
@@ -71,6 +71,8 @@ class Replay(pl.Callback):
         self._first: int | None = None
         self._judged = 0  # windows
         self._epochs: Epochs | None = None
+        self._weights: dict[str, int] | None = None  # as the last checkpoint was written, until the next step begins
+        self._has_noted_weights = False
         self._saved: dict[str, Any] | None = None  # what the checkpoint that the training began with says
 
     def on_save_checkpoint(
@@ -78,6 +80,7 @@ class Replay(pl.Callback):
     ) -> None:
         if self._epochs is not None and _each_rank_holds_all(trainer):
             checkpoint[KEY] = {"states": states_of(trainer)} | self._epochs.position()
+            self._weights = weights_of(pl_module) if trainer.state.fn == "fit" else None
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -94,6 +97,7 @@ class Replay(pl.Callback):
         self._tell(trainer, trainer.strategy.broadcast(report))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._weights = None
         if _is_known(trainer.strategy):
             self._epochs = Epochs(trainer, partial(self._tell, trainer))
 
@@ -133,6 +137,8 @@ class Replay(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if self._weights is not None:
+            self._compare_with_saved(trainer, pl_module)
         accumulates = batch_idx % trainer.accumulate_grad_batches != 0
         if self._first is None:
             self._first = trainer.global_step
@@ -145,6 +151,18 @@ class Replay(pl.Callback):
                 self._stop_if_done(trainer)
             else:
                 self._window = _Window(trainer, pl_module, folder, report)
+
+    def _compare_with_saved(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """A checkpoint of averages, from which a training would go on with them."""
+        now, saved, self._weights = weights_of(module), self._weights, None
+        unlike = [name for name, bits in (saved or {}).items() if now.get(name, bits) != bits]
+        if trainer.strategy.broadcast(bool(unlike)) and not self._has_noted_weights:
+            self._has_noted_weights = True
+            report = empty_report(trainer, f"checkpoint of step {trainer.global_step}")
+            report.counts["states"] = len(now)
+            text = "weights are written other than those that the training goes on from, as averages are"
+            report.note(f"{len(unlike)} of {len(now)} {text}: a resume must put the others back")
+            self._tell(trainer, trainer.strategy.broadcast(report))
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._window is not None and not self._window.has_own_step:
@@ -176,7 +194,10 @@ class Replay(pl.Callback):
     def _judge(self, trainer: pl.Trainer) -> None:
         assert self._window is not None
         window, self._window = self._window, None
-        self._tell(trainer, window.judged())
+        report = window.judged()
+        if self.stop:
+            report.not_looked_at.append("whole epochs and evaluations, as it ends with these steps")
+        self._tell(trainer, report)
         self._stop_if_done(trainer)
 
     def _tell(self, trainer: pl.Trainer, report: Report) -> None:
@@ -249,7 +270,9 @@ class _Window:
         )
         if (on_one_device := getattr(self.trainer.strategy, "on_one_device", None)) is not None:
             module.to(device_of(self.module))
+            before = dict(vars(module))
             module.use_forward_fn(on_one_device(module.network))  # type: ignore[operator]
+            self.twin.own = {("", name) for name, its in vars(module).items() if its is not before.get(name)}
 
     def _step(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         with self.trainer.precision_plugin.train_step_context():

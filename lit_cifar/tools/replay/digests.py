@@ -101,6 +101,10 @@ class Surroundings:
             num_threads=torch.get_num_threads(),
         )
 
+    def generators(self) -> tuple[int, ...]:
+        """Digests of the states of those that a data set may use."""
+        return digest(self.cpu).bits, digest(self.python).bits, digest(self.numpy).bits
+
     def has_drawn(self, device: torch.device) -> bool:
         """Whether torch's generators have been used since."""
         now = Surroundings.now(device)

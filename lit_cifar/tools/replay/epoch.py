@@ -3,14 +3,15 @@
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Subset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lit_cifar.tools.replay.digests import checksum
@@ -195,11 +196,16 @@ def judge_readings(report: Report, readings: Sequence[Reading]) -> None:
     own = [one for one in readings if one.trains and one.is_whole]
     datasets = [*{id(one.dataset): None for one in own}]
     before: dict[int, list[int]] = {}
-    for epoch in zip(*gathered([(datasets.index(id(one.dataset)), one.pass_of()) for one in own]), strict=False):
+    passes = gathered([(datasets.index(id(one.dataset)), one.pass_of()) for one in own])
+    for number, epoch in enumerate(zip(*passes, strict=False)):
         of_ranks = [its for _, its in epoch]
         dataset = epoch[0][0]
-        judge_epoch(report, of_ranks, before=before.get(dataset, []))
+        judged = replace(report, findings=[])
+        judge_epoch(judged, of_ranks, before=before.get(dataset, []))
         before[dataset] = of_ranks[0].samples
+        report.findings += [replace(its, epoch=number) for its in judged.findings]
+    if passes and not all(passes):
+        report.not_looked_at.append("whole epochs, as no DataLoader was read to its end")
 
 
 def _found(report: Report, what: str, text: str) -> None:
@@ -218,12 +224,29 @@ class Epochs:
         self._num_batches = self._batches_before = 0  # of this epoch: trained here, and before the checkpoint
         self._before: list[int] = []  # what rank 0 read in the epoch before
         self._epochs_left, self._evaluations_left = 2, 1
+        self._schedules: dict[LRScheduler, str] = {}  # the state of each at the beginning of this epoch
+        self._has_noted_schedules = False
 
     def begin(self) -> None:
+        self._note_idle_schedules()
         loader = self.trainer.train_dataloader
         if self._num_batches and isinstance(loader, DataLoader):
             self._read.forget(loader)
         self._num_batches = 0
+
+    def _note_idle_schedules(self) -> None:
+        """Those that made no step in the epoch before, which manual optimization has to do itself."""
+        before, configs = self._schedules, self.trainer.lr_scheduler_configs
+        due = [its.scheduler for its in configs if its.frequency == 1 and not its.reduce_on_plateau]
+        self._schedules = {its: repr(its.state_dict()) for its in due if isinstance(its, LRScheduler)}
+        was_whole = 0 < self._num_batches == self.trainer.num_training_batches
+        idle = [its for its, state in self._schedules.items() if was_whole and before.get(its) == state]
+        if idle and not self._has_noted_schedules:
+            self._has_noted_schedules = True
+            report = empty_report(self.trainer, f"schedules of epoch {self.trainer.current_epoch - 1}")
+            report.counts["states"] = len(self._schedules)
+            report.note(f"{type(idle[0]).__name__} made no step in a whole epoch")
+            self._tell(report)
 
     def batch_ended(self, batch_idx: int) -> None:
         self._num_batches += 1
@@ -269,13 +292,28 @@ class Epochs:
 
     def evaluated(self) -> list[int]:
         """The samples that this process has read for evaluations since the last call."""
+        if (loader := self._val_loader()) is None:
+            return []
+        ids = self._read.reading(loader).samples()
+        self._read.forget(loader)
+        return ids
+
+    def _val_loader(self) -> DataLoader[Any] | None:
         loaders = self.trainer.val_dataloaders
         one = loaders[0] if isinstance(loaders, list) and len(loaders) == 1 else loaders
         if not isinstance(one, DataLoader) or one.batch_sampler is None:  # then a number is that of a whole batch
-            return []
-        ids = self._read.reading(one).samples()
-        self._read.forget(one)
-        return ids
+            return None
+        return one
+
+    def _offered(self) -> int:
+        """How many samples the sampler of an evaluation has; 0 if not all are asked for, or it makes batches itself."""
+        loader = self._val_loader()
+        if loader is None or type(loader.batch_sampler) is not BatchSampler:
+            return 0
+        if self.trainer.num_val_batches != [len(loader)]:  # limit_val_batches
+            return 0
+        sampler: Any = loader.sampler
+        return len(cast(Any, sampler.dataset) if isinstance(sampler, DistributedSampler) else sampler)
 
     def end_evaluation(self) -> None:
         if self.evaluation is None:
@@ -286,9 +324,9 @@ class Epochs:
         of_ranks = gathered(its.seen())[:: self._each]
         report = empty_report(self.trainer, f"evaluation after step {self.trainer.global_step}")
         if of_ranks:
-            judge_evaluation(report, of_ranks, self.trainer.callback_metrics, read)
+            judge_evaluation(report, of_ranks, self.trainer.callback_metrics, read, self._offered())
         report = self.trainer.strategy.broadcast(report)
-        if report.counts["metrics"]:
+        if report.counts["metrics"] or report.notes:
             self._tell(report)
 
     def close(self) -> None:

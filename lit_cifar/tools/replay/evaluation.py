@@ -1,5 +1,6 @@
 """Findings about evaluations: whether a logged metric is that of the whole set, and of one model."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,9 +84,11 @@ def judge_evaluation(
     seen: Sequence[Seen],
     metrics: Mapping[str, Any],
     read: Sequence[Sequence[int]],
+    offered: int = 0,
 ) -> None:
     """Compare each logged mean with the mean over all samples of all ranks; `read`: ids of the samples by rank.
 
+    `offered` is the number of samples that there are, 0 if it is not known or not all were asked for.
     The bound is that of its own sums in float32: each batch is added once, so is each rank.
     """
     of_ranks = [one.logged for one in seen]
@@ -99,10 +102,10 @@ def judge_evaluation(
         bound = gamma(roundings, torch.float32) * sum(one.magnitude for one in its) / num_samples
         report.counts["samples"] = max(report.counts["samples"], num_samples)
         report.counts["metrics"] += 1
-        if not abs(true - logged) <= bound:
+        if not _is_within(logged, true, bound):
             own = its[0].total / its[0].num_samples
             why = "ranks or batches of unequal size weigh alike"
-            if abs(own - logged) <= bound:
+            if _is_within(logged, own, bound):
                 why = "it is that of rank 0's samples alone, pass sync_dist=True"
             text = f"is logged as {logged:.9g}, the mean over all {num_samples} samples is {true:.9g}: {why}"
             report.findings.append(Finding("evaluation", report.first_step, None, name, text))
@@ -115,6 +118,8 @@ def judge_evaluation(
     distinct = {sample for ids in read for sample in ids}
     if repeated := sum(map(len, read)) - len(distinct):
         report.notes.append(f"{repeated} of {len(distinct)} samples are evaluated again: a sampler's padding")
+    if 0 < len(distinct) < offered:
+        report.notes.append(f"{len(distinct)} of {offered} samples are evaluated, as with drop_last")
     for name, bits in seen[0].buffers.items():
         if any(one.buffers.get(name) != bits for one in seen[1:]):
             report.notes.append(
@@ -123,3 +128,7 @@ def judge_evaluation(
             break
     if seen[0].kept:
         report.notes.append(f"{seen[0].kept[0]} goes on counting from before the evaluation: call reset() on it")
+
+
+def _is_within(value: float, expected: float, bound: float) -> bool:
+    return abs(value - expected) <= bound if math.isfinite(expected) else str(value) == str(expected)

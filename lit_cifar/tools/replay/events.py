@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lit_cifar.tools.replay.attributes import Attributes
 from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
 from lit_cifar.tools.replay.exchange import Exchange
 
@@ -27,12 +28,13 @@ class Call:
     parameters: Digests
     changed: Tensors  # parameters that something else than an optimizer has changed since the last event
     buffers: Tensors
-    attributes: dict[tuple[str, str], Any]  # plain values by submodule and name
+    attributes: Attributes
     progress: dict[str, Any]  # the trainer's counters
     outputs: list[Digest] = field(default_factory=list)
     output_grads: list[Tensor | None] = field(default_factory=list)  # of the outputs that a backward pass began at
     buffers_after: Digests = field(default_factory=dict)
     has_drawn: bool = False  # random numbers
+    ended: tuple[int, ...] = ()  # digests of the generators' states at its end
     exchanges: list[Exchange] = field(default_factory=list)  # with other ranks, those of inner backward passes too
     beside: bool = False  # whether ranks have sent one another, outside of calls, what parts of a model send
 

@@ -41,9 +41,9 @@ class Hints:
         held = {names[its] for parameters in optimizers for its in parameters if its in names}
         trained = {names[its] for its in names if its.requires_grad}
         if lost := sorted(self._reached - held):
-            self._add(f"{lost[0]} gets a gradient, and is in no optimizer")
+            self._add(_some(lost, len(trained), "gets a gradient, and is in no optimizer"))
         if self._reached and (idle := sorted((held & trained) - self._reached)):
-            self._add(f"{idle[0]} is in an optimizer, and no loss reaches it")
+            self._add(_some(idle, len(held & trained), "is in an optimizer, and no loss reaches it"))
         return [*self._texts]
 
     def begins(self, optimizers: Sequence[Optimizer]) -> None:
@@ -108,6 +108,13 @@ class Hints:
 
     def _add(self, text: str) -> None:
         self._texts[text] = None
+
+
+def _some(names: Sequence[str], number: int, text: str) -> str:
+    """That one of so many is so, or several."""
+    if len(names) == 1:
+        return f"{names[0]} {text}"
+    return f"{len(names)} of {number} parameters, {names[0]} among them: each {text}"
 
 
 def _before(owner: type, name: str, look: Callable[..., None]) -> Any:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
+from lit_cifar.tools.replay.attributes import Attributes
 from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
 from lit_cifar.tools.replay.events import Backward, Call, Digests, Event, Start, Step
 from lit_cifar.tools.replay.exchange import Exchange, can_be_replayed, completed, intercepted, is_of_parts, sent_by
@@ -72,6 +73,7 @@ class Recorder:
         self._replaced.enter_context(intercepted(self._exchange))
         self._known = {name: digest(parameter) for parameter, name in self._names.items()}
         self._handles = [*self._hooks()]
+        self._hooked: set[str] = set()  # parameters
         self._hints = Hints(module, self._device, self._is_changed)
         self._outputs = Outputs(self._names)
         self._replaced.enter_context(observed(self._before_backward, self._after_backward))
@@ -83,12 +85,15 @@ class Recorder:
         states = [{self._names[p]: its for p, its in o.state.items() if p in self._names} for o in self.optimizers]
         self._save(Start(values, states), f"start-{self.rank}")
 
-    def _hooks(self) -> Iterator[RemovableHandle]:
+    def _hook_parameters(self) -> None:
+        """Those that are trained from now on."""
         for parameter, name in self._names.items():
-            if parameter.requires_grad:
-                yield parameter.register_hook(  # type: ignore[no-untyped-call]
-                    partial(self._on_gradient, name, parameter)
-                )
+            if parameter.requires_grad and name not in self._hooked:
+                self._hooked.add(name)
+                hook = partial(self._on_gradient, name, parameter)
+                self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def _hooks(self) -> Iterator[RemovableHandle]:
         for number, optimizer in enumerate(self.optimizers):
             yield optimizer.register_step_pre_hook(partial(self._before_step, number))
             yield optimizer.register_step_post_hook(partial(self._after_step, number))
@@ -131,9 +136,10 @@ class Recorder:
                 if found[name].bits != self._known[name].bits
             },
             buffers={name: buffer.detach().clone() for name, buffer in self._buffers()},
-            attributes=dict(plain_attributes(self.module)),
+            attributes=Attributes.of(self.module),
             progress=self._progress(),
         )
+        self._hook_parameters()
         self._hints.begins(self.optimizers)
         self._known = found
         self._exchanges = call.exchanges
@@ -152,6 +158,7 @@ class Recorder:
                 )
         call.buffers_after = {name: digest(buffer) for name, buffer in self._buffers()}
         call.has_drawn = call.surroundings.has_drawn(self._device)
+        call.ended = Surroundings.now(self._device).generators()
         self._hints.called(call)
         self._exchanges = None
         self._fresh = {}
@@ -345,11 +352,3 @@ def state_digests(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Digests:
         if parameter in names:
             found |= {f"{names[parameter]}: {key}": digest(value) for key, value in state.items()}
     return found
-
-
-def plain_attributes(module: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Numbers, words and flags that submodules hold, as `training`, by the submodule's name and their own."""
-    for path, submodule in module.named_modules():
-        for name, value in vars(submodule).items():
-            if isinstance(value, bool | int | float | str):
-                yield (path, name), value

@@ -19,7 +19,7 @@ from lit_cifar.tools.replay.events import Backward, Call, Event, Record, Step, T
 from lit_cifar.tools.replay.exchange import Done, Exchange, problem, received_by, sent_by
 from lit_cifar.tools.replay.recording import device_of, fresh_copy, names_of, parameters_of, state_digests
 from lit_cifar.tools.replay.reduction import ExactMean, gamma
-from lit_cifar.tools.replay.step_data import JoinedBatch, judge_batches, judge_draws
+from lit_cifar.tools.replay.step_data import Generators, JoinedBatch, judge_batches, judge_draws, judge_draws_between
 from lit_cifar.tools.replay.twin import Twin, TwinState, fill, one_process
 from lit_cifar.tools.replay.verdict import TAKEN, Finding, Part, Report
 
@@ -94,12 +94,12 @@ class Replayer:
         self._are_parts = False  # ranks may hold parts of a model
         self._wrong_locally: set[str] = set()  # parameters of which some rank's own gradient is another
         self._draws: dict[int, list[Surroundings]] = {}
+        self._generators: dict[int, list[tuple[Generators, Generators]]] = {}  # as calls begin and end, by rank
+        self._epochs: set[int | None] = set()
         self._exchanges: deque[Exchange] = deque()  # of the call or backward pass that is replayed
         self.joined: JoinedBatch | None = None  # where a step is given to it too
         self._holders: dict[str, int] = {}  # by tensor, of ranks that hold a replica together: the place among them
-        for parameter, name in self._names.items():
-            if parameter.requires_grad:
-                parameter.register_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
+        self._hooked: set[str] = set()  # parameters
 
     def run(self) -> None:
         """Every step, until the values of one are not those of the run."""
@@ -117,6 +117,8 @@ class Replayer:
                     raise UnjudgeableError(_RAN_OUT)
             except StopReplay:
                 self.report.notes.append(f"steps after step {self._step_number} were not judged: nothing equals them")
+        if len(self._epochs) == 1:
+            judge_draws_between(self.report, self._generators)
         if self.report.counts["gradients"] and not self._has_gradients:
             self.report.note("every gradient is zero in these steps, so the loss trains nothing")
 
@@ -156,7 +158,10 @@ class Replayer:
         self._judge_reductions()
         self._judge_exchanges(exchanges)
         judge_batches(self.report, self._step_number, data)
-        judge_draws(self.report, self._draws)
+        judge_draws(self.report, self._draws, self.twin.module)
+        for rank, calls in data.items():
+            self._generators.setdefault(rank, []).extend((its.surroundings.generators(), its.ended) for its in calls)
+        self._epochs |= {its.progress.get("current_epoch") for calls in data.values() for its in calls}
         if self.joined is not None and (text := self.joined.note(data)) and not self.report.findings:
             self.report.note(text)
         self.report.num_steps += 1
@@ -220,6 +225,7 @@ class Replayer:
                 raise UnjudgeableError(
                     "two replays of a step differ, so a kernel is not deterministic: pass deterministic=True"
                 )
+            self._abstain_where_something_else_may_have_changed(call)
         self.report.counts["outputs"] += len(call.outputs)
         if len(found) != len(call.outputs):
             self._found("local computation", "the outputs", f"are {len(call.outputs)}, in the replay {len(found)}")
@@ -233,9 +239,21 @@ class Replayer:
         self._outputs.append((outputs, call.output_grads))
         return False
 
+    def _abstain_where_something_else_may_have_changed(self, call: Call) -> None:
+        """Loss or outputs are others in the replay. In the process that made them there is no other reason."""
+        if call.attributes.unknown:
+            names = ", ".join(call.attributes.unknown[:3])
+            raise UnjudgeableError(f"{names} of the module cannot be written down, and may have changed")
+        if not self._rank:
+            raise UnjudgeableError("a step depends on something outside of the module that changes, as a global value")
+
     def _fill(self, call: Call) -> None:
-        """Buffers, plain attributes and counters as they were."""
-        fill(self.twin.module, buffers=call.buffers, attributes=call.attributes)
+        """Buffers, attributes and counters as they were."""
+        fill(self.twin.module, buffers=call.buffers, attributes=call.attributes, but=self.twin.own)
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad and name not in self._hooked:
+                self._hooked.add(name)
+                parameter.register_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
         self.twin.progress(call.progress | {"global_rank": self._as_rank})
 
     def _outputs_of(self, call: Call) -> tuple[list[Tensor], list[Digest], bool]:
@@ -262,7 +280,7 @@ class Replayer:
                 self._parameters[name].grad = None
             self._of_run = {}
         else:
-            for name in event.fresh:
+            for name in self._parameters.keys() - event.grads.keys() | {*event.fresh}:  # the run has zeroed them
                 self._parameters[name].grad = None
         pairs = [
             (leaf, gradient)

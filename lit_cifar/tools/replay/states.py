@@ -66,6 +66,10 @@ def states_of(trainer: pl.Trainer) -> States:
     return {name: (its.bits, its.norm) for name, its in found.items()}
 
 
+def weights_of(module: nn.Module) -> dict[str, int]:
+    return {name: digest(parameter).bits for name, parameter in module.named_parameters()}
+
+
 def _kept_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Those that a checkpoint holds."""
     for path, its in module.named_modules():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from lit_cifar.tools.replay.digests import Surroundings, digest
 from lit_cifar.tools.replay.events import Call
 from lit_cifar.tools.replay.verdict import Finding, Report
 
+Generators: TypeAlias = tuple[int, ...]  # a digest of the state of each
+_TOO_FEW = "whether ranks read the same, as batches hold too few values"
 _ENOUGH = 16  # values of a sample: fewer are easily equal by chance
 # Half of the digits of float32, in which a module may compute parts whatever it is given, as by `.float()`.
 _BOUND = torch.finfo(torch.float32).eps ** 0.5
@@ -21,19 +23,23 @@ def judge_batches(report: Report, step: int, calls: Mapping[int, Sequence[Call]]
     """The same samples on several ranks, and batches of different sizes; `calls` by rank."""
     readers: dict[int, set[int]] = {}
     sizes = []
+    samples = {rank: [sample for call in its for sample in sample_digests(call.inputs)] for rank, its in calls.items()}
+    of_samples = all(samples.values())
+    unit = "samples" if of_samples else "batches"
     for rank, its in calls.items():
-        samples = [sample for call in its for sample in sample_digests(call.inputs)]
         report.counts["batches"] += len(its)
-        report.counts["samples"] += len(samples)
-        sizes.append(len(samples))
-        for sample in samples:
+        report.counts["samples"] += len(samples[rank])
+        sizes.append(len(samples[rank]))
+        for sample in samples[rank] if of_samples else filter(None, map(batch_digest, its)):
             readers.setdefault(sample, set()).add(rank)
+    if not readers and len(calls) > 1 and _TOO_FEW not in report.not_looked_at:
+        report.not_looked_at.append(_TOO_FEW)
     shared = sum(len(ranks) > 1 for ranks in readers.values())
     if readers and shared >= len(readers) / 2 and len(calls) > 1:
-        what = f"{shared} of {len(readers)} samples"
+        what = f"{shared} of {len(readers)} {unit}"
         report.findings.append(Finding("data", step, None, what, "were read by several ranks in the same step"))
     elif shared:
-        report.note(f"step {step}: {shared} samples were read by several ranks, so they count twice")
+        report.note(f"step {step}: {shared} {unit} were read by several ranks, so they count twice")
     if len(set(sizes)) > 1:
         report.note(
             f"step {step}: ranks have {', '.join(map(str, sizes))} samples; the mean over ranks weighs the ranks "
@@ -41,12 +47,35 @@ def judge_batches(report: Report, step: int, calls: Mapping[int, Sequence[Call]]
         )
 
 
-def judge_draws(report: Report, draws: Mapping[int, Sequence[Surroundings]]) -> None:
+def judge_draws(report: Report, draws: Mapping[int, Sequence[Surroundings]], module: nn.Module) -> None:
     """Random numbers that several ranks have drawn alike; `draws`: the generators of calls that used them, by rank."""
     first = draws.get(0, [])
+    has_dropout = any("Dropout" in type(its).__name__ for its in module.modules())
+    so = ", so dropout has the same masks on them" if has_dropout else " inside their steps"
     for rank, drawn in draws.items():
         if rank and any(torch.equal(a.cpu, b.cpu) for a, b in zip(first, drawn, strict=False)):
-            report.note("several ranks draw the same random numbers, so dropout has the same masks on them")
+            report.note(f"several ranks draw the same random numbers{so}")
+
+
+def judge_draws_between(report: Report, generators: Mapping[int, Sequence[tuple[Generators, Generators]]]) -> None:
+    """The same of what is drawn between steps, as by augmentation in the process itself.
+
+    `generators`: by rank, digests of their states at the beginning and at the end of each call of an epoch.
+    A loader draws a number too, when an epoch begins: only what is drawn before each of these steps is judged.
+    """
+    for rank, its in generators.items():
+        for kind in range(len(its[0][0])):
+            begun, first = ([begin[kind] for begin, _ in one[1:]] for one in (its, generators[0]))
+            is_drawn = len(begun) > 1 and all(end[kind] != begin for (_, end), begin in zip(its, begun, strict=False))
+            if rank and is_drawn and begun == first:
+                report.note("ranks draw the same random numbers between steps, so augmentation is equal on them")
+
+
+def batch_digest(call: Call) -> int:
+    """Of all that a call gets; 0 if that is too little to tell it from others."""
+    leaves = [leaf for leaf in tree_leaves(call.inputs) if isinstance(leaf, Tensor)]
+    is_much = sum(torch.unique(leaf).numel() for leaf in leaves) >= _ENOUGH
+    return hash(tuple(digest(leaf).bits for leaf in leaves)) if is_much else 0
 
 
 def sample_digests(inputs: Any) -> Iterator[int]:

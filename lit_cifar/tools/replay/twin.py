@@ -1,7 +1,7 @@
 """A copy of a module and its optimizers, that one process can train by itself."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lit_cifar.tools.replay.attributes import Attributes, Key
 from lit_cifar.tools.replay.digests import Surroundings
 from lit_cifar.tools.replay.events import Start, UnjudgeableError
 from lit_cifar.tools.replay.exchange import Handler, intercepted, process_groups
@@ -35,6 +36,7 @@ class Twin:
     before_step: Callable[[Optimizer], None] | None = None
     loss_gradient: Callable[[], float] | None = None  # with which a backward pass begins, where that is known
     progress: Callable[[dict[str, Any]], None] = lambda progress: None
+    own: Collection[Key] = ()  # attributes in which it is not as the run's module
 
     @torch.no_grad()
     def begin(self, start: Start) -> None:
@@ -49,11 +51,15 @@ class Twin:
 
 
 @torch.no_grad()
-def fill(module: nn.Module, *, buffers: Mapping[str, Tensor], attributes: Mapping[tuple[str, str], Any]) -> None:
-    """With what another process had; `UnjudgeableError` if a buffer has no place."""
-    modules, own = dict(module.named_modules()), dict(module.named_buffers())
-    for (path, name), value in attributes.items():
-        setattr(modules[path], name, value)
+def fill(
+    module: nn.Module, *, buffers: Mapping[str, Tensor], attributes: Attributes, but: Collection[Key] = ()
+) -> None:
+    """With what another process had, `but` these attributes; `UnjudgeableError` if something has no place."""
+    try:
+        attributes.fill(module, but=but)
+    except KeyError as error:
+        raise UnjudgeableError(f"the {error.args[0]} appears while training") from None
+    own = dict(module.named_buffers())
     for name, buffer in buffers.items():
         if name not in own or own[name].shape != buffer.shape:
             raise UnjudgeableError(f"the buffer {name} appears or changes its size while training")

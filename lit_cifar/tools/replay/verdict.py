@@ -33,10 +33,12 @@ class Finding:
     rank: int | None  # None: of all
     tensor: str
     text: str
+    epoch: int | None = None  # instead of a step
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else f", rank {self.rank}"
-        return f"{self.part}: step {self.step}{rank}: {self.tensor} {self.text}"
+        when = f"step {self.step}" if self.epoch is None else f"epoch {self.epoch}"
+        return f"{self.part}: {when}{rank}: {self.tensor} {self.text}"
 
 
 @dataclass
@@ -52,6 +54,7 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # true, and no mistake
     abstained: list[str] = field(default_factory=list)  # reasons why something was not judged
+    not_looked_at: list[str] = field(default_factory=list)  # what other ways to start it judge too
     error: str | None = None
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COMPARED, 0))
     largest_share: float = 0.0  # of the bound, by a gradient averaged over ranks
@@ -65,7 +68,7 @@ class Report:
 
     @property
     def outcome(self) -> Outcome:
-        """A pass only if every part was judged."""
+        """A pass only if every part was judged that was looked at."""
         if self.error is not None:
             return "error"
         if self.findings:
@@ -80,9 +83,12 @@ class Report:
         yield from self._lines_of_subject() if self.subject else self._lines_of_steps()
         yield from (f"  note: {note}" for note in self.notes)
         yield from (f"  not judged: {reason}" for reason in self.abstained)
-        yield from (f"  {finding}" for finding in self.findings[:_SHOWN])
-        if len(self.findings) > _SHOWN:
-            yield f"  and {len(self.findings) - _SHOWN} more findings"
+        yield from (f"  not looked at: {what}" for what in self.not_looked_at)
+        first = {(its.part, its.rank, its.tensor, its.text): its for its in reversed(self.findings)}
+        findings = [its for its in self.findings if its in first.values()]  # once, where it is first so
+        yield from (f"  {finding}" for finding in findings[:_SHOWN])
+        if len(findings) > _SHOWN:
+            yield f"  and {len(findings) - _SHOWN} more findings"
         if self.error is not None:
             yield f"  {self.error}"
 
@@ -95,7 +101,8 @@ class Report:
 
     def _lines_of_steps(self) -> Iterator[str]:
         counts = self.counts
-        yield f"  data               {counts['batches']} batches, {counts['samples']} samples"
+        samples = f", {counts['samples']} samples" if counts["samples"] else ""
+        yield f"  data               {counts['batches']} batches{samples}"
         yield (
             f"  local computation  {counts['outputs']} outputs, {counts['gradients']} gradients, "
             f"{counts['buffers']} buffers, compared bit for bit"
