@@ -27,8 +27,8 @@ class Attributes:
 
     @classmethod
     def of(cls, module: nn.Module) -> "Attributes":
-        values, own = dict(attributes_of(module)), {id(its): name for name, its in _parts(module).items()}
-        trained = {name for name, its in module.named_parameters() if its.requires_grad}
+        values, own = dict(attributes_of(module)), {id(part): name for name, part in _parts(module).items()}
+        trained = {name for name, part in module.named_parameters() if part.requires_grad}
         if (pickled := _pickled(values, own)) is not None:
             return cls(pickled, [], trained)
         known = {key: value for key, value in values.items() if _pickled(value, own) is not None}
@@ -46,17 +46,17 @@ class Attributes:
 
 
 def _parts(module: nn.Module) -> dict[str, Any]:
-    parts: dict[str, Any] = {f"module {path}": its for path, its in module.named_modules()}
-    parts |= {f"tensor {name}": its for name, its in (*module.named_parameters(), *module.named_buffers())}
+    parts: dict[str, Any] = {f"module {path}": part for path, part in module.named_modules()}
+    parts |= {f"tensor {name}": part for name, part in (*module.named_parameters(), *module.named_buffers())}
     trainer = vars(module).get("_trainer")
     return parts if trainer is None else parts | {"trainer": trainer}
 
 
 def attributes_of(module: nn.Module) -> Iterator[tuple[Key, Any]]:
-    for path, its in module.named_modules():
-        for name, value in vars(its).items():
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
             is_torchs = name in _names_of_torch() or name.startswith("__composable")
-            is_method = callable(value) and name in dir(type(its))  # one that is replaced, as for a moment
+            is_method = callable(value) and name in dir(type(part))  # one that is replaced, as for a moment
             if is_plain(value) or not (is_torchs or is_method):
                 yield (path, name), value
 
