@@ -438,6 +438,12 @@ def on_one_h200() -> Values:
         values["h200-modes"].append(
             [f"`{row['mode']}`{name.removeprefix(row['mode'])}", str(row["processes"]), *differences]
         )
+    status = ["single", "dp", "ddp", "ddp_spawn", "mp", "ddp_mp", "pp", "ddp_pp", "fsdp2", "tp"]
+    by_mode = {row["mode"]: row for row in reversed(rows.values())}  # of `ddp_mp` the one of four devices
+    values["h200-status"] = [
+        ["none" if mode == "single" else f"`{mode}`", brief(largest(by_mode[mode])), str(by_mode[mode]["processes"])]
+        for mode in status
+    ]
     of_step = {
         name: read(f"{folder}/step-{name}.json", "turns")
         for name in ("eager", "eager-fit-alone", "graphs-fit-alone", "compiled", "compiled-again")
