@@ -195,7 +195,7 @@ REFUSED_LATER = {
     "fit --trainer.max_epochs=-1": ["no end"],
     "fit --trainer.callbacks+=lit_cifar.tools.bench.timeline.Timeline": ["records stages"],
     "fit --best_checkpoint.monitor=abc": ["abc", "--help"],
-    "fit --trainer.limit_val_batches=0.5": ["limit_val_batches", "--help"],
+    "fit --trainer.limit_val_batches=0.5": ["limit_val_batches=0.5 of 1 val batch", "--trainer.limit_val_batches=1"],
     "fit --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=abc": ["abc", "--help"],
 }
 

@@ -256,9 +256,11 @@ def test_every_load_of_the_project_reads_tensors_and_primitives_alone() -> None:
     for path in (REPOSITORY / "notebooks").glob("*.ipynb"):
         cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
         sources[path] = "\n".join("".join(cell["source"]) for cell in cells)
-    # The ranks of one run write this record, where only their user can write, and read it a moment later.
+    # The ranks of one run write these records, where only their user can write or to one another, and read them a moment
+    # later.
     replay = REPOSITORY / "lit_cifar" / "tools" / "replay"
-    del sources[replay / "events.py"]
+    for name in ("events.py", "attributes.py"):
+        del sources[replay / name]
     # They send one another a batch, as a process group sends objects.
     audit = REPOSITORY / "lit_cifar" / "tools" / "audit" / "gradients.py"
     sources[audit] = sources[audit].replace("torch.load(io.BytesIO(sent)", "", 1)
