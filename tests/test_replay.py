@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from weakref import ref
 
 import lightning.pytorch as pl
 import numpy as np
@@ -69,7 +70,7 @@ ABSTAINED = {
     "stages by hand, broadcast": "as parts of a model",
     "uneven ranks": "unlike numbers of batches under join()",
     "weight in a closure": "closure of the module cannot be written down, and may have changed",
-    "weight in a global value": "depends on something outside of the module that changes",
+    "weight in a global value": "a step depends on what is not written down",
     "penalty on an output": "on another one that the call computes from it",
 }
 NOTED = {
@@ -123,16 +124,19 @@ def test_what_is_no_mistake_by_itself_is_noted(name: str, reports: dict[str, Any
 
 def test_a_copy_gets_what_a_module_holds_and_refers_to_its_own_parts() -> None:
     module = Task()
+    module.rnn = torch.nn.GRU(2, 3)  # which holds weak references to its weights
     other = copy.deepcopy(module)
+    module.last, module.foreign = ref(module.net[5]), ref(other)
     module.settings = shared = {"weight": 2.0, "layer": module.net[5], "bias": [module.net[5].bias]}
     module.net.also, module.rates, module.handle = shared, torch.arange(3), Lock()
     module.large = torch.zeros(2**26 + 1, dtype=torch.uint8)
     module.net[0].weight.requires_grad_(False)
     its = Attributes.of(module)
-    assert its.unknown == ["handle", "large"]
+    assert its.unknown == ["foreign", "handle", "large"]
     its.fill(other, but=[("", "rates")])
     assert other.settings == {"weight": 2.0, "layer": other.net[5], "bias": [other.net[5].bias]}
     assert other.net.also is other.settings is not shared
+    assert other.last() is other.net[5]
     assert [name for name, parameter in other.named_parameters() if not parameter.requires_grad] == ["net.0.weight"]
     assert not {"rates", "handle", "large"} & {*vars(other)}
     other.net.also["weight"] = 3.0
@@ -404,6 +408,31 @@ def test_idle_schedules_and_averages_that_are_saved_are_noted(
     trained(tmp_path, watch := Replay(1), callback, make=make, max_steps=-1, max_epochs=3, enable_checkpointing=saves)
     assert [note for report in watch.reports if report.subject for note in report.notes] == notes
     assert {report.outcome for report in watch.reports} == {"pass"}
+
+
+class Beginning(pl.Callback):
+    """Where a training begins it changes one weight, or puts an equal one in its place."""
+
+    def __init__(self, added: float) -> None:
+        self.added = added
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        pl_module.net[5].bias.data = pl_module.net[5].bias.data + self.added
+
+
+@pytest.mark.filterwarnings("ignore:.*num_workers", "ignore:.*ckpt_path", "ignore:.*resuming from")
+@pytest.mark.parametrize("added", [0.0, 1.0])
+def test_weights_that_are_not_those_of_a_checkpoint_without_replay_are_noted(added: float, tmp_path: Path) -> None:
+    saving = pl.callbacks.ModelCheckpoint(dirpath=tmp_path, filename="saved", every_n_train_steps=2)
+    trained(tmp_path, saving, max_steps=2, enable_checkpointing=True)
+    for folder, ckpt_path in (("resumed", tmp_path / "saved.ckpt"), ("begun", None)):
+        watch = Replay(1)
+        tmp_path.joinpath(folder).mkdir()
+        trained(tmp_path / folder, Beginning(added), watch, max_steps=4, ckpt_path=ckpt_path)
+        text = "1 of 6 weights are others at the first step than in the checkpoint: something has changed them since"
+        notes = [note for its in watch.reports if its.subject.startswith("checkpoint") for note in its.notes]
+        assert notes == [text] * (added != 0 and ckpt_path is not None)
+        assert {report.outcome for report in watch.reports} == {"pass"}
 
 
 class Forgetful(Task):

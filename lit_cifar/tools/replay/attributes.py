@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from pickle import HIGHEST_PROTOCOL, Pickler, Unpickler
 from typing import Any
+from weakref import ReferenceType
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -102,6 +103,8 @@ class _Saver(Pickler):
                 raise EOFError
             if value.device.type != "cpu":
                 return _moved, (value.detach().cpu(), value.device.type)
+        elif isinstance(value, ReferenceType) and id(part := value()) in self._own:  # as a recurrent layer's to weights
+            return ReferenceType, (part,)
         return NotImplemented
 
 

@@ -33,12 +33,25 @@ from lit_cifar.tools.replay.lightning_view import (
 from lit_cifar.tools.replay.recording import Recorder, device_of
 from lit_cifar.tools.replay.replaying import Replayer, judge
 from lit_cifar.tools.replay.sharded import is_sharded
-from lit_cifar.tools.replay.states import KEY, are_replicas, compare_replicas, compare_resumed, states_of, weights_of
+from lit_cifar.tools.replay.states import (
+    KEY,
+    are_replicas,
+    compare_replicas,
+    compare_resumed,
+    loaded_weights,
+    states_of,
+    weights_of,
+)
 from lit_cifar.tools.replay.step_data import JoinedBatch
 from lit_cifar.tools.replay.twin import Twin, communication_hook, twin_of, what_cannot_be_judged
 from lit_cifar.tools.replay.verdict import Report
 
 RESULT = "replay.json"
+_AVERAGED = (
+    "weights are written other than those that the training goes on from, as averages are: a resume must put the "
+    "others back"
+)
+_NOT_LOADED = "weights are others at the first step than in the checkpoint: something has changed them since"
 
 
 class ReplayError(RuntimeError):
@@ -71,8 +84,10 @@ class Replay(pl.Callback):
         self._first: int | None = None
         self._judged = 0  # windows
         self._epochs: Epochs | None = None
-        self._weights: dict[str, int] | None = None  # as the last checkpoint was written, until the next step begins
-        self._has_noted_weights = False
+        # Of a checkpoint that was written or loaded, until the next step begins; and what there is to say of others.
+        self._weights: tuple[dict[str, int], str] | None = None
+        self._loaded: dict[str, int] | None = None  # from a checkpoint that was written without this callback
+        self._noted: set[str] = set()
         self._saved: dict[str, Any] | None = None  # what the checkpoint that the training began with says
 
     def on_save_checkpoint(
@@ -80,12 +95,15 @@ class Replay(pl.Callback):
     ) -> None:
         if self._epochs is not None and _each_rank_holds_all(trainer):
             checkpoint[KEY] = {"states": states_of(trainer)} | self._epochs.position()
-            self._weights = weights_of(pl_module) if trainer.state.fn == "fit" else None
+            self._weights = (weights_of(pl_module), _AVERAGED) if trainer.state.fn == "fit" else None
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         self._saved = checkpoint.get(KEY)
+        is_early = trainer.state.fn == "fit" and not trainer.strategy.restore_checkpoint_after_setup
+        if self._saved is None and is_early and _each_rank_holds_all(trainer):
+            self._loaded = loaded_weights(pl_module, checkpoint.get("state_dict", {}))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._saved is None or self._epochs is None or not _each_rank_holds_all(trainer):
@@ -97,8 +115,9 @@ class Replay(pl.Callback):
         self._tell(trainer, trainer.strategy.broadcast(report))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._weights = None
+        loaded, self._weights, self._loaded = self._loaded, None, None
         if _is_known(trainer.strategy):
+            self._weights = (loaded, _NOT_LOADED) if loaded else None
             self._epochs = Epochs(trainer, partial(self._tell, trainer))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -138,7 +157,7 @@ class Replay(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._weights is not None:
-            self._compare_with_saved(trainer, pl_module)
+            self._compare_with_checkpoint(trainer, pl_module)
         accumulates = batch_idx % trainer.accumulate_grad_batches != 0
         if self._first is None:
             self._first = trainer.global_step
@@ -152,16 +171,16 @@ class Replay(pl.Callback):
             else:
                 self._window = _Window(trainer, pl_module, folder, report)
 
-    def _compare_with_saved(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """A checkpoint of averages, from which a training would go on with them."""
-        now, saved, self._weights = weights_of(module), self._weights, None
-        unlike = [name for name, bits in (saved or {}).items() if now.get(name, bits) != bits]
-        if trainer.strategy.broadcast(bool(unlike)) and not self._has_noted_weights:
-            self._has_noted_weights = True
+    def _compare_with_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """A checkpoint of averages, from which a training would go on with them; or one that it does not go on from."""
+        assert self._weights is not None
+        now, (saved, text), self._weights = weights_of(module), self._weights, None
+        unlike = [name for name, bits in saved.items() if now.get(name, bits) != bits]
+        if trainer.strategy.broadcast(bool(unlike)) and text not in self._noted:
+            self._noted.add(text)
             report = empty_report(trainer, f"checkpoint of step {trainer.global_step}")
             report.counts["states"] = len(now)
-            text = "weights are written other than those that the training goes on from, as averages are"
-            report.note(f"{len(unlike)} of {len(now)} {text}: a resume must put the others back")
+            report.note(f"{len(unlike)} of {len(now)} {text}")
             self._tell(trainer, trainer.strategy.broadcast(report))
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -245,7 +245,10 @@ class Replayer:
             names = ", ".join(call.attributes.unknown[:3])
             raise UnjudgeableError(f"{names} of the module cannot be written down, and may have changed")
         if not self._rank:
-            raise UnjudgeableError("a step depends on something outside of the module that changes, as a global value")
+            raise UnjudgeableError(
+                "rank 0 does not get its own result again, so a step depends on what is not written down, as a global "
+                "value, or a layer that takes the place of another one"
+            )
 
     def _fill(self, call: Call) -> None:
         """Buffers, attributes and counters as they were."""

@@ -70,6 +70,12 @@ def weights_of(module: nn.Module) -> dict[str, int]:
     return {name: digest(parameter).bits for name, parameter in module.named_parameters()}
 
 
+def loaded_weights(module: nn.Module, state: Mapping[str, Any]) -> dict[str, int]:
+    """What they are when `module` has loaded that, in its own dtype; of those that are in `state` by the same name."""
+    own = {name: its for name, its in module.named_parameters() if name in state and state[name].shape == its.shape}
+    return {name: digest(state[name].to(its.dtype)).bits for name, its in own.items()}
+
+
 def _kept_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Those that a checkpoint holds."""
     for path, its in module.named_modules():
