@@ -97,6 +97,36 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path, monke
         assert problem in refused("fit", *given)
 
 
+def test_predictions_need_no_training_pictures(pictures: Path, tmp_path: Path) -> None:
+    root, run = shutil.copytree(pictures, tmp_path / "root" / "train").parent, tmp_path / "run"
+    shutil.copytree(pictures, root / "val")
+    run_here("fit", *flags(root, own("Chain"), "--data.decoded_size=30", "--data.drop_last=true"), f"--run_dir={run}")
+    given = [f"--config={run / 'config.yaml'}", f"--data.predict_dir={pictures}"]
+    checkpoint = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
+
+    def predicted(to: str) -> str:
+        run_here("predict", *given, checkpoint, f"--run_dir={tmp_path / to}")
+        return (tmp_path / to / "predictions.csv").read_text()
+
+    before = predicted("before")
+    assert {row["class"] for row in csv.DictReader(before.splitlines())} <= {"cat", "dog"}
+    shutil.rmtree(root / "train")
+    assert predicted("others left") == before
+    shutil.rmtree(root / "val")
+    assert predicted("empty") == before
+    root.rmdir()
+    assert predicted("gone") == before
+    gone = f"there is no folder {root}"
+    refused("test", *given, checkpoint, f"--run_dir={tmp_path / 'x'}", says=[gone])
+    nameless = last_checkpoint(run)
+    del nameless["trained_on"]  # of an earlier release
+    torch.save(nameless, tmp_path / "nameless.ckpt")
+    refused("predict", *given, f"--ckpt_path={tmp_path / 'nameless.ckpt'}", f"--run_dir={tmp_path / 'x'}", says=[gone])
+    draw_pictures(root / "cat", 1)
+    draw_pictures(root / "fox", 1)
+    refused("predict", *given, checkpoint, f"--run_dir={tmp_path / 'x'}", says=["class 1 is dog in the checkpoint"])
+
+
 def test_nothing_that_was_trained_on_is_validated_on(pictures: Path, tmp_path: Path) -> None:
     """After a resume between two epochs, where the order may change."""
     root, run = shutil.copytree(pictures, tmp_path / "pictures"), tmp_path / "run"
@@ -236,7 +266,7 @@ def test_folders_to_validate_and_to_test_on(below: str, tmp_path: Path) -> None:
     data.setup("test")
     assert data.sets["test"].labels.tolist() == [0]
     with pytest.raises(ConfigError, match=r"--data.val_size=1 holds out images"):
-        CIFAR10DataModule(tmp_path, dataset="folder", val_size=1)
+        CIFAR10DataModule(tmp_path, dataset="folder", val_size=1).setup("fit")
 
 
 def test_pictures_behind_links_are_trained_on(tmp_path: Path) -> None:

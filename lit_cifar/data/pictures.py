@@ -2,10 +2,11 @@
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
+from itertools import compress
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 from unicodedata import normalize
@@ -84,10 +85,26 @@ class OwnPictures(Dataset):
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
         self._limit_gb = LIMIT_GB if cache_limit_gb is None else cache_limit_gb
         self._skip_unreadable = skip_unreadable
-        self._folders = PictureFolders.of(self.root)
-        self.classes = tuple(self._folders.classes)
-        self.own_val, self.has_test = "val" in self._folders.splits, "test" in self._folders.splits
         self._unread: dict[Split, list[File]] = {}  # listed, until they are loaded
+
+    # What the folders say is read when it is asked for: `predict` needs no more than the names of the classes, which
+    # a checkpoint has too.
+
+    @cached_property
+    def _folders(self) -> PictureFolders:
+        return PictureFolders.of(self.root)
+
+    @cached_property
+    def classes(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(self._folders.classes)
+
+    @property
+    def own_val(self) -> bool:  # type: ignore[override]
+        return "val" in self._folders.splits
+
+    @property
+    def has_test(self) -> bool:  # type: ignore[override]
+        return "test" in self._folders.splits
 
     @property
     def val_size(self) -> int:  # type: ignore[override]  # it is known once the pictures are listed, which takes long
