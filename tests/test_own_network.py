@@ -153,6 +153,27 @@ def test_nothing_that_was_trained_on_is_validated_on(pictures: Path, tmp_path: P
     assert last_checkpoint(run)["global_step"] == 4
 
 
+@pytest.mark.parametrize("at", ["last", "previous"])
+@pytest.mark.filterwarnings("ignore:the training before had lr_scheduler.total_steps")
+@pytest.mark.filterwarnings("ignore:1 of 18 files cannot be read as pictures and are left out")
+def test_a_picture_that_can_be_read_again_must_be_as_it_was(at: str, pictures: Path, tmp_path: Path) -> None:
+    """Between two epochs, and within one."""
+    root, run = shutil.copytree(pictures, tmp_path / "pictures"), tmp_path / "run"
+    torn = root / "dog" / "3a.png"
+    torn.write_bytes((root / "dog" / "3.png").read_bytes()[:300])
+    fitting = flags(root, own("Chain"), "--data.val_size=1", "--data.drop_last=true", "--data.skip_unreadable=true")
+    run_here("fit", *fitting, "--trainer.max_steps=2", f"--run_dir={run}")
+    longer = [*fitting, f"--ckpt_path={run / 'checkpoints' / f'{at}.ckpt'}", f"--run_dir={tmp_path / 'longer'}"]
+    shutil.copy(root / "dog" / "3.png", torn)
+    refused("fit", *longer, says=["with an empty file in place of each picture that could not be read then"])
+    torn.write_bytes(b"")
+    run_here("fit", *longer)
+    assert last_checkpoint(tmp_path / "longer")["global_step"] == STEPS
+    shutil.move(root / "dog" / "3.png", torn)  # as many
+    (root / "dog" / "3.png").write_bytes(b"torn")
+    refused("fit", *longer, f"--run_dir={tmp_path / 'x'}", says=["put them back as they were"])
+
+
 def test_pictures_of_any_size_in_folders_of_any_name(tmp_path: Path) -> None:
     root, run = tmp_path / "pictures", tmp_path / "run"
     folders = ["$0_$5", "C#", "C++", os.fsdecode(b"caf\xe9"), "tab\t\x1b[31m", "x" * 200]

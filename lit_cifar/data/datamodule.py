@@ -356,8 +356,7 @@ class CIFAR10DataModule(L.LightningDataModule):
             then, here = (", ".join(f"{name}={of[name]}" for name in other) for of in (self._resumed, now))
             raise CheckpointError(
                 f"the checkpoint was written within an epoch with {then}; the rest of it would have {here}",
-                remedy="pass what the run that wrote it was given, accumulate_grad_batches too, or resume a checkpoint "
-                "from between two epochs",
+                remedy="pass what the run that wrote it was given, accumulate_grad_batches too",
             )
         return behind
 
@@ -427,11 +426,12 @@ def order_settings(data: Any) -> OrderSettings:
     """All that decides which image is used in which step, by the flags of `data`, the data module, and by files."""
     sampler: TrainSampler = data.train_sampler()
     listed = data.source.listed
+    held_out = 0 if data.source.own_val else data.val_size
     files = {f"{split} files": listed[split] for split in ("train", "val") if split in listed}
     return files | {
         "dataset": data.dataset,
-        "num_train": sampler.num_samples + data.val_size,
-        "val_size": data.val_size,
+        "num_train": sampler.num_samples + held_out,
+        "val_size": held_out,
         "batch_size": sampler.batch_size,
         "seed": sampler.seed,
         "shuffle": sampler.shuffle,

@@ -131,17 +131,16 @@ class OwnPictures(Dataset):
 
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
         """They are decoded once, into the user's cache folder, which later calls and other processes map; or later."""
-        files = self._files(split)
+        every = self._files(split)
         if num_images is not None:
-            self.check_number(num_images, split, known=len(files))
+            self.check_number(num_images, split, known=len(every))
         del self._unread[split]
-        names = normalize("NFC", "\n".join(file.path for file in files))
-        self.listed[split] = sha256(names.encode(errors="surrogateescape")).hexdigest()[:16]
-        files = files[:num_images]
+        files = every[:num_images]
         folder = self._folders.folder(split)
         paths = [f"{folder}/{file.path}" for file in files]
         labels = torch.tensor([file.label for file in files])
         if self._decode == "as_needed":
+            self.listed[split] = _digest(every)
             none = torch.empty((0, 3, self._size, self._size), dtype=torch.uint8)
             read = partial(read_image, size=self._size)
             return EncodedImages(none, labels, self.classes, paths, torch.arange(len(paths)), read, self._num_workers)
@@ -157,6 +156,7 @@ class OwnPictures(Dataset):
         hashes = np.frombuffer(file, HASH, offset=math.prod(shape))
         unreadable = hashes == UNREADABLE
         self._judge([path for path, bad in zip(paths, unreadable, strict=True) if bad], len(paths))
+        self.listed[split] = _digest([*compress(files, ~unreadable), *every[len(files) :]])
         rows = torch.from_numpy(np.flatnonzero(~unreadable))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # nobody writes to it: torch warns of buffers that are read-only
@@ -214,6 +214,12 @@ class OwnPictures(Dataset):
         if split not in self._unread:
             self._unread[split] = self._folders.files(split)
         return self._unread[split]
+
+
+def _digest(files: Iterable[File]) -> str:
+    """That of their names: a picture that can be read now, and could not before, is another one."""
+    names = normalize("NFC", "\n".join(file.path for file in files))
+    return sha256(names.encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def _pixels(path: str, *, size: int) -> bytes | None:
