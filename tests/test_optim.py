@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
-from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
 from lit_cifar.task.muon import MuonSGD, orthogonal
 from lit_cifar.task.optim import Recipe, WarmupDecay, keep_saved_types
@@ -96,15 +95,6 @@ def test_settings_of_the_run_hold_after_a_checkpoint_was_loaded(
         assert scheduler.state_dict()["last_epoch"] == 5
         expected = torch.tensor(take(3, reference, its_plan))
         torch.testing.assert_close(torch.tensor(take(3, optimizer, scheduler)), expected)
-
-
-def test_a_schedule_that_has_too_few_steps_is_refused() -> None:
-    trained, plan, recipe = planned(lr_scheduler.OneCycleLR, 0.1, max_lr=1.0, total_steps=20)
-    take(9, trained, plan)
-    optimizer, scheduler, own = planned(lr_scheduler.OneCycleLR, 0.1, max_lr=1.0, total_steps=5)
-    scheduler.load_state_dict(plan.state_dict())
-    with pytest.warns(UserWarning, match="total_steps=20"), pytest.raises(ConfigError, match="after 9 of its steps"):
-        own.resume(optimizer, scheduler, before=recipe.settings(), step=9)
 
 
 def test_kernels_are_those_of_the_run() -> None:

@@ -97,6 +97,36 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path, monke
         assert problem in refused("fit", *given)
 
 
+def test_predictions_need_no_training_pictures(pictures: Path, tmp_path: Path) -> None:
+    root, run = shutil.copytree(pictures, tmp_path / "root" / "train").parent, tmp_path / "run"
+    shutil.copytree(pictures, root / "val")
+    run_here("fit", *flags(root, own("Chain"), "--data.decoded_size=30", "--data.drop_last=true"), f"--run_dir={run}")
+    given = [f"--config={run / 'config.yaml'}", f"--data.predict_dir={pictures}"]
+    checkpoint = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
+
+    def predicted(to: str) -> str:
+        run_here("predict", *given, checkpoint, f"--run_dir={tmp_path / to}")
+        return (tmp_path / to / "predictions.csv").read_text()
+
+    before = predicted("before")
+    assert {row["class"] for row in csv.DictReader(before.splitlines())} <= {"cat", "dog"}
+    shutil.rmtree(root / "train")
+    assert predicted("others left") == before
+    shutil.rmtree(root / "val")
+    assert predicted("empty") == before
+    root.rmdir()
+    assert predicted("gone") == before
+    gone = f"there is no folder {root}"
+    refused("test", *given, checkpoint, f"--run_dir={tmp_path / 'x'}", says=[gone])
+    nameless = last_checkpoint(run)
+    del nameless["trained_on"]  # of an earlier release
+    torch.save(nameless, tmp_path / "nameless.ckpt")
+    refused("predict", *given, f"--ckpt_path={tmp_path / 'nameless.ckpt'}", f"--run_dir={tmp_path / 'x'}", says=[gone])
+    draw_pictures(root / "cat", 1)
+    draw_pictures(root / "fox", 1)
+    refused("predict", *given, checkpoint, f"--run_dir={tmp_path / 'x'}", says=["class 1 is dog in the checkpoint"])
+
+
 def test_nothing_that_was_trained_on_is_validated_on(pictures: Path, tmp_path: Path) -> None:
     """After a resume between two epochs, where the order may change."""
     root, run = shutil.copytree(pictures, tmp_path / "pictures"), tmp_path / "run"
@@ -121,6 +151,27 @@ def test_nothing_that_was_trained_on_is_validated_on(pictures: Path, tmp_path: P
     with pytest.warns(UserWarning, match=r"lr_scheduler\.total_steps=2.*lr_scheduler\.total_steps=4"):
         run_here("fit", *fitting, "--trainer.max_steps=4", "--resume=auto", "--data.batch_size=4")
     assert last_checkpoint(run)["global_step"] == 4
+
+
+@pytest.mark.parametrize("at", ["last", "previous"])
+@pytest.mark.filterwarnings("ignore:the training before had lr_scheduler.total_steps")
+@pytest.mark.filterwarnings("ignore:1 of 18 files cannot be read as pictures and are left out")
+def test_a_picture_that_can_be_read_again_must_be_as_it_was(at: str, pictures: Path, tmp_path: Path) -> None:
+    """Between two epochs, and within one."""
+    root, run = shutil.copytree(pictures, tmp_path / "pictures"), tmp_path / "run"
+    torn = root / "dog" / "3a.png"
+    torn.write_bytes((root / "dog" / "3.png").read_bytes()[:300])
+    fitting = flags(root, own("Chain"), "--data.val_size=1", "--data.drop_last=true", "--data.skip_unreadable=true")
+    run_here("fit", *fitting, "--trainer.max_steps=2", f"--run_dir={run}")
+    longer = [*fitting, f"--ckpt_path={run / 'checkpoints' / f'{at}.ckpt'}", f"--run_dir={tmp_path / 'longer'}"]
+    shutil.copy(root / "dog" / "3.png", torn)
+    refused("fit", *longer, says=["with an empty file in place of each picture that could not be read then"])
+    torn.write_bytes(b"")
+    run_here("fit", *longer)
+    assert last_checkpoint(tmp_path / "longer")["global_step"] == STEPS
+    shutil.move(root / "dog" / "3.png", torn)  # as many
+    (root / "dog" / "3.png").write_bytes(b"torn")
+    refused("fit", *longer, f"--run_dir={tmp_path / 'x'}", says=["put them back as they were"])
 
 
 def test_pictures_of_any_size_in_folders_of_any_name(tmp_path: Path) -> None:
@@ -236,7 +287,7 @@ def test_folders_to_validate_and_to_test_on(below: str, tmp_path: Path) -> None:
     data.setup("test")
     assert data.sets["test"].labels.tolist() == [0]
     with pytest.raises(ConfigError, match=r"--data.val_size=1 holds out images"):
-        CIFAR10DataModule(tmp_path, dataset="folder", val_size=1)
+        CIFAR10DataModule(tmp_path, dataset="folder", val_size=1).setup("fit")
 
 
 def test_pictures_behind_links_are_trained_on(tmp_path: Path) -> None:
@@ -245,13 +296,14 @@ def test_pictures_behind_links_are_trained_on(tmp_path: Path) -> None:
     (tmp_path / "root" / "cat" / "2024").symlink_to("../../store")
     (tmp_path / "root" / "fox").symlink_to("../store")
     data = CIFAR10DataModule(tmp_path / "root", dataset="folder", image_size=24, val_size=0)
-    data.setup("fit")
+    with pytest.warns(UserWarning, match=r"5 of 17 files in .*/root are links to others there: .* more than once"):
+        data.setup("fit")
     assert torch.bincount(data.sets["train"].labels).tolist() == [8, 4, 5]
     cats, foxes = (data.sets["train"].subset((data.sets["train"].labels == label).nonzero()[:, 0]) for label in (0, 2))
     assert torch.equal(cats.gather(torch.arange(3, 8)), foxes.gather(torch.arange(5)))
     (tmp_path / "root" / "all").symlink_to(".")
     with pytest.raises(DataError, match=r"root/all is a link to a folder that it lies in"):
-        CIFAR10DataModule(tmp_path / "root", dataset="folder")
+        CIFAR10DataModule(tmp_path / "root", dataset="folder").setup("fit")
 
 
 def test_what_a_folder_of_pictures_cannot_be(tmp_path: Path) -> None:

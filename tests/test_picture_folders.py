@@ -132,6 +132,22 @@ def test_a_link_to_the_pictures_of_another_split_is_refused(tmp_path: Path) -> N
         PictureFolders.of(tmp_path)
 
 
+def test_links_to_pictures_that_are_there_too_are_counted(tmp_path: Path) -> None:
+    """By any kind of link; links to what is not there, and broken ones, are none."""
+    cats = make(tmp_path, "train/cat 2", "train/dog 2", "val/cat 1", "store 2") / "train" / "cat"
+    (cats / "more").symlink_to(tmp_path / "store")
+    (cats / "broken.png").symlink_to("nothing")
+    (cats / "also broken.png").symlink_to("nothing")
+    (cats / "2.png").symlink_to(tmp_path / "val" / "cat" / "0.png")
+    assert len(PictureFolders.of(tmp_path).files("train")) == 9
+    (cats / "again.png").symlink_to("0.png")
+    (cats / "same.png").hardlink_to(cats / "0.png")
+    (tmp_path / "train" / "dog" / "store.png").symlink_to(tmp_path / "store" / "1.png")
+    with pytest.warns(UserWarning, match="^3 of 10 files in .*/train are links to others there"):
+        assert len(PictureFolders.of(tmp_path).files("train")) == 12
+    assert len(PictureFolders.of(tmp_path).files("val")) == 1
+
+
 def test_what_was_found_is_told(tmp_path: Path) -> None:
     """With what is beside it, and why there is nothing to test on; of many classes the fewest and the most pictures."""
     draw_pictures(tmp_path / "train" / "cat", 17)

@@ -16,7 +16,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_cifar.errors import CheckpointError, ConfigError, printable
+from lit_cifar.data.dataset import Dataset
+from lit_cifar.errors import CheckpointError, ConfigError, DataError, printable
 
 _KEY = "lit_cifar"
 _OPTIMIZER, _SCHEDULE = "optimizer", "lr_scheduler"
@@ -109,6 +110,16 @@ class TrainedOn:
         if not isinstance(found, dict):
             return cls(None, None)
         return cls(printable(str(found["dataset"])), tuple(printable(str(name)) for name in found["classes"]))
+
+    def name_classes(self, data: Dataset) -> None:
+        """Let `data` have the checkpoint's classes if they are folders of pictures that are gone."""
+        try:
+            _ = data.classes
+        except DataError as error:
+            if self.classes is None:
+                raise
+            data.classes = self.classes
+            rank_zero_info(f"{error.problem}: the names of the classes are those in the checkpoint")
 
     def check(self, own: "TrainedOn", *, normalised: bool) -> None:
         """Raise a `CheckpointError` unless `own` data have the same classes in the same order.

@@ -34,6 +34,7 @@ _KEY = "sample_audit"
 _USE = 2**32  # the low half of a tally's entry has room for the step
 _MAX_IDS = 10
 _TRAIN, _VAL = _FILES = ("train files", "val files")  # settings that are no flags: digests of lists of files
+_PUT_BACK = "put them back as they were, with an empty file in place of each picture that could not be read then"
 
 
 class SampleAudit(Callback):
@@ -225,16 +226,18 @@ class AuditRecord:
         written = f"the checkpoint was written after {self.step} optimizer steps of epoch {self.epoch}"
         if self.settings.get(_TRAIN, settings.get(_TRAIN)) != settings.get(_TRAIN):
             raise ConfigError(
-                f"{written}; since then files to train on were added, removed or renamed",
-                remedy="put them back as they were",
+                f"{written}; since then files to train on were added, removed or renamed, or others can be read",
+                remedy=_PUT_BACK,
             )
         names = [name for name, value in settings.items() if name not in _FILES and self.settings.get(name) != value]
         if names:
             then = _flags({name: value for name, value in self.settings.items() if name in names})
+            # Between two epochs the order may change, what is held out may not.
+            other = "start a new training" if self._mixed(data) else "resume a checkpoint from between two epochs"
             raise ConfigError(
                 f"{written} with {then}; {_flags({name: settings[name] for name in names})} would order the rest of "
                 "it otherwise",
-                remedy=f"pass {then}, or resume a checkpoint that was written between two epochs",
+                remedy=f"pass {then}, or {other}",
             )
         sampler = data.train_sampler()
         sampler.set_epoch(self.epoch)
@@ -246,22 +249,26 @@ class AuditRecord:
             )
         self.check_held_out(data)
 
-    def check_held_out(self, data: Any) -> None:
-        """Refuse to validate on images that were trained on. A smaller `val_size` holds out a part of the same ones.
+    def _mixed(self, data: Any) -> list[str]:
+        """The settings by which images that were trained on would be validated on.
 
-        Files that the user has put into a folder to validate on may be any, unless some to train on are gone.
+        A smaller `val_size` holds out a part of the same ones. Files that the user has put into a folder to validate on
+        may be any, unless some to train on are gone.
         """
         now, then, own = order_settings(data), self.settings, data.source.own_val
         names = _FILES if own else (*_FILES, "num_train", "seed", "val_size")
         others = [name for name in names if then.get(name) != now.get(name)]
         if "val_size" in others and str(then.get("val_size")).isdecimal() and int(then["val_size"]) > data.val_size:
             others.remove("val_size")
-        if not data.val_size or not others or (own and (len(others) == 1 or _TRAIN not in then)):
+        return [] if not data.val_size or (own and (len(others) == 1 or _TRAIN not in then)) else others
+
+    def check_held_out(self, data: Any) -> None:
+        """Refuse to validate on images that were trained on."""
+        now, then, others = order_settings(data), self.settings, self._mixed(data)
+        if not others:
             return
-        reason, remedy = (
-            "files were added, removed or moved, or it is of an earlier release",
-            "put them back as they were",
-        )
+        reason = "files were added, removed or moved, or others can be read, or it is of an earlier release"
+        remedy = _PUT_BACK
         if not {*_FILES} & {*others}:
             reason, given = (_flags({name: each[name] for name in others if name in each}) for each in (now, then))
             remedy = f"pass {given}"

@@ -26,6 +26,7 @@ from lit_cifar.checkpoint.format import (
 from lit_cifar.checkpoint.sample_audit import AuditRecord
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data.dataset import Dataset
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.reporting.run_folder import process_rank
 from lit_cifar.task.module import LitResNet
@@ -75,6 +76,11 @@ class StartingCheckpoint:
                 _check_length(self._content.get(POSITION, {}), self._config.trainer)
         if resumes:
             self.position = self._content.get(POSITION, {})
+
+    def name_classes(self, data: Dataset) -> None:
+        """Let `data` do without the pictures of the training, if the checkpoint names their classes."""
+        if self._content is not None and not self.has_weights_alone:
+            TrainedOn.of(self._content).name_classes(data)
 
     def check(self, module: LitResNet, data: CIFAR10DataModule) -> None:
         """Refuse a checkpoint of another network or of other classes; weights alone are loaded at once."""

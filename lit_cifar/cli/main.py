@@ -97,6 +97,7 @@ class CLI(LightningCLI):
         self._own_loggers: list[Namespace] = []  # that the user has asked for
         self._replicas: Any = None  # those of --virtual_replicas
         self._ranks: ForkedRanks | None = None  # of --max_restarts
+        self._classes: tuple[str, ...] = ()  # of the data, or of the checkpoint if the pictures are gone
         self._candidates: dict[str, float] = {}  # of --autotune, with the seconds of a step
         self._exported: AbstractContextManager[None] = nullcontext()
         super().__init__(
@@ -198,9 +199,12 @@ class CLI(LightningCLI):
             )
         model, data = self._arguments.model, self._arguments.data
         source = open_dataset(data.dataset, data.root, image_size=data.image_size)
+        if self._subcommand == "predict":
+            self._start.name_classes(source)
         if model.network is None:
             model.arch = model.arch or DEFAULT_ARCH
         check_sizes(model, source)
+        self._classes = source.classes
         model.num_classes, model.image_size = len(source.classes), source.image_size
         if self._arguments.autotune:
             from lit_cifar.models.autotune import autotune, exported
@@ -235,6 +239,7 @@ class CLI(LightningCLI):
         self.save_config_kwargs = {"logger": given}
         with as_config_error():
             super().instantiate_classes()
+        self.datamodule.source.classes = self._classes
         self._start.check(self.model, self.datamodule)
         trainer.logger = given
 

@@ -5,7 +5,7 @@ A damaged data set is an error: it is never repaired, or replaced by another in 
 
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -164,6 +164,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         self.resident = resident
         self.download = download
         self.seed = seed
+        self._dataset, self._held_out = dataset, val_size
         self.predict_dir = None if predict_dir is None else Path(predict_dir)
         self.source = open_dataset(
             dataset,
@@ -177,9 +178,7 @@ class CIFAR10DataModule(L.LightningDataModule):
             cache_limit_gb=cache_limit_gb,
             skip_unreadable=skip_unreadable,
         )
-        self.dataset = self.source.identity(dataset)
-        self.meaning = dataset, self.source.classes  # that of a label
-        self.name, self.classes, self.image_size = self.source.title, self.source.classes, self.source.image_size
+        self.name, self.image_size = self.source.title, self.source.image_size
         self.decoded_size = decoded_size or self.image_size
         resized_to = None if decoded_size is None else self.image_size
         drawn = Augmentation(
@@ -193,10 +192,6 @@ class CIFAR10DataModule(L.LightningDataModule):
             small_size=small_size,
         )
         self.augmentation = drawn if augment else None
-        own = self.source.val_size
-        if not self.source.own_val and num_train is not None:
-            own = min(own, max(num_train, 0) // 10)
-        self.val_size = own if val_size is None else val_size
         self.sets: dict[str, ImageSet] = {}
         self._resumed: dict[str, Any] = {}  # `state_dict` of the run that wrote the checkpoint
         self.folder: FolderImages | None = None
@@ -224,11 +219,6 @@ class CIFAR10DataModule(L.LightningDataModule):
             )
         if reflect and drawn.padding >= self.image_size:
             raise ConfigError("--data.reflect=true has too few pixels to mirror", remedy="lower --data.padding")
-        if self.source.own_val and val_size is not None:
-            raise ConfigError(
-                f"--data.val_size={val_size} holds out images to validate on, and {root} has a folder of them",
-                remedy="leave it out, or move that folder away",
-            )
         if frozen_order and not shuffle:
             raise ConfigError(
                 "--data.frozen_order=true repeats one shuffled order, and --data.shuffle=false has none",
@@ -238,6 +228,37 @@ class CIFAR10DataModule(L.LightningDataModule):
     def __getstate__(self) -> dict[str, Any]:
         """Without the images: a spawned process reads them itself, as 150 MB do not fit every shared memory."""
         return self.__dict__ | {"sets": {}}
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, by label."""
+        return self.source.classes
+
+    @property
+    def meaning(self) -> tuple[str, tuple[str, ...]]:
+        """That of a label: the data set as `--data.dataset` takes it, and the classes."""
+        return self._dataset, self.classes
+
+    @property
+    def dataset(self) -> str:
+        """What a checkpoint remembers of the data set."""
+        return self.source.identity(self._dataset)
+
+    @cached_property
+    def val_size(self) -> int:
+        """Number of images to validate on."""
+        own, num_train = self.source.val_size, self.num_images["train"]
+        if self.source.own_val:
+            if self._held_out is not None:
+                raise ConfigError(
+                    f"--data.val_size={self._held_out} holds out images to validate on, and {self.root} has a folder "
+                    "of them",
+                    remedy="leave it out, or move that folder away",
+                )
+            return own
+        if num_train is not None:
+            own = min(own, max(num_train, 0) // 10)
+        return own if self._held_out is None else self._held_out
 
     # Lightning calls prepare_data in one process per node, then setup in every process.
 
@@ -249,16 +270,17 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Read what `stage` ("fit", "validate", "test" or "predict") needs into `self.sets`."""
+        # Pictures are listed here, and not once more when they are loaded.
+        if stage in ("fit", "validate") and not self.val_size and stage == "validate":
+            raise ConfigError(
+                "--data.val_size=0 holds out no images to validate on",
+                remedy="pass the --data.val_size of the training, or use the test subcommand",
+            )
         if stage in ("fit", "validate") and "train" not in self.sets:
             if self.source.own_val:
                 self.sets |= {"train": self._load("train"), "val": self._load("val")}
             else:
                 self.sets["train"], self.sets["val"] = self._split(self._load("train"))
-        if stage == "validate" and not self.val_size:
-            raise ConfigError(
-                "--data.val_size=0 holds out no images to validate on",
-                remedy="pass the --data.val_size of the training, or use the test subcommand",
-            )
         if stage == "test" and "test" not in self.sets:
             self.sets["test"] = self._load("test")
         if stage == "predict":
@@ -334,8 +356,7 @@ class CIFAR10DataModule(L.LightningDataModule):
             then, here = (", ".join(f"{name}={of[name]}" for name in other) for of in (self._resumed, now))
             raise CheckpointError(
                 f"the checkpoint was written within an epoch with {then}; the rest of it would have {here}",
-                remedy="pass what the run that wrote it was given, accumulate_grad_batches too, or resume a checkpoint "
-                "from between two epochs",
+                remedy="pass what the run that wrote it was given, accumulate_grad_batches too",
             )
         return behind
 
@@ -405,11 +426,12 @@ def order_settings(data: Any) -> OrderSettings:
     """All that decides which image is used in which step, by the flags of `data`, the data module, and by files."""
     sampler: TrainSampler = data.train_sampler()
     listed = data.source.listed
+    held_out = 0 if data.source.own_val else data.val_size
     files = {f"{split} files": listed[split] for split in ("train", "val") if split in listed}
     return files | {
         "dataset": data.dataset,
-        "num_train": sampler.num_samples + data.val_size,
-        "val_size": data.val_size,
+        "num_train": sampler.num_samples + held_out,
+        "val_size": held_out,
         "batch_size": sampler.batch_size,
         "seed": sampler.seed,
         "shuffle": sampler.shuffle,

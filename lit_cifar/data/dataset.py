@@ -40,9 +40,8 @@ class Dataset(ABC):
                 remedy="leave it out; pictures of your own have any size: --data.dataset=folder --data.root=FOLDER",
             )
         self.root, self.seed = root.expanduser(), seed
-        self.listed: dict[
-            Split, str
-        ] = {}  # a digest of the files of each split that was loaded, if they are the user's
+        # Of the user's own files: a digest of those of each split that was loaded, without what cannot be read.
+        self.listed: dict[Split, str] = {}
 
     def identity(self, name: str) -> str:
         """What a checkpoint remembers of the data set that is registered as `name`."""

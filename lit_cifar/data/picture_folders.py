@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -76,14 +77,21 @@ class PictureFolders:
                 remedy=(f"rename it to {meant}, " if meant else "")
                 + "move it away, or put pictures of it beside those to train on",
             )
-        by_class = []
+        by_class, places = [], Counter[int]()
         for label, name in enumerate(self.classes):
             if name in of_split:
                 files = list_files(of_split[name], remedy=_CLASS_WANTED)
                 _check_within(of_split[name], files, self.classes)
-                by_class.append([File(f"{of_split[name].name}/{path}", label, found) for path, found in files.items()])
+                places.update(place for *_, place in files.values() if place)
+                listed = [(f"{of_split[name].name}/{path}", found[:2]) for path, found in files.items()]
+                by_class.append([File(path, label, version) for path, version in listed])
         if not by_class:
             raise DataError(f"{folder} holds no folders of classes", remedy=f"put pictures into {folder}/CLASS/")
+        if again := places.total() - len(places):
+            rank_zero_warn(
+                f"{again:,} of {places.total():,} files in {printable(str(folder))} are links to others there: these "
+                "pictures count more than once, and may be both trained and validated on"
+            )
         return [file for turn in zip_longest(*by_class) for file in turn if file is not None]
 
 
@@ -198,8 +206,10 @@ def _folders(folder: Path) -> list[Path]:
     return found
 
 
-def list_files(folder: Path, *, remedy: str = IMAGES_WANTED) -> dict[str, tuple[int, int]]:
-    """Regular files and broken links, relative to `folder`, with size and time of the last change in ns.
+def list_files(folder: Path, *, remedy: str = IMAGES_WANTED) -> dict[str, tuple[int, int, int]]:
+    """Regular files and broken links, relative to `folder`, with size, time of the last change in ns, and place.
+
+    The place on the disk is the same for links to one file, and 0 for a broken link.
 
     Sorted as strings, without those that are hidden, and without what could block, such as a named pipe. Links to
     folders are followed, but for those to a folder that they lie in, of which a warning is given.
@@ -222,7 +232,7 @@ def list_files(folder: Path, *, remedy: str = IMAGES_WANTED) -> dict[str, tuple[
 
 def _scan(
     folder: str, prefix: str, chain: tuple[Path, ...], circles: list[str]
-) -> Iterator[tuple[str, tuple[int, int]]]:
+) -> Iterator[tuple[str, tuple[int, int, int]]]:
     """Each file is asked for once: with a million of them anything more takes long.
 
     `chain` has the real path of each folder in which a link was followed to get here, and last that of this one. Links
@@ -239,10 +249,11 @@ def _scan(
             try:
                 found = entry.stat()
             except OSError:  # a broken link
-                yield prefix + entry.name, (0, 0)
+                yield prefix + entry.name, (0, 0, 0)
                 continue
             if stat.S_ISREG(found.st_mode):
-                yield prefix + entry.name, (found.st_size, found.st_mtime_ns)
+                place = found.st_dev << 64 | found.st_ino
+                yield prefix + entry.name, (found.st_size, found.st_mtime_ns, place)
             elif stat.S_ISDIR(found.st_mode):
                 target = Path(entry.path).resolve()
                 if any(above.is_relative_to(target) for above in chain):

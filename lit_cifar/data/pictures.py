@@ -2,10 +2,11 @@
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
+from itertools import compress
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 from unicodedata import normalize
@@ -84,10 +85,26 @@ class OwnPictures(Dataset):
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
         self._limit_gb = LIMIT_GB if cache_limit_gb is None else cache_limit_gb
         self._skip_unreadable = skip_unreadable
-        self._folders = PictureFolders.of(self.root)
-        self.classes = tuple(self._folders.classes)
-        self.own_val, self.has_test = "val" in self._folders.splits, "test" in self._folders.splits
         self._unread: dict[Split, list[File]] = {}  # listed, until they are loaded
+
+    # What the folders say is read when it is asked for: `predict` needs no more than the names of the classes, which
+    # a checkpoint has too.
+
+    @cached_property
+    def _folders(self) -> PictureFolders:
+        return PictureFolders.of(self.root)
+
+    @cached_property
+    def classes(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(self._folders.classes)
+
+    @property
+    def own_val(self) -> bool:  # type: ignore[override]
+        return "val" in self._folders.splits
+
+    @property
+    def has_test(self) -> bool:  # type: ignore[override]
+        return "test" in self._folders.splits
 
     @property
     def val_size(self) -> int:  # type: ignore[override]  # it is known once the pictures are listed, which takes long
@@ -114,17 +131,16 @@ class OwnPictures(Dataset):
 
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
         """They are decoded once, into the user's cache folder, which later calls and other processes map; or later."""
-        files = self._files(split)
+        every = self._files(split)
         if num_images is not None:
-            self.check_number(num_images, split, known=len(files))
+            self.check_number(num_images, split, known=len(every))
         del self._unread[split]
-        names = normalize("NFC", "\n".join(file.path for file in files))
-        self.listed[split] = sha256(names.encode(errors="surrogateescape")).hexdigest()[:16]
-        files = files[:num_images]
+        files = every[:num_images]
         folder = self._folders.folder(split)
         paths = [f"{folder}/{file.path}" for file in files]
         labels = torch.tensor([file.label for file in files])
         if self._decode == "as_needed":
+            self.listed[split] = _digest(every)
             none = torch.empty((0, 3, self._size, self._size), dtype=torch.uint8)
             read = partial(read_image, size=self._size)
             return EncodedImages(none, labels, self.classes, paths, torch.arange(len(paths)), read, self._num_workers)
@@ -140,6 +156,7 @@ class OwnPictures(Dataset):
         hashes = np.frombuffer(file, HASH, offset=math.prod(shape))
         unreadable = hashes == UNREADABLE
         self._judge([path for path, bad in zip(paths, unreadable, strict=True) if bad], len(paths))
+        self.listed[split] = _digest([*compress(files, ~unreadable), *every[len(files) :]])
         rows = torch.from_numpy(np.flatnonzero(~unreadable))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # nobody writes to it: torch warns of buffers that are read-only
@@ -197,6 +214,12 @@ class OwnPictures(Dataset):
         if split not in self._unread:
             self._unread[split] = self._folders.files(split)
         return self._unread[split]
+
+
+def _digest(files: Iterable[File]) -> str:
+    """That of their names: a picture that can be read now, and could not before, is another one."""
+    names = normalize("NFC", "\n".join(file.path for file in files))
+    return sha256(names.encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def _pixels(path: str, *, size: int) -> bytes | None:

@@ -31,7 +31,7 @@ class RunReport(Callback):
     def __init__(self) -> None:
         self.candidates: dict[str, float] = {}  # seconds of a step with each, if `--autotune=true` has timed them
         self._folder: Path | None = None
-        self._has_test = True  # whether the data have images to test on
+        self._tests = False  # whether the run trains on data that have images to test on
         self._started_at = 0.0
         self._pid = os.getpid()
 
@@ -44,7 +44,7 @@ class RunReport(Callback):
 
     def announce(self, trainer: Trainer, pl_module: LightningModule, datamodule: Any, *, stage: str) -> None:
         """Print the settings of the run, before its processes meet; `setup` of the data module was called."""
-        self._has_test = datamodule.source.has_test
+        self._tests = stage == "fit" and datamodule.source.has_test
         lines = (
             opening_lines(trainer, pl_module, datamodule) if stage == "fit" else [*_read(datamodule), _mode(trainer)]
         )
@@ -72,8 +72,7 @@ class RunReport(Callback):
             duration = timedelta(seconds=round(perf_counter() - self._started_at))
             lines.append(_line("result", ", ".join([*results(trainer), f"took {duration}"])))
         if self._folder is not None:
-            tested = stage == "fit" and self._has_test
-            lines += next_steps(self._folder, stage, checkpoint=checkpoint_path(trainer) if tested else None)
+            lines += next_steps(self._folder, stage, checkpoint=checkpoint_path(trainer) if self._tests else None)
         if stage == "predict":
             lines += _unread(trainer.datamodule)  # type: ignore[attr-defined]  # Lightning's own omission
         print(*map(printable, lines), sep="\n", flush=True)

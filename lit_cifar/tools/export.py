@@ -138,11 +138,11 @@ def open_checkpoint(
         path: A file that `fit` wrote.
         network: The user's own; None for one of this package's.
         dataset: Name of the data set; None for the one that the checkpoint names.
-        root: Its folder, which is needed where the classes are folders.
+        root: Its folder, which is needed where the classes are folders that the checkpoint does not name.
 
     Raises:
         CheckpointError: The file is missing, damaged or not of `fit`, or holds another network or other classes.
-        DataError: The classes are folders, and there are none.
+        DataError: The classes are folders, there are none, and the checkpoint does not name them either.
     """
     try:
         content = read_whole(path)
@@ -157,8 +157,9 @@ def open_checkpoint(
     name = dataset or trained.dataset
     if name is None:
         raise CheckpointError(f"{path} does not say which data it was trained on", remedy=f"pass {_CONFIG}")
+    data = CIFAR10DataModule(root, dataset=name, image_size=header.image_size)
     try:
-        data = CIFAR10DataModule(root, dataset=name, image_size=header.image_size)
+        trained.name_classes(data.source)
     except DataError as error:
         remedy = f"pass --data.root=FOLDER with the data of the training, or {_CONFIG}"
         raise DataError(error.problem, remedy=remedy) from error
