@@ -17,6 +17,7 @@ from lit_cifar.models.random_streams import RandomStreams
 from lit_cifar.reporting.evaluation_tables import ConfusionCounts, PerRankAccuracy, PredictionWriter
 from lit_cifar.reporting.progress import Throughput
 from lit_cifar.reporting.run_report import RunReport
+from lit_cifar.task.metrics import EpochMeans
 from lit_cifar.watchdog.callback import Watchdog
 
 _IN_EVERY_STEP = (
@@ -32,6 +33,7 @@ _IN_EVERY_STEP = (
 def default_callbacks() -> list[Callback]:
     """The callbacks of every run; `--trainer.callbacks` adds to them."""
     return [
+        EpochMeans(),
         KeepFreedMemory(),
         StepBoundary(),
         RandomStreams(),
@@ -47,15 +49,15 @@ def default_callbacks() -> list[Callback]:
 
 
 def place(callback: Callback) -> int:
-    """Sort key of callbacks: `StepBoundary`, then the watchdog, which notes phases, then all others.
+    """Sort key of callbacks: `StepBoundary`, then the watchdog, which notes phases, then `EpochMeans`, then all others.
 
     `SameStart` comes before them: it ends runs whose processes would differ in what follows. Those that save come last,
     because their state must be the last to change. Ours come before other checkpoint callbacks, because the run's
     summary names the first one's files.
     """
-    kinds: tuple[Any, ...] = (SameStart, StepBoundary, Watchdog, BestCheckpoint, LastCheckpoint, Checkpoint)
-    places = (-1, 0, 1, 3, 4, 5)
-    return next((place for place, kind in zip(places, kinds, strict=True) if isinstance(callback, kind)), 2)
+    kinds: tuple[Any, ...] = (SameStart, StepBoundary, Watchdog, EpochMeans, BestCheckpoint, LastCheckpoint, Checkpoint)
+    places = (0, 1, 2, 3, 5, 6, 7)
+    return next((place for place, kind in zip(places, kinds, strict=True) if isinstance(callback, kind)), 4)
 
 
 def skip_idle_hooks(callbacks: Iterable[Callback]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import torch
 from own_networks import Drawing
+from recorder import AskAlone
 from short_fits import data, fit
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -60,7 +61,9 @@ def ends_alike(folder: Path, *, kind: str = "own", step: int, **settings: Any) -
     for seed, resume in enumerate((None, folder / "within.ckpt")):
         L.seed_everything(seed)  # nothing may follow from what was drawn before
         watch, model = Watch(folder / "within.ckpt", step if resume is None else -1), make(kind)
-        trainer = fit(model, folder, data(), callbacks=[watch], resume=resume, **{"max_epochs": 2} | settings)
+        trainer = fit(
+            model, folder, data(), callbacks=[watch, AskAlone()], resume=resume, **{"max_epochs": 2} | settings
+        )
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
         found.append((watch.read, logged, [*model.state_dict().values()]))
     (read, logged, weights), (rest, logged_too, weights_too) = found

@@ -263,6 +263,20 @@ def test_own_checkpoint_callbacks_may_not_write_where_the_run_does(
     assert not (tmp_path / "run").exists()
 
 
+def test_no_training_starts_from_what_another_has_saved_at_an_exception(trained: Path, tmp_path: Path) -> None:
+    """Lightning would, without a word of the user's."""
+    (tmp_path / "x").mkdir()
+    shutil.copy(trained / "checkpoints" / "last.ckpt", tmp_path / "x" / "on_exception.ckpt")
+    command = [
+        "fit",
+        *TINY,
+        *callback("OnExceptionCheckpoint", dirpath=tmp_path / "x"),
+        f"--run_dir={tmp_path / 'run'}",
+    ]
+    refused(*command, says=["on_exception.ckpt is there", "--ckpt_path to go on from it"])
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_folder_holds_everything(trained: Path) -> None:
     """The checkpoint plain keys, no code."""
     names = {path.name.split(".")[0] if "tfevents" in path.name else path.name for path in trained.iterdir()}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import TINY, callback, run_here
+from commands import TINY, callback, launch, mode_flags, run_here
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_task import TinyData, TinyTask, read_events, tiny_trainer
@@ -62,6 +62,13 @@ def test_a_terminal_gets_a_bar_with_short_names(
     assert any(line.startswith("epoch 2/2 3/3 ") for line in final)
     assert all(name in final[-1] for name in ("loss=", "val=", "img/s="))
     assert "train/" not in shown
+
+
+@pytest.mark.parametrize("asked", ["TQDMProgressBar", "recorder.AskAlone"])
+def test_rank_0_may_ask_for_the_means_of_an_epoch_alone(asked: str, tmp_path: Path) -> None:
+    """It would wait for the others, which go on to what comes next."""
+    shown = [flag for flag in TINY if "progress_bar" not in flag]
+    launch("fit", *shown, *callback(asked), *mode_flags("ddp"), f"--run_dir={tmp_path / 'run'}", timeout_s=60)
 
 
 @pytest.mark.parametrize(

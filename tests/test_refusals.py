@@ -29,6 +29,17 @@ REFUSED = {
     '--trainer.callbacks+=GradientAccumulationScheduler --trainer.callbacks.scheduling={"0":1}': ["grad_batches=N"],
     "--trainer.callbacks+=LearningRateFinder": ["--model.optimizer.lr=VALUE"],
     "--trainer.callbacks+=ModelPruning --trainer.callbacks.pruning_fn=l1_unstructured": ["torch.nn.utils.prune"],
+    "--trainer.callbacks+=lightning.pytorch.callbacks.SpikeDetection": ["+=EarlyStopping", "divergence_threshold="],
+    "--trainer.callbacks+=ThroughputMonitor --trainer.callbacks.batch_size_fn=math.cos": ["train/images_per_s"],
+    "--trainer.callbacks+=recorder.Unwritten": [
+        "--trainer.callbacks.function=<function",
+        "cannot be written to config.yaml",
+    ],
+    "--trainer.callbacks+=recorder.Unwritten --trainer.callbacks.function=math.cos": [
+        "--trainer.callbacks.other=<object object at",
+        "or the path of a class or a function",
+    ],
+    "--trainer.min_epochs=2": ["--trainer.min_epochs=2 is more than --trainer.max_epochs=1"],
     "--trainer.callbacks+=Timer --trainer.callbacks.duration=00:01:00:00": ["--trainer.max_time=DAYS:HOURS"],
     "--trainer.callbacks+=EMAWeightAveraging --trainer.strategy=pp --trainer.devices=2": ["--trainer.strategy=ddp"],
     "--trainer.callbacks+=EMAWeightAveraging --trainer.strategy=ddp_spawn": ["cannot be sent to spawned processes"],

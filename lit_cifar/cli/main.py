@@ -28,7 +28,15 @@ from lit_cifar.checkpoint.exact_resume import Fingerprint, SameStart
 from lit_cifar.checkpoint.files import CheckpointFiles, reporting_disk
 from lit_cifar.cli.checkpoint_selection import StartingCheckpoint
 from lit_cifar.cli.help import COMMON, DESCRIPTION, EPILOG, SUBCOMMANDS, HelpFormatter, replace_texts
-from lit_cifar.cli.preflight import check_arguments, check_bounds, check_restarts, check_run, check_sizes
+from lit_cifar.cli.preflight import (
+    check_arguments,
+    check_bounds,
+    check_restarts,
+    check_run,
+    check_saved_config,
+    check_sizes,
+    check_unasked_resume,
+)
 from lit_cifar.cli.usage_errors import PROGRAM, Parser, as_config_error, check_command, cli_exit
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.batch_split import BatchSplit
@@ -336,6 +344,10 @@ class CLI(LightningCLI):
             audit=self._start.audit,
             replicas=self._replicas,
         )
+        if subcommand == "fit" and (self._arguments.ckpt_path is None or self._start.has_weights_alone):
+            check_unasked_resume(self.trainer)
+        if not self._arguments.trainer.fast_dev_run:
+            check_saved_config(self._parser(subcommand), self._arguments)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)

@@ -3,9 +3,11 @@
 import math
 import shlex
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from jsonargparse import Namespace
+from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -13,7 +15,10 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelPruning,
+    OnExceptionCheckpoint,
+    SpikeDetection,
     StochasticWeightAveraging,
+    ThroughputMonitor,
     Timer,
     WeightAveraging,
 )
@@ -86,10 +91,19 @@ REFUSED: dict[type[Callback], tuple[str, str]] = {
         "has masks that a checkpoint does not hold, so that a resumed run would train what was pruned",
         "leave it out, and prune the network of best.ckpt by torch.nn.utils.prune",
     ),
+    SpikeDetection: (
+        "keeps what it cannot read back, so that the run could not be resumed",
+        "pass --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val/loss "
+        "--trainer.callbacks.divergence_threshold=VALUE",
+    ),
     StochasticWeightAveraging: (
         "adds an epoch without steps at the end, for BatchNorm, and forgets its learning rate in a run that is resumed "
         "within an epoch",
         "average with --trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging",
+    ),
+    ThroughputMonitor: (
+        "logs the batches of a validation as if they were steps of the training",
+        "leave it out; --trainer.log_every_n_steps=N logs train/images_per_s",
     ),
     Timer: ("has a setting that config.yaml cannot hold", "pass --trainer.max_time=DAYS:HOURS:MINUTES:SECONDS"),
 }
@@ -120,6 +134,12 @@ def check_arguments(trainer: Namespace, *, trains: bool) -> None:
     for name in ("limit_train_batches", "max_epochs", "max_steps"):
         if trains and trainer[name] == 0:
             raise ConfigError(f"--trainer.{name}=0 would train nothing", remedy=f"leave it out, or pass another {name}")
+    for least, most in (("min_epochs", "max_epochs"), ("min_steps", "max_steps")):
+        if trains and trainer[least] and trainer[most] not in (None, -1) and trainer[least] > trainer[most]:
+            raise ConfigError(
+                f"--trainer.{least}={trainer[least]} is more than --trainer.{most}={trainer[most]}, which ends the run",
+                remedy=f"pass --trainer.{most}={trainer[least]}, or leave out {least}",
+            )
     if trainer.val_check_interval == 0:
         raise ConfigError(
             "--trainer.val_check_interval=0 is no interval",
@@ -130,6 +150,48 @@ def check_arguments(trainer: Namespace, *, trains: bool) -> None:
             raise ConfigError(
                 f"--trainer.{name}={str(trainer[name]).lower()}: every run writes logs and checkpoints to its folder",
                 remedy="leave it out; --trainer.fast_dev_run=N runs a few steps and writes nothing",
+            )
+
+
+def check_saved_config(parser: ArgumentParser, arguments: Namespace) -> None:
+    """Refuse a setting that `config.yaml` cannot hold: whoever reads the file would have another, or an error."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            parser.dump(arguments)
+        except (TypeError, ValueError) as error:
+            warnings.warn(str(error), stacklevel=1)
+    said = "".join(str(found.message) for found in caught if issubclass(found.category, UserWarning))
+    if said:
+        text = "".join(said.split())  # without the ends of jsonargparse's lines
+        named = [f"--{name}={value}" for name, value in _settings(arguments) if "".join(str(value).split()) in text]
+        raise ConfigError(
+            f"{named[0] if named else said} cannot be written to config.yaml, by which the run is repeated",
+            remedy="let it be a number, a word, or the path of a class or a function, also where it is a default",
+        )
+
+
+def _settings(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Each object in `value` that is neither a number nor a word, with its name as on the command line."""
+    if isinstance(value, Namespace | dict):
+        for key, item in (vars(value) if isinstance(value, Namespace) else value).items():
+            within = key in ("init_args", "dict_kwargs")
+            yield from _settings(item, name if within else f"{name}.{key}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _settings(item, name)
+    elif not isinstance(value, bool | int | float | str | None):
+        yield name, value
+
+
+def check_unasked_resume(trainer: Any) -> None:
+    """Refuse to start a training that Lightning would resume from what another has saved at an exception."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, OnExceptionCheckpoint) and Path(callback.ckpt_path).exists():
+            raise ConfigError(
+                f"{callback.ckpt_path} is there, and with OnExceptionCheckpoint Lightning would resume from it unasked",
+                remedy="move it, and pass it as --ckpt_path to go on from it; or pass another "
+                "--trainer.callbacks.dirpath",
             )
 
 

@@ -165,7 +165,6 @@ class ProgressBar(TQDMProgressBar):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the values of the whole epoch and keep the line."""
-        # On every rank: if this is the first use of the epoch's accuracy, all processes compute it together.
         metrics = _short(trainer.callback_metrics, EPOCH_NAMES)
         self.train_progress_bar.bar_format = self.DONE_FORMAT
         self.train_progress_bar.set_postfix(metrics)

@@ -7,6 +7,7 @@ of zeros and ones, some dozens of operators. States and results of these are the
 from typing import Literal
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
@@ -97,3 +98,15 @@ class EvaluationMetrics(nn.Module):
         self.loss.update(losses)
         self.scores.update(logits, labels)
         self.details.update(logits, labels)
+
+
+class EpochMeans(Callback):
+    """Lets all processes compute the means of an epoch together, before others of its hooks ask for them on one alone.
+
+    That one would wait for the rest for ever. Progress bars of Lightning's ask on rank 0.
+    """
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _ = trainer.callback_metrics
+
+    on_validation_epoch_end = on_test_epoch_end = on_train_epoch_end

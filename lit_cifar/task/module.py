@@ -38,7 +38,7 @@ from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.memory_format import follow_parameters, plain
 from lit_cifar.models.random_streams import RandomStreams
-from lit_cifar.task.metrics import EvaluationMetrics, MeanLoss, TopAccuracy
+from lit_cifar.task.metrics import EpochMeans, EvaluationMetrics, MeanLoss, TopAccuracy
 from lit_cifar.task.optim import NesterovSGD, Recipe, WarmupDecay, keep_saved_types
 
 LRScaling = Literal["none", "linear", "sqrt"]
@@ -292,6 +292,8 @@ class LitResNet(L.LightningModule):
         trainer: Any = self.trainer
         needed = [ExactResume, *([RandomStreams] if isinstance(trainer.datamodule, CIFAR10DataModule) else [])]
         given = {type(callback) for callback in trainer.callbacks}
+        if EpochMeans not in given:
+            trainer.callbacks.insert(0, EpochMeans())
         return [kind() for kind in needed if kind not in given]
 
     def configure_optimizers(self) -> Any:
