@@ -256,8 +256,7 @@ def test_every_load_of_the_project_reads_tensors_and_primitives_alone() -> None:
     for path in (REPOSITORY / "notebooks").glob("*.ipynb"):
         cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
         sources[path] = "\n".join("".join(cell["source"]) for cell in cells)
-    # The ranks of one run write these records, where only their user can write or to one another, and read them a moment
-    # later.
+    # The ranks of one run write these, where only their user can write or to one another, and read them a moment later.
     replay = REPOSITORY / "lit_cifar" / "tools" / "replay"
     for name in ("events.py", "attributes.py"):
         del sources[replay / name]
