@@ -165,6 +165,7 @@ LATE: list[tuple[int | None, list[Peer]]] = [
     (None, [peer(0, idle_s=11, works=True), peer(1, idle_s=11, works=True)]),  # nobody waits
     (None, [peer(0, idle_s=11, waits=True), peer(1, idle_s=11, works=True, **FIRST)]),  # it may compile
     (None, [peer(0, idle_s=11, waits=True, **FIRST), peer(1, idle_s=11, waits=True, **FIRST)]),  # a GPU does
+    (0, [peer(0, idle_s=11, waits=True, stack="a", **FIRST), peer(1, idle_s=11, waits=True, stack="b", **FIRST)]),
     (None, [peer(0, over=True), peer(1, over=True)]),
     (None, [peer(0, over=True, heard_at=99), peer(1, idle_s=11)]),  # nobody waits for it
     (None, [peer(0, over=True), peer(1, idle_s=30)]),  # it waited for one that has finished

@@ -112,7 +112,8 @@ def _is_lost(silent: Peer, *, now: float, patience: Patience) -> bool:
 def notice(peers: Mapping[int, Peer], *, now: float) -> Verdict | None:
     """Whom the others wait for, before `diagnose` ends the run for it, and while it may still get on.
 
-    One that works is named too, but not in a phase that it is in for the first time: it may compile.
+    One that works is named too, but not in a phase that it is in for the first time: it may compile. Nor is one that
+    waits there, as for its GPU, unless all wait and not in the same place: then none gets on.
     """
     watched = {rank: peer for rank, peer in peers.items() if not peer.beat.over}
     if len(watched) < 2 or any(peer.beat.failure or peer.sight.state == "gone" for peer in watched.values()):
@@ -124,7 +125,8 @@ def notice(peers: Mapping[int, Peer], *, now: float) -> Verdict | None:
         return None
     culprit, why = _of_late(watched)
     others_wait = any(peer.beat.waits or peer.beat.events > culprit.beat.events for peer in watched.values())
-    first_time = culprit.beat.expected_s == FIRST_TIME_S
+    apart = all(peer.beat.waits for peer in watched.values()) and len({*map(_place, watched.values())}) > 1
+    first_time = culprit.beat.expected_s == FIRST_TIME_S and not apart
     if (culprit.beat.works and not others_wait) or (first_time and (culprit.beat.works or culprit.beat.waits)):
         return None
     return _hangs("late", culprit, why)
