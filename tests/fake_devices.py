@@ -207,7 +207,7 @@ def _trainer(strategy: Any, **settings: Any) -> Iterator[L.Trainer]:
     """A Trainer with the command line's callbacks, on two fake devices; what it has begun must end with `DoneError`."""
     without = (StepBoundary, LearningRateMonitor, RunReport)  # `_Boundary` instead; they need loggers
     callbacks = [callback for callback in default_callbacks() if not isinstance(callback, without)]
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     with fake_devices() as devices, patch.dict(os.environ):
         trainer = L.Trainer(
             strategy=strategy,

@@ -112,7 +112,7 @@ def test_fit_draws_due_epochs_and_no_sanity_check(tmp_path: Path) -> None:
     trainer = tiny_trainer(tmp_path, callbacks=[figures], max_epochs=3, num_sanity_val_steps=2)
     trainer.fit(TinyTask(), datamodule=TinyData())
     # Three batches an epoch; the last epoch always has figures.
-    assert [image.step for image in read_events(tmp_path).Images("val/wrong")] == [6, 9]
+    assert [image.step for image in read_events(tmp_path).Images("val/wrong")] == [5, 8]
 
 
 @pytest.mark.parametrize(("num_classes", "numbers", "names"), [(20, 400, 20), (100, 0, 20)])
@@ -152,7 +152,7 @@ class Epochs(Callback):
                 raise self.error
 
 
-@pytest.mark.parametrize(("error", "steps"), [(None, [3, 6]), (ValueError("failed"), [3])])
+@pytest.mark.parametrize(("error", "steps"), [(None, [2, 5]), (ValueError("failed"), [2])])
 def test_training_does_not_wait_for_its_figures_and_the_end_of_a_run_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, steps: list[int]
 ) -> None:

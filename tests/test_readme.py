@@ -101,7 +101,7 @@ def check_program(args: list[str]) -> None:
 
 
 _TRAIN = {"articles", "gallery", "loss_curves", "recipes", "same_bits", "shuffling", "trials", "virtual_replicas"}
-_TRAIN |= {"audit_cost"}
+_TRAIN |= {"audit_cost", "step_parts"}
 
 
 def check_benchmark(script: str, args: list[str]) -> None:

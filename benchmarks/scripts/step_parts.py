@@ -333,7 +333,8 @@ def table(found: dict[str, list[dict[str, float]]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
+    """The flags that it does not know go to `fit`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("output", type=Path)
     parser.add_argument("--ways", type=json.loads, default=[*SWITCHES, PLAIN], help="a list in JSON")
@@ -342,7 +343,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--record", action="store_true", help="also record some steps by torch's profiler")
-    options, flags = parser.parse_known_args()
+    return parser
+
+
+def main() -> None:
+    options, flags = parser().parse_known_args()
     file = options.output.absolute()
     sizes = {"steps": options.steps, "rounds": options.rounds, "batch": options.batch, "record": options.record}
     if options.alone:
