@@ -76,7 +76,8 @@ def _one_by_one(name: str) -> Callable[..., dist.Work]:
     """The call of several pairs of tensors by which torch's functional collectives, those of DTensor, take one."""
 
     def call(group: HostGloo, results: list[Tensor], tensors: list[Tensor], *options: Any) -> dist.Work:
-        *_, last = (getattr(group, name)(result, tensor) for result, tensor in zip(results, tensors, strict=True))
+        send = getattr(group, name)
+        *_, last = (send(result, tensor, *options) for result, tensor in zip(results, tensors, strict=True))
         return cast(dist.Work, last)
 
     return call
