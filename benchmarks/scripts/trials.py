@@ -1,7 +1,9 @@
-"""Try changes of `muon_12_epochs.yaml` on held-out images: `python benchmarks/scripts/trials.py OUTPUT [FLAGS]`.
+"""Try changes of a recipe on held-out images: `python benchmarks/scripts/trials.py RECIPE OUTPUT [FLAGS]`.
+
+RECIPE is "muon_12_epochs", or "default": what `fit` trains without a configuration.
 
 FLAGS go to `fit`, e.g. `--data.root=/datasets`. Of the training images 5,000 are held out, others for each seed, and
-counted after the last epoch with two views and with six; the test images are not looked at. All trials have a first
+counted after the last epoch with one view, two and six; the test images are not looked at. All trials have a first
 seed before one has a second. The results are written as JSON after every run; if OUTPUT is there already, only what it
 lacks is trained.
 """
@@ -20,16 +22,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lit_cifar.tools.terminal import say
 
-RECIPE = "muon_12_epochs"
-VIEWS = {"correct_flipped": 2, "correct_six_views": 6}
+VIEWS = {
+    "muon_12_epochs": {"correct_flipped": 2, "correct_six_views": 6},
+    "default": {"correct": 1, "correct_flipped": 2},
+}
+_ALL_VIEWS = {count: views for counts in VIEWS.values() for count, views in counts.items()}
 _HELD_OUT = ["--data.val_size=5000", "--trainer.limit_val_batches=0"]
 _MOMENTUM, _RATE = "--model.optimizer.momentum=0.6", "--model.optimizer.lr=0.24"
 _SCHEDULE = "--model.lr_scheduler"
 _AVERAGE = "--trainer.callbacks"
+_SGD = ["--model.optimizer=torch.optim.SGD", "--model.optimizer.momentum=0.9", "--model.optimizer.nesterov=true"]
 
 # Of airbench94 and airbench96 (https://github.com/KellerJordan/cifar10-airbench), but for the averages in place of its
 # lookahead, and the smaller images. The masked batches of airbench96 are not among them.
-TRIALS = {
+_MUON = {
     "the recipe": [],
     "small images in 7 epochs": ["--data.small_epochs=7", "--data.small_size=24"],
     "no warm-up": [f"{_SCHEDULE}=lit_cifar.WarmupDecay", f"{_SCHEDULE}.warmup=0", f"{_SCHEDULE}.decay=linear"],
@@ -46,7 +52,29 @@ TRIALS = {
         f"{_AVERAGE}.device={'cuda' if torch.cuda.is_available() else 'cpu'}",
     ],
 }
-TRIALS["all of these"] = [flag for flags in TRIALS.values() for flag in flags]
+_MUON["all of these"] = [flag for flags in _MUON.values() for flag in flags]
+
+_DEFAULT = {
+    "the recipe": [],
+    "label smoothing 0.1": ["--model.label_smoothing=0.1"],
+    "identity blocks": ["--model.zero_init_residual=true"],
+    "rate 0.05": ["--model.optimizer.lr=0.05"],
+    "rate 0.2": ["--model.optimizer.lr=0.2"],
+    "weight decay 1e-3": [*_SGD, "--model.optimizer.lr=0.1", "--model.optimizer.weight_decay=1e-3"],
+    "rate 0.05, weight decay 1e-3": [*_SGD, "--model.optimizer.lr=0.05", "--model.optimizer.weight_decay=1e-3"],
+    "rate 0.05, weight decay 2e-3": [*_SGD, "--model.optimizer.lr=0.05", "--model.optimizer.weight_decay=2e-3"],
+    "batch 64, rate 0.05": ["--data.batch_size=64", "--model.optimizer.lr=0.05"],
+    "cutout 8": ["--data.cutout=8"],
+    "alternating flips, reflected borders": ["--data.alternate_flips=true", "--data.reflect=true"],
+    "Muon": [
+        "--model.optimizer=lit_cifar.MuonSGD",
+        "--model.optimizer.lr=0.05",
+        "--model.optimizer.lr_others=0.3",
+        "--model.label_smoothing=0.2",
+        "--model.zero_init_residual=true",
+    ],
+}
+TRIALS = {"default": _DEFAULT, "muon_12_epochs": _MUON}
 
 
 class BatchNormMomentum(L.Callback):
@@ -63,15 +91,17 @@ class BatchNormMomentum(L.Callback):
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """For each trial its mean accuracies, how far they are from the recipe's with the same seeds, and the time."""
-    return "\n".join(_line(name, rows) for name in TRIALS if any(row["trial"] == name for row in rows))
+    """For each trial the mean accuracies, how far they are from the recipe's with the same seeds, and the time."""
+    return "\n".join(_line(name, rows) for name in dict.fromkeys(row["trial"] for row in rows))
 
 
 def _line(name: str, rows: list[dict[str, Any]]) -> str:
     own = {row["seed"]: row for row in rows if row["trial"] == name}
-    recipe = {row["seed"]: row for row in rows if row["trial"] == next(iter(TRIALS))}
+    recipe = {row["seed"]: row for row in rows if row["trial"] == "the recipe"}
     shown = []
-    for count, views in VIEWS.items():
+    for count, views in _ALL_VIEWS.items():
+        if count not in rows[0]:
+            continue
         right = {seed: 100 * row[count] / row["total"] for seed, row in own.items()}
         gains = [right[seed] - 100 * recipe[seed][count] / recipe[seed]["total"] for seed in own if seed in recipe]
         gain = f" ({fmean(gains):+.2f})" if gains else ""
@@ -79,20 +109,23 @@ def _line(name: str, rows: list[dict[str, Any]]) -> str:
     return f"{name}: {', '.join(shown)}, {fmean(row['train_s'] for row in own.values()):.1f} s, n = {len(own)}"
 
 
-def main(output: Path, flags: list[str], *, seeds: int, at_once: int = 1, only: list[str] | None = None) -> None:
-    """One after the other, so that their times are their own."""
+def main(
+    recipe: str, output: Path, flags: list[str], *, seeds: int, at_once: int = 1, only: list[str] | None = None
+) -> None:
+    """One after the other unless `at_once` says otherwise, so that their times are their own."""
     prepare()
 
     def train(case: tuple[int, str]) -> dict[str, Any]:
         seed, name = case
-        words = [*_HELD_OUT, *TRIALS[name], *flags]
-        return {"trial": name} | trained(RECIPE, words, seed=seed, at_once=at_once, counts=VIEWS, split="val")
+        words = [*_HELD_OUT, *TRIALS[recipe][name], *flags]
+        file = None if recipe == "default" else recipe
+        return {"trial": name} | trained(file, words, seed=seed, at_once=at_once, counts=VIEWS[recipe], split="val")
 
     rows = complete(
         output,
-        [*product(range(seeds), only or TRIALS)],
+        [*product(range(seeds), only or TRIALS[recipe])],
         train,
-        settings={"recipe": RECIPE, "trials": TRIALS, "flags": flags},
+        settings={"recipe": recipe, "trials": TRIALS[recipe], "flags": flags},
         tell=lambda row: say(f"seed {row['seed']}, {summary([row])}"),
         at_once=at_once,
     )
@@ -101,8 +134,9 @@ def main(output: Path, flags: list[str], *, seeds: int, at_once: int = 1, only: 
 
 def parser() -> argparse.ArgumentParser:
     """All trials unless some are named."""
-    parser = argparse.ArgumentParser(description=f"Try changes of {RECIPE} on held-out images.")
-    parser.add_argument("--only", action="append", choices=TRIALS, help="a trial; may be repeated")
+    parser = argparse.ArgumentParser(description="Try changes of a recipe on held-out images.")
+    parser.add_argument("recipe", choices=TRIALS)
+    parser.add_argument("--only", action="append", help="a trial; may be repeated")
     return with_seeds(parser, what="runs of each trial")
 
 
