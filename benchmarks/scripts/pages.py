@@ -446,7 +446,7 @@ def on_one_h200() -> Values:
     ]
     of_step = {
         name: read(f"{folder}/step-{name}.json", "turns")
-        for name in ("eager", "eager-fit-alone", "graphs-fit-alone", "compiled", "compiled-again")
+        for name in ("eager", "eager-fit-alone", "graphs-fit-alone", "compiled", "compiled-again", "compiled-alone")
     }
     for name in ("eager", "graphs"):
         of_step[f"{name}-fit-alone"] |= read(f"{folder}/step-{name}-plain-alone.json", "turns")
@@ -456,6 +456,7 @@ def on_one_h200() -> Values:
         "graphs-fit-alone": "CUDA graphs, alone",
         "compiled": "compiled, in turn",
         "compiled-again": "compiled, in turn, again",
+        "compiled-alone": "compiled, in turn, nothing beside it",
     }
     ratios = {}
     for name, title in titles.items():
@@ -468,7 +469,10 @@ def on_one_h200() -> Values:
         values["h200-steps"].append([title, *cells, ratios[name]])
         values |= {f"h200-{name}-fit": cells[0], f"h200-{name}-plain": cells[2]}
     values |= {"h200-eager-ratio": ratios["eager"], "h200-graphs-ratio": ratios["graphs-fit-alone"]}
-    values["h200-compiled-ratio"] = " to ".join(sorted((ratios["compiled"], ratios["compiled-again"])))
+    compiled = sorted(ratio for name, ratio in ratios.items() if name.startswith("compiled"))
+    values["h200-compiled-ratio"] = f"{compiled[0]} to {compiled[-1]}"
+    flat = next(row for row in read(f"{folder}/graphs-flat.json", "rows") if row["mode"] == "ddp_flat")
+    values["h200-flat"] = brief(largest(flat))
     for name, way in {"h200-eager-host": "fit", "h200-eager-host-plain": "plain loop"}.items():
         values[name] = f"{median(turn['cpu'] for turn in of_step['eager'][way]):.1f}"
     (fit,) = (each for way, each in read(f"{folder}/step-eager.json", "profiles").items() if way == "fit")
@@ -492,6 +496,16 @@ def on_one_h200() -> Values:
             f"h200-{short}-mirrored": f"{statistics.fmean(views[1]):.2f} %",
         }
         values[f"h200-{short}-time"] = cells[3]
+    runs = read("recipes/2026-11-26-default/trials.json")
+    base = next(run for run in runs if run["trial"] == "the recipe")
+    values["h200-trials"] = [
+        [
+            run["trial"],
+            *(f"{100 * run[key] / run['total']:.2f} %" for key in ("correct", "correct_flipped")),
+            f"{100 * (run['correct'] - base['correct']) / run['total']:+.2f}",
+        ]
+        for run in sorted(runs, key=lambda run: -run["correct"])
+    ]
     return values
 
 

@@ -54,24 +54,35 @@ _MUON = {
 }
 _MUON["all of these"] = [flag for flags in _MUON.values() for flag in flags]
 
+_FLIPS = ["--data.alternate_flips=true", "--data.reflect=true"]
+_DECAY = [*_SGD, "--model.optimizer.lr=0.05", "--model.optimizer.weight_decay=2e-3"]
+_SMOOTH = ["--model.label_smoothing=0.1"]
 _DEFAULT = {
     "the recipe": [],
-    "label smoothing 0.1": ["--model.label_smoothing=0.1"],
+    "label smoothing 0.1": _SMOOTH,
     "identity blocks": ["--model.zero_init_residual=true"],
     "rate 0.05": ["--model.optimizer.lr=0.05"],
     "rate 0.2": ["--model.optimizer.lr=0.2"],
     "weight decay 1e-3": [*_SGD, "--model.optimizer.lr=0.1", "--model.optimizer.weight_decay=1e-3"],
     "rate 0.05, weight decay 1e-3": [*_SGD, "--model.optimizer.lr=0.05", "--model.optimizer.weight_decay=1e-3"],
-    "rate 0.05, weight decay 2e-3": [*_SGD, "--model.optimizer.lr=0.05", "--model.optimizer.weight_decay=2e-3"],
+    "rate 0.05, weight decay 2e-3": _DECAY,
     "batch 64, rate 0.05": ["--data.batch_size=64", "--model.optimizer.lr=0.05"],
     "cutout 8": ["--data.cutout=8"],
-    "alternating flips, reflected borders": ["--data.alternate_flips=true", "--data.reflect=true"],
+    "alternating flips, reflected borders": _FLIPS,
     "Muon": [
         "--model.optimizer=lit_cifar.MuonSGD",
         "--model.optimizer.lr=0.05",
         "--model.optimizer.lr_others=0.3",
         "--model.label_smoothing=0.2",
         "--model.zero_init_residual=true",
+    ],
+}
+_DEFAULT |= {
+    "decay, smoothing, flips, borders": [*_DECAY, *_SMOOTH, *_FLIPS],
+    "Muon, flips, borders": [*_DEFAULT["Muon"], *_FLIPS],
+    "decay, smoothing, flips, borders, no warm-up": [
+        *(*_DECAY, *_SMOOTH, *_FLIPS),
+        *(f"{_SCHEDULE}=lit_cifar.WarmupDecay", f"{_SCHEDULE}.warmup=0.05", f"{_SCHEDULE}.decay=linear"),
     ],
 }
 TRIALS = {"default": _DEFAULT, "muon_12_epochs": _MUON}
