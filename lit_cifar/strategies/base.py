@@ -24,10 +24,10 @@ ForwardFn = Callable[[Tensor], Tensor]
 
 
 class RunsNetwork(Protocol):
-    """What a LightningModule must offer."""
+    """Members of a LightningModule that these modes use."""
 
     network: nn.Module
-    image_shape: tuple[int, ...]  # of an image that enters it
+    image_shape: tuple[int, ...]  # channels, height and width of an image that enters `network`
 
     def use_forward_fn(self, forward_fn: ForwardFn | None) -> None:
         """From now on `forward` calls `forward_fn` in place of `network`; None restores `network`."""
@@ -41,10 +41,10 @@ WorkKind = Literal["forward", "backward", "backward_input", "backward_weight"]
 
 
 class NoRecorder:
-    """What stages report their work to. This one keeps nothing; that of `lit_cifar.tools.bench.timeline` does."""
+    """Receives the stages' reports of their work, and keeps none; `lit_cifar.tools.bench.timeline` keeps them."""
 
     def span(self, kind: WorkKind, **what: Any) -> AbstractContextManager[None]:
-        """Around some work; `what` are stage, microbatch, worker and device."""
+        """Return a context for some work; `what` holds stage, microbatch, worker and device."""
         return nullcontext()
 
     def follow_backward(self, output: Tensor, given: Tensor, **what: Any) -> None:
@@ -59,7 +59,7 @@ def compiles(module: object) -> bool:
 def at_least_one(**sizes: int | None) -> None:
     """Raise a `ConfigError` for an argument of a strategy that is less than one.
 
-    Not in `__init__`: the command line would say that the class does not fit --trainer.strategy.
+    `__init__` must not call this: the command line would say that the class does not fit --trainer.strategy.
     """
     for name, size in sizes.items():
         if size is not None and size < 1:
@@ -107,9 +107,9 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
     """
 
     strategy_name = "custom_forward"  # value of `--trainer.strategy`
-    registered: ClassVar[dict[str, dict[str, Any]]] = {}  # such values and their arguments, if there are several
-    needs: ClassVar[list[str]] = ["network", "use_forward_fn"]  # what a module must have, see `RunsNetwork`
-    # What passes through it: the batch, or with `--virtual_replicas` its parts one by one.
+    registered: ClassVar[dict[str, dict[str, Any]]] = {}  # all values of it with their arguments, if there are several
+    needs: ClassVar[list[str]] = ["network", "use_forward_fn"]  # attributes that a module must have, see `RunsNetwork`
+    # How a batch passes through that function: as a whole, or with `--virtual_replicas` part by part.
     parts: WholeBatch = WholeBatch()
     # `on_one_device(network)` returns what one device runs in its place, with a whole copy of the network.
     # `Replay` compares with it. None in modes whose steps one device cannot repeat bit for bit.
@@ -125,15 +125,15 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
         return cast(RunsNetwork, self.lightning_module)
 
     def use_parts(self, parts: Parts) -> None:
-        """From the next `setup` on that function gets `parts`, each of which is to be computed by itself.
+        """Give `parts` to that function from the next `setup` on; each is computed by itself.
 
-        A subclass raises a `ConfigError` for those that would end with other bits.
+        A subclass raises a `ConfigError` where this would change the bits.
         """
         self.parts = parts
 
     @property
     def copying_devices(self) -> list[list[torch.device]]:
-        """Of each process on this machine, the devices between which it copies tensors; none of most modes."""
+        """For each process on this machine, the devices between which it copies tensors. Most modes have none."""
         return []
 
     @override
@@ -199,10 +199,10 @@ class CutStrategy(CustomForwardStrategy, ABC):
     Args:
         cuts: The blocks with which the second and later stages begin, e.g. ["layer3.1"]; by default stages of about
             equal FLOP.
-        **kwargs: As of the Lightning strategy that a subclass also derives from.
+        **kwargs: Passed on to the Lightning strategy that a subclass also derives from.
     """
 
-    partition: Partition  # which blocks make a stage; known from `connect` on
+    partition: Partition  # the blocks of each stage; known from `connect` on
 
     def __init__(self, *, cuts: list[str] | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -210,7 +210,7 @@ class CutStrategy(CustomForwardStrategy, ABC):
         self.recorder = NoRecorder()
 
     def cut(self, num_stages: int, *, may_share: bool = False) -> None:
-        """Cut the network of the module; `may_share` if stages may have a tensor together.
+        """Cut the network of the module. With `may_share`, stages may share tensors.
 
         Raises:
             ConfigError: A network that does not say its blocks, more stages than blocks, unknown cuts, or shared

@@ -21,7 +21,7 @@ class FlatDDPStrategy(AveragingStrategy):
     """A replica of the network in each process. `--model.compile=cuda_graphs` takes it in place of `ddp`.
 
     Args:
-        **kwargs: As of `MeshStrategy`: `process_group_backend`, `timeout`, `start_method`.
+        **kwargs: Passed on to `MeshStrategy`: `process_group_backend`, `timeout`, `start_method`.
     """
 
     strategy_name = "ddp_flat"
@@ -34,7 +34,7 @@ class FlatDDPStrategy(AveragingStrategy):
         return Compiled(network, cuda_graphs=module.cuda_graphs) if compiles(module) else network.__call__
 
     def on_one_device(self, network: nn.Module) -> ForwardFn:
-        """The network as it is."""
+        """Return the network as it is."""
         return network
 
     @override

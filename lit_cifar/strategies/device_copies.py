@@ -28,14 +28,14 @@ def copy_faults(
     names = [str(device) if device.type == "cuda" else f"{device.type}:{i}" for i, device in enumerate(devices)]
     pairs = [(a, b) for a in range(len(devices)) for b in range(len(devices)) if a != b]
     faults: dict[tuple[str, str], str] = {}
-    for number, num_bytes in enumerate(SIZES * 2):  # each time with another pattern, so that an old one is no right one
+    for number, num_bytes in enumerate(SIZES * 2):  # a new pattern each time, so that an old one is wrong
         sent = [_pattern(num_bytes // _WORD_BYTES, number * len(devices) + i, on) for i, on in enumerate(devices)]
         outs = {pair: torch.full_like(sent[pair[1]], _SENTINEL) for pair in pairs}
         for (source, _), out in outs.items():
             copy(sent[source], out)
         for (source, destination), out in outs.items():
             right = _pattern(len(out), number * len(devices) + source, devices[destination])
-            wrong = out != right  # as in a training, only the receiver's stream waits for the copy, not the host
+            wrong = out != right  # only the receiver's stream waits for the copy, not the host, as in training
             if num_wrong := int(wrong.sum()):
                 kept = ", the destination kept its old content" * bool((out[wrong] == _SENTINEL).all())
                 pair = names[source], names[destination]
@@ -48,7 +48,7 @@ def copy_faults(
 
 
 def _pattern(num_words: int, number: int, device: torch.device) -> Tensor:
-    """Int64, (num_words,): each device makes the same for itself, and no two numbers have a word in common."""
+    """Words of a copy, int64, (num_words,). Every device makes the same; no two numbers have a word in common."""
     words = torch.arange(num_words, device=device) + (number << 32)
     return words * 0x5851F42D4C957F2D  # odd, so that no two words become one
 

@@ -38,7 +38,7 @@ class EmulatedReplicas:
     def __call__(self, images: Tensor) -> Tensor:
         """The gathered output (n, ...) for a batch (n, ...); n may be smaller than `num_replicas`, or 0."""
         first, *others = images.chunk(self.num_replicas)
-        # Copied before replica 0 updates its running statistics: all replicas start from the same buffers.
+        # These copies are made before replica 0 updates its running statistics: all start from the same buffers.
         copies = [{name: buffer.clone() for name, buffer in self.network.named_buffers()} for _ in others]
         outputs = [self.network(first)]
         for replica, (copy, chunk) in enumerate(zip(copies, others, strict=True), start=1):
@@ -50,8 +50,8 @@ class EmulatedReplicas:
 def in_turn(network: nn.Module, devices: Sequence[torch.device]) -> ForwardFn:
     """Give whole batches to the replicas in turn, which all work on the network's own parameters and buffers.
 
-    For parts of a batch, each of which is to be computed as one device would. There is a replica for each of `devices`;
-    the network, batches and outputs, (n, ...), are on the first.
+    This is for parts of a batch, each computed as one device would. There is a replica for each of `devices`; the
+    network, batches and outputs, (n, ...), are on the first.
     """
     turns = cycle(devices)
 
@@ -83,14 +83,14 @@ class _DataParallel(nn.DataParallel[nn.Module]):
 
 
 def in_context_of_caller(call: Callable[..., Any], *, device_type: str = "cuda") -> Callable[..., Any]:
-    """`call`, for another thread, with this thread's autocast state of `device_type`, inference and gradient mode."""
+    """Return `call` for another thread, with this one's inference and gradient mode, and autocast of `device_type`."""
     dtype = torch.get_autocast_dtype(device_type)
     autocast = torch.is_autocast_enabled(device_type)
     inference = torch.is_inference_mode_enabled()
     grad = torch.is_grad_enabled()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Not `inference_mode(False)`: leaving inference mode would also switch gradients on.
+        # `inference_mode(False)` would also switch gradients on.
         mode: AbstractContextManager[Any] = torch.inference_mode() if inference else torch.set_grad_enabled(grad)
         with mode, torch.autocast(device_type, dtype=dtype, enabled=autocast):
             return call(*args, **kwargs)
@@ -123,8 +123,8 @@ class DataParallelStrategy(SingleProcessStrategy):
     def replica_of(self, num_samples: int) -> Tensor:
         """Which replica processes each sample of a batch of `num_samples`: int64, (num_samples,).
 
-        By the rule of `Tensor.chunk`: every chunk but the last has `ceil(num_samples / replicas)` samples, so replicas
-        at the end may get none. 5 samples over 4 replicas are cut into 2, 2, 1.
+        The rule is that of `Tensor.chunk`: every chunk but the last has `ceil(num_samples / replicas)` samples, so
+        replicas at the end may get none. 5 samples over 4 replicas are cut into 2, 2, 1.
         """
         if self.parts.one_by_one:  # sample i is in part i modulo their number, and the replicas take turns
             return torch.arange(num_samples) % self.replicas_per_rank
@@ -149,7 +149,7 @@ class DataParallelStrategy(SingleProcessStrategy):
         return run
 
     def on_one_device(self, network: nn.Module) -> ForwardFn:
-        """The chunks one after the other; not by `EmulatedReplicas`, as a mistake in that would be repeated."""
+        """Run the chunks one after the other, without `EmulatedReplicas`, whose mistakes would be repeated."""
 
         def run(images: Tensor) -> Tensor:
             before = {name: buffer.clone() for name, buffer in network.named_buffers()}

@@ -1,9 +1,9 @@
 """`fsdp2`, alone or together with `tp`: every process holds a part of parameters, gradients and optimizer state.
 
-Along the mesh's "data" axis by FSDP2, `torch.distributed.fsdp.fully_shard`: a block's parameters are gathered before it
-is used and dropped afterwards, and gradients arrive summed over the replicas and divided again. Along its "model" axis
-by tensor parallelism, see `tp.py`: a block is computed in parts, and its parameters are never gathered. Both
-together are torch's documented composition of the two.
+FSDP2, `torch.distributed.fsdp.fully_shard`, divides them along the mesh's "data" axis: a block's parameters are
+gathered before it is used and dropped afterwards, and gradients arrive summed over the replicas and divided again.
+Tensor parallelism, see `tp.py`, divides them along the "model" axis: a block is computed in parts, and its parameters
+are never gathered. Both together are torch's documented composition of the two.
 """
 
 import math
@@ -39,19 +39,19 @@ from lit_cifar.strategies.tree_sum import TreeSum, tree_reduce_scatter
 
 
 class ShardedStrategy(MeshStrategy):
-    """Parameters in parts over the processes, along one or both axes of the mesh.
+    """Divides the parameters over the processes, along one or both axes of the mesh.
 
-    Equal to one device that normalises each replica's part of the batch by itself, with the running statistics of the
-    first; with synchronised BatchNorm, or along the "model" axis alone, to one device that sees the whole batch.
+    The result equals one device that normalises each replica's part of the batch by itself, with the running statistics
+    of the first; with synchronised BatchNorm, or along the "model" axis alone, one device that sees the whole batch.
 
     From `setup` to `teardown` a split copy takes the place of the module's `network`, with the same names; then the
     network itself is back, with the trained values.
 
     Args:
-        data_parallel_size: Replicas, over which FSDP2 shards; None for as many as the processes make.
-        tensor_parallel_size: Processes that hold a replica together, each with a part of its tensors; None for as many
-            as there are for each replica.
-        **kwargs: As of `MeshStrategy`: `process_group_backend`, `timeout`, `start_method`.
+        data_parallel_size: Number of replicas, over which FSDP2 shards; None for as many as the processes make.
+        tensor_parallel_size: Number of processes that hold a replica together, each with a part of its tensors; None
+            for as many as there are for each replica.
+        **kwargs: Passed on to `MeshStrategy`: `process_group_backend`, `timeout`, `start_method`.
     """
 
     registered: ClassVar[dict[str, dict[str, Any]]] = {
@@ -67,7 +67,7 @@ class ShardedStrategy(MeshStrategy):
         self.tensor_parallel_size = tensor_parallel_size
         self.strategy_name = "tp" if data_parallel_size == 1 else "fsdp2"
         self._whole: nn.Module | None = None
-        self.saves_parts = False  # of what is saved next
+        self.saves_parts = False  # whether the next checkpoint is saved in parts
 
     @property
     @override
@@ -78,7 +78,7 @@ class ShardedStrategy(MeshStrategy):
 
     @property
     def takes_parts(self) -> bool:
-        """Whether it writes and reads checkpoints in parts; those on both axes of the mesh have not been tried."""
+        """Whether checkpoints can be in parts; parts on both axes of the mesh have not been tried."""
         return self.tensor_parallel_size == 1
 
     @override
@@ -122,7 +122,7 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def use_parts(self, parts: Parts) -> None:
-        """Refuse where the bits would differ."""
+        """Refuse `parts` where the bits would differ."""
         name = f"--virtual_replicas={parts.num_parts}"
         if self.tensor_parallel_size != 1:
             raise ConfigError(
@@ -151,7 +151,7 @@ class ShardedStrategy(MeshStrategy):
                 f"--trainer.strategy={self.strategy_name} gives each process parts of them",
                 remedy="pass another optimizer, or --trainer.strategy=ddp",
             )
-        # These fused kernels have no sharding strategy for DTensors up to torch 2.15; those of Adam and AdamW have.
+        # These fused kernels have no sharding strategy for DTensors up to torch 2.15; those of Adam and AdamW have one.
         fused = any(group.get("fused") for group in optimizer.param_groups)
         if fused and isinstance(optimizer, SGD | Adagrad):
             raise ConfigError(
@@ -162,7 +162,7 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """All but the network, which may be too large for a device as a whole."""
+        """Move all but the network, which may be too large for a device as a whole."""
         network, self.module.network = self.module.network, nn.Identity()
         super().model_to_device()
         self.module.network = network
@@ -172,7 +172,7 @@ class ShardedStrategy(MeshStrategy):
         """Put a copy in the network's place, and leave each process its parts of it; the whole stays on the host."""
         self._whole = network
         parts = _copy(network)
-        # By what was asked for, not by the number of processes: one process takes the same path.
+        # The sizes that were asked for decide, not the number of processes: one process takes the same path.
         if self.tensor_parallel_size != 1:
             split_tensors(parts, self.mesh["model"], self.root_device)
         synchronise_along(parts, self.data_group)
@@ -182,14 +182,14 @@ class ShardedStrategy(MeshStrategy):
         if compiles(self.lightning_module):
             modules = set(parts.modules())
             blocks = [block for block in (blocks_of(parts) or {}).values() if block in modules]
-            for block in blocks or [parts]:  # without the hooks that gather its parameters
+            for block in blocks or [parts]:  # the hooks that gather its parameters stay outside
                 block.forward = Compiled(block, block.forward)
         self.module.network = parts
 
         def run(images: Tensor) -> Tensor:
             if not torch.is_inference_mode_enabled():
                 return cast(Tensor, parts(images))
-            # Else `fully_shard` would gather parameters into tensors that no later training step may use.
+            # Otherwise `fully_shard` would gather parameters into tensors that no later training step may use.
             with torch.inference_mode(False), torch.no_grad():
                 return cast(Tensor, parts(images.clone()))
 
@@ -197,11 +197,12 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Then take what every process of a replica holds whole from the first of them.
+        """Step, then copy the tensors that each process of a replica holds whole from the first of these processes.
 
-        Each computes its gradients itself, and kernels of a GPU may round differently every time. The optimizer would
-        keep such differences, and training enlarges them. So they end with each step; for a ResNet34 that sends 0.8 MB
-        beside the activations. Momentum may differ: only that of the first counts. Equal tensors keep their bits.
+        Each process computes the gradients of these tensors itself, and kernels of a GPU may round differently every
+        time. The optimizer would keep such differences, and training enlarges them. So each step ends them; for a
+        ResNet34 that sends 0.8 MB beside the activations. Momentum may differ: only that of the first process counts.
+        Equal tensors keep their bits.
         """
         output = super().optimizer_step(*args, **kwargs)
         if self.tensor_parallel_size != 1:
@@ -212,12 +213,12 @@ class ShardedStrategy(MeshStrategy):
     def _replicated(self) -> Iterator[Tensor]:
         """This process's parts of the parameters and running statistics that `tp` does not split."""
         for tensor in chain(self.module.network.parameters(), self.module.network.buffers()):
-            # Along the "model" axis, the last one. Counts of batches are exact.
+            # The last placement is that of the "model" axis. Counts of batches are exact.
             if cast(DTensor, tensor).placements[-1].is_replicate() and tensor.is_floating_point():
                 yield local_part(tensor)
 
     def on_one_device(self, network: nn.Module) -> ForwardFn:
-        """The network as it is."""
+        """Return the network as it is."""
         return network
 
     @override
@@ -249,11 +250,11 @@ class ShardedStrategy(MeshStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return True  # into the parts
+        return True  # the parts exist from then on
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors, unless the checkpoint is to be in parts; every process must call this."""
+        """Return whole tensors, unless the checkpoint is to be in parts; every process must call this."""
         self.use_first_buffers()
         assert self.lightning_module is not None
         state = self.lightning_module.state_dict()
@@ -310,7 +311,7 @@ class ShardedStrategy(MeshStrategy):
         super().teardown()
 
 
-# By precision, what autocast computes in; and in which layers. Of all others it takes the parameters as they are.
+# The dtype in which autocast computes, by precision, and the layers that do. All others use parameters as they are.
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 NARROW = (nn.modules.conv._ConvNd, nn.Linear)
 
@@ -318,10 +319,10 @@ NARROW = (nn.modules.conv._ConvNd, nn.Linear)
 def shard(network: nn.Module, mesh: DeviceMesh, device: torch.device, *, dtype: torch.dtype | None = None) -> None:
     """Apply `fully_shard` in place: the network's blocks are gathered one at a time; without blocks, all of it at once.
 
-    So they are moved to `device`, with the values of the first process: one block is there as a whole at a time.
+    Blocks are moved to `device` with the values of the first process: only one block is there as a whole at a time.
     Parameters may be DTensors on another axis of the mesh than this one. Convolutions and linear layers compute in
-    `dtype`, and so are gathered in it; gradients are summed in the parameters' own. Other layers of a block, BatchNorm
-    say, are then gathered apart.
+    `dtype`, and so are gathered in it; gradients are summed in the parameters' own. Other layers of a block, such as
+    BatchNorm, are then gathered apart.
     """
     # Autocast casts what layers take, as on one device.
     reduce_dtype = None if dtype is None else torch.float32
@@ -333,7 +334,7 @@ def shard(network: nn.Module, mesh: DeviceMesh, device: torch.device, *, dtype: 
         wide = [] if dtype is None else [layer for layer in layers if not isinstance(layer, NARROW)]
         if wide:
             fully_shard(wide, mesh=mesh)
-        # A ResNet's stem and head are chains of its layers, and no modules of it.
+        # A ResNet's stem and head are chains of layers, not modules of the network.
         own = [block] if block in modules else block.children()
         rest = [module for module in own if module not in wide and [*module.parameters()]]
         if rest:
@@ -343,7 +344,7 @@ def shard(network: nn.Module, mesh: DeviceMesh, device: torch.device, *, dtype: 
 
 
 def _copy(network: nn.Module) -> nn.Module:
-    """With the same parameters, in the same memory, until one is replaced or moved."""
+    """Copy `network`. Its parameters share the memory of the copy's until one is replaced or moved."""
     same: Any = {id(whole): nn.Parameter(whole.detach(), whole.requires_grad) for whole in network.parameters()}
     return deepcopy(network, same)
 
@@ -353,10 +354,10 @@ def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 class TreeReduceScatter:
-    """For `set_custom_reduce_scatter`: the mean over all parts, summed in the order of the tree.
+    """Reduce-scatter for `set_custom_reduce_scatter`: the mean over all parts, summed in the order of the tree.
 
-    The whole gradients of all parts but the last are kept. For them zeros are returned, which Lightning forgets before
-    the backward of the last one.
+    The whole gradients of all parts but the last are kept. Zeros are returned in their place, which Lightning discards
+    before the backward of the last part.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -368,7 +369,7 @@ class TreeReduceScatter:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **kwargs: Any) -> None:
         """Fill `output_tensor`, (n,), from `input_tensor`, (n * processes,)."""
-        if input_tensor.is_cuda:  # it is made on another stream than it is added on
+        if input_tensor.is_cuda:  # the tensor is made on one stream and added on another
             input_tensor.record_stream(torch.cuda.current_stream())
         self._total.push(input_tensor)
         if self._total.count < self._parts.count:

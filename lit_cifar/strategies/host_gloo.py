@@ -1,8 +1,8 @@
 """gloo for tensors on a GPU that several processes share: each message goes through the memory of the host.
 
 NCCL refuses two processes on one GPU. gloo takes tensors of a GPU for some messages alone: it neither sends them from
-one process to another, which `pp` needs, nor scatters their sums, which `fsdp2` needs. For `verify` on a machine with
-one GPU; not for speed.
+one process to another, which `pp` needs, nor scatters their sums, which `fsdp2` needs. This is for `verify` on a
+machine with one GPU, not for speed.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ BACKEND = "host_gloo"
 
 
 class _Message(dist.Work):
-    """What gloo does with copies on the host; `results` are where they belong, and the copies."""
+    """A message of copies in host memory; `results` are pairs of a tensor and the copy that `wait` writes into it."""
 
     def __init__(self, work: Any, results: list[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class HostGloo(dist.ProcessGroup):
 
 
 def _through_host(name: str) -> Callable[..., dist.Work]:
-    """The call `name` of gloo. Its first argument has what it returns, except that of `send`."""
+    """The call `name` of gloo. Its first argument receives the results, except in `send`."""
 
     def call(group: HostGloo, *arguments: Any, **options: Any) -> dist.Work:
         found: list[tuple[Tensor, Tensor]] = []
@@ -65,7 +65,7 @@ def _through_host(name: str) -> Callable[..., dist.Work]:
         results = [] if name == "send" else found[: len(tree_leaves(first))]
         group.kept.append((first, others))
         message = _Message(getattr(group.gloo, name)(first, *others), results)
-        if name not in ("send", "recv"):  # only for these a process waits in another order than it asks
+        if name not in ("send", "recv"):  # processes may wait for these two in a different order
             message.wait()
         return message
 
@@ -73,7 +73,7 @@ def _through_host(name: str) -> Callable[..., dist.Work]:
 
 
 def _one_by_one(name: str) -> Callable[..., dist.Work]:
-    """The call of several pairs of tensors by which torch's functional collectives, those of DTensor, take one."""
+    """The call for several pairs of tensors that torch's functional collectives, such as DTensor's, use for one."""
 
     def call(group: HostGloo, results: list[Tensor], tensors: list[Tensor], *options: Any) -> dist.Work:
         send = getattr(group, name)

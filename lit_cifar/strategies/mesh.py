@@ -44,7 +44,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         start_method: How Lightning starts the processes.
     """
 
-    mesh: DeviceMesh  # axes "data" and "model"; known once the processes have met
+    mesh: DeviceMesh  # its axes are "data" and "model"; known once the processes have met
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Refuse the hooks that were added since; virtual replicas have some of their own."""
+        """Refuse hooks that were added after `connect`, except those of virtual replicas."""
         accumulated = not self.parts.one_by_one
         check_gradient_hooks(self.module.network, strategy=self.strategy_name, also_accumulated=accumulated)
 
@@ -115,7 +115,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
-        """As Lightning's `ddp` does, with that function in place of the wrapper."""
+        """Set up like Lightning's `ddp`, with the forward function in place of the wrapper."""
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
@@ -137,7 +137,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """With the values of the first process."""
+        """Move the module, and take the values of the first process."""
         super().model_to_device()
         assert self.model is not None
         _sync_module_states(self.model)
@@ -151,7 +151,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     on_test_start = on_predict_start = on_validation_start
 
     def use_first_buffers(self) -> None:
-        """Every process must call this."""
+        """Take the running statistics of the first replica; every process must call this."""
         for buffer in self.local_buffers():
             dist.broadcast(buffer, group=self.data_group, group_src=0)
 
@@ -216,12 +216,12 @@ class AveragingStrategy(MeshStrategy):
 
     @abstractmethod
     def trained_parameters(self) -> Iterable[nn.Parameter]:
-        """Those of this process."""
+        """The parameters that this process trains."""
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Where gradients are accumulated, their average over the replicas is taken once, at the end."""
+        """Return a context in which gradients are accumulated and not averaged."""
         self._average = False
         try:
             yield
@@ -235,7 +235,7 @@ class AveragingStrategy(MeshStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Have autograd average them before it returns, so that nobody sees others, as with DistributedDataParallel."""
+        """Have autograd average the gradients before it returns, as with DistributedDataParallel."""
 
         def begin(gradient: Tensor) -> None:
             handle.remove()
@@ -255,18 +255,18 @@ class AveragingStrategy(MeshStrategy):
 
 
 def make_mesh(device_type: str, *, model_size: int, timeout: timedelta | None) -> DeviceMesh:
-    """The mesh of all processes; each of them must call this. `model_size`, the number along "model", divides theirs.
+    """The mesh of all processes; each of them must call this. `model_size`, the size of "model", divides their number.
 
     `init_device_mesh` would give the groups of the axes torch's own time limit, ten minutes under NCCL.
     """
     world = cast(dist.ProcessGroup, dist.group.WORLD)
     ranks = torch.arange(dist.get_world_size()).view(-1, model_size)
     data, model = divmod(dist.get_rank(), model_size)
-    # Lightning binds the group of all to the GPU. Then all processes would have to split it for each group of any of
-    # them, by a call that only NCCL has.
+    # Lightning binds the group of all processes to the GPU. Then every process would have to take part in making each
+    # group, by a call that only NCCL has.
     bound, world.bound_device_id = world.bound_device_id, None
     groups: list[Any] = [
-        # The group of all processes is there already. In each other one only its own processes take part.
+        # The group of all processes exists already. Each of the others is made by its own processes alone.
         world
         if len(line) == ranks.numel()
         else dist.new_group(line.tolist(), timeout=timeout, use_local_synchronization=True)
@@ -282,7 +282,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def at_once(send: Callable[[Tensor], object], tensors: Sequence[Tensor]) -> None:
-    """Call `send` with all elements of `tensors`, (n,), and copy what it makes of them back, in place."""
+    """Call `send` with all elements of `tensors`, (n,), and copy its results back, in place."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     send(flat)
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
@@ -305,13 +305,13 @@ class AgreedGradScaler(GradScaler):
     """A gradient scaler for which a gradient has overflowed in all processes if it has in any.
 
     Under `16-mixed` a step whose gradients have overflowed is skipped, and the scale of the loss is lowered
-    (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740). Processes with the averaged gradients of all
-    parameters find the same overflows. Those with other parameters, or parts of them, have to agree.
+    (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740). Processes that have the averaged gradients of all
+    parameters find the same overflows. Processes that have different parameters, or parts of them, have to agree.
     """
 
     def _unscale_grads_(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *args: Any) -> Any:
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, *args)
-        if not found:  # no gradient is here, as in a stage without parameters; the others wait all the same
+        if not found:  # a stage without parameters has no gradient; the other processes wait all the same
             found[found_inf.device] = found_inf
         for has_overflowed in found.values():
             dist.all_reduce(has_overflowed, op=dist.ReduceOp.MAX)

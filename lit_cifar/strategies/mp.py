@@ -28,7 +28,7 @@ from lit_cifar.strategies.parts import Parts
 
 
 class StagedForward:
-    """Sends the microbatches of a batch, which `Tensor.tensor_split` cuts, through stages on different devices.
+    """Sends the microbatches of a batch, cut by `Tensor.tensor_split`, through stages on different devices.
 
     Kernels on CUDA are queued, and the host returns at once: while a device works on one microbatch, the host issues
     the next device's work on another. In backward, autograd does so by itself, with a thread for each device. The
@@ -70,7 +70,7 @@ class StagedForward:
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`; the host waits for what it is going to read itself, which might not have arrived yet."""
+    """Copy `tensor` to `device`. The host waits only for copies to the CPU, which it is going to read."""
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
@@ -87,12 +87,12 @@ def gpipe_order(*, num_microbatches: int, num_stages: int) -> Iterator[tuple[int
 
 
 class StagedStrategy(CutStrategy, ABC):
-    """The network's stages over `stage_devices`; everything else of the module on the root device.
+    """Places the network's stages on `stage_devices`, and everything else of the module on the root device.
 
     Args:
-        num_stages: Into how many the network is cut, a multiple of the number of devices; None for one for each.
-        num_microbatches: Into how many pieces a replica cuts its part of the batch.
-        **kwargs: As of `CutStrategy`: `cuts`; and of the Lightning strategy that a subclass also derives from.
+        num_stages: Number of stages, a multiple of the number of devices; None for one on each device.
+        num_microbatches: Number of pieces into which a replica cuts its part of the batch.
+        **kwargs: Passed on to `CutStrategy`, such as `cuts`, and to the Lightning strategy of the subclass.
     """
 
     def __init__(self, *, num_stages: int | None = None, num_microbatches: int = 1, **kwargs: Any) -> None:
@@ -102,7 +102,7 @@ class StagedStrategy(CutStrategy, ABC):
 
     @property
     def num_stages(self) -> int:
-        """Known once the Trainer is made."""
+        """Number of stages. Known once the Trainer is made."""
         return len(self.parallel_devices or ()) if self._num_stages is None else self._num_stages
 
     @property
@@ -134,20 +134,20 @@ class StagedStrategy(CutStrategy, ABC):
     @override
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
-        # Here and not in `setup`, which may first put layers into the network that only run among processes. Virtual
-        # devices can have a tensor together.
+        # `setup` would be too late: it may put layers into the network that only run among processes. Virtual devices
+        # can share a tensor.
         self.cut(self.num_stages, may_share=len(set(self.stage_devices)) == 1)
 
     @override
     def model_to_device(self) -> None:
-        """Each stage to its device, all else to the root device, which need not have room for the whole network."""
+        """Move each stage to its device, and all else to the root device, which may be too small for the network."""
         module = self.lightning_module
         assert module is not None
         network = self.module.network
         for child in module.children():
             if child is not network:
                 child.to(self.root_device)
-        # What `module.to()` would note beside moving: the device on which Lightning makes the module's own tensors.
+        # `module.to()` would also note the device on which Lightning makes the module's own tensors.
         _update_properties(module, device=self.root_device)
         for stage, device in zip(self.partition.stages, self.stage_devices, strict=True):
             stage.module(network).to(device)
@@ -163,7 +163,7 @@ class StagedStrategy(CutStrategy, ABC):
         )
 
     def on_one_device(self, network: nn.Module) -> ForwardFn:
-        """The microbatches one after the other; not by `StagedForward`, as a mistake in that would be repeated."""
+        """Run the microbatches one after the other, without `StagedForward`, whose mistakes would be repeated."""
 
         def run(images: Tensor) -> Tensor:
             outputs = []
@@ -178,7 +178,7 @@ class StagedStrategy(CutStrategy, ABC):
     @override
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)
-        # Lightning has moved what optimizers begin with, Adagrad's sums for one, to the root device.
+        # Lightning has moved the first state of optimizers, such as Adagrad's sums, to the root device.
         for optimizer in self.optimizers:
             state_to_parameters(optimizer)
 
@@ -198,15 +198,15 @@ def state_to_parameters(optimizer: Optimizer) -> None:
 
 
 def device_names(devices: Sequence[torch.device]) -> list[str]:
-    """What to call `devices` in a table, the CPU's virtual ones by their number."""
+    """Names of `devices` in a table. The CPU's virtual ones are numbered."""
     return [f"{device.type} {place if device.index is None else device.index}" for place, device in enumerate(devices)]
 
 
 class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
-    """One process, consecutive layers of the one network on each of its devices.
+    """Runs consecutive layers of the network on each device of one process.
 
-    Equal to one device; with several microbatches to one that normalises each by itself and moves the running
-    statistics once for each.
+    The result equals one device; with several microbatches, one device that normalises each by itself and moves the
+    running statistics once for each.
     """
 
     strategy_name = "mp"
@@ -223,7 +223,7 @@ class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
         return [self.stage_devices]
 
     def _spread(self, values: list[Any]) -> list[Any]:
-        """Of each stage, from one value for each device."""
+        """Return a value for each stage, from one for each device."""
         return [value for value in values for _ in range(self.num_stages // len(values))]
 
     @override
@@ -238,12 +238,12 @@ class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
 class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
     """Starts processes as Lightning's `ddp` does, each with a replica of the network on `num_stages` devices.
 
-    `--trainer.devices` counts the devices of a machine, as always. Equal to `ddp` with as many processes; with several
-    microbatches to one device that normalises each microbatch of each replica separately.
+    `--trainer.devices` counts the devices of a machine, as always. The result equals `ddp` with as many processes; with
+    several microbatches, one device that normalises each microbatch of each replica separately.
 
     Args:
-        num_stages: Number of stages, and of devices of a process.
-        **kwargs: As of `StagedStrategy`: `num_microbatches`, `cuts`; and of Lightning's `DDPStrategy`:
+        num_stages: Number of stages, which is the number of devices of a process.
+        **kwargs: Passed on to `StagedStrategy`: `num_microbatches`, `cuts`; and to Lightning's `DDPStrategy`:
             `process_group_backend`, `timeout`, `start_method`.
     """
 
@@ -259,7 +259,7 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
     @property
     @override
     def num_processes(self) -> int:
-        # At least 1, as Lightning asks before `check` can refuse fewer stages.
+        # The divisor is at least 1 because Lightning asks before `check` can refuse fewer stages.
         return len(self.parallel_devices or ()) // max(1, self.num_stages)
 
     @property
@@ -304,7 +304,7 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        """As Lightning does, but without binding the process group to the root device: other stages have others."""
+        """Set up like Lightning, without binding the process group to the root device: not all stages are there."""
         assert self.cluster_environment is not None
         reset_seed()
         self.set_world_ranks()
@@ -313,7 +313,7 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        """Without device ids: DistributedDataParallel then accepts a module on several devices."""
+        """Wrap without device ids: DistributedDataParallel then accepts a module on several devices."""
         return DistributedDataParallel(model, **self._ddp_kwargs)
 
     def split_lines(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Modes whose processes share one device, so that `verify` can run them on a machine with one GPU; not for speed.
+"""Modes whose processes share one device, so that `verify` can run them on a machine with one GPU.
 
 NCCL refuses two processes on one device, gloo does not.
 """
@@ -16,7 +16,7 @@ from lit_cifar.strategies.pp import PipelineStrategy
 
 
 class OneDeviceDDPStrategy(DDPStrategy):
-    """`ddp` and `ddp_spawn`. Uses the trainer's one device as `num_devices` devices, and so do the others."""
+    """`ddp` and `ddp_spawn`. Uses the trainer's one device as `num_devices` devices, like all modes here."""
 
     backend: ClassVar = "gloo"
 

@@ -18,20 +18,20 @@ from lit_cifar.data.images import Batch
 from lit_cifar.strategies.tree_sum import TreeSum, in_tree_order, tree_all_reduce
 
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's
-Microbatches = tuple[Tensor, Tensor, list[int], list[float]]  # images, labels, the size of each, the weight of its loss
+Microbatches = tuple[Tensor, Tensor, list[int], list[float]]  # images, labels; size and weight of each microbatch
 
 
 class WholeBatch:
-    """What strategies ask of `Parts`, without `--virtual_replicas`."""
+    """A batch that is not divided into parts: stands in for `Parts` without `--virtual_replicas`."""
 
-    one_by_one = False  # whether parts pass one by one, whose gradients are taken from the parameters and averaged
+    one_by_one = False  # whether parts pass one by one, and their gradients are taken from the parameters and averaged
 
     def num_microbatches(self, asked: int) -> int:
-        """Into how many microbatches a pipeline cuts its batch if `asked` for so many."""
+        """Number of microbatches into which a pipeline cuts its batch if `asked` for so many."""
         return asked
 
     def microbatches(self, batch: Batch, count: int) -> Microbatches:
-        """Of `batch`, one after the other. The weight is that of the `reduced` loss."""
+        """The microbatches of `batch`. A weight is the factor of a microbatch's `reduced` loss."""
         sizes = [len(labels) for labels in batch.labels.tensor_split(count)]
         return batch.images, batch.labels, sizes, [batch.weight] * len(sizes)
 
@@ -44,26 +44,26 @@ class WholeBatch:
         return number
 
     def begin(self, buffers: Iterable[Tensor]) -> None:
-        """A step begins, from `buffers`."""
+        """Begin a step, from the values of `buffers`."""
 
     def own_statistics(self, buffers: Iterable[Tensor] | None = None) -> AbstractContextManager[None]:
-        """Around the forward of a part, which moves `buffers`."""
+        """Return a context for the forward of a part, which moves `buffers`."""
         return nullcontext()
 
 
 class Parts(WholeBatch):
     """The parts that one process has, and the sums over them.
 
-    There are V `num_parts`, a power of two, over the R `num_processes` that read different samples. Those of them that
-    hold the same parameters are the `group`, None for all.
+    V = `num_parts`, a power of two, are divided over the R = `num_processes` that read different samples. The processes
+    that hold the same parameters are the `group`, None for all.
     """
 
     one_by_one = True
 
     def __init__(self, num_parts: int, *, num_processes: int = 1, group: dist.ProcessGroup | None = None) -> None:
         self.num_parts = num_parts
-        self.count = num_parts // num_processes  # those of this process
-        self.places = in_tree_order(self.count)  # which of them passes first, second and so on
+        self.count = num_parts // num_processes  # number of this process's parts
+        self.places = in_tree_order(self.count)  # the number of the part that passes first, second and so on
         self._group, self._is_alone = group, num_processes == 1
         self._gradients: dict[Tensor, TreeSum] = {}  # by parameter
         self._handles: list[RemovableHandle] = []
@@ -71,7 +71,7 @@ class Parts(WholeBatch):
         self._statistics: dict[Tensor, TreeSum] = {}
 
     def cut(self, batch: Batch) -> list[Batch]:
-        """This process's parts in the order of the tree; the weight of each is that of its samples among all."""
+        """This process's parts in the order of the tree, each weighted by its share of the samples."""
         average = len(batch.labels) / batch.weight  # samples of a process
         parts = (tuple(values[place :: self.count] for values in batch[:3]) for place in self.places)
         return [Batch(images, labels, ids, len(labels) * self.count / average) for images, labels, ids in parts]
@@ -95,7 +95,7 @@ class Parts(WholeBatch):
         return self.places[number]
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """From now on take every gradient as soon as it is there, until `unwatch`."""
+        """Take every gradient as soon as it is there, until `unwatch`."""
         self._gradients = {parameter: TreeSum() for parameter in parameters if parameter.requires_grad}
         self._handles = [p.register_post_accumulate_grad_hook(self._take) for p in self._gradients]  # type: ignore[no-untyped-call]
 
@@ -105,7 +105,7 @@ class Parts(WholeBatch):
         self._gradients, self._handles = {}, []
 
     def _take(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:  # a pipeline hands over nothing in the backward of Lightning
+        if parameter.grad is not None:  # a pipeline has no gradients for Lightning's backward
             self._gradients[parameter].push(parameter.grad)
             parameter.grad = None
 
@@ -116,17 +116,17 @@ class Parts(WholeBatch):
         """Forget the step before, and remember from which buffers the parts start."""
         for parameter, gradient in self._gradients.items():
             parameter.grad = None  # Lightning forgets it only after the first parts
-            gradient.clear()  # of what a run that is resumed does before its first step
+            gradient.clear()  # a run that is resumed may have filled it before its first step
         self._before = {buffer: buffer.clone() for buffer in buffers}
         self._statistics = {buffer: TreeSum() for buffer in self._before}
 
     @override
     @contextmanager
     def own_statistics(self, buffers: Iterable[Tensor] | None = None) -> Iterator[None]:
-        """Around the forward of a part, which updates `buffers` (by default all) from their values before the step."""
+        """Return a context for the forward of a part, which updates `buffers` (all by default) from before the step."""
         own = list(self._before if buffers is None else buffers)
         for buffer in own:
-            # Not `copy_` alone: autograd would believe that a part whose backward is still to come has lost its input.
+            # With `copy_` alone autograd would believe that a part whose backward is still to come has lost its input.
             buffer.data.copy_(self._before[buffer])
         yield
         for buffer in own:
@@ -156,7 +156,7 @@ class Parts(WholeBatch):
 
 
 def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """In their order, neighbours of one device and dtype together, up to `BUCKET_BYTES` or a single larger one."""
+    """Divide `tensors`: neighbours of one device and dtype, up to `BUCKET_BYTES` or a single larger one, together."""
     found: list[list[Tensor]] = []
     for _, alike in groupby(tensors, key=lambda tensor: (tensor.device, tensor.dtype)):
         size = BUCKET_BYTES

@@ -27,12 +27,12 @@ from lit_cifar.strategies.base import NoRecorder, WorkKind
 from lit_cifar.strategies.parts import Parts, WholeBatch
 
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
-Passed = dict[int, tuple[Tensor, Tensor]]  # what each stage of a process has got and returned of a microbatch
+Passed = dict[int, tuple[Tensor, Tensor]]  # input and output of each stage of a process, for one microbatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """In which order the processes of a pipeline work on stages and microbatches: torch's own, with their rules."""
+    """Order in which the processes of a pipeline work on stages and microbatches: one of torch's, with its rules."""
 
     name: ScheduleName  # torch's name (torch.distributed.pipelining.schedules.get_schedule_class)
     num_processes: int  # processes of one pipeline
@@ -52,7 +52,7 @@ class Schedule:
         return {"GPipe": 1, "ZBVZeroBubble": 2 * processes - 1}.get(self.name, processes)
 
     def check(self, num_microbatches: int) -> None:
-        """Raise a `ConfigError` unless the schedule works with so many microbatches."""
+        """Raise a `ConfigError` unless the schedule works with `num_microbatches`."""
         name = f"the schedule {self.name} over {self.num_processes} processes"
         if num_microbatches < (fewest := self.fewest_microbatches):
             raise ConfigError(
@@ -67,7 +67,7 @@ class Schedule:
             )
 
     def check_parts(self, parts: Parts, *, asked: int | None) -> None:
-        """Raise a `ConfigError` unless `parts` can be the microbatches, of which so many may have been asked for."""
+        """Raise a `ConfigError` unless `parts` can be the microbatches, whose number the user may have `asked` for."""
         name = f"--virtual_replicas={parts.num_parts}"
         if self.name == "ZBVZeroBubble":
             raise ConfigError(
@@ -97,7 +97,7 @@ def stages_per_process(name: ScheduleName) -> int:
 class Pipeline:
     """This process's stages of a network, and how they work together with those of the other processes.
 
-    Images and labels are the same in all processes of the pipeline, and so are the logits that it returns.
+    Images, labels and the returned logits are the same in all processes of the pipeline.
     """
 
     network: nn.Module
@@ -105,10 +105,10 @@ class Pipeline:
     _: KW_ONLY
     schedule: Schedule
     num_microbatches: int
-    loss: Callable[[Tensor, Tensor], Tensor]  # of each sample, (n,), from logits (n, C) and labels (n,)
+    loss: Callable[[Tensor, Tensor], Tensor]  # loss of each sample, (n,), from logits (n, C) and labels (n,)
     group: dist.ProcessGroup  # the processes in the order of the stages
     device: torch.device
-    compiles: bool = False  # each stage by itself
+    compiles: bool = False  # whether each stage is compiled by itself
     recorder: NoRecorder = field(default_factory=NoRecorder)  # is told which stage works when
     parts: WholeBatch = field(default_factory=WholeBatch)  # microbatches, with their own mean loss and statistics
 
@@ -116,7 +116,7 @@ class Pipeline:
         self._rank = dist.get_rank(self.group)
         self._last = self.schedule.num_stages - 1
         self.stages = {
-            # Layers in channels_last return both so; what is sent must lie as the room that is kept for it elsewhere.
+            # Layers in channels_last return outputs and gradients in that format; the receiver expects the plain one.
             index: nn.Sequential(PlainGradient(), *stage.module(self.network), PlainOutput())
             for index, stage in enumerate(self.partition.stages)
             if self._peer(index) is None
@@ -135,9 +135,9 @@ class Pipeline:
     def train(
         self, images: Tensor, labels: Tensor, *, sizes: list[int], weights: Sequence[float], scale: Tensor | float
     ) -> Tensor:
-        """Run forward and backward of all microbatches; the logits, (n, C), without a graph. Gradients are added up.
+        """Run forward and backward of all microbatches; return the logits, (n, C), without a graph. Gradients add up.
 
-        Microbatch i has the next `sizes[i]` images, and its loss the weight `weights[i]`; `scale` is a factor of all.
+        Microbatch i holds the next `sizes[i]` images; its loss has the factors `weights[i]` and `scale`.
         """
         self._batch_size, self._scale = len(images), scale
         if len(set(sizes)) == 1:
@@ -153,7 +153,7 @@ class Pipeline:
     def _train_unequal(
         self, images: Sequence[Tensor], labels: Sequence[Tensor], weights: Sequence[float]
     ) -> Tensor | None:
-        """Forward of all, then backward of all, as in GPipe; the logits, if the last stage is here."""
+        """Run forward of all, then backward of all, as in GPipe; return the logits if the last stage is here."""
         passed = [self._forward(piece, place, trains=True) for place, piece in enumerate(images)]
         for place, weight in enumerate(weights):
             self._weight = weight
@@ -170,7 +170,7 @@ class Pipeline:
         return self._from_last(torch.cat(outputs) if outputs else None, images)
 
     def _peer(self, stage: int) -> int | None:
-        """The process that holds `stage`, if it is another one."""
+        """The process that holds `stage`; None for this one."""
         owner = self.schedule.owner(stage)
         return None if owner == self._rank else owner
 
@@ -194,7 +194,7 @@ class Pipeline:
         return passed
 
     def _backward(self, passed: Passed, labels: Tensor, microbatch: int) -> None:
-        """The same way back."""
+        """Run the backward of this process's stages on one microbatch."""
         for index, (given, output) in reversed(passed.items()):
             grad = None
             if index == self._last:
@@ -212,7 +212,7 @@ class Pipeline:
 
     @contextmanager
     def forward(self, stage: int, microbatch: int, *, trains: bool = True) -> Iterator[None]:
-        """Around the forward of a microbatch, which has random streams and in a training statistics of its own."""
+        """Return a context for the forward of a microbatch, which has random streams and, in training, statistics."""
         moved = self.stages[stage].buffers() if trains else ()
         begin_part(self.parts.place(microbatch))
         begin_stage(stage)
@@ -220,7 +220,7 @@ class Pipeline:
             yield
 
     def span(self, kind: WorkKind, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Around a stage's work on a microbatch, for the recorder."""
+        """Return the recorder's context for a stage's work on a microbatch."""
         worker = f"process {dist.get_rank()}"
         return self.recorder.span(kind, stage=stage, microbatch=microbatch, worker=worker, device=self.device)
 
@@ -236,7 +236,7 @@ class Pipeline:
         return logits
 
     def _boundary(self, index: int, images: Tensor) -> Tensor:
-        """Room for what stage `index` gets from the one before it, for these images."""
+        """An empty tensor for the input of stage `index`, from the stage before it, for these images."""
         dtype, shape = images.dtype, self._shapes(images.shape[1:])[index - 1]
         if torch.is_autocast_enabled(self.device.type):  # then the dtype depends on the layers
             dtype = self._narrow(dtype)[index - 1]
@@ -245,7 +245,7 @@ class Pipeline:
     def _prepare(self, num_samples: int, image_shape: tuple[int, ...], dtype: torch.dtype) -> Any:
         """Torch's schedule for microbatches of this size."""
         images = torch.empty(num_samples, *image_shape, dtype=dtype, device=self.device)
-        # With all shapes given torch makes no trial run to infer them, which would move BatchNorm's running statistics.
+        # Given all shapes, torch makes no trial run to infer them, which would move BatchNorm's running statistics.
         stages: list[Any] = [
             Stage(
                 self._callable(index, num_samples),
@@ -268,7 +268,7 @@ class Pipeline:
 
 
 class Stage(PipelineStage):
-    """As torch's, but recorded, and with its part's own random streams and statistics."""
+    """torch's stage, recorded, with random streams and statistics of each microbatch's own."""
 
     def __init__(self, *args: Any, pipeline: Pipeline, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -288,10 +288,10 @@ class Stage(PipelineStage):
         with self._pipeline.span("backward_weight", self.stage_index, bwd_chunk_id):
             return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
-    # In torch 2.11 the first step exchanges a message between neighbouring stages, also where a V has both on one
+    # In torch 2.11 the first step exchanges a message between neighbouring stages, even if a V puts both on one
     # process; gloo cannot send to itself.
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        torchs: Any = super()  # torch 2.15 has it no more
+        torchs: Any = super()  # torch 2.15 no longer has this method
         operations: list[dist.P2POp] = torchs._get_init_p2p_neighbors_ops()
         return [operation for operation in operations if operation.group_peer != self.group_rank]
 
@@ -299,7 +299,7 @@ class Stage(PipelineStage):
 def output_dtypes(
     network: nn.Module, partition: Partition, dtype: torch.dtype, *, device: torch.device
 ) -> list[torch.dtype]:
-    """What each stage of `network` returns for images of `dtype`, here and now; found without computing anything."""
+    """Dtypes that the stages of `network` return for images of `dtype` in the present autocast state, not computed."""
     modules = partition.modules(network)
     states = [module.state_dict() for module in modules]
     found = []
@@ -333,7 +333,7 @@ class PrecomputedGradients(torch.autograd.Function):
 
 
 class InTurn(torch.autograd.Function):
-    """The outputs of microbatches as those of a batch. Backward goes through one after the other, as in a pipeline.
+    """Joins the outputs of microbatches. Backward goes through one after the other, as in a pipeline.
 
     So gradients add up in that order. Autograd by itself would begin with the last one.
     """

@@ -27,24 +27,24 @@ from lit_cifar.strategies.state_dicts import full
 
 
 class PipelineStrategy(CutStrategy, AveragingStrategy):
-    """Stages of the network over the processes of a pipeline, by torch.distributed.pipelining.
+    """Divides the network's stages over the processes of a pipeline, by torch.distributed.pipelining.
 
-    The processes of one pipeline read the same samples and cut them into microbatches. Equal to one device that
-    normalises each microbatch by itself and moves the running statistics once for each; with several pipelines, those
-    of the first one stay. Loss and metrics are computed by the module from the logits of the whole batch, which the
+    The processes of one pipeline read the same samples and cut them into microbatches. The result equals one device
+    that normalises each microbatch by itself and moves the running statistics once for each; with several pipelines,
+    those of the first one are kept. The module computes loss and metrics from the logits of the whole batch, which the
     last stage sends to all.
 
     Each process has the whole network in host memory and its own stages on its device; the copies of the other stages
     are brought up to date for checkpoints and at the end.
 
     Args:
-        num_stages: Stages of a pipeline; by default so many that there is one pipeline. Processes hold one each, or two
-            under "Interleaved1F1B" and "ZBVZeroBubble".
-        num_microbatches: Into how many pieces a pipeline cuts its part of the batch; by default 4, or as many as the
-            schedule needs at least.
+        num_stages: Number of stages of a pipeline; by default so many that there is one pipeline. A process holds one,
+            or two under "Interleaved1F1B" and "ZBVZeroBubble".
+        num_microbatches: Number of pieces into which a pipeline cuts its part of the batch; by default 4, or the least
+            that the schedule needs.
         schedule: The order of work: "GPipe" (Huang et al. 2019), "1F1B" (Narayanan et al. 2019), "Interleaved1F1B"
             (Narayanan et al. 2021), "ZBVZeroBubble" (Qi et al. 2024). All compute the same.
-        **kwargs: As of `CutStrategy`: `cuts`; and of `MeshStrategy`: `process_group_backend`, `timeout`,
+        **kwargs: Passed on to `CutStrategy`: `cuts`; and to `MeshStrategy`: `process_group_backend`, `timeout`,
             `start_method`.
     """
 
@@ -79,12 +79,12 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
 
     @property
     def schedule(self) -> Schedule:
-        """Who holds which stage; known once the Trainer is made."""
+        """Which process holds which stage. Known once the Trainer is made."""
         return Schedule(name=self.schedule_name, num_processes=self.processes_per_replica)
 
     @property
     def num_microbatches(self) -> int:
-        """Of a batch; known once the Trainer is made."""
+        """Number of microbatches of a batch. Known once the Trainer is made."""
         usual = max(4, self.schedule.fewest_microbatches)
         asked = usual if self._num_microbatches is None else self._num_microbatches
         return self.parts.num_microbatches(asked)
@@ -110,7 +110,7 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
 
     @override
     def use_parts(self, parts: Parts) -> None:
-        """Let `parts` be the microbatches; refuse schedules and numbers with which they cannot be."""
+        """Let `parts` be the microbatches; refuse schedules and numbers of microbatches that do not allow it."""
         self.schedule.check_parts(parts, asked=self._num_microbatches)
         super().use_parts(parts)
 
@@ -173,12 +173,12 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         self.module.use_forward_fn(lambda images: next(outputs))
         loss: Any = super().training_step(batch, *args, **kwargs)
         self.module.use_forward_fn(self.pipeline.evaluate)
-        loss.requires_grad_()  # which Lightning's backward needs, also of a stage without parameters
+        loss.requires_grad_()  # Lightning's backward needs it, even for a stage without parameters
         with_gradients: Tensor = PrecomputedGradients.apply(loss, gradients, scale, *parameters)
         return with_gradients
 
     def on_one_device(self, network: nn.Module) -> ForwardFn:
-        """The microbatches one after the other, forward and then backward."""
+        """Run the microbatches one after the other, forward and then backward."""
         parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
 
         def run(images: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         return run
 
     def copies(self) -> set[Tensor]:
-        """What other processes train: here are copies, which may be old."""
+        """This process's tensors of stages that other processes train. Their values may be old."""
         stages = [stage.module(self.module.network) for stage in self.partition.stages]
         others = [stage for index, stage in enumerate(stages) if index not in self.pipeline.stages]
         return {tensor for stage in others for tensor in (*stage.parameters(), *stage.buffers())}
@@ -227,7 +227,7 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of all parameters, as one device would save it; every process must call this."""
-        # Adagrad begins with a state of every parameter; here it moves on for this process's parameters alone.
+        # Adagrad begins with a state of every parameter, but only this process's parameters are stepped here.
         own = self.part_of_state(super().optimizer_state(optimizer), optimizer)
         parts: list[Any] = [None] * self.processes_per_replica
         dist.all_gather_object(parts, full(own["state"]), group=self.model_group)

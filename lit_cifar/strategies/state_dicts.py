@@ -1,8 +1,8 @@
 """State dicts of a network that is divided over processes: the whole from the parts, and the parts from the whole.
 
 A checkpoint holds what one device would write: plain tensors on the CPU, optimizer states by the number of their
-parameter. `torch.distributed.checkpoint.state_dict` does the same in a structure of its own. Every process must take
-part in what gathers.
+parameter. `torch.distributed.checkpoint.state_dict` does the same in a structure of its own. Every process must call
+what gathers.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ def _gather(tensor: DTensor) -> Tensor:
 
 
 def part_of(whole: Any, like: Tensor) -> Any:
-    """`whole` divided as `like` is; what is divided already, or has another shape, as a number of steps, unchanged."""
+    """Divide `whole` like `like`. What is divided already, or has another shape, such as a count of steps, is kept."""
     is_whole = isinstance(whole, Tensor) and not isinstance(whole, DTensor)
     if not (is_whole and isinstance(like, DTensor) and whole.shape == like.shape):
         return whole
@@ -49,10 +49,10 @@ def local_slice(whole: Tensor, like: DTensor) -> Tensor:
     mesh = like.device_mesh
     coordinates = mesh.get_coordinate()
     assert coordinates is not None
-    # From the last axis to the first: `fully_shard` divides what tensor parallelism left to this process.
+    # The last axis comes first: `fully_shard` divides what tensor parallelism left to this process.
     for placement, size, coordinate in reversed(list(zip(like.placements, mesh.shape, coordinates, strict=True))):
         if not placement.is_replicate():
-            dim: int = placement.dim  # type: ignore[attr-defined]  # of Shard and of torch's private _StridedShard
+            dim: int = placement.dim  # type: ignore[attr-defined]  # of Shard and _StridedShard
             chunks = whole.chunk(size, dim=dim)
             whole = chunks[coordinate] if coordinate < len(chunks) else whole.narrow(dim, 0, 0)
     return whole

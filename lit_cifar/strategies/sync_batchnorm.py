@@ -89,12 +89,12 @@ def _device_to_be(model: nn.Module) -> torch.device:
 
 
 def _global_statistics(x: Tensor, group: dist.ProcessGroup | None) -> Statistics:
-    """Those of x (n, C, ...) over the processes of `group`, None for all.
+    """Count, mean and variance of x (n, C, ...) over the processes of `group`, None for all.
 
-    Each process sends what it has of (count, mean, variance), and all combine them in the same order, so that all get
-    the same bits. The combination (Chan, Golub and LeVeque 1979) adds squared deviations from means, never squares of
-    values, which would cancel; it is done in float64, which is free at C values and keeps counts exact. What is
-    returned has x's dtype, or float32 where that has less precision.
+    Each process sends its own (count, mean, variance), and all combine them in the same order, so that all get the same
+    bits. The combination (Chan, Golub and LeVeque 1979) adds squared deviations from means, never squares of values,
+    which would cancel; it is done in float64, which is free at C values and keeps counts exact. The result has x's
+    dtype, or float32 where that has less precision.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     num_channels = x.shape[1]

@@ -1,9 +1,9 @@
 """`tp`: layers split as tensors, Megatron's way with an MLP, for convolutions as for linear layers.
 
 Shoeybi et al. 2019 (https://arxiv.org/abs/1909.08053), section 3: the first layer is cut by output channel, so that
-what follows it channel by channel, as BatchNorm, ReLU, or attention within a head, needs nobody else; the last by input
-channel, so that every process computes a summand of the output, and one all-reduce adds them up. Backward mirrors this,
-with one all-reduce of the gradient of the first layer's input. Which layers these are, the network says (see
+layers that treat each channel alone, such as BatchNorm, ReLU, or attention within a head, need no message; the last by
+input channel, so that every process computes a summand of the output, and one all-reduce adds them up. Backward mirrors
+this, with one all-reduce of the gradient of the first layer's input. Which layers these are, the network says (see
 `models.blocks`). All others are computed by every process; the classifier is split by torch's own `RowwiseParallel`.
 
 Each parameter and buffer becomes a DTensor. The layers compute with its local part. `ShardedStrategy` (`fsdp2.py`) is
@@ -25,7 +25,7 @@ from lit_cifar.models.blocks import SplitKind, num_tensor_parts, tensor_split_of
 from lit_cifar.models.memory_format import with_plain_gradient
 from lit_cifar.strategies.mesh import place
 
-# Of a weight, whose dims begin with outputs and inputs. A tensor with fewer dims, as a bias of outputs, is not split.
+# The dim that is split. A weight's dims begin with outputs and inputs; a tensor with fewer, such as a bias, is whole.
 _SPLIT_DIM: dict[SplitKind, int] = {"columns": 0, "channels": 0, "rows": 1, "head": 1}
 
 
@@ -71,14 +71,14 @@ def split_tensors(network: nn.Module, mesh: DeviceMesh, device: torch.device) ->
             setattr(layer, key, part)
         if split.get(name) == "head":
             parallelize_module(layer, mesh, RowwiseParallel(input_layouts=Replicate()))
-            # It returns a view, on which the hooks of `fully_shard` could be lost.
+            # The layer returns a view, on which the hooks of `fully_shard` could be lost.
             layer.register_forward_hook(lambda layer, inputs, output: output.clone())
         elif own:
             _derive(layer, _ComputesLocally)
 
 
 def placements(network: nn.Module) -> dict[str, Placement]:
-    """Along which dim each parameter and buffer is split, by name."""
+    """The placement of each parameter and buffer, by name."""
     split = tensor_split_of(network)
     placed: dict[str, Placement] = {}
     for name, tensor in chain(network.named_parameters(), network.named_buffers()):
@@ -88,7 +88,7 @@ def placements(network: nn.Module) -> dict[str, Placement]:
 
 
 def _derive(layer: nn.Module, kind: type[nn.Module]) -> None:
-    """Put `kind` before the layer's class, whatever that is: a plain or a synchronised BatchNorm, say."""
+    """Put `kind` before the layer's class, which may be any, such as a plain or a synchronised BatchNorm."""
     layer.__class__ = type(f"{kind.__name__.strip('_')}{type(layer).__name__}", (kind, type(layer)), {})
 
 
@@ -97,7 +97,8 @@ class _ComputesLocally(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         kept = self._parameters, self._buffers
-        # Plain dicts, as the local part of a parameter is not one; running statistics share the DTensors' memory.
+        # The dicts are plain, as a parameter's local part is no Parameter; running statistics share the DTensors'
+        # memory.
         self.__dict__.update(_parameters=_local_parts(kept[0]), _buffers=_local_parts(kept[1]))
         try:
             return cast(Tensor, super().forward(input))
@@ -106,7 +107,7 @@ class _ComputesLocally(nn.Module):
 
 
 class _ByOutputChannel(nn.Module):
-    """A layer with some of the output channels, of which each process has others."""
+    """A layer with some of the output channels, different ones in each process."""
 
     group: dist.ProcessGroup
 
@@ -115,12 +116,12 @@ class _ByOutputChannel(nn.Module):
 
 
 class _ByInputChannel(nn.Module):
-    """A layer with some of the input channels, of which each process has others; the bias is added to the sum, once."""
+    """A layer with some of the input channels, different ones in each process; the bias is added to the sum, once."""
 
     group: dist.ProcessGroup
 
     def forward(self, input: Tensor) -> Tensor:
-        # From the local parts, which `_ComputesLocally` has collected for this call alone.
+        # `_ComputesLocally` has collected these local parts for this call alone, so the bias may be removed.
         bias, self._parameters["bias"] = self._parameters["bias"], None
         total = cast(Tensor, _Sum.apply(super().forward(input), self.group))
         if bias is None:
@@ -142,7 +143,7 @@ def _local_part(tensor: Tensor) -> Tensor:
 
 
 class _SumGradients(torch.autograd.Function):
-    """The input itself; its gradient is the sum over the processes, of which each used it for other channels."""
+    """The input itself. Its gradient is summed over the processes, which use it for different channels."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -155,7 +156,7 @@ class _SumGradients(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the processes; all go on with the same value, so each already has the whole gradient."""
+    """The sum over the processes. All go on with the same value, so each already has the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -167,7 +168,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    # Of the summands' own precision: in bfloat16 as the convolutions return them, as Megatron does.
+    # The sum has the summands' dtype, such as bfloat16 from convolutions under autocast. Megatron does the same.
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total

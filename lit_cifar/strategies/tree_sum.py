@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.14
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.14
 
 
 class TreeSum:
@@ -19,7 +19,7 @@ class TreeSum:
     """
 
     def __init__(self) -> None:
-        self._sums: list[tuple[int, Tensor]] = []  # the number of tensors in each, and their sum
+        self._sums: list[tuple[int, Tensor]] = []  # pairs of a number of tensors and their sum
 
     @property
     def count(self) -> int:
@@ -34,7 +34,7 @@ class TreeSum:
         self._sums.append((count, value))
 
     def take(self) -> Tensor:
-        """The sum of all tensors, whose number must be a power of two; none is kept."""
+        """Return the sum of all tensors, whose number must be a power of two, and forget them."""
         ((_, total),) = self._sums
         self.clear()
         return total
@@ -50,7 +50,7 @@ def in_tree_order(count: int) -> list[int]:
 
 
 def tree_sum(values: Iterable[Tensor]) -> Tensor:
-    """Their sum in the order of the tree; their number is a power of two."""
+    """The sum of `values`, a power of two of them, in the order of the tree."""
     total = TreeSum()
     for value in values:
         total.push(value)
@@ -60,7 +60,7 @@ def tree_sum(values: Iterable[Tensor]) -> Tensor:
 def tree_all_reduce(flat: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
     """The sum of `flat`, (n,), over the processes of `group`, in the order of the tree over the parts that they hold.
 
-    Each process adds one slice of all and sends the sum to all: as many bytes as a ring all-reduce sends.
+    Each process adds up one slice and sends the sum to all others: as many bytes as a ring all-reduce sends.
     """
     padded = F.pad(flat, (0, -len(flat) % dist.get_world_size(group)))
     all_gather(padded, tree_reduce_scatter(padded, group=group), group=group)

@@ -54,7 +54,7 @@ class VirtualReplicas(Callback):
     def train(self, module: L.LightningModule, batch: Batch, loss_of: Callable[[Batch], Tensor]) -> Tensor:
         """Forward and backward of all parts but the last, whose loss is returned for the backward of Lightning."""
         *first, last = self._parts.cut(batch)
-        if self._are_microbatches:  # the pipeline has been through forward and backward
+        if self._are_microbatches:  # the pipeline has already run forward and backward
             for part in first:
                 loss_of(part)
             return loss_of(last)
@@ -74,10 +74,10 @@ class VirtualReplicas(Callback):
             return loss_of(last)
 
     def evaluate(self, images: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
-        """Logits (n, num_classes) of the images (n, ...) of this process, whose parts go forward one by one."""
+        """Logits (n, num_classes) of this process's images (n, ...), whose parts go forward one by one."""
         count = self._parts.count
         parts = [images[place::count] for place in range(count)]
-        if self._are_microbatches:  # the pipeline cuts their row where one ends
+        if self._are_microbatches:  # the pipeline cuts `images` at the ends of parts
             logits = [*torch.split(forward(torch.cat(parts)), [len(part) for part in parts])]
         else:
             logits = [forward(part) for part in parts]
@@ -87,7 +87,7 @@ class VirtualReplicas(Callback):
         return whole
 
     def check(self, trainer: L.Trainer, data: CIFAR10DataModule) -> None:
-        """Refuse what would change the bits, before any process is started: a `ConfigError`."""
+        """Raise a `ConfigError` for settings that would change the bits, before any process is started."""
         num_parts, strategy = self.num_parts, trainer.strategy
         name = f"--virtual_replicas={num_parts}"
         if num_parts < 1 or num_parts & (num_parts - 1):
@@ -124,10 +124,10 @@ class VirtualReplicas(Callback):
             strategy.use_parts(self._parts)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Let the kernels be the same on any number of processes."""
+        """Make the kernels the same on any number of processes."""
         strategy = trainer.strategy
         if strategy.root_device.type == "cpu":
-            torch.set_num_threads(1)  # their number decides how oneDNN divides a sum
+            torch.set_num_threads(1)  # the number of threads decides how oneDNN divides a sum
         self._are_microbatches = isinstance(strategy, PipelineStrategy)
         self._divide(strategy, group=getattr(strategy, "data_group", None))
         pl_module.virtual_replicas = self  # type: ignore[assignment]
@@ -178,7 +178,7 @@ def _check_mode(name: str, strategy: Strategy) -> None:
 
 
 def _check_kernels(name: str, device: torch.device) -> None:
-    """Refuse kernels of a GPU with other bits each time; what the flags of the Trainer ask for, torch knows."""
+    """Refuse GPU kernels whose bits differ between runs. torch knows which kernels the Trainer's flags allow."""
     if device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         raise ConfigError(
             f"{name} on a GPU needs kernels that always add in the same order",
@@ -210,14 +210,14 @@ def _check_sizes(num_parts: int, data: CIFAR10DataModule) -> None:
 def clip_in_order(optimizer: Optimizer, clip_val: float, *, group: dist.ProcessGroup | None = None) -> None:
     """`torch.nn.utils.clip_grad_norm_` for all parameters of `optimizer`.
 
-    `group` are the processes that together have each row of each gradient once; None if this one has all. A row is what
-    an index of the first dim selects. No mode divides a row.
+    `group` are the processes that together have each row of each gradient once; None if this one has all. An index of
+    the first dim selects a row. No mode divides a row.
     """
     parameters = parameters_of(optimizer)
     device = next(p.device for p in parameters if p.grad is not None)
     squares = torch.cat([_squares(parameter).to(device) for parameter in parameters])
     if group is not None:
-        dist.all_reduce(squares, group=group)  # zeros from all processes but one
+        dist.all_reduce(squares, group=group)  # all processes but one contribute zeros
     scale = (clip_val / (_pairwise_sum(squares).sqrt() + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -225,7 +225,7 @@ def clip_in_order(optimizer: Optimizer, clip_val: float, *, group: dist.ProcessG
 
 
 def _squares(parameter: Tensor) -> Tensor:
-    """The sum of the squares of each row of its gradient, (rows,); 0 for rows that this process does not have."""
+    """The sum of the squares of each row of the gradient, (rows,); 0 for rows that this process does not have."""
     squares = torch.zeros(parameter.shape[0] if parameter.dim() else 1, dtype=parameter.dtype, device=parameter.device)
     if parameter.grad is not None:
         own = local_slice(squares, parameter.grad) if isinstance(parameter.grad, DTensor) else squares
