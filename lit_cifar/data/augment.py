@@ -23,15 +23,15 @@ class Augmentation:
     "Going deeper with convolutions", 2015, section 6).
     """
 
-    seed: int  # part of every draw's key
+    seed: int  # a part of every draw's key
     resized_to: int | None = None  # height and width of a resized window; with None there is none
     padding: int = 4  # otherwise, pixels added on each side before a window of the image's size is cropped
-    reflect: bool = False  # whether these are the mirror image of those inside; otherwise they are black
+    reflect: bool = False  # whether added pixels mirror the inner ones; otherwise they are black
     flip: bool = True  # whether half of the images are mirrored left to right
-    alternate: bool = False  # whether these are the others in every second epoch; otherwise each epoch draws anew
+    alternate: bool = False  # whether every second epoch mirrors the other half; otherwise each epoch draws anew
     cutout: int = 0  # side in pixels of a black square at a random centre (DeVries and Taylor, 2017); 0 for none
-    small_epochs: int = 0  # in so many first epochs all that is resized at last
-    small_size: int = 0  # to this height and width
+    small_epochs: int = 0  # number of first epochs in which images are resized after all else
+    small_size: int = 0  # height and width of the images in these epochs
 
     def shrunk(self, images: Tensor, *, epoch: int) -> Tensor:
         """Images (uint8, (n, C, H, W)) that `__call__` has returned, as they are trained on in `epoch`."""
@@ -42,9 +42,9 @@ class Augmentation:
         return resized_crop(images, begin, begin, begin + height, begin + width, begin.bool(), size=self.small_size)
 
     def draw(self, ids: Tensor, size: Sequence[int], *, epoch: int) -> Tensor:
-        """What happens to the samples `ids` (int64, (n,)), of images of `size` (height, width), in `epoch`.
+        """Draw the augmentation in `epoch` of the samples `ids` (int64, (n,)), images of `size` (height, width).
 
-        For a whole epoch at once it takes the least time.
+        It takes the least time for a whole epoch at once.
 
         Returns:
             A column for each sample, int64, (3, n): the first row and column of its window in the padded image, and
@@ -87,7 +87,7 @@ class Augmentation:
         return cropped
 
     def _square(self, centres: Sequence[Tensor], size: Sequence[int]) -> Tensor:
-        """Which pixels cutout blackens, bool, (n, *size); a square may reach over the border."""
+        """The pixels that cutout blackens, bool, (n, *size); a square may reach over the border."""
         rows, columns = map(self._side, centres, size)
         return rows[:, :, None] & columns[:, None, :]
 
@@ -126,7 +126,7 @@ def _reflected(images: Tensor, padding: int) -> Tensor:
 
 @cache
 def _window_sizes(side: int, device: torch.device) -> Tensor:
-    """All heights and widths of windows in an image of `side` x `side`, int64, (k, 2), each as likely as the others.
+    """All heights and widths of windows in an image of `side` x `side`, int64, (k, 2), all equally likely.
 
     They have 0.08 to 1 of its area, and a ratio from 3/4 to 4/3. torchvision's RandomResizedCrop draws the area and the
     logarithm of the ratio uniformly, and both anew if the window does not fit: height and width are then uniform too,
@@ -152,12 +152,12 @@ def resized_crop(
 
 
 def _places(starts: Tensor, lengths: Tensor, size: int) -> tuple[Tensor, ...]:
-    """Where the `size` new rows of a window are among the old ones, each int64, (n, size).
+    """Places of the `size` new rows of a window among the old ones: three tensors, int64, (n, size).
 
-    That is between the first and the second one, and so many 128ths of a row behind the first.
+    A new row lies between the old rows of the first two, as many 128ths of a row behind the first as the third says.
     """
     lengths = lengths[:, None]
-    centres = (2 * torch.arange(size, device=starts.device) + 1) * lengths - size  # in 2 * size-ths of a row
+    centres = (2 * torch.arange(size, device=starts.device) + 1) * lengths - size  # unit: a row / (2 * size)
     places = ((64 * centres + size // 2) // size).clamp(min=0).minimum(128 * (lengths - 1))
     first = places >> 7
     second = (first + 1).minimum(lengths - 1)
@@ -165,7 +165,7 @@ def _places(starts: Tensor, lengths: Tensor, size: int) -> tuple[Tensor, ...]:
 
 
 def _resample(images: Tensor, places: tuple[Tensor, ...]) -> Tensor:
-    """`images` (uint8, (n, C, H, W)) with other rows. In 16 bits, which the largest product just fills."""
+    """Interpolate the rows of `images` (uint8, (n, C, H, W)) in 16 bits, which the largest product just fills."""
     first, second, share = places
     all_rows = images.flatten(0, 2)
     of_image = images.shape[2] * torch.arange(images.shape[0] * images.shape[1], device=images.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSplit:
-    """Which part of a batch this process reads, and into what it divides it.
+    """The part of a batch that this process reads, and how it divides that part.
 
     `dp_size` and `dp_rank` are the usual names for data parallelism over processes. They do not mean the mode `dp`: its
     one process reads every batch, so both are those of one process.
@@ -34,7 +34,7 @@ class BatchSplit:
 
     @classmethod
     def of(cls, strategy: Any) -> "BatchSplit":
-        """That of a Lightning strategy, before or after its processes have started.
+        """The split of a Lightning strategy, before or after its processes have started.
 
         `distributed_sampler_kwargs` is Lightning's own interface for "who reads which part of the data". Our strategies
         define the other two where they are not 1.
@@ -53,7 +53,7 @@ class BatchSplit:
         return self.dp_size * self.replicas_per_rank
 
     def ghost_batches(self, *, accumulation: int = 1) -> "GhostBatches":
-        """How a global batch is cut that is accumulated over `accumulation` steps."""
+        """The chunks of a global batch that is accumulated over `accumulation` steps."""
         return GhostBatches(
             dp_size=self.dp_size,
             accumulation=accumulation,
@@ -64,7 +64,7 @@ class BatchSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class GhostBatches:
-    """How a global batch is cut into chunks that pass through the layers together, and so are normalised together.
+    """Cuts a global batch into chunks that pass through the layers together, and so are normalised together.
 
     The fields are flags of `--model.ghost_batchnorm`.
 
@@ -87,7 +87,7 @@ class GhostBatches:
             raise ValueError(f"not a way to cut a batch: {self}")
 
     def positions(self, num_samples: int) -> list[list[Tensor]]:
-        """For each replica the chunks that it normalises, in their order; positions in the batch, int64, not empty."""
+        """The chunks that each replica normalises, in order: positions in the batch, int64, not empty."""
         if self.synchronised:
             step_of = torch.arange(num_samples) // self.dp_size % self.accumulation
             steps = [(step_of == step).nonzero().flatten() for step in range(self.accumulation)]

@@ -44,8 +44,8 @@ class Cifar10(Dataset):
     classes = CLASSES
     mean: ClassVar[Channels] = (0.49140, 0.48216, 0.44653)
     std: ClassVar[Channels] = (0.24703, 0.24349, 0.26159)
-    # Of the binary edition: address and hash as printed on https://www.cs.toronto.edu/~kriz/cifar.html, the folder in
-    # the archive, its files, each with equally many images of a split, and the labels before an image: the last counts.
+    # The binary edition: address and hash printed on https://www.cs.toronto.edu/~kriz/cifar.html, the folder in the
+    # archive, its files, each with equally many images of a split, and the labels before an image: the last counts.
     url = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
     md5 = "c32a1d4ab5d03f1284b67883e8d87530"
     folder = "cifar-10-batches-bin"
@@ -59,7 +59,7 @@ class Cifar10(Dataset):
     def prepare(self, *, download: bool) -> None:
         if not os.path.lexists(self.root / self.folder):
             if os.path.lexists(self.root / self.python_edition.base_folder):
-                self._open_python_edition("test")  # its guard covers the files of both splits
+                self._open_python_edition("test")  # torchvision checks the files of both splits
                 return
             self._install(download=download)
         for split in self.files:
@@ -105,10 +105,10 @@ class Cifar10(Dataset):
         )
 
     def _records(self, split: Split) -> list[Bytes]:
-        """Those of each file, with their labels checked.
+        """The records of each file, with their labels checked.
 
-        uint8, (n, label_bytes + 3072): labels, then 1,024 red, green and blue pixels each, row by row. Source: "Binary
-        version" on https://www.cs.toronto.edu/~kriz/cifar.html.
+        Each is uint8, (n, label_bytes + 3072): labels, then 1,024 red, green and blue pixels each, row by row. Source:
+        "Binary version" on https://www.cs.toronto.edu/~kriz/cifar.html.
         """
         folder, num_images = self.root / self.folder, NUM_IMAGES[split]
         shape = num_images // len(self.files[split]), self.label_bytes + IMAGE_BYTES
@@ -123,7 +123,7 @@ class Cifar10(Dataset):
         return records
 
     def _open_python_edition(self, split: Split) -> Any:
-        """That of torchvision, which compares every file's md5 before it unpickles any: a pickle can run code."""
+        """The edition of torchvision, which compares all md5 before it unpickles a file: a pickle can run code."""
         try:
             return self.python_edition(self.root, train=split == "train", download=False)
         except (RuntimeError, OSError) as error:
@@ -134,7 +134,7 @@ class Cifar10(Dataset):
 
 
 class Cifar100(Cifar10):
-    """As many images of 100 classes; their 20 coarse labels are not read."""
+    """60,000 images of 100 classes; their 20 coarse labels are not read."""
 
     title = "CIFAR-100"
     classes = tuple(CLASSES_100.split())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Purpose(IntEnum):
-    """What a random number is for: equal keys with different purposes give independent numbers."""
+    """The use of a random number: equal keys with different purposes give independent numbers."""
 
     SPLIT = 1
     ORDER = 2
@@ -40,7 +40,7 @@ def keyed_bits(ids: Tensor, *, seed: int, epoch: int, purpose: Purpose) -> Tenso
 
 
 def key_of(*words: int) -> int:
-    """64 random bits for a row of integers: an int64 of Python, as no device need know it."""
+    """64 random bits for a row of integers, as a Python integer in the range of int64."""
     key = 0
     for word in words:
         key = (_mix((key ^ word) + _GOLDEN) + 2**63) % 2**64 - 2**63  # the low 64 bits, as an int64 has them
@@ -50,7 +50,7 @@ def key_of(*words: int) -> int:
 def keyed_integers(ids: Tensor, bound: int | Tensor, *, seed: int, epoch: int, purpose: Purpose) -> Tensor:
     """One int64 in `range(bound)` per sample, by multiply and shift (Lemire, 2019; bias below bound / 2**31).
 
-    `bound` may be of each sample, int64, (n,).
+    `bound` may differ between samples, int64, (n,).
     """
     bits = keyed_bits(ids, seed=seed, epoch=epoch, purpose=purpose)
     return (_shift_right(bits, 33) * bound) >> 31

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 OrderSettings = dict[str, int | str]
 
-# The class of each, which is imported when it is asked for.
+# The class of each data set, which is imported when it is asked for.
 DATASETS = {
     "cifar10": "cifar10.Cifar10",
     "cifar100": "cifar10.Cifar100",
@@ -42,7 +42,7 @@ DATASETS = {
 def open_dataset(
     name: str, root: str | Path, *, image_size: int | None = None, seed: int = 0, **of_folder: Any
 ) -> Dataset:
-    """The data set called `name`, with `Dataset`'s arguments; those `of_folder` are for that one alone."""
+    """The data set called `name`, with `Dataset`'s arguments; `of_folder` are further arguments of "folder"."""
     if name not in DATASETS:
         meant = nearest(name, DATASETS)
         guess = "" if meant is None else f"did you mean --data.dataset={meant}? "
@@ -83,13 +83,13 @@ class CIFAR10DataModule(L.LightningDataModule):
         num_test: Use only the first n test images. The synthetic data set draws n images.
         augment: Augment training images by random crops after padding, and by random flips.
         padding: Pixels that are added on each side before a crop. The default is 4.
-        reflect: Let these be the mirror image of those inside. With false they are black.
-        alternate_flips: Flip a random half of the images in the first epoch and the other half in the second, and so
-            on (Jordan, 2024, https://arxiv.org/abs/2404.00498). With false each epoch draws another half.
+        reflect: Let the added pixels mirror those inside. With false they are black.
+        alternate_flips: Flip a random half of the images in the first epoch and the other half in the second, and so on
+            (Jordan, 2024, https://arxiv.org/abs/2404.00498). With false each epoch draws a new half.
         cutout: Side of a random black square in training images, in pixels. With 0 there is none. Needs `augment`.
         small_epochs: In so many first epochs training images are resized to `small_size` after all else. At 24 pixels
             in place of 32 a convolution takes 9/16 of the operations. Needs `augment`.
-        small_size: Their height and width in these epochs, in pixels.
+        small_size: Height and width of training images in these epochs, in pixels.
         shuffle: Draw a new permutation for each epoch. With false every epoch has the order of the files.
         frozen_order: Repeat the order of the first epoch in every epoch, as a forgotten `set_epoch` does. For study.
         drop_last: Leave out the last batch of an epoch if it is not full. With false it is weighted by its size.
@@ -100,8 +100,8 @@ class CIFAR10DataModule(L.LightningDataModule):
         download: Download the data set if it is missing.
         decode: When the pictures of "folder" are decoded: "once", into a file that takes 3 bytes for each pixel, or
             "as_needed", by worker processes, in each epoch anew. All else is the same.
-        num_workers: How many of these each process has that trains. With 0 it decodes itself. The default is its share
-            of the cores.
+        num_workers: Number of worker processes for each process that trains. With 0 it decodes itself. The default is
+            its share of the cores.
         cache_dir: Folder for the pictures of "folder" once they are decoded. The default is lit_cifar in the user's
             cache folder.
         cache_limit_gb: How many GB may be in that folder. The default is 100.
@@ -111,7 +111,7 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     Attributes:
         name: The data set's name in logs and tables.
-        sets: What `setup` has read, by split: "train", "val", "test", "predict".
+        sets: Images that `setup` has read, by split: "train", "val", "test", "predict".
         folder: Every file of `predict_dir`, readable or not.
 
     Raises:
@@ -226,7 +226,7 @@ class CIFAR10DataModule(L.LightningDataModule):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the images: a spawned process reads them itself, as 150 MB do not fit every shared memory."""
+        """Return the state without images: a spawned process reads them, as 150 MB do not fit every shared memory."""
         return self.__dict__ | {"sets": {}}
 
     @property
@@ -236,12 +236,12 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     @property
     def meaning(self) -> tuple[str, tuple[str, ...]]:
-        """That of a label: the data set as `--data.dataset` takes it, and the classes."""
+        """The meaning of labels: the data set, a value of `--data.dataset`, and the classes."""
         return self._dataset, self.classes
 
     @property
     def dataset(self) -> str:
-        """What a checkpoint remembers of the data set."""
+        """Text by which a checkpoint knows the data set."""
         return self.source.identity(self._dataset)
 
     @cached_property
@@ -263,7 +263,7 @@ class CIFAR10DataModule(L.LightningDataModule):
     # Lightning calls prepare_data in one process per node, then setup in every process.
 
     def prepare_data(self) -> None:
-        """Download the data set if it is missing and may be downloaded; the first time, not again in this process."""
+        """Download the data set if it is missing and may be downloaded, once in this process."""
         if self.predict_dir is None and not self._prepared:
             self.source.prepare(download=self.download)
             self._prepared = True
@@ -286,7 +286,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         if stage == "predict":
             if self.predict_dir is None:
                 raise ConfigError("predict classifies a folder of images", remedy="pass --data.predict_dir=FOLDER")
-            from lit_cifar.data.pictures import read_folder  # other commands read none
+            from lit_cifar.data.pictures import read_folder  # only `predict` needs it
 
             self.folder = read_folder(self.predict_dir, classes=self.classes, size=self.decoded_size)
             self.sets["predict"] = self.folder.images
@@ -315,7 +315,8 @@ class CIFAR10DataModule(L.LightningDataModule):
         return BatchSplit() if self.trainer is None else BatchSplit.of(self.trainer.strategy)
 
     def train_sampler(self) -> TrainSampler:
-        # Then every epoch has the same batches. Lightning can turn off the shuffling of a DataLoader alone.
+        # Overfitting needs the same batches in every epoch, and Lightning can turn off the shuffling of DataLoaders
+        # only.
         overfits = self.trainer is not None and self.trainer.overfit_batches > 0  # type: ignore[attr-defined]
         return TrainSampler(
             num_samples=len(self.sets["train"]),
@@ -330,7 +331,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Lightning writes it into checkpoints: what orders the samples, and how many steps of the epoch were taken."""
+        """Settings that order the samples, and the number of steps taken in the epoch. Checkpoints hold them."""
         if self.trainer is None or "train" not in self.sets:
             return {}
         return order_settings(self) | {"steps": self._trained() // self.trainer.accumulate_grad_batches}
@@ -339,18 +340,18 @@ class CIFAR10DataModule(L.LightningDataModule):
         self._resumed = state_dict
 
     def _trained(self) -> int:
-        """Batches of the epoch by the Trainer's count."""
+        """Number of batches of the epoch, by the Trainer's count."""
         progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current  # type: ignore[union-attr]
         return int(progress.processed)
 
     def _batches_behind(self) -> int:
-        """Batches of the epoch that a run has behind it which is resumed within one, and 0 in every other epoch."""
+        """Number of batches already trained on in the epoch within which a run resumes; 0 in all other epochs."""
         assert self.trainer is not None
         if not self.trainer.fit_loop.restarted_mid_epoch:
             return 0
         behind = self._trained()
         now = order_settings(self) | {"steps": behind // self.trainer.accumulate_grad_batches}
-        if not behind:  # all batches were trained on, and the next epoch begins
+        if not behind:  # all batches have been trained on: the next epoch begins
             now["steps"] = self._resumed.get("steps", 0)
         if other := [name for name, value in self._resumed.items() if now.get(name) != value]:
             then, here = (", ".join(f"{name}={of[name]}" for name in other) for of in (self._resumed, now))
@@ -361,21 +362,21 @@ class CIFAR10DataModule(L.LightningDataModule):
         return behind
 
     def train_dataloader(self) -> BatchLoader:
-        """This process's part of every global batch, augmented, uint8."""
+        """Loader of this process's part of every global batch, augmented, uint8."""
         sampler = self.train_sampler()
         sampler.check()
         return BatchLoader(self._resident("train"), sampler, augmentation=self.augmentation)
 
     def val_dataloader(self) -> BatchLoader | list[BatchLoader]:
-        """The held-out images, each once over all processes; no loader at all when there are none."""
+        """Loader of the held-out images, each once over all processes; none when there are no images."""
         return self._evaluation_loader("val") if self.val_size else []
 
     def test_dataloader(self) -> BatchLoader:
-        """The test images, each once over all processes."""
+        """Loader of the test images, each once over all processes."""
         return self._evaluation_loader("test")
 
     def predict_dataloader(self) -> BatchLoader:
-        """The readable images of `predict_dir`, each once over all processes, with labels of -1."""
+        """Loader of the readable images of `predict_dir`, each once over all processes, with labels of -1."""
         return self._evaluation_loader("predict")
 
     def evaluation_sampler(self, split: str) -> EvaluationSampler:
@@ -414,7 +415,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         return self._normalised(images.gather(torch.arange(min(num_images, len(images)))))
 
     def _normalised(self, images: Tensor) -> Tensor:
-        """Their centre, from uint8 to float32."""
+        """The centres of `images`, normalised, from uint8 to float32."""
         size = self.image_size
         border = max(0, images.shape[3] - size) // 2  # 0 after augmentation
         centre = images[:, :, border : border + size, border : border + size]
@@ -423,7 +424,7 @@ class CIFAR10DataModule(L.LightningDataModule):
 
 
 def order_settings(data: Any) -> OrderSettings:
-    """All that decides which image is used in which step, by the flags of `data`, the data module, and by files."""
+    """Settings that decide which image is used in which step: flags of `data`, and digests of the user's files."""
     sampler: TrainSampler = data.train_sampler()
     listed = data.source.listed
     held_out = 0 if data.source.own_val else data.val_size
@@ -442,7 +443,7 @@ def order_settings(data: Any) -> OrderSettings:
 
 @cache
 def _channel_values(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Shares of the full range in units of a byte, (C, 1, 1). Kept: each copy to a GPU makes the host wait for it."""
+    """Shares of the full range in units of a byte, (C, 1, 1). Cached: the host waits for a copy to a GPU."""
     return 255 * torch.tensor(values, device=device)[:, None, None]
 
 

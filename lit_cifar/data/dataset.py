@@ -1,4 +1,4 @@
-"""What a data set says of itself, and how it is read; each is a class in a file and a line in `datamodule`."""
+"""Base of the data sets; each is a class in a file, and a line in `datamodule`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ class Dataset(ABC):
     sets that can have any, `seed` that of images that are drawn.
     """
 
-    title: ClassVar[str]  # its name in logs and tables
+    title: ClassVar[str]  # name in logs and tables
     classes: tuple[str, ...]  # names of the classes, by label
-    mean: ClassVar[Channels]  # of each channel over all pixels of the training set, in units of the full range, 0 to 1
-    std: ClassVar[Channels]  # the standard deviation likewise
+    mean: ClassVar[Channels]  # mean of a channel over the training set's pixels, in units of the full range, 0 to 1
+    std: ClassVar[Channels]  # the same for the standard deviation
     image_size: int = 32  # height and width of the images, in pixels
     val_size: int = 5000  # training images that are held out where the user names no number
-    # Whether it has images to validate on beside those to train on; `val_size` is then their number.
+    # Whether there are images to validate on beside those to train on; `val_size` is then their number.
     own_val: bool = False
     has_test: bool = True  # whether it has images to test on
 
@@ -40,11 +40,11 @@ class Dataset(ABC):
                 remedy="leave it out; pictures of your own have any size: --data.dataset=folder --data.root=FOLDER",
             )
         self.root, self.seed = root.expanduser(), seed
-        # Of the user's own files: a digest of those of each split that was loaded, without what cannot be read.
+        # Digest of the user's own files in each split that was loaded, without those that cannot be read.
         self.listed: dict[Split, str] = {}
 
     def identity(self, name: str) -> str:
-        """What a checkpoint remembers of the data set that is registered as `name`."""
+        """Text by which a checkpoint knows the data set that is registered as `name`."""
         return name
 
     def hold_out(self, labels: Tensor, num_images: int) -> Tensor:
@@ -52,7 +52,7 @@ class Dataset(ABC):
         return keyed_permutation(len(labels), seed=self.seed, epoch=0, purpose=Purpose.SPLIT)[:num_images]
 
     def found(self, sets: Mapping[str, ImageSet]) -> list[str]:
-        """What to tell of the classes and pictures of each split, in lines, where they are the user's own."""
+        """Lines about the classes and pictures of each split, where they are the user's own."""
         return []
 
     def prepare(self, *, download: bool) -> None:  # noqa: B027  # some have nothing to do

@@ -13,12 +13,12 @@ from urllib.error import HTTPError
 
 from lit_cifar.errors import DataError, one_line
 
-TIMEOUT_S = 30.0  # without a byte from the server
+TIMEOUT_S = 30.0  # longest wait for a byte from the server
 
 
 @contextmanager
 def installing(target: Path, title: str, *, remedy: str) -> Iterator[Path]:
-    """A hidden, temporary folder beside `target`. What is made in it under the name of `target` is put there.
+    """Yield a hidden, temporary folder; what is made in it under the name of `target` is then put at `target`.
 
     That is done in one step, by renaming: an interrupted call leaves nothing. If another process has made `target`
     meanwhile, that one stays. What goes wrong with network, disk or archive of the data set called `title` becomes a
@@ -41,7 +41,7 @@ def installing(target: Path, title: str, *, remedy: str) -> Iterator[Path]:
             (scratch / target.name).rename(target)
     except (OSError, RuntimeError, http.client.HTTPException, tarfile.TarError, EOFError, zlib.error) as error:
         if isinstance(error, HTTPError):
-            error.close()  # it is the response too, with an open connection
+            error.close()  # the error is also the response, with an open connection
         if not target.is_dir():
             raise DataError(f"{title} cannot be put into {root}: {one_line(error)}", remedy=remedy) from error
     finally:

@@ -1,4 +1,4 @@
-"""Pictures that stay encoded: worker processes decode those of the next batches, in each epoch anew.
+"""Pictures that stay encoded: worker processes decode the next batches, in each epoch anew.
 
 Each process that trains has workers of its own, for one epoch or evaluation. They are forked from a server that has the
 imports and nothing else: no threads, no connections of the process group, nothing of CUDA.
@@ -25,13 +25,13 @@ _CHUNK = 32  # pictures that a worker decodes at a time
 
 @dataclass(frozen=True)
 class EncodedImages(ImageSet):
-    """Images that are decoded whenever they are gathered. Of `images` there are none: they tell size and device."""
+    """Images that are decoded whenever they are gathered. `images` is empty, and tells their size and device."""
 
     paths: Sequence[str]
-    rows: Tensor  # int64, (N,): where they are among `paths`
+    rows: Tensor  # int64, (N,): positions in `paths`
     read: Callable[[str], Tensor | str]  # decodes one to uint8, (3, height, width), or says why that cannot be done
     num_workers: int | None  # 0 for this process itself, None for its share of the cores
-    num_processes: int = 1  # that train on this machine
+    num_processes: int = 1  # number of processes that train on this machine
 
     def subset(self, ids: Tensor) -> "EncodedImages":
         return replace(self, rows=self.rows[ids], labels=self.labels[ids])
@@ -40,12 +40,12 @@ class EncodedImages(ImageSet):
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
     def gather(self, ids: Tensor) -> Tensor:
-        """Decoded in this process."""
+        """The pixels at positions `ids`, decoded in this process."""
         return self._received(_Decoder(self.read, self.images.shape[2:])[self._paths(self.rows[ids.cpu()])])
 
     def gather_each(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
         """`gather` of each, in turn, decoded by workers; they are two parts ahead."""
-        rows = self.rows[torch.cat(list(parts)).cpu()]  # at once, as the host waits for the device
+        rows = self.rows[torch.cat(list(parts)).cpu()]  # one copy, because the host waits for the device
         chunks = [torch.split(part, _CHUNK) for part in torch.split(rows, [len(part) for part in parts])]
         share = max(1, len(os.sched_getaffinity(0)) // self.num_processes)
         workers = share if self.num_workers is None else self.num_workers
@@ -62,7 +62,7 @@ class EncodedImages(ImageSet):
                 num_workers=workers,
                 pin_memory=self.images.device.type == "cuda",
                 worker_init_fn=_begin,
-                generator=torch.Generator(),  # without one, it would draw a number from that of the training
+                generator=torch.Generator(),  # DataLoader would otherwise draw a number from that of the training
                 **of_workers,
             )
         )
@@ -70,7 +70,7 @@ class EncodedImages(ImageSet):
             for part in chunks:
                 yield torch.cat([self._received(next(decoded)) for _ in part])
         finally:
-            del decoded  # and so end its workers, though the traceback of an error holds this frame
+            del decoded  # this ends the workers, though the traceback of an error holds this frame
 
     def _paths(self, rows: Tensor) -> list[str]:
         return [self.paths[row] for row in rows.tolist()]
@@ -86,7 +86,7 @@ class EncodedImages(ImageSet):
 
 @dataclass(frozen=True)
 class _Decoder(Dataset[Tensor | str]):
-    """Of the paths of some pictures it makes their pixels, or one line on the first that cannot be read."""
+    """Turns the paths of some pictures into their pixels, or into a line on the first that cannot be read."""
 
     read: Callable[[str], Tensor | str]
     size: Sequence[int]  # height and width
@@ -110,7 +110,7 @@ def _begin(worker: int) -> None:
 
 
 def _end_with_trainer() -> None:
-    """When it is gone, or asks for it. torch's own workers look at their parent, which is the server."""
+    """End when the training process is gone, or asks for it. torch's workers watch their parent, the server."""
     trainer = parent_process()
     assert trainer is not None
     while trainer.is_alive():

@@ -53,14 +53,14 @@ class Fashion(Dataset):
 
 
 def _open(root: Path, split: Split) -> Any:
-    """The data set of torchvision, which itself looks at no more than whether the files exist."""
+    """The data set of torchvision, which checks only that the files exist."""
     folder, expected = root / "FashionMNIST", NUM_IMAGES[split]
     try:
         dataset = FashionMNIST(root, train=split == "train", download=False)
         labels = dataset.targets
         if dataset.data.shape != (expected, 28, 28) or labels.shape != (expected,) or labels.max() >= 10:
             raise ValueError(f"not {expected} {split} images of 28 x 28, each with a label from 0 to 9")
-    except Exception as error:  # its reader asserts, or fails somewhere in torch, on a truncated file
+    except Exception as error:  # on a truncated file the reader asserts, or fails somewhere in torch
         raise DataError(
             f"{folder} is incomplete or damaged ({type(error).__name__}: {one_line(error)})",
             remedy=f"put an undamaged copy in its place, or move {shlex.quote(str(folder))} away and pass "

@@ -1,4 +1,4 @@
-"""What every data set is, once read: uint8 images and int64 labels, and the batches cut from them."""
+"""Data sets in memory: uint8 images and int64 labels, and the batches cut from them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +42,6 @@ class Batch(NamedTuple):
     images: Tensor
     labels: Tensor  # int64, (n,)
     ids: Tensor  # int64, (n,); positions in the `ImageSet` that the loader reads
-    # What this part's mean loss counts in the mean over replicas and accumulation steps: 1.0 in every full batch,
-    # `n * parts / samples` in a ragged one, so that their mean is the mean over the samples.
+    # Weight of this part's mean loss in the mean over replicas and accumulation steps: 1.0 in every full batch, `n *
+    # parts / samples` in a ragged one, so that the result is the mean over the samples.
     weight: float

@@ -17,8 +17,8 @@ from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
 from lit_cifar.errors import CheckpointError
 
-# Images of 32 x 32 that are made at a time, and fewer larger ones: on the host the fastest of those tried, and so many
-# that a GPU is rarely asked.
+# Number of 32 x 32 images that are made at a time; fewer if they are larger. On the host this is the fastest number of
+# those tried, and large enough that a GPU is rarely asked.
 _BLOCK_ON_HOST, _BLOCK_ON_DEVICE = 1024, 16384
 
 
@@ -28,7 +28,7 @@ class BatchLoader:
     Lightning finds the `sampler` here and calls its `set_epoch`, if it has one.
     """
 
-    batch_sampler = None  # Lightning asks whatever has a `sampler` for this one too
+    batch_sampler = None  # Lightning reads this of any object with a `sampler`
 
     def __init__(
         self, images: ImageSet, sampler: TrainSampler | EvaluationSampler, *, augmentation: Augmentation | None = None
@@ -51,10 +51,10 @@ class BatchLoader:
             yield Batch(*batch)
 
     def _images(self, ids: Tensor, sizes: list[int]) -> Iterator[Tensor]:
-        """The images of each batch, made in blocks, as the host starts as many operators for one image as for 1000."""
+        """The images of each batch, made in blocks, because one image takes as many operators as 1000."""
         num_images = _BLOCK_ON_HOST if ids.device.type == "cpu" else _BLOCK_ON_DEVICE
         num_images = num_images * 32 * 32 // self.images.images.shape[2:].numel()
-        length = max(1, num_images // max(1, *sizes))  # of a block, in batches
+        length = max(1, num_images // max(1, *sizes))  # batches of a block
         blocks = [sizes[start : start + length] for start in range(0, len(sizes), length)]
         of_blocks = torch.split(ids, [sum(block) for block in blocks])
         made = self.images.gather_each(of_blocks)
@@ -69,7 +69,7 @@ class BatchLoader:
     # By these two methods Lightning knows a loader that can go on in the middle of an epoch.
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: a loader knows how many batches it has handed out, not how many have been trained on."""
+        """Return nothing: a loader knows how many batches it has handed out, not how many have been trained on."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

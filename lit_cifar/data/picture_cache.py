@@ -2,8 +2,8 @@
 
 The file holds the pixels of every picture, and behind them eight bytes for each: the beginning of their SHA-256, or a
 mark that the picture cannot be read. It is written as `.part`, synced, and renamed when it is whole. After a kill,
-what agrees with its hash is kept. Its name is a digest of names, sizes and times of the pictures: a changed
-folder, size of the images, Pillow or `FORMAT` is another file, and the old one is deleted.
+pixels that agree with their hash are kept. The file's name is a digest of names, sizes and times of the pictures: a
+changed folder, size of the images, Pillow or `FORMAT` gives a new file, and the old one is deleted.
 """
 
 import fcntl
@@ -30,8 +30,8 @@ from tqdm import tqdm
 from lit_cifar.data.images import ImageSet
 from lit_cifar.errors import DataError
 
-FORMAT = 2  # of the file; another one where `read_image` makes other pixels of a picture
-UNREADABLE = 2**64 - 1  # in place of a hash
+FORMAT = 2  # version of the file's content; it changes when `read_image` makes different pixels
+UNREADABLE = 2**64 - 1  # stands in place of a hash
 LIMIT_GB = 100.0
 _CHUNK = 64  # pictures that a worker decodes at a time
 HASH = np.dtype("<u8")
@@ -39,12 +39,12 @@ HASH = np.dtype("<u8")
 
 @dataclass(frozen=True)
 class MappedImages(ImageSet):
-    """Images in a file that is mapped into memory; only those of a batch are copied, and their hashes compared."""
+    """Images in a file that is mapped into memory. Those of a batch are copied, and their hashes compared."""
 
     file: mmap.mmap  # begins with `images`
-    rows: Tensor  # int64, (N,): where they are among `images`, which are all of the file
-    hashes: npt.NDArray[np.uint64]  # of all of the file
-    checked: Tensor  # bool, those of the file that this process has compared: each one once
+    rows: Tensor  # int64, (N,): positions in `images`, which are all of the file
+    hashes: npt.NDArray[np.uint64]  # hashes of all images of the file
+    checked: Tensor  # bool: whether this process has compared an image of the file; it does so once
     path: Path
 
     def subset(self, ids: Tensor) -> "MappedImages":
@@ -92,13 +92,13 @@ def hash_of(pixels: bytes | memoryview) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PictureCache:
-    """Where the pictures of one split are decoded to.
+    """The file into which the pictures of one split are decoded.
 
     Attributes:
         root: The folder of all caches; None for `lit_cifar` in the user's own, which XDG_CACHE_HOME names.
-        source: What it is a cache of. A cache of the same source with another digest is deleted.
-        digest: Of all that decides about the pixels.
-        limit_gb: How much may be in `root`.
+        source: Origin of the pictures. A cache of the same source with a different digest is deleted.
+        digest: Digest of all that decides the pixels.
+        limit_gb: Most GB that `root` may hold.
     """
 
     root: Path | None
@@ -113,7 +113,7 @@ class PictureCache:
         returns None if that cannot be done; then each later process tries again.
 
         Raises:
-            DataError: The folder cannot be written to or locked, or is to hold more than it may.
+            DataError: The folder cannot be written to or locked, or would hold more than it may.
         """
         path = self._folder / f"{self.digest}.pixels"
         pictures = _Pictures(paths, read, path.with_name(path.name + ".part"), 3 * size * size)
@@ -130,10 +130,10 @@ class PictureCache:
                 remedy="pass a folder on a disk of this machine with enough room: --data.cache_dir=FOLDER,\n"
                 "or decode them as they are needed: --data.decode=as_needed",
             ) from error
-        # Not `torch.from_file`: it maps such that Linux refuses a file that is larger than the memory.
+        # With `torch.from_file` Linux refuses a file that is larger than the memory.
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        mapped.madvise(mmap.MADV_RANDOM)  # else the kernel reads some MB around each picture, which nobody needs
+        mapped.madvise(mmap.MADV_RANDOM)  # otherwise the kernel reads some MB around each picture
         return mapped, path
 
     @property
@@ -147,7 +147,7 @@ class PictureCache:
         return self._root / f"{name}-{sha256(os.fsencode(self.source)).hexdigest()[:12]}"
 
     def _write(self, pictures: "_Pictures", path: Path) -> None:
-        """Decode, or go on where a process was killed."""
+        """Decode `pictures` into `path`, or go on where a process was killed."""
         stale = [file for file in self._folder.glob("*.pixels*") if file != pictures.file]
         for file in stale:
             file.unlink()
@@ -185,7 +185,7 @@ def _has_size(path: Path, num_bytes: int) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """For one process at a time. The kernel or a file server unlocks it when that ends; workers do not inherit it."""
+    """Lock `folder` for one process. The kernel or a file server unlocks it at its end; workers do not inherit it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         try:
@@ -197,7 +197,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 class _Pictures(Dataset[int]):
-    """Those of a file, in chunks, which workers decode into it; an item is the number of pictures in a chunk."""
+    """The pictures of a file in chunks, which workers decode into it. An item is the size of its chunk."""
 
     def __init__(self, paths: Sequence[str], read: Callable[[str], bytes | None], file: Path, num_bytes: int) -> None:
         self.paths, self.file = paths, file
@@ -218,7 +218,7 @@ class _Pictures(Dataset[int]):
         return len(rows)
 
     def _decode(self, row: int, file: int) -> None:
-        """Unless it was done before the process was killed."""
+        """Decode picture `row` into `file`, unless its pixels there agree with their hash."""
         at, hash_at = row * self._row_bytes, len(self.paths) * self._row_bytes + row * HASH.itemsize
         known = int.from_bytes(os.pread(file, HASH.itemsize, hash_at), "little")
         if known and hash_of(os.pread(file, self._row_bytes, at)) == known:
@@ -230,7 +230,7 @@ class _Pictures(Dataset[int]):
         os.pwrite(file, found.to_bytes(HASH.itemsize, "little"), hash_at)
 
     def try_again(self, file: Path) -> None:
-        """Decode those of the whole `file` that could not be read: the disk may have been at fault, not the picture."""
+        """Decode the pictures of `file` that could not be read: the disk may have been at fault."""
         hashes = np.fromfile(file, HASH, offset=len(self.paths) * self._row_bytes)
         if len(rows := np.flatnonzero(hashes == UNREADABLE)):
             with file.open("r+b", buffering=0) as opened:
@@ -244,9 +244,9 @@ class _Pictures(Dataset[int]):
             batch_size=None,
             num_workers=workers,
             multiprocessing_context="fork" if workers else None,
-            generator=torch.Generator(),  # without one, it would draw a number from that of the training
+            generator=torch.Generator(),  # DataLoader would otherwise draw a number from that of the training
         )
         with warnings.catch_warnings(), tqdm(total=len(self.paths), unit=" pictures", disable=None) as bar:
-            warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: a fork of a process with threads
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork with threads
             for num_pictures in loader:
                 bar.update(num_pictures)

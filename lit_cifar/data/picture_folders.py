@@ -1,6 +1,6 @@
-"""Folders of the user's own pictures: which are for what, of which classes, and the files in them.
+"""Folders of the user's own pictures: their splits, classes and files.
 
-Links to files and folders are followed. What is hidden is passed over, and what could block, as a named pipe.
+Links to files and folders are followed. Hidden files are passed over, and files that could block, such as a named pipe.
 """
 
 import os
@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_cifar.data.dataset import Split
 from lit_cifar.errors import DataError, nearest, printable
 
-# The usual names of folders to train, validate and test on, in any case, and what looks like one.
+# The usual names of folders to train, validate and test on, in any case.
 SPLITS: dict[Split, tuple[str, ...]] = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation"),
@@ -34,7 +34,7 @@ _CLASS_WANTED = "put pictures of the class into it, or remove it if there is no 
 
 
 class File(NamedTuple):
-    path: str  # in the folder of the split
+    path: str  # relative to the folder of the split
     label: int
     version: tuple[int, int]  # size in bytes, and when it was changed, in ns
 
@@ -44,13 +44,13 @@ class PictureFolders:
     """`root/train/CLASS/*` or `root/CLASS/*`, with `root/val/CLASS/*` and `root/test/CLASS/*` if there are such."""
 
     root: Path
-    splits: dict[Split, Path]  # those of `root` that are for one
+    splits: dict[Split, Path]  # folders in `root` that hold a split
     classes: dict[str, Path]  # folders of pictures to train on, by the printable names of their classes, sorted by name
-    unused: list[str]  # what else is beside these, relative to `root`
+    unused: list[str]  # files and folders beside these, relative to `root`
 
     @classmethod
     def of(cls, root: Path) -> "PictureFolders":
-        """Those of `root`; what looks like a split and is not used as one is refused."""
+        """The picture folders of `root`. Raise a `DataError` for one that looks like a split and is not used."""
         splits = _splits(root)
         folder = splits.get("train", root)
         classes = {name: path for name, path in _by_class(folder).items() if path not in splits.values()}
@@ -63,11 +63,11 @@ class PictureFolders:
         return cls(root, splits, classes, [printable(str(path.relative_to(root))) for path in beside])
 
     def folder(self, split: Split) -> Path:
-        """That of a split, whether it exists or not."""
+        """The folder of a split, whether it exists or not."""
         return self.splits.get(split) or (self.root if split == "train" else self.root / split)
 
     def files(self, split: Split) -> list[File]:
-        """Those of each class in the order of their names, one of each class in turn."""
+        """The files of a split: one of each class in turn, in the order of their names."""
         folder = self.folder(split)
         of_split = self.classes if split == "train" else _by_class(folder)
         if unknown := [path for name, path in of_split.items() if name not in self.classes]:
@@ -100,7 +100,7 @@ def _split_of(name: str) -> Split | None:
 
 
 def _like_split(name: str) -> bool:
-    """Whether it has a word of a split, as `seg_train`, `testA` or `ValidationSet` have."""
+    """Whether `name` contains a word of a split, such as `seg_train`, `testA` or `ValidationSet`."""
     return _SPLIT_WORD.search(re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()) is not None
 
 
@@ -128,7 +128,7 @@ def _splits(root: Path) -> dict[Split, Path]:
 
 
 def _name(folder: Path) -> str:
-    """The name of its class. macOS writes letters with accents in two parts, which look like those in one."""
+    """The name of a folder's class, NFC: macOS writes letters with accents in two parts."""
     return printable(normalize("NFC", folder.name))
 
 
@@ -142,7 +142,7 @@ def _by_class(folder: Path) -> dict[str, Path]:
 
 
 def _inner(folder: Path) -> set[str]:
-    """The names of the folders in `folder`, if it is one."""
+    """The names of the folders in `folder`, none if it is a file."""
     if not folder.is_dir():
         return set()
     with os.scandir(folder) as entries:
@@ -160,7 +160,7 @@ def _check_beside(root: Path, beside: Iterable[Path], classes: dict[str, Path]) 
 
 
 def _check_classes(folder: Path, classes: dict[str, Path], splits: Iterable[Path]) -> None:
-    """Refuse splits that would be classes, by names of their own and by folders that others have too."""
+    """Refuse splits that would be classes: their names, or the names of their folders, tell."""
     for path in classes.values():
         if not _like_split(path.name) or not (inner := _inner(path)):
             continue
@@ -193,7 +193,7 @@ def _check_within(folder: Path, files: Iterable[str], classes: dict[str, Path]) 
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Those in `folder` that are not hidden."""
+    """The folders in `folder` that are not hidden."""
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}", remedy=f"put pictures into {folder}/CLASS/")
     found = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
@@ -211,8 +211,8 @@ def list_files(folder: Path, *, remedy: str = IMAGES_WANTED) -> dict[str, tuple[
 
     The place on the disk is the same for links to one file, and 0 for a broken link.
 
-    Sorted as strings, without those that are hidden, and without what could block, such as a named pipe. Links to
-    folders are followed, but for those to a folder that they lie in, of which a warning is given.
+    They are sorted as strings, without hidden files and files that could block, such as a named pipe. Links to folders
+    are followed, except links to a folder that they lie in: a warning counts these.
     """
     if not folder.is_dir():
         problem = "is a file, not a folder" if folder.exists() else "does not exist"
@@ -233,10 +233,11 @@ def list_files(folder: Path, *, remedy: str = IMAGES_WANTED) -> dict[str, tuple[
 def _scan(
     folder: str, prefix: str, chain: tuple[Path, ...], circles: list[str]
 ) -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """Each file is asked for once: with a million of them anything more takes long.
+    """Yield each file below `folder` with its size, time and place, see `list_files`.
 
-    `chain` has the real path of each folder in which a link was followed to get here, and last that of this one. Links
-    that are not followed are added to `circles`.
+    Each is asked for once: with a million files anything more takes long. `chain` holds the real path of each folder in
+    which a link was followed to get here, and last that of this one. Links that are not followed are added to
+    `circles`.
     """
     with os.scandir(folder) as entries:
         for entry in entries:

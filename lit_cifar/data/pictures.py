@@ -1,4 +1,4 @@
-"""The user's own pictures, made into small RGB squares, uint8: folders of classes to train on, a folder to classify."""
+"""The user's own pictures as small RGB squares, uint8: folders of classes to train on, or a folder to classify."""
 
 import math
 import warnings
@@ -27,26 +27,26 @@ from lit_cifar.data.picture_cache import FORMAT, HASH, LIMIT_GB, UNREADABLE, Map
 from lit_cifar.data.picture_folders import IMAGES_WANTED, SPLITS, File, PictureFolders, list_files
 from lit_cifar.errors import ConfigError, DataError, one_line, printable
 
-# What is read, whatever a file is called. Pillow knows forty more formats, most of them old, and starts Ghostscript for
-# one.
+# The formats that are read, whatever a file is called. Pillow knows forty more, most of them old, and starts
+# Ghostscript for one.
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
 
 
 class OwnPictures(Dataset):
-    """Pictures of any size in folders named after their classes, as torchvision's ImageFolder has them.
+    """Pictures of any size in folders named after their classes, as for torchvision's ImageFolder.
 
     `root/train/CLASS/*` or `root/CLASS/*` to train on, `root/val/CLASS/*` to validate on, `root/test/CLASS/*` to test,
     or other usual names of these. Without `root/val` some of the first are held out, of each class alike. The classes
     are the folders, sorted by name; control characters and bytes that are not UTF-8 are escaped in the name of a class,
     and letters with accents are composed (NFC).
 
-    What looks like a split and is not used is an error, as it would be a class, or be missed. A file that is no picture
-    is an error, or left out with `skip_unreadable`; a hidden one is passed over. Of a split there is one picture of
-    each class in turn, so that the first n are of all classes.
+    A folder that looks like a split and is not used is an error, as it would be a class, or be missed. A file that is
+    no picture is an error, or left out with `skip_unreadable`; a hidden one is passed over. Of a split there is one
+    picture of each class in turn, so that the first n are of all classes.
     """
 
     title = "own pictures"
-    # Of ImageNet's photographs, as torchvision's models take them.
+    # These are the values of ImageNet's photographs, which torchvision's models take.
     mean: ClassVar[Channels] = (0.485, 0.456, 0.406)
     std: ClassVar[Channels] = (0.229, 0.224, 0.225)
 
@@ -85,10 +85,10 @@ class OwnPictures(Dataset):
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
         self._limit_gb = LIMIT_GB if cache_limit_gb is None else cache_limit_gb
         self._skip_unreadable = skip_unreadable
-        self._unread: dict[Split, list[File]] = {}  # listed, until they are loaded
+        self._unread: dict[Split, list[File]] = {}  # files that are listed and not yet loaded
 
-    # What the folders say is read when it is asked for: `predict` needs no more than the names of the classes, which
-    # a checkpoint has too.
+    # The folders are listed when they are asked for: `predict` needs only the names of the classes, which a checkpoint
+    # holds too.
 
     @cached_property
     def _folders(self) -> PictureFolders:
@@ -111,14 +111,14 @@ class OwnPictures(Dataset):
         return len(self._files("val")) if self.own_val else len(self._files("train")) // 10
 
     def hold_out(self, labels: Tensor, num_images: int) -> Tensor:
-        """The same share of each class, but one picture or more, while there are as many; and never a class's last one.
+        """The same share of each class, at least one picture while `num_images` allows, and never a class's last one.
 
-        Of more pictures those of fewer are a part.
+        The choice for fewer images is a part of the choice for more.
         """
         order = super().hold_out(labels, len(labels))
         counts = torch.bincount(labels)
         by_class = torch.argsort(labels[order], stable=True)
-        place = torch.empty_like(order)  # of each in its class, in this order
+        place = torch.empty_like(order)  # place of each picture in its class, in this order
         place[by_class] = torch.arange(len(order)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
         of_class = counts[labels[order]]
         share = (place + 0.5) / of_class
@@ -126,11 +126,11 @@ class OwnPictures(Dataset):
         return order[torch.argsort(share, stable=True)[:num_images]]
 
     def identity(self, name: str) -> str:
-        """With the classes: those of another folder are others."""
+        """Text by which a checkpoint knows the data set; it contains the classes, which differ between folders."""
         return f"{name} of {', '.join(self.classes)}"
 
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
-        """They are decoded once, into the user's cache folder, which later calls and other processes map; or later."""
+        """Decode the pictures once, into a file that later calls and processes map; or leave them for later."""
         every = self._files(split)
         if num_images is not None:
             self.check_number(num_images, split, known=len(every))
@@ -159,7 +159,7 @@ class OwnPictures(Dataset):
         self.listed[split] = _digest([*compress(files, ~unreadable), *every[len(files) :]])
         rows = torch.from_numpy(np.flatnonzero(~unreadable))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # nobody writes to it: torch warns of buffers that are read-only
+            warnings.simplefilter("ignore")  # torch warns that the buffer is read-only; nobody writes to it
             images = torch.frombuffer(file, dtype=torch.uint8, count=math.prod(shape)).view(shape)
         checked = torch.zeros(len(files), dtype=torch.bool)
         return MappedImages(images, labels[rows], self.classes, file, rows, hashes, checked, cached)
@@ -188,7 +188,7 @@ class OwnPictures(Dataset):
         if self.has_test and "test" not in sets:
             try:
                 of_test = self._counted(torch.tensor([file.label for file in self._files("test")]))
-            except DataError as error:  # which no other command than `test` need mind
+            except DataError as error:  # this concerns `test` alone, which reports it itself
                 of_test = error.problem
             lines.append(f"{self._title('test')}: {of_test}")
         if self._folders.unused:
@@ -217,7 +217,7 @@ class OwnPictures(Dataset):
 
 
 def _digest(files: Iterable[File]) -> str:
-    """That of their names: a picture that can be read now, and could not before, is another one."""
+    """Digest of the names of `files`, to tell whether the same pictures could be read."""
     names = normalize("NFC", "\n".join(file.path for file in files))
     return sha256(names.encode(errors="surrogateescape")).hexdigest()[:16]
 
@@ -232,7 +232,7 @@ class FolderImages:
     """The files of a folder in input order, and the images among them."""
 
     files: tuple[Path, ...]  # paths relative to the folder, sorted as strings with `/` between their parts
-    errors: tuple[str | None, ...]  # for each file None, or one line on why it could not be read
+    errors: tuple[str | None, ...]  # one line on why a file could not be read, or None
     images: ImageSet  # the readable files' images in the same order, with labels of -1
 
 
@@ -263,7 +263,8 @@ def read_image(path: Path | str, *, size: int) -> Tensor | str:
     """
     try:
         with warnings.catch_warnings():
-            # What Pillow merely finds odd (broken metadata) is no concern here; what may fill the memory is.
+            # Warnings of Pillow, such as on broken metadata, are no concern here, except those of what may fill the
+            # memory.
             warnings.simplefilter("ignore")
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path, formats=FORMATS) as image:
@@ -272,37 +273,37 @@ def read_image(path: Path | str, *, size: int) -> Tensor | str:
                         f"{image.format} of mode {image.mode}: no black and white are told; save it with 8 or 16 bits"
                     )
                 _scale_colours(image)
-                scale = _grey_scale(image)  # the upright one has no tags
+                scale = _grey_scale(image)  # `upright` has no tags
                 upright = ImageOps.exif_transpose(image)
                 square = ImageOps.fit(_to_rgb(upright, *scale), (size, size), method=Image.Resampling.BICUBIC)
     except UnidentifiedImageError:
         return f"not an image ({', '.join(FORMATS)})"
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
         return f"larger than {Image.MAX_IMAGE_PIXELS} pixels"
-    except Exception as error:  # decoders raise nearly anything on damaged data, SyntaxError and TypeError too
+    except Exception as error:  # decoders raise nearly anything on damaged data, even SyntaxError
         return getattr(error, "strerror", None) or f"{type(error).__name__}: {one_line(error)}"
     return torch.from_numpy(np.array(square)).permute(2, 0, 1)
 
 
 def _tags(image: Image.Image) -> Mapping[int, Any]:
-    """Those of a TIFF file, by number."""
+    """The tags of a TIFF file, by number; none of other files."""
     return image.tag_v2 if isinstance(image, TiffImageFile) else {}
 
 
 def _has_range(image: Image.Image) -> bool:
     """Whether the file tells which values are black and white.
 
-    Integers of 32 bits usually hold smaller ones, and real numbers anything; Pillow clips both at 255. It takes signed
-    bytes for others. From a PGM file it makes integers up to 65535.
+    Integers of 32 bits usually hold smaller ones, and real numbers anything; Pillow clips both at 255. It reads signed
+    bytes as unsigned ones. From a PGM file it makes integers up to 65535.
     """
     signed = 2 in _tags(image).get(SAMPLEFORMAT, ())
     return not signed and image.mode != "F" and (image.mode != "I" or image.format == "PPM")
 
 
 def _scale_colours(image: Image.Image) -> None:
-    """Scale a palette and a transparent colour as the pixels are, before these are decoded."""
+    """Scale a palette and a transparent colour like the pixels, before these are decoded."""
     colours, transparent = _tags(image).get(COLORMAP), image.info.get("transparency")
-    if colours and max(colours) < 256:  # they should have 16 bits, and Pillow would make all of them black
+    if colours and max(colours) < 256:  # they should have 16 bits: Pillow would make all black
         image.palette = ImagePalette.raw("RGB;L", bytes(colours))
     if isinstance(image, PngImageFile) and isinstance(transparent, tuple) and image.tile[0].args == "RGB;16B":
         # The pixels lose their low bytes.

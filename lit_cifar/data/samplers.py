@@ -1,4 +1,4 @@
-"""Which samples each process sees at each step: one order per epoch, cut the same way for any number of processes."""
+"""The samples of each process at each step: one order per epoch, cut the same way for any number of processes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -33,20 +33,20 @@ class TrainSampler:
 
     num_samples: int
     batch_size: int  # samples per optimizer step, over all replicas and accumulation steps
-    batch_split: BatchSplit  # which part of a batch this process reads
+    batch_split: BatchSplit  # the part of a batch that this process reads
     accumulation: int = 1  # loader steps per optimizer step (`accumulate_grad_batches`)
     seed: int = 0  # key of the permutation
-    shuffle: bool = True  # off, every epoch is in the order of the ids
-    frozen: bool = False  # every epoch in the order of epoch 0: what happens to those who forget `set_epoch`
+    shuffle: bool = True  # with False every epoch is in the order of the ids
+    frozen: bool = False  # repeat the order of epoch 0, as if `set_epoch` were forgotten
     drop_last: bool = False  # leave out a last batch that is not full
     epoch: int = 0  # the epoch to iterate over
-    # Says how many loader steps of the epoch a Trainer that resumes within it has behind it. None without a Trainer.
-    # Lengths stay those of whole epochs, as Lightning continues to count where the checkpoint ended.
+    # Returns the number of loader steps that were taken before a Trainer resumed within the epoch. None without a
+    # Trainer. Lengths stay those of whole epochs, because Lightning continues to count where the checkpoint ended.
     behind: Callable[[], int] | None = None
-    _entered: bool = field(default=False, init=False, repr=False)  # by Lightning, which iterates next
+    _entered: bool = field(default=False, init=False, repr=False)  # whether Lightning iterates next
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by Lightning at the start of every epoch, after it has called `iter`, which so must draw nothing."""
+        """Begin an epoch. Lightning calls this after `iter`, which therefore must draw nothing."""
         self.epoch, self._entered = epoch, True
 
     def order(self) -> Tensor:
@@ -66,7 +66,7 @@ class TrainSampler:
         return self.num_batches * self.accumulation
 
     def __iter__(self) -> Iterator[BatchIds]:
-        # A callback of the user's that iterates too gets the whole epoch.
+        # A user's callback that iterates too gets the whole epoch.
         start, self._entered = (self.behind() if self.behind is not None and self._entered else 0), False
         yield from islice(self._whole(), start, None)
 
@@ -82,7 +82,7 @@ class TrainSampler:
         """Refuse sizes that cannot be cut evenly, or leave fewer than two samples to be normalised together."""
         size, microbatches = self.batch_size, self.batch_split.num_microbatches
         parts = self.batch_split.num_replicas * self.accumulation * microbatches
-        # A replica may make do with one sample, a microbatch needs two.
+        # A replica can work with one sample, a microbatch needs two.
         least = 2 * parts if microbatches > 1 else parts
         if size < 1:
             raise ConfigError(
@@ -125,7 +125,7 @@ class EvaluationSampler:
     # Samples per step over all ranks, rounded up to a multiple of their number. In the last step a rank may be left
     # with none.
     batch_size: int
-    batch_split: BatchSplit  # which part of a batch this process reads
+    batch_split: BatchSplit  # the part of a batch that this process reads
     # Repeat the first samples until all ranks have equally many, as torch's DistributedSampler does. The counts are
     # then too high; for study.
     pad: bool = False

@@ -35,7 +35,7 @@ SHAPES: dict[str, Callable[[Floats, Floats, Floats], Floats]] = {
         1.0,
     ),
 }
-# From -1 to 1, of coordinates counted in periods.
+# Brightness from -1 to 1, of coordinates counted in periods.
 TEXTURES: dict[str, Callable[[Floats, Floats, Floats], Floats]] = {
     "plain": lambda y, x, phase: np.ones_like(y * x),
     "rows": lambda y, x, phase: _wave(y + phase[0]) * np.ones_like(x),
@@ -54,11 +54,11 @@ STREAM: dict[Split, int] = {"train": 0, "test": 1}
 
 
 class Synthetic(Dataset):
-    """Needs no root; `num_images` are drawn."""
+    """Images drawn by code, without files: `root` is not used."""
 
     title = "synthetic"
     classes = CLASSES
-    # Measured on the 50,000 training images of seed 0; all seeds and channels agree to about 0.002.
+    # Both were measured on the 50,000 training images of seed 0; all seeds and channels agree to about 0.002.
     mean: ClassVar[Channels] = (0.376, 0.376, 0.376)
     std: ClassVar[Channels] = (0.220, 0.220, 0.220)
 

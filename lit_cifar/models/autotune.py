@@ -26,18 +26,18 @@ from lit_cifar.launch.malloc_tuning import keep_freed_memory
 from lit_cifar.models import build_network, stem_of
 
 Precision = Literal["32-true", "bf16-mixed"]
-VARIABLE = "LIT_CIFAR_AUTOTUNE"  # tells the processes that a run starts what their parent has found
-_STEPS = 2  # timed for each candidate
+VARIABLE = "LIT_CIFAR_AUTOTUNE"  # the parent's choice, for the processes that a run starts
+_STEPS = 2  # number of steps that are timed for each candidate
 _FEW_IMAGES = 4
-_NEAR = 2.0  # times the shortest step: a precision that is slower on few images is left out
+_NEAR = 2.0  # a precision that takes this many times the shortest step on few images is left out
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A setting, by which torch chooses its kernels for a training step."""
 
-    precision: Precision  # as of `--trainer.precision`
-    channels_last: bool  # as of `--model.channels_last`
+    precision: Precision  # a value of `--trainer.precision`
+    channels_last: bool  # a value of `--model.channels_last`
 
     def __str__(self) -> str:
         return f"{self.precision} channels_last" if self.channels_last else self.precision
@@ -48,7 +48,7 @@ CANDIDATES = tuple(Candidate(precision, layout) for precision in _PRECISIONS for
 
 
 def cpu_has_bf16() -> bool:
-    """Whether the CPU's convolutions compute in bfloat16. Else they take 25 to 31 times as long (AMD Zen 3)."""
+    """Whether the CPU's convolutions compute in bfloat16. If not, they take 25 to 31 times as long (AMD Zen 3)."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -57,21 +57,22 @@ def cpu_has_bf16() -> bool:
 def autotune(arguments: Namespace, *, batch_size: Callable[[], int]) -> tuple[Candidate, dict[str, float]]:
     """The fastest candidate, written into `arguments` as `--trainer.precision` and `--model.channels_last`.
 
-    A run that is resumed keeps what it had, as others round differently. Returns the seconds of a step too, by
-    candidate; none if nothing was measured here. `batch_size` returns how many images pass a layer at once.
+    A run that is resumed keeps the candidate that it had, because others round differently. The seconds of a step are
+    returned too, by candidate; none if nothing was measured here. `batch_size` returns how many images pass a layer at
+    once.
     """
     seconds: dict[Candidate, float] = {}
     chosen = from_environment() or _of_resumed(arguments)
     if chosen is None:
         seconds = _measure(arguments, batch_size)
-        chosen = min(seconds, key=lambda each: seconds[each])  # of equals the first
+        chosen = min(seconds, key=lambda each: seconds[each])  # the first of equals
     arguments.trainer.precision = chosen.precision
     arguments.model.channels_last = chosen.channels_last
     return chosen, {str(each): second for each, second in seconds.items()}
 
 
 def _of_resumed(arguments: Namespace) -> Candidate | None:
-    """What the run in the folder has been trained with; None for a new one."""
+    """The candidate that the run in the folder has been trained with; None for a new run."""
     if arguments.resume is None or arguments.ckpt_path is None:
         return None
     path = Path(arguments.run_dir) / "config.yaml"
@@ -97,7 +98,7 @@ def _measure(arguments: Namespace, batch_size: Callable[[], int]) -> dict[Candid
             network = instantiate_class((), model.network)
     has_gpu = torch.cuda.is_available() and arguments.trainer.accelerator != "cpu"
     if not has_gpu:
-        keep_freed_memory()  # as the run will
+        keep_freed_memory()  # the run will do so too
     return time_candidates(
         network,
         (3, model.image_size, model.image_size),
@@ -116,10 +117,10 @@ def time_candidates(
     size. Neither the network nor torch's global generators change.
 
     Args:
-        network: From images (n, *image_shape) to logits (n, num_classes).
+        network: The network, from images (n, *image_shape) to logits (n, num_classes).
         image_shape: Channels, height and width.
-        batch_size: How many images pass a layer at once.
-        device: To measure on.
+        batch_size: Number of images that pass a layer at once.
+        device: The device to measure on.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         if device.type != "cpu":
@@ -129,7 +130,7 @@ def time_candidates(
         near = {each.precision for each in candidates if first[each] <= _NEAR * min(first.values())}
         left = tuple(each for each in candidates if each.precision in near)
         second = _time_each(network, left, image_shape, batch_size, device)
-        # What those that were left out would take, by how much slower they were.
+        # Candidates that were left out would be slower by the same factor as on few images.
         scale = min(second[each] / first[each] for each in left)
         return {each: second.get(each, scale * first[each]) for each in candidates}
 
@@ -175,7 +176,7 @@ def _step(
 
 @contextmanager
 def exported(chosen: Candidate) -> Iterator[None]:
-    """Let processes that are started meanwhile find it in their environment."""
+    """Return a context in which new processes find the chosen candidate in their environment."""
     os.environ[VARIABLE] = str(chosen)
     try:
         yield
@@ -184,5 +185,5 @@ def exported(chosen: Candidate) -> Iterator[None]:
 
 
 def from_environment() -> Candidate | None:
-    """What the process that has started this one has chosen; None if it has not measured."""
+    """The candidate that the parent process has chosen; None if it has not measured."""
     return {str(each): each for each in CANDIDATES}.get(os.environ.get(VARIABLE, ""))

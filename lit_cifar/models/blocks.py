@@ -1,16 +1,16 @@
-"""What a mode may ask of a network: its chain of blocks, cut into stages, and how the tensors of a block may be split.
+"""The chain of blocks of a network, which is cut into stages, and the layers of a block that may be split.
 
-A network is a plain `nn.Module` from float images (n, 3, height, width) to logits (n, classes). Any one can be trained
-in `dp`, `ddp`, `ddp_spawn` and `fsdp2`. It may say more of itself:
+A network is a plain `nn.Module` from float images (n, 3, height, width) to logits (n, classes). Any network can be
+trained in `dp`, `ddp`, `ddp_spawn` and `fsdp2`. It may tell more about itself:
 
 - `mp`, `ddp_mp`, `pp` and `ddp_pp` cut it into stages between its blocks. A method `blocks()` returns them by name, in
   order; each takes what the one before returned, and all together are `forward`. An `nn.Sequential` needs no method.
 - `tp` splits the layers that a module of it names in an attribute `tensor_split`, as Megatron does (Shoeybi et al.
   2019, https://arxiv.org/abs/1909.08053): `{"conv1": "columns", "bn1": "channels", "conv2": "rows"}`. Where outputs
-  belong together, as those of a head of attention, they must be consecutive, and `tensor_parts` says how many such
-  groups there are.
+    belong together, such as those of a head of attention, they must be consecutive, and `tensor_parts` is the number of
+    such groups.
 
-Whether what a network says of itself is right, `verify` finds out.
+`verify` finds out whether a network tells the truth.
 """
 
 import math
@@ -27,17 +27,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lit_cifar.errors import ConfigError
 
-# What each process has of a convolution or linear layer, or of a layer between two of them.
+# The part of a convolution or linear layer, or of a layer between two of them, that each process holds.
 # "columns": some of the outputs, computed from the whole input, which is the same in all processes.
-# "channels": some of the channels of a layer that treats each by itself, as BatchNorm; it follows on "columns".
+# "channels": some of the channels of a layer that treats each by itself, such as BatchNorm; it follows on "columns".
 # "rows": some of the inputs, those that the layers before have left here; the outputs are summed over the processes.
-# "head": likewise, of an input that is the same in all processes.
+# "head": some of the inputs, of an input that is the same in all processes; the outputs are summed likewise.
 SplitKind = Literal["columns", "channels", "rows", "head"]
 
 
 def blocks_of(network: nn.Module) -> dict[str, nn.Module] | None:
     """The chain of blocks, made of the network's own layers; None where the network does not say it."""
-    # Of the class: networks keep lists of layers under this name.
+    # Only the class is asked: networks keep lists of layers under this name.
     if callable(getattr(type(network), "blocks", None)):
         chain: dict[str, nn.Module] = network.blocks()  # type: ignore[operator]
         return chain
@@ -64,7 +64,7 @@ def check_network(
         outputs = images
         for block in (blocks_of(alone) or {"forward": alone}).values():
             outputs = block(outputs)
-    except Exception as error:  # of the user's own code
+    except Exception as error:  # the network is the user's own code
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ConfigError(
             f"{name} cannot take images {tuple(image_shape)}: {problem}",
@@ -98,7 +98,7 @@ def unreached_parameters(network: nn.Module, image_shape: Sequence[int]) -> list
 
 
 def tensor_split_of(network: nn.Module) -> dict[str, SplitKind]:
-    """Which layers `tp` splits, by their names in the network."""
+    """The layers that `tp` splits, by their names in the network."""
     return {
         f"{name}.{layer}" if name else layer: part
         for name, module in network.named_modules()
@@ -107,7 +107,7 @@ def tensor_split_of(network: nn.Module) -> dict[str, SplitKind]:
 
 
 def num_tensor_parts(network: nn.Module) -> int:
-    """Into how many parts the split layers can be cut, and into any number that divides it; 0 if there are none."""
+    """Largest number of parts into which the split layers can be cut; its divisors work too. 0 if there are none."""
     return math.gcd(*(count for module in network.modules() for count in _counts(module)))
 
 
@@ -116,7 +116,7 @@ def _own_split(module: nn.Module) -> Mapping[str, SplitKind]:
 
 
 def _counts(module: nn.Module) -> Iterator[int]:
-    """Of each layer that begins a split the channels; of a module whose channels belong together, as heads, these."""
+    """Channels of each layer that begins a split, or the groups of a module whose channels belong together."""
     together: int | None = getattr(module, "tensor_parts", None)
     for layer, part in _own_split(module).items():
         if part in ("columns", "head"):
@@ -126,14 +126,14 @@ def _counts(module: nn.Module) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Block:
-    """What cannot be cut further: of a ResNet a residual block, the stem, or the head."""
+    """A piece of a network that is not cut further: in a ResNet a residual block, the stem, or the head."""
 
-    name: str  # as the network calls it
-    # Floating-point operations of one image's forward pass, as torch's flop counter counts them; backward takes twice
-    # as many, so that shares are the same.
+    name: str  # its name in the network
+    # Floating-point operations of one image's forward pass, counted by torch's flop counter. Backward takes twice as
+    # many, so that shares are the same.
     flop: int
     num_parameters: int
-    output_shape: tuple[int, ...]  # of one image, without the batch axis
+    output_shape: tuple[int, ...]  # shape for one image, without the batch axis
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Partition:
     """The stages of a network, in order."""
 
     stages: tuple[Stage, ...]  # each takes what the one before returned
-    image_shape: tuple[int, ...]  # of what enters the first, without the batch axis
+    image_shape: tuple[int, ...]  # shape of an image that enters the first stage, without the batch axis
 
     @classmethod
     def of(
@@ -223,7 +223,7 @@ class Partition:
 @torch.no_grad()
 def measure(network: nn.Module, image_shape: Sequence[int]) -> tuple[Block, ...]:
     """FLOP, parameters and output shape of every block, from a run on the meta device, which computes nothing."""
-    # In evaluation: the same FLOP, and no layer that asks for more than one image.
+    # Evaluation takes the same FLOP, and no layer then asks for more than one image.
     chain = blocks_of(deepcopy(network).to("meta", torch.float32).eval()) or {}
     x = torch.empty(1, *image_shape, device="meta")
     blocks = []
@@ -236,9 +236,9 @@ def measure(network: nn.Module, image_shape: Sequence[int]) -> tuple[Block, ...]
 
 
 def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Where the second and later stages begin, so that the largest stage costs as little as possible.
+    """Positions at which the second and later stages begin, so that the largest stage costs as little as possible.
 
-    By dynamic programming over the first `end` blocks.
+    This is dynamic programming over the first `end` blocks.
     """
     flop = [0]
     for cost in costs:

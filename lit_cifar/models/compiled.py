@@ -1,4 +1,4 @@
-"""torch.compile around a network or a part of one, which itself stays as it is: names, weights, checkpoints."""
+"""torch.compile around a network or a part of one, whose names, weights and checkpoints stay as they are."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +19,8 @@ class Compiled:
     A ragged last batch would be another compilation, minutes in the middle of an epoch, after which torch would take
     kernels for any size, slower ones, for all batches. Training and evaluation are compiled apart.
 
-    `call` is compiled in place of the module with its hooks. A plain callable, never an `nn.Module`: set as an
-    attribute of one it does not become its child.
+    `call` is compiled in place of the module with its hooks. A `Compiled` is a plain callable, not an `nn.Module`, so
+    that a module that has it as an attribute gets no child.
 
     With `cuda_graphs` a whole forward or backward pass is started at once, as a CUDA graph. The output and the
     gradients then lie in memory that the next training batch overwrites: nothing may refer to them by then.
@@ -36,7 +36,7 @@ class Compiled:
         self._largest: dict[bool, int] = {}
 
     def for_batch(self, num_samples: int) -> Any:
-        """What runs a batch of `num_samples`: the compiled module, or the module itself."""
+        """Return the callable for a batch of `num_samples`: the compiled module, or the module itself."""
         largest = self._largest.setdefault(self.module.training, num_samples)
         if num_samples < largest:
             return self._plain

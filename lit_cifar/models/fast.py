@@ -1,4 +1,4 @@
-"""A small network that trains fast: that of airbench94, but for the freezing of its first biases after some epochs.
+"""A small network that trains fast: airbench94's, except that its first biases are not frozen after some epochs.
 
 Jordan 2024, "94% on CIFAR-10 in 3.29 seconds on a single GPU" (https://arxiv.org/abs/2404.00498), sections 3.1 to 3.4.
 It takes 0.7 GFLOP to train on an image, a tenth of ResNet34 with the stem "cifar".
@@ -15,7 +15,7 @@ from lit_cifar.models.blocks import SplitKind
 
 
 class FastNetwork(nn.Sequential):
-    """From float (n, 3, height, width), of at least 9 pixels each, to logits (n, num_classes)."""
+    """Maps float images (n, 3, height, width), of at least 9 pixels a side, to logits (n, num_classes)."""
 
     def __init__(self, *, num_classes: int) -> None:
         chain: OrderedDict[str, nn.Module] = OrderedDict()
@@ -45,8 +45,8 @@ class Whitening(nn.Module):
 
     @torch.no_grad()
     def whiten(self, images: Tensor) -> None:
-        """Set the filters to the principal components of the patches of `images` (n, 3, height, width), and to minus
-        these, each divided by its standard deviation.
+        """Set the filters to the principal components of the patches of `images` (n, 3, height, width), and to their
+        negatives, each divided by its standard deviation.
 
         Pixels are rounded to multiples of 1/1024. Their products are then added without rounding, so that the number of
         threads changes no bit.
@@ -91,14 +91,14 @@ class Head(nn.Module):
 
 
 def _convolution(num_inputs: int, num_outputs: int) -> nn.Conv2d:
-    """Whose first outputs are its inputs (Zagoruyko and Komodakis, "DiracNets", 2017)."""
+    """A convolution whose first outputs are its inputs (Zagoruyko and Komodakis, "DiracNets", 2017)."""
     layer = nn.Conv2d(num_inputs, num_outputs, kernel_size=3, padding=1, bias=False)
     nn.init.dirac_(layer.weight.data[:num_inputs])
     return layer
 
 
 def _batchnorm(num_channels: int) -> nn.BatchNorm2d:
-    """Which has a bias and no scale of its own."""
+    """A BatchNorm layer that trains a bias and no scale."""
     layer = nn.BatchNorm2d(num_channels, eps=1e-12, momentum=0.4)
     layer.weight.requires_grad_(False)
     return layer

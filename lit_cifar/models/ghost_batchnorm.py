@@ -1,4 +1,4 @@
-"""BatchNorm that treats one device's batch as several replicas or microbatches would: what modes are compared with."""
+"""BatchNorm that treats one device's batch as several replicas or microbatches would, to compare modes with."""
 
 from typing import Any, cast
 
@@ -36,7 +36,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 
 
 def normalise_apart(network: nn.Module, chunks: GhostBatches) -> nn.Module:
-    """`network`, each `nn.BatchNorm2d` of which now is a `GhostBatchNorm2d`, in place."""
+    """Turn each `nn.BatchNorm2d` of `network` into a `GhostBatchNorm2d`, in place."""
     for layer in network.modules():
         if not isinstance(layer, nn.modules.batchnorm._BatchNorm):
             continue
@@ -53,5 +53,5 @@ def normalise_apart(network: nn.Module, chunks: GhostBatches) -> nn.Module:
 
 
 def normalises_batches(network: nn.Module) -> bool:
-    """Whether what comes out for an image depends, in training, on those that pass with it."""
+    """Whether, in training, the output for an image depends on the other images of its batch."""
     return any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in network.modules())

@@ -1,6 +1,6 @@
-"""How images, activations and weights lie in memory: channel by channel, torch's own order, or pixel by pixel.
+"""Order of images, activations and weights in memory: channel by channel, torch's own, or pixel by pixel.
 
-torch.channels_last, NHWC in other words, is what the tensor cores of GPUs take convolutions in. It changes no value.
+The tensor cores of GPUs take convolutions in torch.channels_last, also called NHWC. It changes no value.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ class PlainOutput(nn.Module):
 
 
 def with_plain_gradient(tensor: Tensor) -> Tensor:
-    """`tensor`, whose gradient will lie in memory in torch's own order."""
+    """Return `tensor`, whose gradient will lie in memory in torch's own order."""
     output: Tensor = _PlainGradient.apply(tensor)
     return output
 
@@ -41,7 +41,7 @@ class _PlainGradient(torch.autograd.Function):
 
 
 def plain(content: Any) -> Any:
-    """`content`, in dicts and lists of which there are tensors, with these in torch's own order; nothing is changed."""
+    """Copy `content`, dicts and lists that hold tensors, with the tensors in torch's own order."""
     if isinstance(content, Tensor):
         return content.contiguous()
     if isinstance(content, dict):

@@ -1,9 +1,9 @@
-"""What a network draws while it trains, for dropout say, depends on where the training is, not on the draws before.
+"""Random draws of a network in training, such as dropout's, that depend on its position, not on earlier draws.
 
-Each part of a batch draws from a stream of its own, and each block of a chain of blocks from one of its own in there.
-So a resumed run draws what the uninterrupted one does, the parts differ from each other, and a block draws the same on
-whichever process it is. Parts are what processes, accumulation steps, virtual replicas, microbatches or replicas of
-`dp` get. The first three take every P-th sample alike, so that there it does not matter which of them P parts are.
+Each part of a batch draws from a random stream of its own, and each block of the network from a stream within that. So
+a resumed run draws what the uninterrupted one does, the parts differ from each other, and a block draws the same on
+whichever process it is. A part is the share of a process, accumulation step, virtual replica, microbatch or replica of
+`dp`. The first three all take every P-th sample, so that their P parts are the same ones.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from lit_cifar.models.blocks import blocks_of
 
 @dataclass
 class _Now:
-    """Where the training of this process is, whose generators torch has once too."""
+    """The position of this process's training; one object, because torch's generators are global too."""
 
     step: int | None = None  # key of seed and optimizer step; None outside of a training
     first: int = 0  # number of this process's first part in its accumulation step; the others follow at equal distance
@@ -56,12 +56,12 @@ class RandomStreams(Callback):
         seed: int = trainer.datamodule.seed  # type: ignore[attr-defined]  # Lightning's own omission
         _now.step = key_of(seed, Purpose.NETWORK, trainer.global_step)
         accumulation, size = trainer.accumulate_grad_batches, self._split.dp_size
-        _now.first = batch_idx % accumulation * size + self._split.dp_rank  # as `TrainSampler` cuts a batch
+        _now.first = batch_idx % accumulation * size + self._split.dp_rank  # `TrainSampler` cuts a batch likewise
         _now.distance = accumulation * size
         begin_part()
 
     def step_state(self) -> dict[str, Any]:
-        """What the draws of a step follow from: `Replay` writes it down, and puts it back to repeat the step."""
+        """The position from which the draws of a step follow. `Replay` restores it to repeat the step."""
         return dict(vars(_now))
 
     def load_step_state(self, state: dict[str, Any]) -> None:
@@ -74,9 +74,10 @@ class RandomStreams(Callback):
 
 
 def begin_part(place: int = 0, *, device: torch.device | None = None) -> None:
-    """From now on draw for part `place` of this process's own, counted from 0; nothing changes outside of a training.
+    """Draw for part `place` of this process's parts from now on; do nothing outside of a training.
 
-    Processes that hold a replica together draw the same. With `device`, the generators of others stay as they are.
+    Processes that hold a replica together draw the same. With `device`, the generators of other devices stay as they
+    are.
     """
     if _now.step is not None:
         _now.part = key_of(_now.step, place * _now.distance + _now.first)
@@ -84,7 +85,7 @@ def begin_part(place: int = 0, *, device: torch.device | None = None) -> None:
 
 
 def begin_stage(stage: int) -> None:
-    """From now on draw for this stage of the part, whose blocks need have no streams of their own."""
+    """Draw for this stage of the part from now on; its blocks need not have streams of their own."""
     if _now.step is not None:
         _seed(key_of(_now.part, -1 - stage))  # numbers of blocks are not negative
 
@@ -104,7 +105,7 @@ def _seed(seed: int, device: torch.device | None = None) -> None:
 
 
 def _in_blocks(network: nn.Module) -> Iterator[nn.Module]:
-    """The blocks; in place of one that the network makes anew whenever it is asked, its layers in there."""
+    """The blocks of the network; a block that the network makes anew at each call is replaced by its layers."""
     parts = set(network.modules())
     chain = (blocks_of(network) or {}).values()
     yield from dict.fromkeys(module for block in chain for module in _topmost(block, parts))

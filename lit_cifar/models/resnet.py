@@ -32,14 +32,14 @@ class BasicBlock(torchvision_resnet.BasicBlock):  # type: ignore[misc]  # torchv
 class Bottleneck(torchvision_resnet.Bottleneck):  # type: ignore[misc]
     """The last two convolutions are split. They hold 13 of every 17 weights of most blocks of ResNet50.
 
-    Of the two pairs of neighbours it is the one with fewer values to sum where the block has a stride.
+    The first two have more values to sum where the block has a stride.
     """
 
     tensor_split: ClassVar[dict[str, SplitKind]] = {"conv2": "columns", "bn2": "channels", "conv3": "rows"}
 
 
 class ResNet(torchvision_resnet.ResNet):  # type: ignore[misc]
-    """torchvision's, which can be cut between its residual blocks."""
+    """torchvision's ResNet, which can be cut between its residual blocks."""
 
     tensor_split: ClassVar[dict[str, SplitKind]] = {"fc": "head"}
 
@@ -52,7 +52,7 @@ class ResNet(torchvision_resnet.ResNet):  # type: ignore[misc]
 
 
 class TinyResNet(ResNet):
-    """With an eighth of the channels behind the stem."""
+    """A ResNet with an eighth of the channels behind the stem."""
 
     def __init__(self, block: Any, layers: list[int], *, num_classes: int, **kwargs: Any) -> None:
         super().__init__(block, layers, num_classes=num_classes, **kwargs)
@@ -65,15 +65,15 @@ class TinyResNet(ResNet):
 
 @dataclass(frozen=True)
 class _Shape:
-    """What tells the networks apart."""
+    """The sizes in which the networks differ."""
 
-    num_blocks: tuple[int, ...]  # of each of the four layers
-    block: type[nn.Module] = BasicBlock  # what they are made of
+    num_blocks: tuple[int, ...]  # number of blocks of each of the four layers
+    block: type[nn.Module] = BasicBlock  # class of the blocks
     width: int = 64  # channels of the 3x3 convolutions in the first layer
 
 
 # He et al., "Deep residual learning for image recognition", 2016, table 1; the wide ones: Zagoruyko and Komodakis,
-# "Wide residual networks", 2016. Those with one block a layer are in neither. They are small networks for tests.
+# "Wide residual networks", 2016. Networks with one block a layer are in neither: they are for tests.
 SHAPES: dict[str, _Shape] = {
     "tiny": _Shape((1, 1, 1, 1), width=8),
     "tiny_bottleneck": _Shape((1, 1, 1, 1), Bottleneck, width=8),
@@ -110,6 +110,6 @@ def build_resnet(
     )
     if stem != "imagenet":
         network.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=2 if stem == "strided" else 1, padding=1, bias=False)
-        nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")  # as ResNet's own
+        nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")  # ResNet's own initialisation
         network.maxpool = nn.Identity()
     return network

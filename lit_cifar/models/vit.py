@@ -21,7 +21,7 @@ Arch = Literal["vit_micro", "vit_tiny"]
 
 @dataclass(frozen=True)
 class _Shape:
-    """What tells the networks apart."""
+    """The sizes in which the networks differ."""
 
     dim: int  # values of a patch between two blocks
     num_blocks: int  # encoder blocks
@@ -37,7 +37,7 @@ SHAPES: dict[str, _Shape] = {
 
 
 class VisionTransformer(nn.Sequential):
-    """From float (n, 3, image_size, image_size) to logits (n, num_classes)."""
+    """Maps float images (n, 3, image_size, image_size) to logits (n, num_classes)."""
 
     def __init__(self, arch: Arch, *, num_classes: int, image_size: int) -> None:
         shape = SHAPES[arch]
@@ -58,7 +58,7 @@ class VisionTransformer(nn.Sequential):
 
 
 class PositionEmbedding(nn.Module):
-    """Adds to each patch what is learned of its place: (n, dim, rows, columns) to (n, rows x columns, dim)."""
+    """Adds a learned vector for each place to its patch: (n, dim, rows, columns) to (n, rows x columns, dim)."""
 
     def __init__(self, dim: int, *, num_patches: int) -> None:
         super().__init__()
