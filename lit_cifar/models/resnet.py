@@ -110,6 +110,6 @@ def build_resnet(
     )
     if stem != "imagenet":
         network.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=2 if stem == "strided" else 1, padding=1, bias=False)
-        nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")  # ResNet's own initialisation
+        nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")  # ResNet's initialisation
         network.maxpool = nn.Identity()
     return network
