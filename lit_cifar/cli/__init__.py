@@ -1,1 +1,1 @@
-"""`python -m lit_cifar`: the command line, and what it checks before anything starts."""
+"""`python -m lit_cifar`: the command line, and its checks before anything starts."""

@@ -1,4 +1,4 @@
-"""The checkpoint that a command starts from: which file, what it says about the run, and whether it fits the model."""
+"""The checkpoint that a command starts from: its file, its words about the run, and whether it fits the model."""
 
 import json
 import shlex
@@ -33,15 +33,15 @@ from lit_cifar.task.module import LitResNet
 
 
 class StartingCheckpoint:
-    """What is read from the checkpoint before the model is made; only a new fit has none.
+    """The checkpoint that a command starts from, read before the model is made. A new fit has none.
 
     With `--resume=auto` the `ckpt_path` of `config` is set.
     """
 
     def __init__(self, subcommand: str, config: Namespace) -> None:
-        self.position: dict[str, Any] = {}  # of the run that is resumed in its own folder; empty for a new run
-        self.audit: AuditRecord | None = None  # of a training that is resumed or validated
-        self.has_weights_alone = False  # with which the network starts
+        self.position: dict[str, Any] = {}  # position of the run that is resumed in its own folder; empty for a new run
+        self.audit: AuditRecord | None = None  # record of a training that is resumed or validated
+        self.has_weights_alone = False  # whether the network only starts with its weights
         self.start = Start(None, "no checkpoint")
         self._content: dict[str, Any] | None = None
         self._config = config
@@ -83,7 +83,7 @@ class StartingCheckpoint:
             TrainedOn.of(self._content).name_classes(data)
 
     def check(self, module: LitResNet, data: CIFAR10DataModule) -> None:
-        """Refuse a checkpoint of another network or of other classes; weights alone are loaded at once."""
+        """Refuse a checkpoint of a different network or different classes; load weights alone at once."""
         content, self._content = self._content, None  # the file may be replaced from now on
         if content is None:
             return
@@ -123,7 +123,7 @@ class StartingCheckpoint:
 
 
 def _check_length(position: Mapping[str, int], trainer: Namespace) -> None:
-    """Refuse to resume a training that is longer already than it may become; one that is as long ends at once."""
+    """Refuse to resume a training that is already longer than it may become; one of equal length ends at once."""
     begun = position.get("epoch", 0) + (position.get("step", 0) > 0)
     for name, done in {"max_epochs": begun, "max_steps": position.get("global_step", 0)}.items():
         if trainer[name] is not None and 0 <= trainer[name] < done:
@@ -136,7 +136,7 @@ def _check_length(position: Mapping[str, int], trainer: Namespace) -> None:
 def _newest(subcommand: str, config: Namespace) -> tuple[str | None, list[str]]:
     """The checkpoint that `--resume=auto` resumes from, None if there is none yet; and why newer ones were refused.
 
-    If all were refused, rank 0 raises. The others tell what they have seen when the processes have met.
+    If all were refused, rank 0 raises. The other ranks report what they have seen when the processes have met.
     """
     flags = f"--resume={config.resume}"
     if subcommand != "fit":

@@ -1,7 +1,7 @@
 """The help of `fit`, `validate`, `test` and `predict`: the flags that most runs need, or with `--help=all` every flag.
 
-The texts are those of the parser's actions, which come from the docstrings of our classes, so each is written once.
-Flags without a class have theirs here, and some of Lightning's, whose own is very long or offers what is refused here.
+The texts come from the docstrings of our classes, by way of the parser's actions, so each is written once. The texts of
+flags without a class are here, and of some of Lightning's flags, whose own are very long or offer what is refused here.
 """
 
 import re
@@ -78,7 +78,7 @@ further commands, each with a --help of its own:
 
 
 class HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
-    """Keeps the lines of the epilog."""
+    """Help that keeps the lines of the epilog."""
 
 
 class HelpAction(_HelpAction):
@@ -122,7 +122,7 @@ def short_help(parser: ArgumentParser, groups: Mapping[str, tuple[str, ...]]) ->
 
 
 class _ShortFormatter(DefaultHelpFormatter):
-    """Without types, lists of known classes, and the forms `--FLAG+` that add to a list."""
+    """Help without types, lists of known classes, and the forms `--FLAG+` that add to a list."""
 
     def _get_help_string(self, action: Action) -> str:
         text = action.help or ""
@@ -133,7 +133,7 @@ class _ShortFormatter(DefaultHelpFormatter):
 
 
 def _in_words(default: Any) -> str:
-    """A default as a user would type it; of a class its name and arguments."""
+    """A default as a user would type it; a class is its name and arguments."""
     if isinstance(default, dict | Namespace) and "class_path" in default:
         arguments = ", ".join(f"{name}={value}" for name, value in default.get("init_args", {}).items())
         return f"{default['class_path'].rpartition('.')[2]} with {arguments}"

@@ -65,12 +65,12 @@ from lit_cifar.tools.audit import ReplicaAudit
 from lit_cifar.tools.commands import COMMANDS
 from lit_cifar.watchdog.callback import Watchdog
 
-# Words by which a run may ask for one of our strategies, itself or in a file; `ddp` and `ddp_spawn` are Lightning's.
+# Words by which a command or a file may ask for one of our strategies; `ddp` and `ddp_spawn` are Lightning's.
 MAY_NAME_STRATEGY = re.compile(r"strategy(?!=ddp(_spawn)?$)|config|^-c|^--trainer(=|$)", flags=re.IGNORECASE)
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run a subcommand; `args` are as on the command line, by default those of the process.
+    """Run a subcommand; `args` are the words of a command line, by default the process's own.
 
     An input that cannot work leaves by SystemExit, with status 2 and at most five lines on stderr; commands that are
     not Lightning's, with their own status.
@@ -86,7 +86,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run(words: list[str], *, args: list[str] | None) -> None:
-    """The command that `words` name; `args` are the same if they are not the process's own."""
+    """Run the command that `words` name; `args` are these words, or None for the process's own."""
     if words and words[0] in COMMANDS:
         raise SystemExit(COMMANDS[words[0]](words[1:]))
     check_command(words)
@@ -102,11 +102,11 @@ class CLI(LightningCLI):
     def __init__(self, words: Sequence[str], *, args: list[str] | None, lock: RunLock) -> None:
         self._lock = lock
         self._named = next((word for word in words[:1] if word in self.subcommands()), None)
-        self._own_loggers: list[Namespace] = []  # that the user has asked for
-        self._replicas: Any = None  # those of --virtual_replicas
-        self._ranks: ForkedRanks | None = None  # of --max_restarts
-        self._classes: tuple[str, ...] = ()  # of the data, or of the checkpoint if the pictures are gone
-        self._candidates: dict[str, float] = {}  # of --autotune, with the seconds of a step
+        self._own_loggers: list[Namespace] = []  # loggers that the user has asked for
+        self._replicas: Any = None  # callback of --virtual_replicas
+        self._ranks: ForkedRanks | None = None  # ranks of --max_restarts
+        self._classes: tuple[str, ...] = ()  # classes of the data, or of the checkpoint if the pictures are gone
+        self._candidates: dict[str, float] = {}  # candidates of --autotune, and the seconds of a step
         self._exported: AbstractContextManager[None] = nullcontext()
         super().__init__(
             LitResNet,
@@ -126,7 +126,7 @@ class CLI(LightningCLI):
             trainer_defaults={
                 "max_epochs": 15,
                 "enable_model_summary": False,
-                "num_sanity_val_steps": 0,  # 1,000 images, 10 s of a CPU core before the first step
+                "num_sanity_val_steps": 0,  # it would take 10 s of a CPU core before the first step
                 "callbacks": default_callbacks(),
             },
             auto_configure_optimizers=False,
@@ -136,7 +136,7 @@ class CLI(LightningCLI):
     # The parser.
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """What belongs to neither trainer, model nor data; the texts are in `help.py`."""
+        """Add flags that belong to neither trainer, model nor data; their texts are in `help.py`."""
         parser.add_argument("--run_dir", type=str | None, default=None)
         parser.add_argument("--resume", type=Literal["auto"] | None, default=None)
         parser.add_argument("--max_restarts", type=int, default=0)
@@ -149,13 +149,13 @@ class CLI(LightningCLI):
         parser.add_lightning_class_args(ReplicaAudit, "replica_audit")
 
     def setup_parser(self, *args: Any, **kwargs: Any) -> None:
-        """As Lightning does, with our texts for the subcommands."""
+        """Set up Lightning's parser, with our texts for the subcommands."""
         super().setup_parser(*args, **kwargs)
         replace_texts(self.parser)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         if self._named not in (None, subcommand):
-            return self.init_parser(**kwargs)  # adding the options of the others takes long, and nobody needs them
+            return self.init_parser(**kwargs)  # adding the options of other subcommands takes long
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         replace_texts(parser)
         cast(Parser, parser).common = COMMON[subcommand]
@@ -185,7 +185,7 @@ class CLI(LightningCLI):
         """Read the checkpoint.
 
         Lightning's own step would override the user's model flags by the checkpoint's, and knows "best" and "last",
-        which have no meaning here: each command has its run folder. Ranks that are forked read it themselves.
+        which have no meaning here: each command has its run folder. Forked ranks read the checkpoint themselves.
         """
         if self._arguments.max_restarts and self._ranks is None:
             check_restarts(self._arguments, self._subcommand)
@@ -221,7 +221,7 @@ class CLI(LightningCLI):
             self._exported = exported(chosen)
 
     def _images_at_once(self) -> int:
-        """How many images of a batch pass a layer together, in the mode that is asked for."""
+        """Number of images of a batch that pass a layer together, in the mode that is asked for."""
         from lit_cifar.tools.modes import SILENT
 
         asked, batch_size = self._arguments.trainer, int(self._arguments.data.batch_size)
@@ -273,7 +273,7 @@ class CLI(LightningCLI):
             config["plugins"].append(ProcessSyncBatchNorm())
         if self._arguments.model.compile == "cuda_graphs" and config["strategy"] == "ddp":
             import_module("lit_cifar.strategies")
-            config["strategy"] = "ddp_flat"  # what torch cannot put into a graph comes after it
+            config["strategy"] = "ddp_flat"  # its communication, which a graph cannot hold, comes after backward
         resolve_world_size(config)
         try:
             trainer = super()._instantiate_trainer(config, callbacks)
@@ -287,11 +287,11 @@ class CLI(LightningCLI):
         return trainer
 
     def _fork(self, config: dict[str, Any], ranks: ForkedRanks) -> None:
-        """Go on in each rank, with model and data that are there, from what is now the newest checkpoint."""
+        """Go on in each forked rank, with the present model and data, from the checkpoint that is now the newest."""
         num_ranks = count_processes(config)
         self.datamodule.prepare_data()
         self.datamodule.setup(self._subcommand)
-        for name in ("lit_cifar.watchdog.monitor", "lit_cifar.tools.audit.gradients"):  # every rank needs them
+        for name in ("lit_cifar.watchdog.monitor", "lit_cifar.tools.audit.gradients"):  # imports that every rank needs
             import_module(name)
         places = ranks.fork(num_ranks, partial(self._can_train, config))
         if len(places) < num_ranks:
@@ -351,7 +351,7 @@ class CLI(LightningCLI):
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
-        # There is no training state to resume, and the model has its weights.
+        # Weights alone hold no training state to resume, and the model has loaded them.
         return kwargs | {"ckpt_path": None} if self._start.has_weights_alone else kwargs
 
     def _make_run_folder(self) -> Path:
@@ -369,7 +369,7 @@ class CLI(LightningCLI):
             with as_config_error():
                 self.trainer.loggers = [*ours, *(logger_below(folder, given) for given in self._own_loggers)]
         except ConfigError:
-            if process_rank() == 0:  # which holds the lock until the program ends
+            if process_rank() == 0:  # rank 0 holds the lock until the program ends
                 with suppress(OSError):
                     (folder / LOCK).unlink()
                     folder.rmdir()  # nothing was written

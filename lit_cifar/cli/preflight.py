@@ -1,4 +1,4 @@
-"""Mistakes in a user's arguments that one process finds before others are started; a Trainer finds them in each."""
+"""Checks of a user's arguments in one process, before others are started; a Trainer would fail in each."""
 
 import math
 import shlex
@@ -39,7 +39,7 @@ from lit_cifar.models.autotune import cpu_has_bf16
 from lit_cifar.models.blocks import check_network, unreached_parameters
 from lit_cifar.task.module import LitResNet
 
-_MANY = 2**16  # of what there is a list
+_MANY = 2**16  # upper bound for numbers of things that a list holds
 # The least and the largest value of numbers that nobody else checks before the first step.
 BOUNDS: dict[str, tuple[float, float]] = {
     "max_restarts": (0, math.inf),
@@ -113,7 +113,7 @@ def check_bounds(arguments: Namespace) -> None:
     """Refuse numbers outside of `BOUNDS`."""
     for name, (least, most) in BOUNDS.items():
         value = arguments.get(name)
-        if isinstance(value, str) and value.isdecimal():  # as the number of devices is read
+        if isinstance(value, str) and value.isdecimal():  # the number of devices is read as a string
             value = int(value)
         if isinstance(value, int | float) and not least <= value <= most:
             rule = f"at least {least}" if most == math.inf else f"between {least} and {most}"
@@ -163,7 +163,7 @@ def check_saved_config(parser: ArgumentParser, arguments: Namespace) -> None:
             warnings.warn(str(error), stacklevel=1)
     said = "".join(str(found.message) for found in caught if issubclass(found.category, UserWarning))
     if said:
-        text = "".join(said.split())  # without the ends of jsonargparse's lines
+        text = "".join(said.split())  # jsonargparse's line breaks are left out
         named = [f"--{name}={value}" for name, value in _settings(arguments) if "".join(str(value).split()) in text]
         raise ConfigError(
             f"{named[0] if named else said} cannot be written to config.yaml, by which the run is repeated",
@@ -172,7 +172,7 @@ def check_saved_config(parser: ArgumentParser, arguments: Namespace) -> None:
 
 
 def _settings(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Each object in `value` that is neither a number nor a word, with its name as on the command line."""
+    """Each object in `value` that is neither a number nor a word, with its name on the command line."""
     if isinstance(value, Namespace | dict):
         for key, item in (vars(value) if isinstance(value, Namespace) else value).items():
             within = key in ("init_args", "dict_kwargs")
@@ -185,7 +185,7 @@ def _settings(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_unasked_resume(trainer: Any) -> None:
-    """Refuse to start a training that Lightning would resume from what another has saved at an exception."""
+    """Refuse to start a training that Lightning would resume from the file that another saved at an exception."""
     for callback in trainer.callbacks:
         if isinstance(callback, OnExceptionCheckpoint) and Path(callback.ckpt_path).exists():
             raise ConfigError(
@@ -232,9 +232,9 @@ def check_run(
 ) -> None:
     """Refuse a run that cannot work, and leave `data` set up.
 
-    `asked` are the arguments that all three were made from, `audit` is that of the checkpoint that a fit is resumed
-    from or that is validated, `replicas` are the callback of `--virtual_replicas`. The trainer's processes are not
-    started.
+    `asked` are the arguments that trainer, module and data were made from, `audit` is the record in the checkpoint that
+    a fit is resumed from or that is validated, `replicas` is the callback of `--virtual_replicas`. The trainer's
+    processes are not started.
     """
     if trainer.world_size == 1 and asked.trainer.sync_batchnorm:
         rank_zero_warn("--trainer.sync_batchnorm=true has no effect with one process, which sees the whole batch")
@@ -282,7 +282,7 @@ def check_run(
 
 
 def _try_optimizer(module: LitResNet) -> Optimizer:
-    """The user's optimizer, from which the schedule takes a step; the fit makes both anew."""
+    """Make the user's optimizer and schedule, and let the schedule take a step; the fit makes both anew."""
     with as_config_error(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the schedule's step comes before the optimizer's
         optimizer = module.make_optimizer(module.network.parameters())
@@ -397,7 +397,7 @@ def _check_averaging(trainer: Trainer) -> None:
 
 
 def _check_precision(trainer: Trainer, asked: Namespace, *, compiles: bool) -> None:
-    """Refuse a precision that Lightning has replaced by another one, and a network that cannot be compiled."""
+    """Refuse a precision that Lightning has replaced, and a network that cannot be compiled."""
     if str(asked.precision).startswith("16") and trainer.precision == "bf16-mixed":
         raise ConfigError(
             f"--trainer.precision={asked.precision} needs a GPU: it scales the loss for float16. On the CPU Lightning "
@@ -439,7 +439,7 @@ def _check_cuda_graphs(trainer: Trainer, *, has_parts: bool) -> None:
 def _check_matrices(optimizer: Optimizer) -> None:
     """Refuse virtual replicas with an optimizer that multiplies several matrices at once.
 
-    How many a process has depends on the mode, and with their number a library may choose another kernel.
+    Their number in a process depends on the mode, and a library may choose kernels by that number.
     """
     if getattr(optimizer, "steps_matrices", False):
         raise ConfigError(

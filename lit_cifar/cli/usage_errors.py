@@ -1,4 +1,4 @@
-"""How the command line reports a user's mistake: at most five lines, and exit status 2."""
+"""Reports of a user's mistake on the command line: at most five lines, and exit status 2."""
 
 import re
 import shlex
@@ -25,7 +25,7 @@ from lit_cifar.tools.commands import COMMANDS
 
 PROGRAM = "python -m lit_cifar"
 _MAX_LINES = 5
-_ARGUMENT_OF_NAME = re.compile(  # in jsonargparse's message
+_ARGUMENT_OF_NAME = re.compile(  # a part of jsonargparse's message
     r"""key "trainer\.strategy":.* import path string: (\S+)\n.*NestedArg\(key='(.+?)', val=(.*)\)""",
     flags=re.DOTALL,
 )
@@ -69,7 +69,7 @@ class Parser(LightningArgumentParser):
         refuse(problem, remedy=help if guess is None else f"did you mean {guess}? {help}")
 
     def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As jsonargparse, with a short error if the file is not text."""
+        """Parse a file like jsonargparse, with a short error if it is not text."""
         try:
             return super().parse_path(cfg_path, *args, **kwargs)
         except UnicodeDecodeError as error:
@@ -101,7 +101,7 @@ def as_config_error() -> Iterator[None]:
 def _config_error_of(error: Exception) -> ConfigError:
     """An error of Lightning or torch about an argument, with our remedy where we know one."""
     if "invalid strategy name" in str(error):
-        from lit_cifar.tools.modes import MODES  # and all strategies with it
+        from lit_cifar.tools.modes import MODES  # this imports all strategies
 
         modes = ["auto", *(mode.name for mode in MODES if mode.name != "single")]
         problem = str(error).split(". ")[0]
@@ -119,13 +119,13 @@ def _config_error_of(error: Exception) -> ConfigError:
 def cli_exit() -> Iterator[None]:
     """End the program with the words of a `ConfigError`: with status 2, or 1 if a file could not be saved.
 
-    What Lightning refuses only after the run has begun ends it with status 2 too, and Ctrl-C with 130: not with 1, as
-    if something had failed.
+    What Lightning refuses only after the run has begun ends it with status 2 too, and Ctrl-C with 130, because nothing
+    has failed.
     """
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as end:
-        if not any(isinstance(its, KeyboardInterrupt) for its in (end, end.__context__)):  # which Lightning replaces
+        if not any(isinstance(error, KeyboardInterrupt) for error in (end, end.__context__)):  # Lightning replaces it
             raise
         if process_rank() == 0:
             print("lit_cifar: interrupted", file=sys.stderr, flush=True)
@@ -166,7 +166,7 @@ def _refuse_arguments_of_name(message: str) -> None:
 
 
 def _without_alternatives(message: str) -> str:
-    """The message about an option that may be one of several types, reduced to the type that was meant."""
+    """A message about an option of several types, reduced to the type that was meant."""
     key, _, rest = message.partition("\n")
     _, found, meant = rest.partition("- Problem with given class_path ")
     return f"{key} {meant.rpartition('Given value type')[0]}" if found else message

@@ -1,1 +1,1 @@
-"""What a run prints and leaves in its folder: run folder, metrics, figures, accuracy per rank, throughput."""
+"""Output of a run, printed and in its folder: metrics, figures, accuracy per rank, throughput."""

@@ -1,4 +1,4 @@
-"""What a run ran on, as one JSON object: versions, processor, GPUs, parallel layout, command, commit."""
+"""The environment of a run, as one JSON object: versions, processor, GPUs, parallel layout, command, commit."""
 
 import os
 import platform
@@ -40,7 +40,7 @@ def environment(trainer: Trainer, *, data_name: str) -> dict[str, Any]:
 
 
 def start_and_versions() -> dict[str, Any]:
-    """When and by which command this process was started, from which commit, with which versions."""
+    """Start time, command, commit and versions of this process."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command_line(sys.argv),

@@ -21,7 +21,7 @@ from lit_cifar.reporting.run_folder import run_folder
 Split = Literal["val", "test"]
 PER_RANK, CONFUSION, PREDICTIONS = "per_rank.csv", "confusion.csv", "predictions.csv"
 PER_RANK_COLUMNS = ("split", "rank", "correct", "total", "accuracy")
-CONFUSION_COLUMNS = ("split", "class")  # and then the names of the classes
+CONFUSION_COLUMNS = ("split", "class")  # the names of the classes follow
 PREDICTION_COLUMNS = ("file", "class", "confidence", "error")
 
 
@@ -105,7 +105,7 @@ class PerRankAccuracy(EvaluationCallback):
             log_to_tensorboard(trainer, seen)
 
     def _print(self, trainer: Trainer, split: str) -> None:
-        if trainer.is_global_zero:  # when the progress bar is closed
+        if trainer.is_global_zero:  # the progress bar is closed by now
             title = f"Accuracy per rank, {split}, {_datamodule(trainer).name}"
             Console().print(_per_rank_table(self.counts[split], title=title))
 
@@ -148,7 +148,7 @@ class ConfusionCounts(EvaluationCallback):
         folder = run_folder(trainer)
         if folder is None:
             return
-        # Every process takes part; torchmetrics keeps the sum, also for the figures.
+        # Every process takes part. torchmetrics keeps the sum, which the figures use too.
         counts = pl_module.evaluation_metrics(split).compute()["confusion"]
         if trainer.is_global_zero:
             write_confusion(folder, split, _datamodule(trainer).classes, counts.tolist())
@@ -211,7 +211,7 @@ def _predicted(table: Tensor, classes: tuple[str, ...]) -> list[tuple[str, str, 
     for label, confidence, times in table.tolist():
         if times == 0:
             cells.append(("", "", "not classified: the run was limited to fewer batches"))
-        else:  # several times if several processes hold one replica: their results are equal, and so is the mean
+        else:  # processes that hold one replica have equal results, so the mean is the result
             cells.append((classes[round(label / times)], f"{confidence / times:.6f}", ""))
     return cells
 

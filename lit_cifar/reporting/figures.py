@@ -1,4 +1,4 @@
-"""What an evaluation looks like in TensorBoard: accuracy per class, confusion matrix, the most confident mistakes.
+"""Figures of an evaluation in TensorBoard: accuracy per class, confusion matrix, the most confident mistakes.
 
 Figures are drawn with matplotlib's objects alone: no pyplot, no window, no global state.
 """
@@ -24,9 +24,9 @@ from lit_cifar.errors import one_line, printable
 from lit_cifar.reporting.evaluation_tables import EvaluationCallback, Split
 from lit_cifar.reporting.loggers import log_to_tensorboard, logged_step, tensorboard_writer
 
-_IMAGE_SIDE = 160  # pixels of an image, however many it has
-_MOST_CLASSES = 20  # with numbers and all names: the figure of more is no larger, and their texts would take minutes
-_LONGEST = 16  # characters of a name
+_IMAGE_SIDE = 160  # side in pixels at which an image of any size is drawn
+_MOST_CLASSES = 20  # more classes get no numbers and not all names: their texts would take minutes
+_LONGEST = 16  # most characters of a name
 SPLIT_WORDS: dict[Split, str] = {"val": "validation", "test": "test"}
 
 
@@ -51,7 +51,7 @@ class EvaluationFigures(EvaluationCallback):
     Args:
         num_wrong: Number of misclassified images to show, over all processes.
         every_n_epochs: Draw after every n-th epoch of a fit and after its last, which takes a core some tenths of a
-            second. With 0 nothing is drawn, also in `validate` and `test`.
+            second. With 0 nothing is drawn, even in `validate` and `test`.
     """
 
     def __init__(self, *, num_wrong: int = 16, every_n_epochs: int = 1) -> None:
@@ -82,10 +82,10 @@ class EvaluationFigures(EvaluationCallback):
     def _draw(self, trainer: Trainer, pl_module: Any, split: Split) -> None:
         """Read the numbers here and draw in a thread, so that training does not wait."""
         counts = pl_module.evaluation_metrics(split).compute()["confusion"]
-        confusion = counts.to("cpu", copy=True)  # it is drawn while counting continues
+        confusion = counts.to("cpu", copy=True)  # counting continues while it is drawn
         confidence, ids, predictions = self._worst.gather(trainer)
         writer = tensorboard_writer(trainer)
-        if writer is None:  # every rank but 0, and runs without TensorBoard
+        if writer is None:  # on every rank but 0, and without TensorBoard
             return
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
         step, title = logged_step(trainer), f"{datamodule.name}, {SPLIT_WORDS[split]}"
@@ -135,7 +135,7 @@ class MostConfidentMistakes:
 
     def __init__(self, k: int) -> None:
         self.k = k
-        # All have k rows, of which some may be nothing yet: collectives want equal shapes.
+        # All processes have k rows, of which some may be empty: collectives want equal shapes.
         self._confidence = torch.full((k,), -1.0)
         self._choice = torch.full((k, 2), -1)  # id and predicted label
 
@@ -152,11 +152,11 @@ class MostConfidentMistakes:
     def gather(self, trainer: Trainer) -> tuple[list[float], list[int], list[int]]:
         """Confidences, ids and predicted labels of the k worst over all processes; each process must call this."""
         device = trainer.strategy.root_device
-        # With one process all_gather returns its argument, else it adds a dimension in front.
+        # For one process all_gather returns its argument, for several it adds a dimension in front.
         confidences = trainer.strategy.all_gather(self._confidence.to(device)).reshape(-1).cpu().numpy()
         choices = trainer.strategy.all_gather(self._choice.to(device)).reshape(-1, 2).cpu().numpy()
         wrong = confidences >= 0
-        # A sample is here twice when evaluation is padded; np.unique also sorts by id.
+        # A padded evaluation yields a sample twice; np.unique also sorts by id.
         ids, first = np.unique(choices[wrong, 0], return_index=True)
         confidences, predictions = confidences[wrong][first], choices[wrong, 1][first]
         order = np.argsort(-confidences, kind="stable")[: self.k]
@@ -188,7 +188,7 @@ def _look_up(
 
 
 def confusion_figure(confusion: Tensor, classes: Sequence[str], *, title: str) -> Figure:
-    """Counts in cells, coloured by their share of the row; of very many classes no counts, and only some names.
+    """Counts in cells, coloured by their share of the row; many classes get no counts, and only some names.
 
     `confusion` is int64, (C, C), on the CPU; rows are the truth, columns the predictions of the C `classes`.
     """
@@ -198,7 +198,7 @@ def confusion_figure(confusion: Tensor, classes: Sequence[str], *, title: str) -
     side = 3.0 + 0.5 * min(num_classes, _MOST_CLASSES)
     figure = Figure(figsize=(side + 0.4, side - 0.4), dpi=100, layout="constrained")
     axes = figure.add_subplot()
-    # With square cells the layout would push the name of the axis over the edge.
+    # Square cells would make the layout push the name of the axis over the edge.
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     named = range(0, num_classes, math.ceil(num_classes / _MOST_CLASSES))
     names = [shortened(classes[label]) for label in named]
@@ -228,7 +228,7 @@ def wrong_images_figure(wrong: Sequence[WrongImage], *, title: str) -> Figure:
     for position, item in enumerate(wrong):
         left, top = 20 + 200 * (position % columns), height - 140 - 230 * (position // columns)
         image = Image.fromarray(item.image.permute(1, 2, 0).numpy())
-        # Of a larger image this takes means, of a smaller one it repeats pixels.
+        # BOX takes means of a larger image, and repeats pixels of a smaller one.
         pixels = np.asarray(image.resize((_IMAGE_SIDE, _IMAGE_SIDE), Image.Resampling.BOX))
         figure.figimage(pixels, left, top - _IMAGE_SIDE)
         truth, prediction = shortened(item.truth), shortened(item.prediction)

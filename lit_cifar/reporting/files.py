@@ -1,9 +1,10 @@
-"""How a run's files are written: whole, so that a reader never sees half of one, and on the disk when it matters.
+"""Writing of a run's files: whole, so that a reader never sees half of one, and onto the disk when it matters.
 
 A kill loses nothing that has been written; a machine that loses power loses what was not synced.
 
-A spreadsheet computes what begins with `=`, `+`, `-` or `@`, and names of files and classes may come from anybody. Such
-a cell of a CSV file gets an apostrophe before it, by which a spreadsheet knows a text, unless it is a number.
+A spreadsheet computes a cell that begins with `=`, `+`, `-` or `@`, and names of files and classes may come from
+anybody. Such a cell of a CSV file gets an apostrophe in front, by which a spreadsheet knows a text, unless it is a
+number.
 """
 
 import csv
@@ -20,9 +21,9 @@ _FORMULA = re.compile(r"'*[=+\-@\t\r]")
 
 @contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
-    """A draft to write to, UTF-8, which replaces `path` in the end: that is the old file until the new one is complete.
+    """Yield a UTF-8 draft, which replaces `path` in the end: that is the old file until the new one is complete.
 
-    Characters that are no text, as in names of files, are written as their original bytes.
+    Characters that are no text, such as in names of files, are written as their original bytes.
     """
     draft = path.with_name(path.name + ".part")
     with draft.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
@@ -53,7 +54,7 @@ def sync(path: Path) -> None:
 
 
 def replace_csv(path: Path, rows: Iterable[Sequence[Any]]) -> None:
-    """Write a table as a whole: `path` is the old one until the new one is complete, also for a run that is killed."""
+    """Write a table as a whole: `path` is the old one until the new one is complete, even if the run is killed."""
     with replacing(path) as file:
         csv.writer(file, lineterminator="\n").writerows(map(_as_text, row) for row in rows)
 
@@ -75,7 +76,7 @@ def replace_split(path: Path, header: Sequence[str], split: str, rows: Iterable[
 
 
 def plain(cell: str) -> str:
-    """A cell that was read, without the apostrophe that `replace_csv` has put before it."""
+    """A cell that was read, without the apostrophe of `replace_csv`."""
     return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
 
 

@@ -1,4 +1,4 @@
-"""The two loggers of a run, TensorBoard's events and `metrics.csv`, also of a run that is resumed."""
+"""The two loggers of a new or resumed run: TensorBoard's events and `metrics.csv`."""
 
 import csv
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ def logger_below(folder: Path, given: Namespace) -> Logger:
 class _ContinuedWriter(ExperimentWriter):
     """One row for each step, after the first lines of an existing `metrics.csv`, which Lightning would delete.
 
-    What is logged of a step by several calls, as by training and validation at the end of an epoch, goes into one row.
+    Values that several calls log for a step, such as training and validation at the end of an epoch, go into one row.
     Learning rates, which are logged before the step, wait for the rest of their row.
     """
 
@@ -95,7 +95,7 @@ class _ContinuedWriter(ExperimentWriter):
         self._last, self._grows = rows[-1], False
 
     def _rows(self) -> list[dict[str, str]]:
-        """Those in the file, if there is one."""
+        """The rows of the file, none if there is no file."""
         header, *rows = read_csv(self._path) or [[]]
         return [dict(zip(header, row, strict=False)) for row in rows if row]
 
@@ -122,5 +122,5 @@ def log_to_tensorboard(trainer: Trainer, numbers: Mapping[str, float]) -> None:
 
 
 def logged_step(trainer: Trainer) -> int:
-    """The step at which Lightning logs an evaluation: in a fit that of the training batch before it, counted from 0."""
+    """The step at which Lightning logs an evaluation: in a fit the training batch before it, counted from 0."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped

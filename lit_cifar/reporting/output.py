@@ -1,7 +1,7 @@
-"""What a run writes to its terminal: our own lines, results and warnings, without Lightning's banners.
+"""Terminal output of a run: our own lines, results and warnings, without Lightning's banners.
 
-A run describes itself in `lit_cifar.reporting.run_report`. Lightning's messages of level INFO repeat that in other
-words, or repeat what the user has typed. Those of callbacks, loggers and profilers that a user has added are shown.
+A run describes itself in `lit_cifar.reporting.run_report`. Lightning's messages of level INFO repeat that in different
+words, or repeat the user's input. Those of callbacks, loggers and profilers that a user has added are shown.
 """
 
 import errno
@@ -22,17 +22,17 @@ from lit_cifar.errors import printable
 # Warnings of Lightning and torch that appear in every run, or in every run of a mode, and that no user can act on.
 _NOISE = (
     r".*LeafSpec.* is deprecated",  # Lightning's own use of torch's pytree, from torch 2.15 on
-    r"torch.distributed.nn.functional.all_gather is deprecated",  # likewise, in Strategy.all_gather
-    r"barrier\(\): using the device under current context",  # the right one; torch cannot know of `ddp_mp`'s others
+    r"torch.distributed.nn.functional.all_gather is deprecated",  # Lightning calls it in Strategy.all_gather
+    r"barrier\(\): using the device under current context",  # it is right; torch cannot know `ddp_mp`'s other ones
     r"Total length of `list` across ranks is zero",  # --data.val_size=0 is meant
-    r"Checkpoint directory .* exists and is not empty",  # of a resumed run; a new one begins in an empty folder
+    r"Checkpoint directory .* exists and is not empty",  # a run is resumed; a new one begins in an empty folder
     r"Detected call of `lr_scheduler.step\(\)` before",  # 16-mixed leaves out steps until its scale fits
-    r"You passed .* AMP with fp16 is not supported on CPU",  # refused
+    r"You passed .* AMP with fp16 is not supported on CPU",  # the command line refuses it
     r"Glyph \d+ .* missing from",  # a class name in letters that matplotlib's font lacks is drawn in boxes
     r"The dirpath has changed from",  # a test writes to a folder of its own, and ranks no checkpoints
-    r"You requested to overfit but enabled val dataloader shuffling",  # nobody shuffles it
+    r"You requested to overfit but enabled val dataloader shuffling",  # nothing shuffles it
     r"GPU available but not used",  # --trainer.accelerator=cpu is meant
-    r"The `srun` command is available .* but is not used",  # on every login node of SLURM, in every run
+    r"The `srun` command is available .* but is not used",  # every run on a login node of SLURM
     r"The number of training batches .* is smaller than the logging interval",  # every epoch is logged at its end
 )
 _CHOSEN = ("callbacks", "loggers", "profilers")  # Lightning's folders of classes that a user adds by name
@@ -47,7 +47,7 @@ _LEVELS = {
 
 
 def leave_out_banners() -> None:
-    """Set Lightning's loggers, and the filters and the form of warnings, of this process, for good."""
+    """Set this process's Lightning loggers, warning filters and form of warnings, for good."""
     form = warnings.formatwarning
     warnings.formatwarning = lambda *args, **kwargs: _own_form(*args) or form(*args, **kwargs)
     for message in _NOISE:
@@ -101,9 +101,9 @@ _NOWHERE = io.TextIOBase()
 
 
 class _Outlasting:
-    """A text stream that does not fail when the one in its place does; everything else is that one's own.
+    """A text stream that does not fail when `stream` does; everything else is the stream's own.
 
-    A program's own object, such as one that writes to two places, need not have more than `write`.
+    An object of the user's program, such as one that writes to two places, need not have more than `write`.
     """
 
     def __init__(self, stream: Any, *, name: str) -> None:
@@ -132,11 +132,11 @@ class _Outlasting:
                 self._discard(error)
 
     def _discard(self, error: Exception) -> None:
-        """From now on; for the processes that this one will start as well, and for what Python flushes at its end."""
+        """Discard output from now on, also of processes that this one will start, and of Python's flush at its end."""
         self._discards = True
         with suppress(AttributeError, OSError, ValueError):
             descriptor, null = self._stream.fileno(), os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, descriptor)
             os.close(null)
-        if getattr(error, "errno", None) != errno.EPIPE:  # whoever stops to read knows it
+        if getattr(error, "errno", None) != errno.EPIPE:  # EPIPE: the reader has stopped reading, and knows it
             print(f"lit_cifar: what {self._name} shows ends here: {error}", file=sys.stderr)

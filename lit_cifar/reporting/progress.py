@@ -1,4 +1,4 @@
-"""How fast and how far a training is: images per second, and a bar in a terminal or plain lines in a log file."""
+"""Speed and progress of a training: images per second, and a bar in a terminal or plain lines in a log file."""
 
 import math
 import sys
@@ -114,7 +114,7 @@ class ProgressBar(TQDMProgressBar):
     back from the device in every step; here it is read when the bar is updated.
     """
 
-    # All of it in 80 columns, where the bar itself is what gives way.
+    # All of it fits into 80 columns, where the bar itself gives way.
     BAR_FORMAT = "{desc} {n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}"
     DONE_FORMAT = "{desc} {n_fmt}/{total_fmt} {bar} {elapsed}{postfix}"
 
@@ -173,7 +173,7 @@ class ProgressBar(TQDMProgressBar):
             self._write_line(trainer, metrics, "done")
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        # Of this step, while the run logs them at its log points only.
+        # These values are of this step, while the run logs them at its log points only.
         ask: Any = getattr(pl_module, "step_metrics", dict)
         return _short(trainer.callback_metrics | ask(), STEP_NAMES)
 

@@ -52,7 +52,7 @@ def pooled(counts: Iterable[AccuracyCount]) -> AccuracyCount:
 
 
 def deviates(counts: Sequence[AccuracyCount], *, level: float = FAMILY_WISE_LEVEL) -> list[bool]:
-    """For each rank, whether it differs from the other ranks together by more than chance explains.
+    """Whether each rank differs from the other ranks together by more than chance explains.
 
     Each rank is tested at `level / len(counts)` (Bonferroni). So equally good ranks raise a flag in at most a share
     `level` of all evaluations, however many ranks there are. The most extreme rank is flagged first, and the remaining
@@ -81,7 +81,7 @@ def log_chance(part: AccuracyCount, whole: AccuracyCount) -> float:
     Source: R. A. Fisher, "The Design of Experiments" (1935), chapter II.
     """
     hits, marked = part.correct, whole.correct
-    if hits * whole.total < marked * part.total:  # below average: as many wrong samples or more is the tail
+    if hits * whole.total < marked * part.total:  # a part below average: the tail is as many wrong samples or more
         hits, marked = part.total - hits, whole.total - marked
     tail = _log_upper_tail(hits, drawn=part.total, marked=marked, population=whole.total)
     return min(0.0, math.log(2) + tail)

@@ -26,7 +26,7 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunLock:
-    """Held by rank 0, the only one that writes to the folder, from before it looks for a checkpoint until it ends.
+    """The lock of a run folder. Rank 0, the only writer, holds it from its look for a checkpoint until it ends.
 
     This relies on `flock`. The kernel releases the lock when the process ends, also by SIGKILL, and programs that the
     process starts do not inherit it. On NFS Linux turns it into a lock of the server. Other machines then see it, and
@@ -63,11 +63,11 @@ class RunLock:
 
 
 def _check_links(folder: Path) -> None:
-    """Refuse links out of `folder`: the run would write through them over what may belong to others."""
+    """Refuse links out of `folder`: the run would write through them, perhaps over others' files."""
     root = folder.resolve()
     for parent, folders, files in os.walk(folder):
         for path in (Path(parent, name) for name in (*folders, *files)):
-            target = Path(os.path.realpath(path))  # of links in a circle too
+            target = Path(os.path.realpath(path))  # also resolves links in a circle
             if path.is_symlink() and not target.is_relative_to(root):
                 raise ConfigError(
                     f"{path} is a link to {target}, outside of the run folder, which the run would write over",
@@ -136,7 +136,7 @@ def run_folder(trainer: Trainer) -> Path | None:
 
 
 def process_rank() -> int:
-    """This process's rank; before the process group exists, from the launcher's environment variables."""
+    """This process's rank, known from the launcher's environment variables before the process group exists."""
     return int(getattr(rank_zero_only, "rank", 0))
 
 
@@ -152,7 +152,7 @@ def _make_unused(folder: Path) -> Path:
 
 
 def _names(folder: Path) -> Iterator[Path]:
-    """Paths of nothing so far, for a folder beside `folder`."""
+    """Unused paths for a folder beside `folder`."""
     names = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
     return (name for name in names if not name.exists())
 
@@ -161,13 +161,13 @@ class SavedConfig(SaveConfigCallback):
     """Saves the resolved configuration, without the flags that tie it to this run.
 
     These are `run_dir`, `resume`, `max_restarts` and, of a fit, `ckpt_path`: a command that reads the file has a run
-    folder of its own and names its checkpoint itself. Of `autotune` only what it has chosen is kept. A resumed run
+    folder of its own and names its checkpoint itself. The choice of `autotune` is kept, not the flag. A resumed run
     replaces the file at its first step, so that a run that is refused or has no step left does not.
     """
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, *, logger: Any, **kwargs: Any) -> None:
         super().__init__(parser, config.clone(), **kwargs)
-        self.overwrite = config.resume is not None  # the file of the run before it was interrupted
+        self.overwrite = config.resume is not None  # a resumed run has a file already
         self._resumed = self.overwrite and config.ckpt_path is not None
         self.config.run_dir = self.config.resume = None
         self.config.max_restarts, self.config.autotune = 0, False

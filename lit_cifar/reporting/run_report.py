@@ -1,4 +1,4 @@
-"""What a run prints about itself: its settings at the start, its folder and the next commands at the end."""
+"""The lines that a run prints about itself: settings at the start, folder and next commands at the end."""
 
 import json
 import os
@@ -21,9 +21,9 @@ FILE_NAME = "environment.json"
 
 
 class RunReport(Callback):
-    """Writes `environment.json`, and prints on rank 0 what a user wants to know before and after a run.
+    """Writes `environment.json`, and prints on rank 0 a summary before and after a run.
 
-    Before a fit these are model, data, global batch and mode (the command line calls `announce`); afterwards the
+    Before a fit it prints model, data, global batch and mode (the command line calls `announce`); afterwards the
     result, the run folder, and the commands to look at it and to test its checkpoint. Other subcommands print the mode
     and the folder. A run that fails prints no result.
     """
@@ -36,7 +36,7 @@ class RunReport(Callback):
         self._pid = os.getpid()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Prepare the terminal of a spawned process, as the parent has done its own: this is unpickled first."""
+        """Prepare the terminal of a spawned process like the parent's: this callback is unpickled first."""
         self.__dict__.update(state)
         if self._pid != os.getpid():
             outlast_streams()
@@ -56,7 +56,7 @@ class RunReport(Callback):
         self._started_at = perf_counter()
         self._folder = run_folder(trainer)
         if not trainer.is_global_zero or self._folder is None or (self._folder / FILE_NAME).exists():
-            return  # a file that is there belongs to the run's first stage
+            return  # an existing file belongs to the run's first stage
         self._folder.mkdir(parents=True, exist_ok=True)
         found = environment(trainer, data_name=trainer.datamodule.name)  # type: ignore[attr-defined]
         if self.candidates:
@@ -79,7 +79,7 @@ class RunReport(Callback):
 
 
 def opening_lines(trainer: Trainer, pl_module: LightningModule, datamodule: Any) -> list[str]:
-    """Model, data, global batch and mode of a fit, a line each, and those of `Strategy.split_lines()`.
+    """Model, data, global batch and mode of a fit, a line each, and the lines of `Strategy.split_lines()`.
 
     This is called on rank 0 alone and before `Strategy.setup`, so `split_lines()` must neither communicate nor need
     what `setup` makes.
@@ -116,7 +116,7 @@ def _mode(trainer: Trainer) -> str:
 
 
 def _division(batch_size: int, batch_split: BatchSplit, accumulated: int) -> str:
-    """How the global batch is divided, e.g. "64 = 2 replicas x 4 microbatches x 8 images per optimizer step"."""
+    """The division of the global batch, e.g. "64 = 2 replicas x 4 microbatches x 8 images per optimizer step"."""
     share = batch_size / (batch_split.num_replicas * batch_split.num_microbatches * accumulated)
     microbatches = f" x {batch_split.num_microbatches} microbatches" if batch_split.num_microbatches > 1 else ""
     steps = f" x {accumulated} accumulated" if accumulated > 1 else ""
@@ -155,7 +155,7 @@ def next_steps(folder: Path, stage: str, *, checkpoint: Path | None = None) -> l
 
 
 def _unread(datamodule: Any) -> list[str]:
-    """How many files `predict` could not read, and the first of them, in a line; nothing if it has read all."""
+    """A line on the number of files that `predict` could not read, and the first of them; none if it has read all."""
     files, errors = datamodule.folder.files, datamodule.folder.errors
     broken = [f"{file}: {error}" for file, error in zip(files, errors, strict=True) if error is not None]
     return [_line("not read", f"{len(broken)} of {len(files)} files; the first is {broken[0]}")] if broken else []
@@ -163,12 +163,12 @@ def _unread(datamodule: Any) -> list[str]:
 
 def shown(path: Path) -> str:
     """`path` quoted for the shell, and relative if it is below the current folder."""
-    absolute, here = path.absolute(), Path.cwd()  # not resolve(): the user may have named a link
+    absolute, here = path.absolute(), Path.cwd()  # resolve() would lose a link that the user has named
     return shlex.quote(str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute))
 
 
 def _compared(seconds: dict[str, float]) -> str:
-    """The fastest, and how many times as long a step of each of the others takes."""
+    """The fastest candidate, and the factor by which a step of each of the others is longer."""
     best = min(seconds, key=lambda each: seconds[each])
     others = ", ".join(f"{each} {time / seconds[best]:.2f}x" for each, time in seconds.items() if each != best)
     return f"{best}; slower: {others}"
@@ -179,5 +179,5 @@ def _line(label: str, text: str) -> str:
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
-    """E.g. "2 processes"."""
+    """A number and its noun, such as "2 processes"."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"

@@ -1,1 +1,1 @@
-"""What is trained: the LightningModule, its metrics and its optimizers."""
+"""The LightningModule that is trained, its metrics and its optimizers."""

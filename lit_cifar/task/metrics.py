@@ -1,7 +1,7 @@
 """Metrics of training and evaluation: integer counts on the device, for which the host never waits.
 
 torchmetrics' own updates count with `torch.bincount`, which reads the largest number of its argument, or with vectors
-of zeros and ones, some dozens of operators. States and results of these are the same.
+of zeros and ones, some dozens of operators. States and results of the metrics here are the same.
 """
 
 from typing import Literal
@@ -51,7 +51,7 @@ class TopAccuracy(MulticlassAccuracy):
             right = (preds.argmax(dim=1) == target).sum()
             self.tp.add_(right)
             self.fn.add_(len(target) - right)
-        else:  # here torchmetrics counts each class separately
+        else:  # torchmetrics would count each class separately
             found = (preds.topk(self.top_k, dim=1).indices == target[:, None]).any(dim=1)
             self.tp.index_add_(0, target, found.to(self.tp))
             self.fn.index_add_(0, target, found.logical_not().to(self.fn))
@@ -101,9 +101,9 @@ class EvaluationMetrics(nn.Module):
 
 
 class EpochMeans(Callback):
-    """Lets all processes compute the means of an epoch together, before others of its hooks ask for them on one alone.
+    """Lets all processes compute the means of an epoch together, before a hook of one alone asks for them.
 
-    That one would wait for the rest for ever. Progress bars of Lightning's ask on rank 0.
+    A rank that computes alone waits for the others for ever. Lightning's progress bars ask on rank 0.
     """
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

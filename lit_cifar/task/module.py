@@ -135,7 +135,7 @@ class LitResNet(L.LightningModule):
         self.lr_scaling: LRScaling = lr_scaling
         self.base_batch_size = base_batch_size
         self._forward_fn: Callable[[Tensor], Tensor] | None = None
-        self.virtual_replicas: Any = None  # passes the parts of a batch one by one: strategies/virtual_replicas.py
+        self.virtual_replicas: Any = None  # the callback of strategies/virtual_replicas.py
         self._newest: tuple[Tensor, Tensor, Tensor] | None = None  # losses, logits, labels of a batch
         self._logged_epoch: int | None = None
         self._recipe: Recipe | None = None
@@ -147,7 +147,7 @@ class LitResNet(L.LightningModule):
         self.test_metrics = EvaluationMetrics("test", num_classes)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_current_fx_name":  # assigned by Lightning 40 times a step, which torch would look at each time
+        if name == "_current_fx_name":  # Lightning assigns it 40 times a step, and torch would inspect it each time
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
@@ -165,7 +165,7 @@ class LitResNet(L.LightningModule):
             if isinstance(metric, Metric):
                 metric.reset()
         self._newest = self._logged_epoch = self._resumed = None
-        if self.compiles:  # a strategy with a function of its own sets it later
+        if self.compiles:  # a strategy may later replace it by its own function
             self.use_forward_fn(Compiled(self.network, cuda_graphs=self.cuda_graphs))
 
     def teardown(self, stage: str) -> None:
@@ -175,8 +175,8 @@ class LitResNet(L.LightningModule):
     def use_forward_fn(self, forward_fn: Callable[[Tensor], Tensor] | None) -> None:
         """Let `forward` call `forward_fn`, which runs `self.network`, or with None the network itself again.
 
-        For strategies that split the network or its batch inside one process. Whatever they wrap around the network
-        stays outside of this module's children, so that checkpoints keep their keys.
+        Strategies that split the network or its batch call this. Whatever they wrap around the network stays outside of
+        this module's children, so that checkpoints keep their keys.
         """
         self._forward_fn = forward_fn
 
@@ -200,7 +200,7 @@ class LitResNet(L.LightningModule):
         loss: Tensor = self._train_on(batch) if replicas is None else replicas.train(self, batch, self._train_on)
         self._log_epoch()
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning's own omission
-        # Not in every step: Lightning's `log` takes longer than the rest of what it does in a step.
+        # Logging every step would be slow: Lightning's `log` takes longer than all else that it does in a step.
         if every and (self.trainer.global_step + 1) % every == 0:
             self.log_dict(self.step_metrics())
         return loss
@@ -210,7 +210,7 @@ class LitResNet(L.LightningModule):
         logits = self(batch.images)
         losses = self.loss(logits, batch.labels)
         found = losses.detach(), logits.detach(), batch.labels
-        if self._newest is None:  # of several parts the first one, which the same process has everywhere
+        if self._newest is None:  # the first of several parts is with the same process in every mode
             self._newest = found
         self.train_loss.update(found[0])
         self.train_acc.update(*found[1:])
@@ -224,7 +224,7 @@ class LitResNet(L.LightningModule):
             self.log("train/acc", self.train_acc, on_step=False, on_epoch=True)
 
     def on_train_epoch_end(self) -> None:
-        """Log them of an epoch too that is resumed after its last batch."""
+        """Log the means of an epoch that is resumed after its last batch, too."""
         self._log_epoch()
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
@@ -265,7 +265,7 @@ class LitResNet(L.LightningModule):
         if self.test_views == 6:
             padded = F.pad(images, [1] * 4, mode="reflect")
             views = [(images, 1 / 4), (padded[:, :, 2:, 2:], 1 / 8), (padded[:, :, :-2, :-2], 1 / 8)]
-        # A product at once: a CUDA graph overwrites the logits.
+        # The product is made at once: a CUDA graph overwrites the logits.
         logits = [weight * self._logits(each) for view, weight in views for each in (view.contiguous(), view.flip(3))]
         return torch.stack(logits).sum(dim=0)
 
@@ -275,7 +275,7 @@ class LitResNet(L.LightningModule):
         return logits
 
     def evaluation_metrics(self, split: Literal["val", "test"]) -> MetricCollection:
-        """What callbacks draw: `acc_per_class`, float (C,), and `confusion`, int64 (C, C), rows are the truth."""
+        """Metrics to draw: `acc_per_class`, float (C,), and `confusion`, int64 (C, C), whose rows are the truth."""
         return (self.val_metrics if split == "val" else self.test_metrics).details
 
     def _evaluate(self, batch: Batch, metrics: EvaluationMetrics) -> Tensor:
@@ -288,7 +288,7 @@ class LitResNet(L.LightningModule):
         return logits
 
     def configure_callbacks(self) -> list[Callback]:
-        """What a run needs that may be resumed in the middle of an epoch, unless the Trainer was given it."""
+        """The callbacks that a run needs to resume in the middle of an epoch, without those that the Trainer has."""
         trainer: Any = self.trainer
         needed = [ExactResume, *([RandomStreams] if isinstance(trainer.datamodule, CIFAR10DataModule) else [])]
         given = {type(callback) for callback in trainer.callbacks}
@@ -319,7 +319,7 @@ class LitResNet(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **when}}
 
     def on_train_start(self) -> None:
-        """Use this run's own settings of optimizer and schedule, where a resumed training had others."""
+        """Use this run's own settings of optimizer and schedule where those of a resumed training differ."""
         if self._resumed is not None and self._recipe is not None:
             found, step, trainer = self._resumed.get(SETTINGS), self.trainer.global_step, self.trainer
             before = found if isinstance(found, dict) else None
@@ -354,11 +354,11 @@ class LitResNet(L.LightningModule):
     ) -> "LitResNet":
         """The network that the file's header describes, with the file's weights.
 
-        `kwargs`, the constructor's and Lightning's, come before the header; `network` must be among them for a network
-        of your own. Only tensors and primitives are read in any case.
+        `kwargs`, those of the constructor and of Lightning, override the header; `network` must be among them for a
+        network of your own. Only tensors and primitives are read in any case.
 
         Raises:
-            CheckpointError: The file cannot be read, or holds another network.
+            CheckpointError: The file cannot be read, or holds a different network.
         """
         content = read_checkpoint(Path(checkpoint_path))
         header = Header.of(content)
@@ -368,25 +368,25 @@ class LitResNet(L.LightningModule):
                 remedy=f"pass network={header.network.rpartition('.')[2]}(...)",
             )
         arguments = header.arguments() | kwargs
-        arguments.pop("weights_only", None)  # never without
+        arguments.pop("weights_only", None)  # weights alone, always
         source: Any = checkpoint_path
-        if Path(checkpoint_path).is_dir():  # in parts, which Lightning cannot read
+        if Path(checkpoint_path).is_dir():  # a checkpoint in parts, which Lightning cannot read
             torch.save(content, source := BytesIO())
             source.seek(0)
         return super().load_from_checkpoint(source, map_location, weights_only=True, **arguments)
 
     def _data(self) -> CIFAR10DataModule | None:
-        """The data of the run, if they are ours: others do not say what their classes are called."""
+        """The data module of the run, if it is ours: others do not name their classes."""
         try:
             data = self.trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
-        except RuntimeError:  # there is no Trainer
+        except RuntimeError:  # without a Trainer
             return None
         return data if isinstance(data, CIFAR10DataModule) else None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write the plain network's keys and a header that says which network it is."""
         checkpoint["state_dict"] = plain(strip_prefix(checkpoint["state_dict"]))
-        if "optimizer_states" in checkpoint:  # not in one of weights alone
+        if "optimizer_states" in checkpoint:  # the checkpoint is not of weights alone
             checkpoint["optimizer_states"] = plain(checkpoint["optimizer_states"])
             name_optimizer(checkpoint, self.trainer.optimizers[0], self.lr_schedulers())
             if self._recipe is not None:

@@ -24,14 +24,15 @@ class MuonSGD(Optimizer):
         params: All parameters of a network.
         lr: Learning rate of the filters.
         lr_others: Learning rate of all other parameters.
-        lr_biases: Another learning rate of those with one dim. Weight decay still shrinks them as fast as the others.
-        momentum: Of the filters.
-        weight_decay: Of all other parameters.
-        iterations: Of the Newton-Schulz iteration that makes a matrix orthogonal. It is computed in bfloat16 on a GPU,
-            in the precision of the parameters on a CPU or if they are float64.
+        lr_biases: A separate learning rate of parameters with one dim. Weight decay still shrinks them as fast as the
+            others.
+        momentum: Momentum of the filters.
+        weight_decay: Weight decay of all other parameters.
+        iterations: Number of Newton-Schulz iterations that make a matrix orthogonal. They are computed in bfloat16 on a
+            GPU, in the precision of the parameters on a CPU or if they are float64.
     """
 
-    steps_matrices: ClassVar[bool] = True  # of whole parameters, several at once
+    steps_matrices: ClassVar[bool] = True  # whether a step takes whole matrices, several at once
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class MuonSGD(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As of every torch optimizer."""
+        """Take a step; `closure` computes the loss, as for every torch optimizer."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -77,7 +78,7 @@ class MuonSGD(Optimizer):
         return loss
 
     def _nesterov(self, parameters: list[Tensor], momentum: float, weight_decay: float) -> list[Tensor]:
-        """What SGD with Nesterov momentum subtracts, before the learning rate."""
+        """The step of SGD with Nesterov momentum, before the learning rate."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if weight_decay:
             gradients = list(torch._foreach_add(gradients, parameters, alpha=weight_decay))
@@ -91,16 +92,16 @@ class MuonSGD(Optimizer):
 
 
 def _step_filters(parameters: list[Tensor], directions: list[Tensor], lr: float, iterations: int) -> None:
-    """All matrices of a shape at once: a GPU would wait for the host if each were multiplied alone."""
+    """Step all matrices of a shape at once: a GPU would wait for the host if each were multiplied alone."""
     order = sorted(range(len(parameters)), key=lambda index: _kind(parameters[index]))
     targets: list[Tensor] = []
     values: list[Tensor] = []
     for _, group in groupby(order, key=lambda index: _kind(parameters[index])):
         pairs = [(parameters[index], directions[index]) for index in group]
-        matrices = [_ordered(weight, as_in=weight).view(len(weight), -1) for weight, _ in pairs]  # where they lie
+        matrices = [_ordered(weight, as_in=weight).view(len(weight), -1) for weight, _ in pairs]  # views of the weights
         momenta = torch.stack([_ordered(found, as_in=weight).reshape(len(found), -1) for weight, found in pairs])
         weights = torch.stack(matrices)
-        weights *= weights.shape[1] ** 0.5 / weights.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)  # may all be 0
+        weights *= weights.shape[1] ** 0.5 / weights.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)  # all may be 0
         weights.sub_(orthogonal(momenta, iterations=iterations), alpha=lr)
         targets += matrices
         values += weights.unbind()
@@ -114,7 +115,7 @@ def _kind(parameter: Tensor) -> tuple[str, str, tuple[int, ...]]:
 def _ordered(filters: Tensor, *, as_in: Tensor) -> Tensor:
     """A view with the dimensions in the order in which those of `as_in` lie in memory.
 
-    Another order of a matrix's columns changes nothing, if it is the same for weights and momentum.
+    The order of a matrix's columns does not matter, if it is the same for weights and momentum.
     """
     return filters if as_in.is_contiguous() else filters.permute(0, 2, 3, 1)
 
@@ -122,12 +123,12 @@ def _ordered(filters: Tensor, *, as_in: Tensor) -> Tensor:
 def orthogonal(matrices: Tensor, *, iterations: int) -> Tensor:
     """Matrices (n, rows, columns) with their singular values brought near 1, between 0.5 and 1.5 after five iterations.
 
-    Computed in bfloat16 on a GPU unless `matrices` are float64, as rounding matters little here. Of the type of
-    `matrices`.
+    They are computed in bfloat16 on a GPU unless `matrices` are float64, because rounding matters little here. The
+    result has the type of `matrices`.
     """
     half = matrices.is_cuda and matrices.dtype == torch.float32
     found = matrices.to(torch.bfloat16) if half else matrices
-    found = found / found.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)  # so that no singular value is above 1
+    found = found / found.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)  # no singular value is above 1 then
     for _ in range(iterations):
         gram = found @ found.mT
         found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), found, beta=_A)

@@ -1,4 +1,4 @@
-"""The default optimizer, and the learning rate schedule that torch does not have; all others are torch.optim's own."""
+"""The default optimizer, and a learning rate schedule that torch lacks; all others are torch.optim's own."""
 
 import math
 import warnings
@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-_OF_RATE = ("base_lrs", "_last_lr")  # in the state of a schedule
-# Of a parameter group: by which kernels a step is computed, not what it is.
+_OF_RATE = ("base_lrs", "_last_lr")  # learning rates in the state of a schedule
+# Entries of a parameter group that choose the kernels of a step, and do not change its result.
 _HOW = ("foreach", "fused", "capturable", "differentiable")
-_PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # what ReduceLROnPlateau has come to
+_PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # the progress of ReduceLROnPlateau
 
 
 class NesterovSGD(SGD):
@@ -25,9 +25,9 @@ class NesterovSGD(SGD):
     chosen instead. Here only `lr` is explicit.
 
     Args:
-        params: As of SGD.
-        lr: As of SGD.
-        fused: As of SGD: all parameters in one kernel.
+        params: Passed on to SGD.
+        lr: Passed on to SGD.
+        fused: Passed on to SGD: all parameters in one kernel.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class WarmupDecay(LRScheduler):
 def keep_saved_types(optimizer: Optimizer) -> None:
     """Have `load_state_dict` give scalars of the state back the type that they were saved with.
 
-    How a step is computed, as by fused kernels, stays as it is in `optimizer`. torch gives all but `step` the type of
-    the parameter. NAdam's `mu_product`, say, is float32 also for parameters in float64, and a resumed run would round
-    it in another way.
+    Settings of how a step is computed, such as fused kernels, stay those of `optimizer`. torch gives all state but
+    `step` the type of the parameter. But NAdam's `mu_product`, for example, is float32 even for parameters in float64,
+    and a resumed run would round it differently.
     """
     saved: list[dict[str, Any]] = []
 
@@ -110,13 +110,13 @@ def keep_saved_types(optimizer: Optimizer) -> None:
 
 
 class Recipe:
-    """What an optimizer and its schedule are made of, before the first step; no reference to either is kept.
+    """The settings of an optimizer and its schedule before the first step; no reference to either is kept.
 
-    A checkpoint brings all of that along in the states of both. A resumed run has its own: these are what its user has
-    typed and what its `config.yaml` says.
+    A checkpoint brings the settings of the training before in the states of both. A resumed run has its own: those that
+    its user has typed and that its `config.yaml` holds.
 
     Args:
-        optimizer: As it was made, without a schedule.
+        optimizer: The optimizer before a schedule changes it.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -125,11 +125,11 @@ class Recipe:
         self._schedule: dict[str, Any] = {}
 
     def add(self, optimizer: Optimizer, scheduler: Any) -> None:
-        """Note a schedule that has not taken a step, and what it has made of the optimizer's settings."""
+        """Note a schedule that has not taken a step, and the optimizer's settings as it has changed them."""
         self._groups, self._schedule = _groups(optimizer), deepcopy(scheduler.state_dict())
 
     def settings(self) -> dict[str, Any]:
-        """By name, for a checkpoint."""
+        """The settings by name, for a checkpoint."""
         found = {f"lr_scheduler.{name}": value for name, value in self._schedule.items() if name not in _OF_RATE}
         for number, group in enumerate(self._made):
             label = f"optimizer[{number}]" if number else "optimizer"
@@ -153,7 +153,7 @@ class Recipe:
         loaded = scheduler.state_dict()
         for group, fresh in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(fresh)
-        if isinstance(scheduler, ReduceLROnPlateau):  # which has followed a metric
+        if isinstance(scheduler, ReduceLROnPlateau):  # it follows a metric
             for number, (group, rate) in enumerate(zip(optimizer.param_groups, rates, strict=True)):
                 label = f"optimizer[{number}].lr" if number else "optimizer.lr"
                 then = (before or own).get(label) or own[label]
