@@ -1,1 +1,1 @@
-"""Checkpoints: what a file holds, how it is written and read, and how training resumes from it."""
+"""Checkpoints: the content of a file, writing and reading it, and resuming a training from it."""

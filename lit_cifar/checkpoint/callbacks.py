@@ -1,4 +1,4 @@
-"""When a run saves: the best checkpoint by validation accuracy, the last two, and what ranks agree on between steps.
+"""Saving: the best checkpoint by validation accuracy, the last two, and the agreement of ranks between steps.
 
 Between two optimizer steps everything that belongs to the first is done, including validation, and nothing of the
 second has begun. A checkpoint written there holds exactly the state of an uninterrupted run.
@@ -30,7 +30,7 @@ from lit_cifar.launch.signals import EXIT_STOPPED, Keystrokes, end_together, sto
 from lit_cifar.reporting.run_folder import run_folder
 
 _MAX_IDS = 64
-_MAX_STEPS = 1000  # between two agreements, however short they are
+_MAX_STEPS = 1000  # most steps between two agreements
 
 
 def settle(trainer: Trainer) -> None:
@@ -62,7 +62,7 @@ def failing_together(trainer: Trainer, *, behind: bool = False) -> Iterator[None
 
 
 def files_of(trainer: Trainer) -> CheckpointFiles:
-    """The plugin that writes; for a Trainer with another one, one that has nothing to write."""
+    """The plugin that writes checkpoints; for a Trainer whose plugin is not ours, one with nothing to write."""
     files = trainer.strategy.checkpoint_io
     return files if isinstance(files, CheckpointFiles) else CheckpointFiles()
 
@@ -73,8 +73,8 @@ class BestCheckpoint(ModelCheckpoint):
     Args:
         monitor: Logged metric that ranks the checkpoints.
         mode: Whether the maximum or the minimum of the metric is best.
-        save_top_k: How many of the best checkpoints to keep; from the second on they are called `best-v1.ckpt` and so
-            on. With -1 all are kept, with 0 none.
+        save_top_k: Number of the best checkpoints to keep; the second and later ones are called `best-v1.ckpt` and so
+        on. With -1 all are kept, with 0 none.
         every_n_epochs: Number of epochs between checkpoints.
     """
 
@@ -93,12 +93,12 @@ class BestCheckpoint(ModelCheckpoint):
             save_top_k=save_top_k,
             every_n_epochs=every_n_epochs,
             auto_insert_metric_name=False,
-            # A resumed run that does not yet know of the only best file replaces it.
+            # A resumed run may not yet know the only best file. It then replaces the file.
             enable_version_counter=save_top_k not in (0, 1),
         )
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Recognise the run's best files if its folder was moved or is given by another name.
+        """Recognise the run's best files if its folder was moved or is given by a different name.
 
         Lightning forgets them and their scores unless the folder's name is the same string.
         """
@@ -115,12 +115,12 @@ class BestCheckpoint(ModelCheckpoint):
         return path and str(Path(self.dirpath or "") / Path(path).name)
 
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
-        """Save and warn of nothing if there was no validation, as before the first one that `max_steps` allows."""
+        """Save, unless there was no validation, such as when `max_steps` ends the run before the first one."""
         if self.monitor in monitor_candidates or trainer.fit_loop.epoch_loop.val_loop._has_run:
             super()._save_topk_checkpoint(trainer, monitor_candidates)
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        # Loggers that upload the file need it complete.
+        # Loggers may upload the file, which must be complete.
         idle = (Logger.after_save_checkpoint, TensorBoardLogger.after_save_checkpoint)
         behind = all(type(logger).after_save_checkpoint in idle for logger in trainer.loggers)
         with failing_together(trainer, behind=behind):
@@ -357,7 +357,7 @@ class StepBoundary(Callback):
         self._stop(trainer, message, remedy=_cause(trainer, step), status=1)
 
     def _stop(self, trainer: Trainer, message: str, *, remedy: str, status: int) -> NoReturn:
-        settle(trainer)  # before the newest checkpoint is named
+        settle(trainer)  # the newest checkpoint is named below
         path = self._last.newest if self._last else None
         newest = f"the newest checkpoint is {path}" if path else "there is no checkpoint yet"
         end_together(trainer, f"{message}\n{newest}\n{remedy}", status=status)
@@ -370,7 +370,7 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def _cause(trainer: Trainer, num_steps: int) -> str:
-    """Why numbers are not finite after `num_steps` optimizer steps."""
+    """The likely reason for numbers that are not finite after `num_steps` optimizer steps."""
     if not num_steps:
         return "no step had been taken before: look at the images and labels"
     rate = trainer.optimizers[0].param_groups[0]["lr"]

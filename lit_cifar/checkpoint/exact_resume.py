@@ -1,7 +1,7 @@
-"""A resumed run continues with the next sample, also in another mode or on another number of processes.
+"""A resumed run continues with the next sample, even in a different mode or on more or fewer processes.
 
 Order, augmentation and schedule are functions of (seed, epoch, step). Beside weights, optimizer and schedule a
-checkpoint must therefore hold the position in the epoch, and what the epoch's metrics had counted until then.
+checkpoint must therefore hold the position in the epoch, and the counts of the epoch's metrics until then.
 """
 
 import socket
@@ -30,20 +30,20 @@ from lit_cifar.reporting.environment import cpu_model
 
 
 class Start(NamedTuple):
-    """What a process starts from."""
+    """The checkpoint that a process starts from."""
 
-    digest: str | None  # of the checkpoint's content; None for no checkpoint
+    digest: str | None  # digest of the checkpoint's content; None for no checkpoint
     text: str  # file and position, or why there is none
-    newest: str | None = None  # what the run's newest file carries; of one that is damaged too
+    newest: str | None = None  # digest that the run's newest file carries, even if that is damaged
     host: str = socket.gethostname()
 
 
 class SameStart(Callback):
-    """Compares the starts of all processes once they have met, and ends all of them if one has another than rank 0.
+    """Compares the starts of all processes once they have met, and ends all if one differs from rank 0.
 
     Only rank 0, which reads the file for all, may have found that the newest one is damaged.
 
-    `start` is this process's own. Under `ddp_spawn` all have that of the parent.
+    `start` is this process's own. Under `ddp_spawn` all processes have the parent's.
     """
 
     def __init__(self, start: Start) -> None:
@@ -92,7 +92,7 @@ class Position:
     def write(self, loops: dict[str, Any], *, accumulation: int) -> None:
         """Write this position into `loops`, the "fit_loop" entry of a checkpoint.
 
-        Lightning counts loader batches. The `accumulation` of the resumed run says how many a step has.
+        Lightning counts loader batches. A step has `accumulation` of them, in the resumed run.
         """
         entered = self.epoch + self.started
         epochs = {"ready": entered, "started": entered, "processed": self.epoch, "completed": self.epoch}
@@ -114,7 +114,7 @@ class ExactResume(Callback):
         self._resumed: Position | None = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Write both, and the logs, which belong to a checkpoint, to the disk."""
+        """Write position, counts, and the logs, which belong to a checkpoint, to the disk."""
         for logger in trainer.loggers:
             logger.save()
         checkpoint[POSITION] = asdict(Position.of(trainer))
@@ -125,7 +125,7 @@ class ExactResume(Callback):
         if trainer.state.fn != TrainerFn.FITTING or POSITION not in checkpoint:
             return
         for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning's own omission
-            if isinstance(callback, EarlyStopping):  # whose state would replace what the user has asked for
+            if isinstance(callback, EarlyStopping):  # the state would replace the user's settings
                 checkpoint["callbacks"].get(callback.state_key, {})["patience"] = callback.patience
         position = Position(**checkpoint[POSITION])
         position.write(checkpoint["loops"]["fit_loop"], accumulation=trainer.accumulate_grad_batches)
@@ -154,7 +154,7 @@ class ExactResume(Callback):
         self._correct_step(trainer)
         monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
         if all(monitor in trainer.callback_metrics for monitor in monitors):
-            trainer.fit_loop._restarting = False  # else Lightning skips it at the end of this epoch
+            trainer.fit_loop._restarting = False  # otherwise Lightning skips the schedule at the end of this epoch
 
     def _correct_step(self, trainer: Trainer) -> None:
         if self._resumed is not None:
@@ -163,7 +163,7 @@ class ExactResume(Callback):
 
 
 class Fingerprint(Callback):
-    """Of a run with virtual replicas: a checkpoint says what its bits depend on, and a run that has others warns."""
+    """Writes into checkpoints, with virtual replicas, what the bits depend on. A run that differs there warns."""
 
     def __init__(self, num_parts: int | None) -> None:
         self.num_parts = num_parts
@@ -207,7 +207,7 @@ def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
     buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
     loader: Any = trainer.train_dataloader
     sampler: TrainSampler = loader.sampler
-    # As many as in a batch: for others a compiled network would be compiled once more.
+    # The number of a batch is taken because a compiled network would be compiled again for others.
     num_images = sampler.batch_size // (sampler.batch_split.dp_size * sampler.accumulation)
     shape: tuple[int, ...] = pl_module.image_shape  # type: ignore[assignment]
     blank = torch.zeros(num_images, *shape, device=pl_module.device)
@@ -235,9 +235,9 @@ def _completed(count: int) -> dict[str, int]:
 
 
 def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Metric]]:
-    """Those of the training: an evaluation always begins anew, so nobody reads what one had counted.
+    """The metrics of the training. An evaluation always begins anew, so its counts are not needed.
 
-    Without a user's own whose states are lists of what they have seen: these begin anew too.
+    A user's own metrics whose states are lists of all that they have seen are left out: these begin anew too.
     """
     return (
         (name, child)

@@ -36,19 +36,19 @@ from lit_cifar.reporting.files import make_folder, replacing, sync
 from lit_cifar.watchdog import HELPER
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
-INDEX = "index.ckpt"  # in the folder that a checkpoint in parts is, see `sharded.py`
-DIGESTS = "weights.sha256"  # in the run folder: a line for each epoch, by which two runs can be compared by eye
+INDEX = "index.ckpt"  # a file of a checkpoint in parts, which is a folder, see `sharded.py`
+DIGESTS = "weights.sha256"  # a file of the run folder: a line for each epoch, to compare two runs by eye
 _DIGEST_LINE = re.compile(r"[0-9a-f]{64}  epoch (\d+)")
 _DISK = (errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _LABEL = b"sha256="
 _COMMENT_BYTES = len(_LABEL) + 2 * hashlib.sha256().digest_size
 _CHUNK_BYTES = 1 << 22
-_LARGE_BYTES = 1 << 20  # of a tensor that is sent alone
+_LARGE_BYTES = 1 << 20  # a tensor of this size or more is sent alone
 TENSORS_ALONE = "put nothing but tensors and primitives into a checkpoint, in `on_save_checkpoint` and `state_dict`"
 
 
 def snapshot(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy with its tensors on the CPU, which later steps do not change."""
+    """Copy `content` with its tensors on the CPU, where later steps do not change them."""
     copied: dict[str, Any] = tree_map_only(Tensor, lambda each: each.detach().to("cpu", copy=True), dict(checkpoint))
     return copied
 
@@ -69,7 +69,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 
 def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """As `write_checkpoint`, but for its errors."""
+    """Write like `write_checkpoint`, but raise the errors as they are."""
     draft = path.with_name(f"{path.name}.part")
     try:
         _write_synced(draft, _serialise(checkpoint))
@@ -81,10 +81,10 @@ def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 
 def put_in_place(draft: Path, path: Path) -> None:
-    """Give the file or folder `draft` its name. The `last.ckpt` before it becomes `previous.ckpt` if it can go on."""
+    """Rename the file or folder `draft` to `path`. A resumable `last.ckpt` there becomes `previous.ckpt`."""
     if path.name == LAST and _is_resumable(path):
         previous = path.with_name(PREVIOUS)
-        if path.is_dir() or previous.is_dir():  # which cannot replace one another
+        if path.is_dir() or previous.is_dir():  # a file cannot replace a folder, nor a folder a file
             remove(previous)
         path.replace(previous)
     elif path.is_dir() or draft.is_dir():
@@ -94,7 +94,7 @@ def put_in_place(draft: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A file or a folder, if there is one."""
+    """Remove a file or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -102,21 +102,21 @@ def remove(path: Path) -> None:
 
 
 def index_of(path: Path) -> Path:
-    """Of a checkpoint in parts the file that says what it holds; else `path`."""
+    """The index of a checkpoint in parts; `path` for one that is a file."""
     return path / INDEX if path.is_dir() else path
 
 
 def read_whole(path: Path) -> dict[str, Any]:
-    """As `read_checkpoint`, once the content is known to be what was written; else a `CheckpointError`."""
-    if not path.is_dir():  # whose files are verified one by one
+    """Verify and read a checkpoint. Raise a `CheckpointError` if its content is not what was written."""
+    if not path.is_dir():  # the files of a folder are verified one by one
         verify_checkpoint(path)
     return read_checkpoint(path)
 
 
 def read_by_first(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `read` returns, or the `CheckpointError` that it raises, in the first process; all must call this.
+    """Call `read` in the first process, and return its result or raise its `CheckpointError` in all.
 
-    Large tensors are sent one by one.
+    Every process must call this. Large tensors are sent one by one.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return read()
@@ -171,8 +171,8 @@ def newest_valid(folder: Path, *, whole: bool = True) -> tuple[Path | None, list
     """`last.ckpt`, else `previous.ckpt` of a run's `checkpoints/`, else None; and why newer ones were refused, a line
     each.
 
-    Without `whole` a file is opened and not read, so that damage to its tensors is not found. Nor is it in the parts of
-    one in parts, before they are read; that one is missing or of another save is.
+    Without `whole` a file is opened and not read, so that damage to its tensors is not found. Damage to a checkpoint in
+    parts is found when they are read; a part that is missing or of a different save is found here.
     """
     refused = []
     for path in (folder / LAST, folder / PREVIOUS):
@@ -191,7 +191,7 @@ def _check_resumable(path: Path, *, whole: bool = True) -> None:
     """Raise a `CheckpointError` if a training cannot go on from `path`."""
     if whole:
         verify_checkpoint(index_of(path))
-    from lit_cifar.checkpoint.sharded import check_parts  # which imports this
+    from lit_cifar.checkpoint.sharded import check_parts  # that file imports this one
 
     content = read_checkpoint(index_of(path), mapped=True)
     check_parts(content, path)
@@ -203,13 +203,13 @@ def _check_resumable(path: Path, *, whole: bool = True) -> None:
 
 
 def _serialise(checkpoint: Mapping[str, Any]) -> bytes:
-    """The bytes of the file, in memory: what is read back is compared with what should have been written."""
+    """The bytes of the file, in memory, to compare with those that are read back."""
     buffer = io.BytesIO()
     torch.save(dict(checkpoint), buffer)
     buffer.seek(-2, os.SEEK_END)  # the last two bytes of an archive without a comment say that it has 0 bytes
     buffer.write(struct.pack("<H", _COMMENT_BYTES))
-    # Not getbuffer(): Python 3.12.1 was seen to crash when it collected that. No variable may refer to the content: the
-    # next write would then copy all of it, while other threads wait.
+    # getbuffer() was seen to crash Python 3.12.1 when it was collected. No variable may refer to the content: the next
+    # write would then copy all of it, while other threads wait.
     digest = hashlib.sha256(buffer.getvalue()).hexdigest()
     buffer.write(_LABEL + digest.encode())
     return buffer.getvalue()
@@ -239,7 +239,7 @@ def _write_synced(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # or reading back would show the memory
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # otherwise the memory would be read back
 
 
 def _read_back(draft: Path, path: Path) -> None:
@@ -309,7 +309,7 @@ class CheckpointFiles(CheckpointIO):
     Attributes:
         behind: Whether a save returns before its file is written, and raises nothing.
         quiet: Whether a save that waits for its file raises nothing either. See `failing_together`.
-        failure: Of a save that nobody has reported yet. While there is one, nothing more is written.
+        failure: Failure of a save that nobody has reported yet. While there is one, nothing more is written.
     """
 
     def __init__(self) -> None:
@@ -337,7 +337,7 @@ class CheckpointFiles(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """As `write_checkpoint`; the folder is made for the first save into it, and not again if it is removed."""
+        """Write like `write_checkpoint`, and make the folder for the first save into it, but not if it was removed."""
         path = Path(path)
         if path in self._unwritten:
             self._unwritten[path].result()
@@ -356,7 +356,7 @@ class CheckpointFiles(CheckpointIO):
     ) -> dict[str, Any]:
         """Read tensors, to the CPU, and primitives; if the file carries a hash, its content must match.
 
-        Of several processes, each of which must call this, the first reads its file, for all.
+        Each process must call this; the first one reads its file for all.
         """
         if weights_only is False:
             raise ConfigError(
@@ -394,7 +394,7 @@ class CheckpointFiles(CheckpointIO):
             print(printable(f"lit_cifar: {failure}", lines=True), file=sys.stderr, flush=True)
 
     def _attempt(self, path: Path, job: Callable[[], None]) -> None:
-        """Do `job`, which concerns `path`."""
+        """Do `job`, which concerns `path`, unless an earlier save has failed."""
         if self.failure is not None:
             return
         try:
@@ -415,7 +415,7 @@ class CheckpointFiles(CheckpointIO):
 
 
 def sync_tables(folder: Path) -> None:
-    """What belongs to a checkpoint is on the disk before it is: the tables of the run folder."""
+    """Put the tables of the run folder, which belong to a checkpoint, onto the disk before the checkpoint."""
     for each in (*folder.glob("*.csv"), folder):
         sync(each)
 
@@ -428,7 +428,7 @@ def _remove(path: Path) -> None:
 
 
 def digest(weights: Mapping[str, Tensor]) -> str:
-    """The SHA-256 of parameters and buffers, in hexadecimal: of their names, dtypes, shapes and bytes by name."""
+    """The SHA-256 of the names, dtypes, shapes and bytes of parameters and buffers, in hexadecimal, sorted by name."""
     found = hashlib.sha256()
     for name in sorted(weights):
         tensor = weights[name].detach().cpu()
@@ -438,9 +438,9 @@ def digest(weights: Mapping[str, Tensor]) -> str:
 
 
 def note_epoch(checkpoint: Mapping[str, Any], folder: Path) -> None:
-    """If `checkpoint` is of an epoch's end, write its line, in place of those of this epoch and of later ones.
+    """Write the line of a `checkpoint` of an epoch's end, in place of the lines of this and later epochs.
 
-    To be called before the checkpoint is written: a run that is killed in between repeats the epoch and its line.
+    Call this before the checkpoint is written: a run that is killed in between repeats the epoch and its line.
 
     Raises:
         SaveError: The file cannot be written.

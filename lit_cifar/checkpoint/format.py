@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside Lightning's own entries, and how to open one without running code from it."""
+"""Entries of a checkpoint beside Lightning's own, and opening a file without running code from it."""
 
 import re
 import shlex
@@ -21,7 +21,7 @@ from lit_cifar.errors import CheckpointError, ConfigError, DataError, printable
 
 _KEY = "lit_cifar"
 _OPTIMIZER, _SCHEDULE = "optimizer", "lr_scheduler"
-SETTINGS = "settings"  # of both
+SETTINGS = "settings"  # entry of the settings of optimizer and schedule
 POSITION, METRICS = "position", "metrics"  # the entries of `exact_resume`
 _PREFIX = "network."
 _COUNTER = "num_batches_tracked"
@@ -34,13 +34,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """Which network a checkpoint belongs to; its fields are arguments of `LitResNet`."""
+    """The network that a checkpoint belongs to; the fields are arguments of `LitResNet`."""
 
     arch: str | None  # one of this package's networks; None for the user's own
-    stem: str | None  # of a ResNet
+    stem: str | None  # stem of a ResNet
     num_classes: int  # size of the logits
-    image_size: int = 32  # height and width of the images that it was trained on, in pixels
-    # The class of the user's own network, as "my_package.Net". It is compared, never imported: a checkpoint cannot
+    image_size: int = 32  # height and width of the training images, in pixels
+    # The class of the user's own network, such as "my_package.Net". It is compared, never imported: a checkpoint cannot
     # choose which code is run.
     network: str | None = None
 
@@ -61,7 +61,7 @@ class Header:
         return cls(**found)
 
     def check(self, checkpoint: dict[str, Any]) -> None:
-        """Raise a `CheckpointError` if `checkpoint` is of another network."""
+        """Raise a `CheckpointError` if `checkpoint` is of a different network."""
         found = Header.of(checkpoint)
         if found != self:
             raise CheckpointError(
@@ -70,8 +70,8 @@ class Header:
             )
 
     def _flags(self, other: "Header") -> str:
-        """Those that ask for this network where `other` was asked for."""
-        if self.num_classes != other.num_classes:  # on the command line that of the data
+        """The flags that ask for this network where `other` was asked for."""
+        if self.num_classes != other.num_classes:  # the data set decides it on the command line
             return "the --data.dataset and --data.root of its training, which RUN_FOLDER/config.yaml has"
         flags = {"--model.arch": self.arch, "--model.stem": self.stem, "--model.network": self.network}
         if self.image_size != other.image_size:
@@ -79,7 +79,7 @@ class Header:
         return " ".join(f"{name}={value}" for name, value in flags.items() if value is not None)
 
     def arguments(self) -> dict[str, Any]:
-        """What to make the network of; the user's own is for the caller to pass."""
+        """Arguments that make the network; the caller must pass the user's own network."""
         return {name: value for name, value in asdict(self).items() if name != "network"}
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class Header:
 
     @property
     def name(self) -> str:
-        """The network's name, that of its class if it is the user's."""
+        """The network's name, or the class if the network is the user's."""
         return self.arch or self.network or "no network"
 
 
@@ -97,22 +97,22 @@ class Header:
 class TrainedOn:
     """The data of a checkpoint's training, by which its logits have a meaning."""
 
-    dataset: str | None  # as `--data.dataset` takes it; None if the checkpoint does not say
-    classes: tuple[str, ...] | None  # names by label; None if it does not say
+    dataset: str | None  # a value of `--data.dataset`; None if the checkpoint does not say
+    classes: tuple[str, ...] | None  # names by label; None if the checkpoint does not say
 
     def write(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[_DATA] = {"dataset": self.dataset, "classes": [*(self.classes or ())]}
 
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any]) -> "TrainedOn":
-        """What `checkpoint` says, printable: it may come from anybody."""
+        """Data set and classes in `checkpoint`, made printable: it may come from anybody."""
         found = checkpoint.get(_DATA)
         if not isinstance(found, dict):
             return cls(None, None)
         return cls(printable(str(found["dataset"])), tuple(printable(str(name)) for name in found["classes"]))
 
     def name_classes(self, data: Dataset) -> None:
-        """Let `data` have the checkpoint's classes if they are folders of pictures that are gone."""
+        """Give `data` the checkpoint's classes if its folders of pictures are gone."""
         try:
             _ = data.classes
         except DataError as error:
@@ -124,7 +124,7 @@ class TrainedOn:
     def check(self, own: "TrainedOn", *, normalised: bool) -> None:
         """Raise a `CheckpointError` unless `own` data have the same classes in the same order.
 
-        If they have, but are of another kind, that is an error where they must be `normalised` alike, or a warning.
+        If only the data sets differ, that is an error where images must be `normalised` alike, and otherwise a warning.
         """
         if self.classes is None or own.classes is None:
             rank_zero_warn("the checkpoint does not say which classes it was trained on: they are not compared")
@@ -152,7 +152,7 @@ def _listed(classes: tuple[str, ...]) -> str:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Put the name of a checkpoint before what is wrong with its content."""
+    """Put the name of a checkpoint in front of an error about its content."""
     try:
         yield
     except ConfigError as error:
@@ -165,17 +165,17 @@ def holds_weights_alone(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def holds_training(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether a training can go on from it, not only start with its weights."""
+    """Whether a training can go on from a checkpoint, not only start with its weights."""
     return "optimizer_states" in checkpoint
 
 
 def is_own(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether `fit` wrote it."""
+    """Whether `fit` wrote a checkpoint."""
     return _KEY in checkpoint
 
 
 def find_weights(content: Mapping[str, Any], network: nn.Module) -> dict[str, Tensor]:
-    """The weights of `network` in a file of any program, by the network's own names; what is not taken is said.
+    """The weights of `network` in a file of any program, by the network's own names; print what is left out.
 
     They may lie in dictionaries, and behind prefixes of wrappers: `{"net": {"module.conv1.weight": ...}}`.
 
@@ -209,7 +209,7 @@ def find_weights(content: Mapping[str, Any], network: nn.Module) -> dict[str, Te
 
 
 def _tensors_in(content: Mapping[Any, Any], place: str) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """The dictionaries of tensors alone, at whatever depth, each with where it is: "" or "model.weights.", say."""
+    """The dictionaries of tensors alone, at any depth, each with its place, such as "" or "model.weights."."""
     if holds_weights_alone(content):
         yield place, {name: tensor for name, tensor in content.items() if isinstance(name, str)}
         return
@@ -219,10 +219,10 @@ def _tensors_in(content: Mapping[Any, Any], place: str) -> Iterator[tuple[str, M
 
 
 def load_weights(network: nn.Module, weights: Mapping[str, Tensor], *, num_classes: int | None = None) -> None:
-    """`network.load_state_dict`; with `num_classes` a classifier of another number of classes is left out."""
+    """`network.load_state_dict`; with `num_classes` a classifier of a different number of classes is left out."""
     own = network.state_dict()
     counters = {name: count for name, count in own.items() if name.endswith(_COUNTER)}
-    fitting = counters | dict(weights)  # files of torch's first releases lack these
+    fitting = counters | dict(weights)  # files of torch's first releases lack counters
     others = {name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape}
     sizes = {(tuple(own[name].shape[:1]), own[name].shape[1:] == weights[name].shape[1:]) for name in others}
     if num_classes is not None and sizes == {((num_classes,), True)}:
@@ -249,12 +249,12 @@ def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def name_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer, scheduler: Any) -> None:
-    """Write whose the states of optimizer and schedule are, as `--model` takes them."""
+    """Write the names of optimizer and schedule, as values of `--model`."""
     checkpoint |= {_OPTIMIZER: _class_path(optimizer), _SCHEDULE: _class_path(scheduler)}
 
 
 def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer, scheduler: Any) -> None:
-    """Raise a `CheckpointError` if a training was with another optimizer or schedule."""
+    """Raise a `CheckpointError` if a training had a different optimizer or schedule."""
     for key, own in {_OPTIMIZER: _class_path(optimizer), _SCHEDULE: _class_path(scheduler)}.items():
         if (found := checkpoint.get(key)) not in (None, own):
             raise CheckpointError(
@@ -264,7 +264,7 @@ def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer, schedul
 
 
 def _class_path(part: Any) -> str:
-    """The shortest path that a user can type, which stays when a file moves inside its package."""
+    """The shortest path of a class that a user can type. It stays when a file moves inside its package."""
     kind = type(part)
     if hasattr(torch.optim, kind.__name__):
         return kind.__name__
@@ -279,7 +279,7 @@ def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     If it is `mapped`, a tensor is read only where it is looked at; torch cannot do so with files of its first releases.
     """
     if path.is_dir():
-        from lit_cifar.checkpoint.sharded import read_all  # which imports this
+        from lit_cifar.checkpoint.sharded import read_all  # that file imports this one
 
         return read_all(path)
     if not path.is_file():

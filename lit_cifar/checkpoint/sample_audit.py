@@ -1,11 +1,10 @@
-"""The sample audit: proof that an epoch has used every sample once, and a digest of what was used in which step.
+"""The sample audit: proof that an epoch has used every sample once, and a digest of the uses in each step.
 
-During the training every use is added to a tally on the device, and nothing waits for it. Where a checkpoint is
-written or an epoch ends, what the ranks have used since the last time is summed and compared with the plan: the order
-of the sampler.
-What has passed is written down as a digest, SHA-256 chained over all optimizer steps of a run, each of which enters
-with its ids in rising order. So two runs have the same digest if, and only if, each of their steps has used the same
-samples, whatever the number of processes, the accumulation or the mode, and however often they were interrupted.
+During the training every use is added to a tally on the device, and nothing waits for it. When a checkpoint is written
+or an epoch ends, the ranks' uses since the last time are summed and compared with the plan: the order of the sampler.
+Steps that agree are written down as a digest, SHA-256 chained over all optimizer steps of a run, each with its ids in
+rising order. So two runs have the same digest if, and only if, each of their steps has used the same samples, whatever
+the number of processes, the accumulation or the mode, and however often they were interrupted.
 """
 
 from dataclasses import asdict, dataclass
@@ -45,7 +44,7 @@ class SampleAudit(Callback):
 
     def __init__(self) -> None:
         self._tally: Tally | None = None  # None: not fitting, or in an epoch whose first samples are unknown
-        self._start = self._digest = EMPTY  # before the tally's epoch, and after the steps that are proven
+        self._start = self._digest = EMPTY  # digests before the tally's epoch, and after the steps that are proven
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._tally, self._start, self._digest = None, EMPTY, EMPTY
@@ -100,11 +99,11 @@ class SampleAudit(Callback):
     def _prove(self, trainer: Trainer, tally: "Tally", *, loader_steps: int) -> None:
         """Compare what all processes have used since the last time with the plan; every process must call this.
 
-        Few samples are looked at, however large the data set is. If one is wrong, all are.
+        Only samples that are due or used are looked at, however large the data set is; if one is wrong, all are.
         """
         own, expected = tally.unproven(loader_steps)
         if not trainer.strategy.reduce(own, reduce_op="sum").cpu().equal(expected):
-            # A copy, as the sum is taken in place.
+            # The reduction works in place, on a copy.
             uses: Tensor = trainer.strategy.reduce(tally.uses.clone(), reduce_op="sum").cpu()
             raise failure(uses, tally.plan, loader_steps=loader_steps)
         ends = loader_steps >= trainer.num_training_batches  # a limit on them may shorten the last step
@@ -112,10 +111,10 @@ class SampleAudit(Callback):
 
 
 class Plan:
-    """What the sampler's order has planned for an epoch."""
+    """The uses of samples that the sampler's order plans for an epoch."""
 
     def __init__(self, sampler: TrainSampler) -> None:
-        """Takes O(num_samples): the order is drawn."""
+        """Draw the order, which takes O(num_samples)."""
         self.epoch, self.num_steps = sampler.epoch, sampler.num_batches
         self.num_samples, self.accumulation = sampler.num_samples, sampler.accumulation
         self._order, self._batch_size = sampler.order(), sampler.batch_size
@@ -135,13 +134,13 @@ class Plan:
         return order[due], step[due] + 1
 
     def num_due(self, loader_steps: int) -> int:
-        """How many samples are read in so many loader steps."""
+        """Number of samples that are read in the first `loader_steps`."""
         whole = loader_steps // self.accumulation
         within = len(self.due(whole * self.accumulation, loader_steps)[0])
         return min(whole * self._batch_size, self.num_samples) + within
 
     def uses(self, loader_steps: int) -> Tensor:
-        """What the tallies of all ranks should sum up to, as `Tally.uses`; no sample twice, whatever the order says."""
+        """The planned sum of `Tally.uses` over all ranks; no sample is used twice, whatever the order says."""
         ids, steps = self.due(0, loader_steps)
         uses = torch.zeros(self.num_samples, dtype=torch.int64)
         uses[ids] = _USE + steps
@@ -152,12 +151,12 @@ class Tally:
     """One data-parallel rank's uses of an epoch's samples.
 
     `uses` is int64, (num_samples,): each use of a sample adds 2**32, and the optimizer step (from 1) in which it was
-    used. So one sum over the ranks says how often, and of samples that were used once also when.
+    used. So one sum over the ranks tells how often, and for a sample that was used once also when.
     """
 
     def __init__(self, sampler: TrainSampler, *, step: int = 0, device: torch.device) -> None:
         """The tally after `step` optimizer steps of `sampler.epoch`, which all count as the first rank's."""
-        self.plan, self.proven = Plan(sampler), step  # optimizer steps
+        self.plan, self.proven = Plan(sampler), step  # `proven` counts optimizer steps
         self.loader_steps = step * sampler.accumulation
         self.num_uses = 0
         self.uses = torch.zeros(sampler.num_samples, dtype=torch.int64, device=device)
@@ -174,9 +173,9 @@ class Tally:
         self.loader_steps += 1
 
     def unproven(self, loader_steps: int) -> tuple[Tensor, Tensor]:
-        """This rank's uses of what is planned since the last proven step, and last the number of all its uses.
+        """This rank's uses of the samples that are planned since the last proven step, and the number of all its uses.
 
-        And what the sums over the ranks should be, on the host. Each int64, (n + 1,).
+        The second tensor is what the sums over the ranks should be, on the host. Each is int64, (n + 1,).
         """
         ids, steps = self.plan.due(self.proven * self.plan.accumulation, loader_steps)
         own = torch.cat([self.uses[ids.to(self.uses.device)], self.uses.new_tensor([self.num_uses])])
@@ -192,16 +191,16 @@ class Tally:
 
 @dataclass(frozen=True)
 class AuditRecord:
-    """What a checkpoint says about the samples that were used until it was written.
+    """The entry of a checkpoint about the samples that were used until it was written.
 
     It needs no list of them: no other samples have this digest.
     """
 
     epoch: int
-    step: int  # whole optimizer steps taken in it
+    step: int  # whole optimizer steps taken in the epoch
     start: str  # digest before the epoch's first step
     digest: str  # digest after its latest step
-    settings: OrderSettings  # of the data module
+    settings: OrderSettings  # settings of the data module
 
     def write(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[_KEY] = asdict(self)
@@ -217,7 +216,7 @@ class AuditRecord:
     def check(self, data: Any) -> None:
         """Refuse to resume in the middle of an epoch unless this run's plan for it begins with what was used.
 
-        And `check_held_out`. `data` is the run's data module.
+        Also call `check_held_out`. `data` is the run's data module.
         """
         if not self.step:
             self.check_held_out(data)
@@ -232,7 +231,7 @@ class AuditRecord:
         names = [name for name, value in settings.items() if name not in _FILES and self.settings.get(name) != value]
         if names:
             then = _flags({name: value for name, value in self.settings.items() if name in names})
-            # Between two epochs the order may change, what is held out may not.
+            # Between two epochs the order may change, but not the held-out images.
             other = "start a new training" if self._mixed(data) else "resume a checkpoint from between two epochs"
             raise ConfigError(
                 f"{written} with {then}; {_flags({name: settings[name] for name in names})} would order the rest of "
@@ -252,8 +251,8 @@ class AuditRecord:
     def _mixed(self, data: Any) -> list[str]:
         """The settings by which images that were trained on would be validated on.
 
-        A smaller `val_size` holds out a part of the same ones. Files that the user has put into a folder to validate on
-        may be any, unless some to train on are gone.
+        A smaller `val_size` holds out a part of the same images. The user's folder to validate on may change, unless
+        files to train on are gone.
         """
         now, then, own = order_settings(data), self.settings, data.source.own_val
         names = _FILES if own else (*_FILES, "num_train", "seed", "val_size")
@@ -279,7 +278,7 @@ class AuditRecord:
 
 
 def failure(uses: Tensor, plan: Plan, *, loader_steps: int) -> SampleAuditError:
-    """What differs between `uses`, the sum of the tallies of all ranks, and the plan."""
+    """The error that tells where `uses`, the sum of the tallies of all ranks, differs from the plan."""
     planned = plan.uses(loader_steps)
     times, due = uses // _USE, planned > 0
     faults = {
@@ -321,7 +320,7 @@ def _tally(trainer: Trainer, epoch: int, *, step: int = 0) -> Tally:
 
 
 def _listed(mask: Tensor) -> str:
-    """How many samples, and the first ids of them."""
+    """The number of samples, and the first ids."""
     ids = mask.nonzero().flatten().tolist()
     more = ", ..." if len(ids) > _MAX_IDS else ""
     return f"{len(ids)} samples, ids {', '.join(map(str, ids[:_MAX_IDS]))}{more}"

@@ -1,8 +1,8 @@
-"""Checkpoints in parts: every process writes the parts that it holds; any number read theirs, or one reads all.
+"""Checkpoints in parts: every process writes its own; any number of processes read theirs, or one reads all.
 
-Such a checkpoint is a folder, and each file in it is one like every other checkpoint. `rank0.ckpt` and so on hold the
-rows of weights and optimizer state that a process has held. `index.ckpt` holds the rest: of what is in parts the shape
-alone, on the meta device, and the hash of each file with its rows. So files of two saves are never taken for one.
+Such a checkpoint is a folder, and each file in it is like any other checkpoint. `rank0.ckpt` and so on hold the rows of
+weights and optimizer state that a process has held. `index.ckpt` holds the rest: the shapes of tensors in parts, on the
+meta device, and the hash of each file with rows. So files of two saves are never taken for one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,10 +37,12 @@ _T = TypeVar("_T")
 
 
 def save_parts(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Write the folder `path`; at every moment it, or `previous.ckpt` beside it, is complete. All must call this.
+    """Write the folder `path`; at every moment `path`, or `previous.ckpt` beside it, is complete.
+
+    Every process must call this.
 
     Raises:
-        SaveError: On every process, if one could not write its parts. Nothing of them is left.
+        SaveError: Some process could not write its parts; all processes raise it. No part is left.
     """
     draft = path.with_name(f"{path.name}.part")
     held = {_name(each): each.held[each.key] for each in _entries(checkpoint)}
@@ -69,7 +71,7 @@ def save_parts(checkpoint: Mapping[str, Any], path: Path) -> None:
         digests = _together(write_own)
         _together(finish, first_alone=True)
     except CheckpointError:
-        if dist.get_rank() == 0:  # the others have ended too
+        if dist.get_rank() == 0:  # the other processes have stopped writing too
             with suppress(OSError):
                 remove(draft)
         raise
@@ -82,12 +84,13 @@ def in_parts(checkpoint: Mapping[str, Any]) -> bool:
 def read_parts(
     read_index: Callable[[], dict[str, Any]], path: Path, *, network: nn.Module, optimizers: Sequence[Optimizer]
 ) -> dict[str, Any]:
-    """The checkpoint whose index is read, with tensors divided as those of the network, or as it is if it has no parts.
+    """The checkpoint whose index is read, with tensors divided like those of the network, or as it is if it has no
+    parts.
 
-    All must call this.
+    Every process must call this.
 
     Raises:
-        CheckpointError: On every process, if one found a part missing, damaged or of another save.
+        CheckpointError: A part is missing, damaged or of a different save; all processes raise it.
     """
     likes: list[Any] = [network.state_dict()]
     likes += [[each for group in optimizer.param_groups for each in group["params"]] for optimizer in optimizers]
@@ -96,7 +99,7 @@ def read_parts(
         return torch.empty_like(likes[entry.group][entry.index], dtype=outline.dtype, requires_grad=False)
 
     def fill(checkpoint: dict[str, Any]) -> None:
-        if not optimizers:  # in an evaluation
+        if not optimizers:  # an evaluation has none
             checkpoint["optimizer_states"] = []
         _together(partial(_fill, checkpoint, path, empty, rank=dist.get_rank(), num_ranks=dist.get_world_size()))
 
@@ -104,19 +107,19 @@ def read_parts(
 
 
 def read_all(path: Path) -> dict[str, Any]:
-    """What one process would have written in place of `path`; raises a `CheckpointError` if a part is damaged."""
+    """Read `path` as one process would have written it. Raise a `CheckpointError` if a part is damaged."""
     whole = partial(_fill, path=path, empty=lambda entry, outline: torch.empty_like(outline, device="cpu"))
     return _of_one_save(lambda: read_whole(path / INDEX), whole)
 
 
 def check_parts(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Raise a `CheckpointError` if a part is missing, cut short or of another save; their content is not read."""
+    """Raise a `CheckpointError` if a part is missing, cut short or of a different save; their content is not read."""
     for number, digest in enumerate(_digests(checkpoint) if in_parts(checkpoint) else ()):
         _check_part(path / _file_of(number), digest)
 
 
 def _of_one_save(read_index: Callable[[], dict[str, Any]], fill: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """What is read, filled with its parts; anew as often as a training saves meanwhile."""
+    """Read a checkpoint and fill in its parts, again whenever a training has saved meanwhile."""
     checkpoint = read_index()
     while in_parts(checkpoint):
         digests = _digests(checkpoint)
@@ -149,7 +152,7 @@ def _check_part(file: Path, digest: str) -> None:
 
 
 class _Entry(NamedTuple):
-    """Where a checkpoint has a tensor of the network or of an optimizer."""
+    """The place of a tensor of the network or of an optimizer in a checkpoint."""
 
     group: int  # 0 for the network, 1 for the first optimizer
     index: Any  # the tensor's name in the network, or the number of the parameter
@@ -176,7 +179,7 @@ def _file_of(rank: int) -> str:
 
 
 def _rows(num_rows: int, rank: int, num_ranks: int) -> range:
-    """Those of a tensor that `rank` holds, as DTensor's `Shard(0)` and `torch.chunk` cut it."""
+    """The rows of a tensor that `rank` holds, by the rule of DTensor's `Shard(0)` and `torch.chunk`."""
     each = -(-num_rows // num_ranks)
     return range(num_rows)[rank * each : (rank + 1) * each]
 
@@ -206,7 +209,7 @@ def _fill(
         if not found:
             continue
         content = read_whole(path / _file_of(number))
-        _check_part(path / _file_of(number), digest)  # afterwards: what a save has replaced does not come back
+        _check_part(path / _file_of(number), digest)  # checked after reading: a replaced file does not come back
         for name, (own, there, both) in found.items():
             part = content[name][both.start - there.start : both.stop - there.start]
             _local(tensors[name])[both.start - own.start : both.stop - own.start] = part
@@ -218,16 +221,16 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _outline(tensor: Tensor) -> Tensor:
-    """Of what is in parts its shape, on the meta device; else a copy on the CPU."""
+    """The shape of a tensor in parts, on the meta device; a copy on the CPU of any other."""
     if isinstance(tensor, DTensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return tensor.detach().to("cpu", copy=True)
 
 
 def _together(job: Callable[[], _T], *, first_alone: bool = False) -> list[Any]:
-    """What `job` returns in all processes, or in the first one that does it alone.
+    """Call `job` in all processes, or in the first one alone, and return the results.
 
-    Each raises the `CheckpointError` of the first that fails.
+    Every process raises the `CheckpointError` of the first one that fails.
     """
     result: _T | CheckpointError | None = None
     if dist.get_rank() == 0 or not first_alone:

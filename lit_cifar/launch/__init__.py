@@ -1,1 +1,1 @@
-"""How the processes of a run come to be: where they meet, on which interface they listen, who started them."""
+"""The start of a run's processes: where they meet, on which interface they listen, who started them."""

@@ -1,6 +1,6 @@
-"""Imported only by the process from which workers are forked: SIGTERM, sent to all processes of a job, does not end it.
+"""Import of the process from which workers are forked, and of no other: SIGTERM does not end that process.
 
-Schedulers send it so, and the processes that train still need their workers until they have saved.
+Schedulers send SIGTERM to all processes of a job, and those that train need their workers until they have saved.
 """
 
 import os

@@ -19,7 +19,7 @@ class KeepFreedMemory(Callback):
     """Calls `keep_freed_memory` in every process of a run on CPUs."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Before the data are read and the first step is taken."""
+        """Keep freed memory, before the data are read and the first step is taken."""
         if trainer.strategy.root_device.type == "cpu":
             keep_freed_memory()
 
@@ -37,7 +37,7 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Let this process return each large block that it frees.
 
-    glibc would put blocks of a size that has been freed before into the heap. There torch's, which are aligned, leave
-    gaps that the next one does not fit into: a process that only hands its tensors on grows by each of them.
+    glibc would put blocks of a size that has been freed before into the heap. There torch's blocks, which are aligned,
+    leave gaps that the next block does not fit into: a process that only hands its tensors on grows by each of them.
     """
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**20)

@@ -1,6 +1,6 @@
 """The processes of a run on one machine, started with the variables that torchrun would give them.
 
-For schedulers that have an agent of their own on each machine. This file is all that the agent imports.
+Schedulers that have an agent of their own on each machine use this. The file is all that the agent imports.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ _libc = ctypes.CDLL(None)
 
 
 class NodeProcesses:
-    """Starts them, hands over what they print, and ends them; they never outlive the thread that starts them."""
+    """Starts processes, hands over their output, and ends them; they never outlive the thread that starts them."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -43,7 +43,7 @@ class NodeProcesses:
         num_local: int,
         restarts: int,
     ) -> None:
-        """`python -m lit_cifar words` in `folder`, as each of the `num_local` ranks of node number `node`."""
+        """Run `python -m lit_cifar words` in `folder`, as each of the `num_local` ranks of node number `node`."""
         pipes = [os.pipe(), os.pipe()]
         for local_rank in range(num_local):
             own = torchrun_variables(
@@ -65,12 +65,12 @@ class NodeProcesses:
             self._pipes.append(reader)
 
     def poll(self) -> tuple[list[int | None], list[bytes]]:
-        """The exit status of each process, None while it runs; and what is new on stdout and on stderr."""
+        """The exit status of each process, None while it runs; and new text on stdout and on stderr."""
         statuses = [process.poll() for process in self._processes]
         return statuses, [_new(pipe) for pipe in self._pipes]
 
     def signal(self, number: int) -> None:
-        """Send a signal to those that run."""
+        """Send a signal to the processes that run."""
         for process in self._processes:
             process.send_signal(number)
 
@@ -78,7 +78,7 @@ class NodeProcesses:
 def torchrun_variables(
     place: tuple[str, int], *, local_rank: int, num_local: int, node: int = 0, num_nodes: int = 1, restarts: int = 0
 ) -> dict[str, str]:
-    """What torchrun puts into the environment of a rank, where rank 0 is to open the store at `place`."""
+    """The environment variables that torchrun gives a rank, where rank 0 is to open the store at `place`."""
     variables = {
         "MASTER_ADDR": place[0],
         "MASTER_PORT": place[1],
@@ -97,7 +97,7 @@ def torchrun_variables(
 
 @contextmanager
 def reserved_port(address: str) -> Iterator[int]:
-    """A port at which a rank 0 of this machine can listen, and that nobody else is given until then."""
+    """Reserve a port at which a rank 0 of this machine can listen."""
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind((address, 0))
@@ -105,7 +105,7 @@ def reserved_port(address: str) -> Iterator[int]:
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process together with the thread that has started it."""
+    """Let the kernel end this process together with the thread that has started it."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -1,14 +1,15 @@
-"""How many processes a run has, where they meet, and on which network interface they listen for each other.
+"""Number of a run's processes, the place where they meet, and the network interface on which they listen.
 
-torchrun may start another number after a restart. `--trainer.devices` and `--trainer.num_nodes` need not be repeated on
-the command line, and cannot be if the number of machines changes.
+torchrun may start a different number after a restart. `--trainer.devices` and `--trainer.num_nodes` need not be
+repeated on the command line, and cannot be if the number of machines changes.
 
 A process group opens up to three kinds of ports: the store of rank 0, through which the processes find each other, and
-the listeners of gloo and NCCL. None asks who is calling, and torch opens the first on every interface. Here all are on
-the loopback interface if a run has one machine, and on the interface that the user names if it has several.
+the listeners of gloo and NCCL. None of them asks who is calling, and torch opens the first on every interface. Here all
+ports are on the loopback interface if a run has one machine, and on the interface that the user names if it has
+several.
 
-An environment's `main_address` and `main_port` are read by Lightning in each process right before it calls
-`torch.distributed.init_process_group`. That is the moment at which the ones below open the store, or find it.
+Lightning reads an environment's `main_address` and `main_port` in each process right before it calls
+`torch.distributed.init_process_group`. At that moment the environments below open the store, or find it.
 """
 
 import os
@@ -39,11 +40,11 @@ from lit_cifar.launch.network_interfaces import (
     named_interface,
 )
 
-_PLACE = "lit_cifar/place"  # key in the store of torchrun's agent: where rank 0 listens
+_PLACE = "lit_cifar/place"  # key of the address of rank 0 in the store of torchrun's agent
 _MEETING_TIMEOUT_S = 300.0
 _LAST_PORT = 65535
 _UNSET = ("auto", 1, "1")
-_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # where Lightning looks, in this order
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # Lightning reads these, in this order
 # Stores of this process under torchrun: the process group that uses one outlives the Trainer that has opened it.
 _KEPT: list[TCPStore] = []
 
@@ -54,7 +55,7 @@ def resolve_world_size(config: dict[str, Any]) -> None:
     `config`, the arguments of a Trainer, is changed in place. Its strategy is made, or a registered name.
     """
     strategy = _made(config["strategy"])
-    if getattr(strategy, "is_single_process", False):  # it refuses others itself
+    if getattr(strategy, "is_single_process", False):  # the strategy itself refuses several processes
         return
     if TorchElasticEnvironment.detect():
         _follow_torchrun(config, strategy)
@@ -65,7 +66,7 @@ def resolve_world_size(config: dict[str, Any]) -> None:
 
 
 def count_processes(config: dict[str, Any]) -> int:
-    """How many processes the arguments of a Trainer ask for on this machine; counted without a look at its GPUs."""
+    """Number of processes that a Trainer's arguments ask for on this machine, counted without asking its GPUs."""
     strategy, devices = _made(config["strategy"]), config["devices"]
     starts_itself = isinstance(strategy, DDPStrategy) and strategy._start_method != "popen"
     if starts_itself or getattr(strategy, "is_single_process", False) or config["num_nodes"] != 1:
@@ -134,7 +135,7 @@ def _follow(config: dict[str, Any], name: str, value: int, *, started: str) -> N
 
 
 def _count(given: Any) -> int | None:
-    """How many devices or machines are asked for; None for what only the accelerator can count, as -1."""
+    """Number of devices or machines that are asked for; None if only the accelerator can count them, as for -1."""
     if isinstance(given, str):
         given = [part for part in given.split(",") if part] if "," in given else int(given)
     if isinstance(given, int):
@@ -181,7 +182,7 @@ class LocalEnvironment(LightningEnvironment):
         """The loopback address; asking for it readies this process to listen there only."""
         listen_only_on(loopback_interface())
         if self._keeper not in (None, os.getpid()):
-            # This tells torch that rank 0 is a client too: the store belongs to the parent.
+            # The variable tells torch that rank 0 is a client too: the store belongs to the parent.
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         return LOOPBACK
 
@@ -204,7 +205,7 @@ class LocalEnvironment(LightningEnvironment):
 
     def _open(self) -> int:
         wanted = given_port()
-        # Whoever started this process by hand has told the same port to others.
+        # Processes that are started by hand are all given the same port.
         self._store = open_store(LOOPBACK, port=wanted, only_there=wanted > 0 and self.creates_processes_externally)
         self._keeper = os.getpid()
         if wanted not in (0, self._store.port):
@@ -212,7 +213,7 @@ class LocalEnvironment(LightningEnvironment):
         return int(self._store.port)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the store, which stays in the process that opened it."""
+        """Return the state without the store, which stays in the process that opened it."""
         return {**self.__dict__, "_store": None}
 
 
@@ -274,9 +275,9 @@ class TorchrunEnvironment(TorchElasticEnvironment):
 
 
 def open_store(address: str, *, port: int = 0, only_there: bool = False) -> TCPStore:
-    """A store in this process that listens at `address` (IPv4) alone.
+    """Open a store in this process that listens at `address` (IPv4) alone.
 
-    If `port` is 0 or in use it takes another one. With `only_there` a port in use is an error.
+    If `port` is 0 or in use the store takes a free one. With `only_there` a port in use is an error.
     """
     try:
         listener = socket.create_server((address, port))
@@ -312,7 +313,7 @@ def _find_store(agent: TCPStore, *, timeout_s: float) -> tuple[str, int]:
 def _is_kept(address: str, port: int, token: str) -> bool:
     """Whether the store at this address is the one with `token`."""
     try:
-        # First without torch, whose client prints a stack for each attempt that fails.
+        # The first attempt is without torch, whose client prints a stack for each attempt that fails.
         socket.create_connection((address, port), timeout=1).close()
         timeout = timedelta(seconds=5)
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
@@ -335,7 +336,7 @@ def given_port() -> int:
 def _num_cluster_tasks() -> int:
     """Number of tasks of a scheduler's job; 1 without a scheduler."""
     if SLURMEnvironment.detect():
-        return int(os.environ["SLURM_NTASKS"])  # Lightning's class would first refuse how they were asked for
+        return int(os.environ["SLURM_NTASKS"])  # Lightning's class might refuse the job
     others = (kind for kind in (LSFEnvironment, MPIEnvironment) if kind.detect())
     return max((kind().world_size() for kind in others), default=1)
 

@@ -1,6 +1,6 @@
 """The ranks of a run on this machine, forked from one process that has imported everything and read the data.
 
-When one is lost all are forked again, as torchrun starts them again, without the imports that take seconds.
+When a rank is lost all are forked again, as torchrun would start them, without the imports that take seconds.
 """
 
 import gc
@@ -23,21 +23,21 @@ from lit_cifar.launch.network_interfaces import LOOPBACK
 from lit_cifar.launch.node import die_with_parent, reserved_port, torchrun_variables
 from lit_cifar.launch.signals import EXIT_STOPPED, ending, flush_streams
 
-_USERS_MISTAKE = 2  # exit status
-_FAREWELL_S = 30.0  # for the others, once one has failed: as torchrun gives them
+_USERS_MISTAKE = 2  # its exit status
+_FAREWELL_S = 30.0  # time for the other ranks to end once one has failed, as under torchrun
 _POLL_S = 0.005
-_excluded: mmap | None = None  # a byte for each rank
+_excluded: mmap | None = None  # a byte for each rank, 1 if it is excluded
 _STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 def exclude(rank: int) -> None:
-    """Start again without a rank, when this start has failed. It has no effect where ranks are not forked here."""
+    """Leave out a rank when all start again. This has no effect where ranks are not forked here."""
     if _excluded is not None:
         _excluded[rank] = 1
 
 
 class ForkedRanks:
-    """Make it before anything is computed: no thread survives a fork, of OpenMP neither, and nothing on a GPU."""
+    """Forks ranks. Make it before anything is computed: neither threads, such as OpenMP's, nor a GPU survive a fork."""
 
     def __init__(self, *, max_restarts: int) -> None:
         self.max_restarts = max_restarts
@@ -46,15 +46,16 @@ class ForkedRanks:
         self._stopped = False
 
     def fork(self, num_ranks: int, can_train: Callable[[int], bool]) -> list[int]:
-        """Return in each rank, with the environment that torchrun would give it, the places of those that take part.
+        """Return in each rank, with the environment that torchrun would give it, the places of the ranks that take
+        part.
 
         If ranks are excluded and the number of the others `can_train`, these go on; else all start again. In this
         process it raises SystemExit at the end of the run, with the status of the rank that has failed first.
         """
         global _excluded
-        _excluded = mmap(-1, num_ranks)  # shared with the ranks
+        _excluded = mmap(-1, num_ranks)  # the ranks share it
         places = [*range(num_ranks)]
-        gc.freeze()  # else a collection in a rank would write to all objects, and so copy them
+        gc.freeze()  # otherwise a collection in a rank would write to all objects, and so copy them
         with _blocked({signal.SIGCHLD, *(number for number in _STOPS if _is_heard(number))}) as signals:
             for restarts in range(self.max_restarts + 1):
                 if restarts:
@@ -81,7 +82,7 @@ class ForkedRanks:
         raise SystemExit(status)
 
     def await_first(self) -> None:
-        """Until the first rank listens: torch would try again no sooner than 0.3 s after a connection is refused."""
+        """Wait until the first rank listens: torch would wait at least 0.3 s after a refused connection."""
         while os.environ["RANK"] != "0":
             with suppress(OSError), socket.create_connection((LOOPBACK, int(os.environ["MASTER_PORT"]))):
                 return
@@ -93,21 +94,21 @@ class ForkedRanks:
         parent = os.getpid()
         if pid := os.fork():
             return pid
-        die_with_parent()  # and so give back the lock of the run folder before the same command comes again
+        die_with_parent()  # the lock of the run folder is then free for the same command
         if os.getppid() != parent:
             os._exit(1)
         os.environ |= variables
-        Path("/proc/self/comm").write_text(f"rank {rank}")  # what ps and top show
+        Path("/proc/self/comm").write_text(f"rank {rank}")  # its name in ps and top
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
         torch.set_num_threads(self._num_threads)
         startup.PARENT_PID = parent
         return 0
 
     def _wait(self, running: dict[int, int], signals: set[signal.Signals]) -> int:
-        """Until all ranks have ended: 0, or the status of the first that has failed.
+        """Wait until all ranks have ended. Return 0, or the status of the first that has failed.
 
-        If it was killed the others are killed at once: all that they could do is to wait for it. Else they are asked to
-        end, as torchrun does, and may first write what they have begun.
+        If that rank was killed the others are killed at once, because they could only wait for it. Otherwise they are
+        asked to end, as by torchrun, and may first write what they have begun.
         """
         status, deadline = 0, math.inf
         while running:
@@ -135,7 +136,7 @@ class ForkedRanks:
 
 @contextmanager
 def _blocked(signals: set[signal.Signals]) -> Iterator[set[signal.Signals]]:
-    """Signals that wait until they are asked for; a rank that is forked leaves this block, and hears them again."""
+    """Hold back signals until they are asked for. A rank that is forked leaves this block, and gets them again."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield signals
@@ -144,12 +145,12 @@ def _blocked(signals: set[signal.Signals]) -> Iterator[set[signal.Signals]]:
 
 
 def _is_heard(number: signal.Signals) -> bool:
-    return signal.getsignal(number) is not signal.SIG_IGN  # as nohup has it for SIGHUP
+    return signal.getsignal(number) is not signal.SIG_IGN  # nohup ignores SIGHUP
 
 
 def _send(number: int, pids: Iterable[int]) -> None:
     for pid in pids:
-        os.kill(pid, number)  # it may have ended, and then waits for `waitpid`
+        os.kill(pid, number)  # a process that has ended still waits for `waitpid`
 
 
 def _say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The end of a process: together with others, by Ctrl-C, as one of `ddp_spawn`; and what must be put back before."""
+"""The end of a process: together with others, by Ctrl-C, or as one of `ddp_spawn`; and handlers to put back."""
 
 import atexit
 import gc
@@ -40,7 +40,7 @@ class Keystrokes:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals by which a run is asked to stop; not SIGHUP, of a terminal that is gone, where `nohup` ignores it."""
+    """The signals that ask a run to stop; without SIGHUP, of a closed terminal, where `nohup` ignores it."""
     is_heard = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if is_heard else [])]
 
@@ -107,7 +107,7 @@ def launched_by_lightning(trainer: Trainer) -> bool:
 
 
 def flush_streams() -> None:
-    """Before `os._exit` or a fork, as far as stdout and stderr are there and take it."""
+    """Flush stdout and stderr, as far as they exist and accept it, before `os._exit` or a fork."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
@@ -128,11 +128,11 @@ def destroy_process_group_at_exit() -> None:
         dist.destroy_process_group()
 
 
-atexit.register(destroy_process_group_at_exit)  # of every process of a run: the callbacks of each import this file
+atexit.register(destroy_process_group_at_exit)  # the callbacks of every process of a run import this file
 
 
 def ending(exit_code: int) -> str:
-    """In words; `exit_code` as of `subprocess.Popen`: a signal's number is negative."""
+    """An exit code of `subprocess.Popen` in words: a negative one is a signal's number."""
     if exit_code >= 0:
         return f"exit status {exit_code}"
     try:

@@ -1,6 +1,6 @@
-"""The start of a process: who has started it, and with which streams.
+"""The start of a process: its parent and its streams.
 
-That is looked at before the imports that take seconds: during these the parent may be killed, and files are opened.
+Both are looked at before the imports that take seconds: during these the parent may be killed, and files are opened.
 """
 
 import multiprocessing
@@ -12,26 +12,26 @@ from functools import cache
 
 PARENT_PID = os.getppid()
 
-# By then a watchdog has noticed it and has reported more.
+# By then a watchdog has noticed that the parent is gone, and has reported more.
 _GRACE_S = 10.0
 
 
 def open_closed_streams() -> None:
     """Open stdin, stdout and stderr at `/dev/null` where the caller has closed them.
 
-    Else the next file to be opened would be in their place, and get what libraries and other processes print.
+    Otherwise the next file to be opened would take their place, and get what libraries and processes print.
     """
     for number, flags in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, flags), True)  # it is the lowest that is free
+            os.set_inheritable(os.open(os.devnull, flags), True)  # it gets the lowest free number
 
 
 def kill_workers() -> None:
     """Kill the daemonic processes that this one has started, before `os._exit`: Python ends them at an exit only.
 
-    A worker of a data loader that hangs would stay, as it looks for its parent between two batches.
+    A hanging worker of a data loader would stay, because it looks for its parent only between two batches.
     """
     for child in multiprocessing.active_children():
         if child.daemon:
@@ -43,7 +43,7 @@ def exit_with_parent() -> None:
     """End this process some seconds after the one that started it is gone. Call it early; a second call has no effect.
 
     Lightning's launcher, torch.multiprocessing and torchrun's agent end the processes that they have started, unless
-    they are killed themselves. Their processes would then continue, or wait half an hour for others that never start.
+    they are killed themselves. The processes would then continue, or wait half an hour for others that never start.
     """
     spawned_by = multiprocessing.parent_process()
     launcher = PARENT_PID if spawned_by is None else spawned_by.pid
