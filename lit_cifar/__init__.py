@@ -6,7 +6,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lit_cifar.launch import startup as startup  # which notes the parent before the imports that take seconds
+from lit_cifar.launch import startup as startup  # notes the parent before the imports that take seconds
 
 if TYPE_CHECKING:
     from lit_cifar.data import CIFAR10DataModule
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lit_cifar.tools.replay import Replay, ReplayError, replay
     from lit_cifar.watchdog.callback import Watchdog
 
-__version__ = "0.1.0"  # of the distribution too: pyproject.toml reads it here
+__version__ = "0.1.0"  # pyproject.toml reads it here
 
 _PLACES = {
     "CIFAR10DataModule": "lit_cifar.data",

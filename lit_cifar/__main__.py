@@ -9,8 +9,8 @@ startup.open_closed_streams()
 gc.disable()  # the imports leave a million objects and no garbage, and to look through them takes a seventh of the time
 from lit_cifar.cli.main import main  # noqa: E402
 
-# They live as long as the process: without them a collection takes a tenth of the time. At the end they are collected
-# too, else the extension modules among them report what they had to leave.
+# The imported objects live as long as the process: without them a collection takes a tenth of the time. At the end they
+# are collected too, because otherwise extension modules report leftovers.
 gc.freeze()
 gc.enable()
 atexit.register(gc.unfreeze)

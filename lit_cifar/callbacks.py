@@ -39,7 +39,7 @@ def default_callbacks() -> list[Callback]:
         RandomStreams(),
         ExactResume(),
         SampleAudit(),
-        LearningRateMonitor(logging_interval="step"),  # with the other metrics of a step
+        LearningRateMonitor(logging_interval="step"),  # logged with the other metrics of a step
         Throughput(),
         PerRankAccuracy(),
         ConfusionCounts(),
@@ -51,8 +51,8 @@ def default_callbacks() -> list[Callback]:
 def place(callback: Callback) -> int:
     """Sort key of callbacks: `StepBoundary`, then the watchdog, which notes phases, then `EpochMeans`, then all others.
 
-    `SameStart` comes before them: it ends runs whose processes would differ in what follows. Those that save come last,
-    because their state must be the last to change. Ours come before other checkpoint callbacks, because the run's
+    `SameStart` comes before them: it ends runs whose processes would differ in what follows. Callbacks that save come
+    last, because their state must be the last to change. Ours come before other checkpoint callbacks, because the run's
     summary names the first one's files.
     """
     kinds: tuple[Any, ...] = (SameStart, StepBoundary, Watchdog, EpochMeans, BestCheckpoint, LastCheckpoint, Checkpoint)
@@ -61,9 +61,10 @@ def place(callback: Callback) -> int:
 
 
 def skip_idle_hooks(callbacks: Iterable[Callback]) -> None:
-    """Let Lightning pass over the hooks of a step that `callbacks` inherit and that do nothing.
+    """Let Lightning pass over a step's hooks that `callbacks` inherit and that do nothing.
 
-    It would call some 90 in every step, each within a context of its profiler. It skips a hook that is not callable.
+    Lightning would call some 90 in every step, each within a context of its profiler. It skips a hook that is not
+    callable.
     """
     for callback in callbacks:
         for hook in _IN_EVERY_STEP:
@@ -72,7 +73,7 @@ def skip_idle_hooks(callbacks: Iterable[Callback]) -> None:
 
 
 class NoProfiler(PassThroughProfiler):
-    """Lightning's own enters and leaves a generator around all that is called in a step."""
+    """A profiler that costs nothing: Lightning's own enters and leaves a generator around each call in a step."""
 
     def profile(self, action_name: str) -> nullcontext[str]:  # type: ignore[override]
         return nullcontext(action_name)

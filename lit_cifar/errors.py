@@ -21,24 +21,23 @@ def one_line(error: BaseException) -> str:
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    r"""`text` for any terminal and file: what would steer it is spelt out, and bytes that are not UTF-8, as `\xe9`.
+    r"""`text` for any terminal and file: control characters and bytes that are not UTF-8 are spelt out, as in `\xe9`.
 
-    Names of files and classes, and what a checkpoint says of itself, may come from anybody. With `lines`, line breaks
-    are kept.
+    Names of files and classes, and texts in a checkpoint, may come from anybody. With `lines`, line breaks are kept.
     """
     return "".join(char if char.isprintable() or (lines and char == "\n") else _spelt(char) for char in text)
 
 
 def _spelt(char: str) -> str:
-    # Python reads a byte that is not UTF-8 as one of 128 surrogates, which ends in the byte.
+    # Python reads a byte that is not UTF-8 as one of 128 surrogates, whose low bits are the byte.
     return f"\\x{ord(char) & 0xFF:02x}" if "\ud800" <= char <= "\udfff" else ascii(char)[1:-1]
 
 
 class ConfigError(ValueError):
     """A setting, or a combination of settings, that cannot work.
 
-    The `problem` has the value received and the rule it broke, in one or two lines; the `remedy` is a flag or command
-    to paste.
+    The `problem` contains the value received and the rule it broke, in one or two lines; the `remedy` is a flag or
+    command to paste.
     """
 
     def __init__(self, problem: str, *, remedy: str) -> None:
@@ -56,7 +55,7 @@ class DataError(ConfigError):
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that is missing, unreadable or of another model."""
+    """A checkpoint that is missing, unreadable or of a different model."""
 
 
 class SaveError(CheckpointError):
@@ -66,12 +65,12 @@ class SaveError(CheckpointError):
 class Stopped(SystemExit):
     """Ends a run between two optimizer steps, when its processes have agreed on that and rank 0 has printed why.
 
-    It is a `SystemExit`: no traceback is shown, and `code` becomes the exit status, also of a spawned process.
+    It is a `SystemExit`: no traceback is shown, and `code` becomes the exit status, even of a spawned process.
     """
 
 
 class SampleAuditError(RuntimeError):
-    """Training has lost samples, used some twice, or used some in another step than planned.
+    """Training has lost samples, used some twice, or used some in a different step than planned.
 
     This is a defect and not a user's mistake, so the traceback is shown and the run exits with status 1.
     """

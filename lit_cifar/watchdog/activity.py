@@ -1,4 +1,4 @@
-"""What the main thread does: its phase and how long that may take; without progress, whether it works or waits."""
+"""The main thread's phase, how long that may take, and, without progress, whether the thread works or waits."""
 
 import math
 import os
@@ -24,11 +24,11 @@ _NUM_SETTLED = 3
 class Moment(NamedTuple):
     """The current phase of the main thread."""
 
-    phase: str  # its name, e.g. "training step"
+    phase: str  # name of the phase, such as "training step"
     step: int  # optimizer steps that are done
     events: int  # number of phases begun so far, by which processes are compared
-    since: float  # when this phase began, on this process's monotonic clock, in seconds
-    shape: Hashable = None  # shape of the newest batch. With another shape the same phase may compile again.
+    since: float  # start of this phase on this process's monotonic clock, in seconds
+    shape: Hashable = None  # shape of the newest batch. With a new shape the same phase may compile again.
 
     @property
     def kind(self) -> Hashable:
@@ -37,7 +37,7 @@ class Moment(NamedTuple):
 
 
 class _Durations(NamedTuple):
-    """Of one kind of phase, in seconds."""
+    """Durations of one kind of phase, in seconds."""
 
     number: int
     first: float
@@ -76,16 +76,16 @@ class PhaseTimer:
         return self.clock() - max(self.moment.since, self._awake_since)
 
     def expected_s(self) -> float:
-        """How long this phase may take, going by its earlier durations."""
+        """Seconds that this phase may take, going by its earlier durations."""
         known = self._durations.get(self.moment.kind)
         if known is None:
             return FIRST_TIME_S
         return FACTOR * max(known.longest_other, known.first if known.number <= _NUM_SETTLED else 0.0)
 
 
-# The main thread is in one of these while it waits for other processes, in backward too, where it computes as well.
+# The main thread is in one of these while it waits for other processes. In backward it computes there too.
 _WAITING_MODULES = ("torch.distributed", "torch.nn.parallel", "torch.autograd")
-# In calls of this module it may use the processor while it waits.
+# In calls of this module the main thread may use the processor while it waits.
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 # Share of one processor. A thread that hangs but polls uses less, one that computes on a busy machine uses more.
 _LEAST_SHARE = 0.05
@@ -98,7 +98,7 @@ class Activity:
     compilers pause, and after waiting it takes a moment until work is observed. `peers` are the pids of the ranks.
 
     With `on_gpu` a main thread that uses a processor and stays at one place waits for its GPU, and so for a collective
-    operation that is stuck there: CUDA spins meanwhile. Without a GPU it computes, in backward say.
+    operation that is stuck there: CUDA spins meanwhile. Without a GPU it computes, such as in backward.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Activity:
         self._worked_at = self._waited_at = -math.inf
 
     def look(self, stack: str, module: str) -> None:
-        """Observe the activity since the last call; of the main thread are given what `heartbeat.stack_of` returns."""
+        """Observe the activity since the last call; `stack` and `module` are those of the main thread's `stack_of`."""
         now, (main_s, others_s, on_disk) = self._clock(), effort(self._peers)
         least_s = _LEAST_SHARE * (now - self._last_at)
         of_main_s, of_others_s = main_s - self._last_main_s, others_s - self._last_others_s
@@ -144,11 +144,11 @@ class Activity:
 
 
 def effort(peers: Collection[int]) -> tuple[float, float, bool]:
-    """Processor time in seconds of the main thread, and of others who work for this process's training.
+    """Processor time in seconds of the main thread, and of others that work for this process's training.
 
-    These are the main thread's helpers, as those of NCCL use a processor while they wait, and the processes that this
-    one has started, such as compilers and data loaders, but not the other ranks, whose pids are `peers`. The last value
-    is whether one of all waits for a disk.
+    The others are the main thread's helpers, but not NCCL's threads, which use a processor while they wait, and the
+    processes that this one has started, such as compilers and data loaders, but not the other ranks, whose pids are
+    `peers`. The last value is whether one of all waits for a disk.
     """
     main_s, others_s, on_disk = 0.0, 0.0, False
     main = os.getpid()  # `native_id` of a main thread that has been forked is that of its parent

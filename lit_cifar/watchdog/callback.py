@@ -47,15 +47,15 @@ PHASES = {
     "on_predict_end": "ending the prediction",
 }
 _MAX_TRACEBACK_LINES = 12
-_LEAST_TIMEOUT_S = 5.0  # several heartbeats, of which one may be late
+_LEAST_TIMEOUT_S = 5.0  # the time of several heartbeats, of which one may be late
 
 
 class Watchdog(Callback):
     """Watches the processes of a run with several, from a thread in each.
 
     It reports a process that has died, is stopped, unreachable or hung, or has raised an exception, with its pid, step,
-    phase, and signal or traceback. Then all processes exit with status 1. One that only keeps the others waiting is
-    named after ten seconds, and the run goes on. This callback's hooks note what the main thread does: a few
+    phase, and signal or traceback. Then all processes exit with status 1. A process that only keeps the others waiting
+    is named after ten seconds, and the run goes on. This callback's hooks note what the main thread does: a few
     assignments each, nothing on the device. See `lit_cifar.watchdog`.
 
     Args:
@@ -91,9 +91,9 @@ class Watchdog(Callback):
         if _was_launched(trainer):
             exit_with_parent()
         if multiprocessing.parent_process() is not None:
-            # In a spawned process Lightning does not call `on_exception`: it handles exceptions in the parent.
+            # Lightning handles exceptions of a spawned process in the parent, and does not call `on_exception`.
             trainer._run_stage = partial(self._run_stage, trainer, pl_module)  # type: ignore[method-assign]
-        from lit_cifar.watchdog.monitor import start_monitor  # one process needs none of it
+        from lit_cifar.watchdog.monitor import start_monitor  # one process needs no monitor
 
         self._watch = start_monitor(trainer, timeout_s=self.timeout_s, hang_timeout_s=self.hang_timeout_s)
 
@@ -104,7 +104,7 @@ class Watchdog(Callback):
         """Tell the others. If another rank failed first, do not show this exception, which is a consequence."""
         if self._watch is None:
             return
-        if isinstance(exception, Stopped | KeyboardInterrupt):  # the user's wish, not a failure
+        if isinstance(exception, Stopped | KeyboardInterrupt):  # the user has stopped the run
             self._leave()
             return
         if threading.current_thread() is threading.main_thread():
@@ -119,7 +119,7 @@ class Watchdog(Callback):
                 atexit.register(_end_at_once)
 
     def _run_stage(self, trainer: Trainer, pl_module: LightningModule) -> Any:
-        del trainer._run_stage  # back to the method of the class
+        del trainer._run_stage  # the method of the class takes over again
         try:
             return trainer._run_stage()
         except BaseException as exception:
@@ -145,7 +145,7 @@ def _end_at_once() -> None:
 def _noting(phase: str) -> Callable[..., None]:
     def hook(self: Watchdog, trainer: Trainer, *args: Any, **__: Any) -> None:
         if self._watch is not None:
-            batch = args[1] if len(args) > 1 else None  # of the hooks that begin a step
+            batch = args[1] if len(args) > 1 else None  # hooks that begin a step get the batch
             images = getattr(batch, "images", None)
             self._watch.progress.enter(phase, step=trainer.global_step, shape=getattr(images, "shape", None))
 

@@ -1,4 +1,4 @@
-"""Which process has caused the end of a run: arithmetic on heartbeats and states, without processes or clocks."""
+"""Finds the process that has caused the end of a run: arithmetic on heartbeats and states, without clocks."""
 
 import math
 from collections import Counter
@@ -10,7 +10,7 @@ from lit_cifar.watchdog.activity import FIRST_TIME_S
 from lit_cifar.watchdog.heartbeat import Heartbeat, Sight
 
 JUDGE = 0  # the rank that reads all heartbeats
-NOTICE_S = 10.0  # after so long without progress or heartbeat a rank is named, as others wait for it
+NOTICE_S = 10.0  # a rank that others wait for is named after so long without progress or heartbeat
 # A process that is silent this long after a failure elsewhere is the cause of that failure and not a consequence.
 SILENT_AFTER_FAILURE_S = 6.0
 # Signals by which libraries end a process that has lost another one, and launchers the remaining processes.
@@ -18,27 +18,27 @@ _CONSEQUENCES = ("SIGABRT", "SIGTERM")
 _MAX_LINES = 12
 _MAX_OTHERS = 7
 
-# Its process is gone, it sends no heartbeats, it has raised an exception, or its main thread makes no progress.
-# "late": one of the last two, for so short a time that the run goes on.
+# The process is gone, it sends no heartbeats, it has raised an exception, or its main thread makes no progress. "late":
+# it is silent or hangs for so short a time that the run goes on.
 Kind = Literal["killed", "silent", "failed", "hung", "late"]
 
 
 class Verdict(NamedTuple):
-    """Which process has caused the end of a run."""
+    """The process that has caused the end of a run, or delays it."""
 
     kind: Kind
-    rank: int  # of that process, the culprit
+    rank: int  # rank of that process, the culprit
     message: str  # "" if the culprit itself prints it
     reporter: int = JUDGE  # the rank that prints the message
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """What this process knows of one process, itself included."""
+    """This process's knowledge of one process, itself included."""
 
     beat: Heartbeat
-    # When it was new, in seconds that this process has spent between its reads, see `Monitor`: clocks of two machines
-    # are never compared, and while the store lets this process wait nobody is silent.
+    # Time when `beat` was new, in seconds that this process has spent between its reads, see `Monitor`: clocks of two
+    # machines are never compared, and while the store lets this process wait nobody is silent.
     heard_at: float
     # State of the process. If it is gone this was observed before its latest heartbeat was read, so that is its last.
     sight: Sight
@@ -62,11 +62,11 @@ def updated(
 
 
 class Patience(NamedTuple):
-    """How long a run goes on, in seconds."""
+    """Seconds for which a run goes on."""
 
-    silent_s: float  # with a process that sends no heartbeats and is not seen to run
-    hung_s: float = math.inf  # with a rank that is late, see `Watchdog`
-    waiting_s: float = math.inf  # with one that waits in a collective operation: torch itself gives up then
+    silent_s: float  # while a process sends no heartbeats and is not seen to run
+    hung_s: float = math.inf  # while a rank is late, see `Watchdog`
+    waiting_s: float = math.inf  # while a rank waits in a collective operation: torch itself gives up then
 
 
 def diagnose(peers: Mapping[int, Peer], *, now: float, patience: Patience) -> Verdict | None:
@@ -97,8 +97,8 @@ def diagnose(peers: Mapping[int, Peer], *, now: float, patience: Patience) -> Ve
         return _of_late_for(first, watched, patience) or _of_failed(first)
     if not failed and not gone and _all_late(peers, patience.hung_s):
         culprit, why = _of_late(watched)
-        # While it works the others wait for it, however long its phase took before. A process that polls in a loop
-        # looks the same, unless it waits for a GPU, see `Activity`.
+        # While the culprit works the others wait for it, however long its phase took before. A process that polls in a
+        # loop looks the same, unless it waits for a GPU, see `Activity`.
         if culprit.beat.idle_s > FIRST_TIME_S or not culprit.beat.works:
             return _hangs("hung", culprit, why)
     return None
@@ -110,10 +110,11 @@ def _is_lost(silent: Peer, *, now: float, patience: Patience) -> bool:
 
 
 def notice(peers: Mapping[int, Peer], *, now: float) -> Verdict | None:
-    """Whom the others wait for, before `diagnose` ends the run for it, and while it may still get on.
+    """The rank that the others wait for, before `diagnose` ends the run for it, and while it may still get on.
 
-    One that works is named too, but not in a phase that it is in for the first time: it may compile. Nor is one that
-    waits there, as for its GPU, unless all wait and not in the same place: then none gets on.
+    A rank that works is named too, but not in a phase that it is in for the first time: it may compile. A rank that
+    waits there, for its GPU for example, is not named either, unless all wait and not in the same place: then none gets
+    on.
     """
     watched = {rank: peer for rank, peer in peers.items() if not peer.beat.over}
     if len(watched) < 2 or any(peer.beat.failure or peer.sight.state == "gone" for peer in watched.values()):
@@ -133,10 +134,10 @@ def notice(peers: Mapping[int, Peer], *, now: float) -> Verdict | None:
 
 
 def diagnose_judge(peers: Mapping[int, Peer], *, me: int, now: float, patience: Patience) -> Verdict | None:
-    """The verdict of another rank than the judge, which is on the judge: it is gone or lost.
+    """The verdict of any other rank, which can only be on the judge: it is gone or lost.
 
-    `peers` are the judge, `me` and the other ranks on this machine, of which only the state is known. If one of them
-    was killed, and not aborted, the judge has probably been lost with it, and that one is named.
+    `peers` are the judge, `me` and the other ranks on this machine, of which only the state is known. If one of these
+    ranks was killed, and not aborted, the judge has probably been lost with it, and that rank is named.
     """
     judge = peers[JUDGE]
     is_gone = judge.sight.state == "gone"
@@ -157,7 +158,7 @@ def diagnose_judge(peers: Mapping[int, Peer], *, me: int, now: float, patience: 
 
 
 def notice_of_judge(peers: Mapping[int, Peer], *, now: float) -> Verdict | None:
-    """Of another rank than the judge, on the judge; see `notice`."""
+    """The notice of any other rank on the judge; see `notice`."""
     judge = peers[JUDGE]
     if judge.beat.over or judge.sight.state == "gone" or now - judge.heard_at <= NOTICE_S:
         return None
@@ -202,7 +203,7 @@ def _of_failed(peer: Peer) -> Verdict:
 
 
 def _of_silent(silent: list[Peer], *, now: float, kind: Kind = "silent") -> Verdict:
-    """A stopped process if there is one; else the one silent for longest."""
+    """A stopped process if there is one; otherwise the one silent for longest."""
     stopped = [peer for peer in silent if peer.sight.state == "stopped"]
     culprit = min(stopped or silent, key=lambda peer: (peer.heard_at, peer.beat.rank))
     runs = "silent, though its process runs" if culprit.sight.state == "running" else "silent"
@@ -222,10 +223,10 @@ def _all_late(peers: Mapping[int, Peer], patience_s: float, *, first_time_s: flo
 
 
 def _of_late(late: Mapping[int, Peer]) -> tuple[Peer, str]:
-    """The process that the others wait for, and why that one.
+    """The process that the others wait for, and the reason.
 
-    It is behind the others; of equals it neither waits for others nor works. If all wait it is in another place than
-    most: their collective operations do not match.
+    It is behind the others; of equals it neither waits for others nor works. If all wait, it is not where most are:
+    their collective operations do not match.
     """
     culprit = min(late.values(), key=lambda peer: (peer.beat.events, peer.beat.waits, peer.beat.works, peer.beat.rank))
     why = "it computes or waits for a disk" if culprit.beat.works else "it is behind or not waiting"
@@ -259,7 +260,7 @@ def _place(peer: Peer) -> Hashable:
 
 
 def _loop(peer: Peer) -> Hashable:
-    """One that has fewer batches than others is in the next loop."""
+    """The loop that a process is in: one that has fewer batches than others is in the next loop."""
     return "validat" in peer.beat.phase
 
 

@@ -1,4 +1,4 @@
-"""What a process of a run says of itself once a second, and what another one on its machine sees of it."""
+"""The heartbeat that a process sends once a second, and what other processes on its machine see of it."""
 
 import json
 import os
@@ -21,14 +21,14 @@ _STATE, _START_TIME, _EXIT_CODE = 0, 19, 49
 class Sight(NamedTuple):
     """The observed state of a process."""
 
-    # "unseen" for a process that cannot be observed from here, as on another machine.
+    # "unseen" for a process that cannot be observed from here, such as on a different machine.
     state: Literal["running", "stopped", "gone", "unseen"]
-    ending: str = ""  # how the process ended, e.g. "SIGKILL", if that is known
-    trace: str = ""  # the lines of Python that it was in, if it has left them
+    ending: str = ""  # the end of the process, such as "SIGKILL", if that is known
+    trace: str = ""  # the lines of Python that the process was in, if it has left them
 
 
 def start_time(pid: int) -> str:
-    """When the process was started, in the kernel's units; "" if there is no such process.
+    """Time at which the process was started, in the kernel's units; "" if there is no such process.
 
     Together with the pid it identifies a process: pids are reused.
     """
@@ -41,7 +41,7 @@ def look_at(pid: int, started: str) -> Sight:
     if not fields or fields[_START_TIME] != started:
         return Sight("gone")
     if fields[_STATE] in "ZX":
-        status = int(fields[_EXIT_CODE])  # 0 also if this user may not read it
+        status = int(fields[_EXIT_CODE])  # also 0 if this user may not read it
         return Sight("gone", ending(os.waitstatus_to_exitcode(status)) if status else "")
     return Sight("stopped" if fields[_STATE] == "T" else "running")
 
@@ -67,25 +67,25 @@ class Heartbeat:
 
     rank: int
     pid: int
-    started: str  # when the process was started, as returned by `start_time`
+    started: str  # the result of `start_time`
     host: str
-    trace_file: int = -1  # its descriptor there, see `stacks.trace_file`
+    trace_file: int = -1  # descriptor of its trace file, see `stacks.trace_file`
     number: int = 0  # number of the heartbeat, from 0
     phase: str = "starting"
     step: int = 0  # optimizer steps that are done
     events: int = 0  # number of phases that the main thread has begun
     idle_s: float = 0.0  # seconds since this phase began
     expected_s: float = 0.0  # seconds that this phase may take, going by its earlier durations
-    place: str = ""  # once it has been idle for some time: the main thread's collective operation, and line of Python
-    stack: str = ""  # and its innermost frames, outermost first
-    waits: bool = False  # whether it then waited for other processes, see `Activity`
-    works: bool = False  # whether it computed, or used a disk
+    place: str = ""  # collective operation and line of Python of a main thread that has been idle for some time
+    stack: str = ""  # innermost frames of that thread, outermost first
+    waits: bool = False  # whether that thread waited for other processes, see `Activity`
+    works: bool = False  # whether that thread computed, or used a disk
     failure: str = ""  # the end of the traceback with which the main thread failed, or ""
     quiet: bool = False  # whether the process itself prints the message about its failure
     order: int = 0  # number of failures when this one was reported, itself included; 0 without one
     over: bool = False  # whether the main thread has finished and need not be watched any more
-    seen: dict[int, Sight] = field(default_factory=dict)  # other ranks on its machine
-    verdict: tuple[Any, ...] = ()  # of rank 0, the judge: the fields of its `Verdict`, once there is one
+    seen: dict[int, Sight] = field(default_factory=dict)  # states of other ranks on its machine
+    verdict: tuple[Any, ...] = ()  # fields of the `Verdict` of rank 0, the judge, once there is one
 
     def to_json(self) -> str:
         return json.dumps(vars(self))
@@ -115,16 +115,16 @@ class Mates:
 
     def __init__(self, everyone: Iterable[Heartbeat], own: Heartbeat) -> None:
         others = [beat for beat in everyone if beat.host == own.host and beat.rank != own.rank]
-        # One that has sent a heartbeat and is not found is in another container.
+        # A process that has sent a heartbeat and is not found is in another container.
         self._beats = {beat.rank: beat for beat in others if look_at(beat.pid, beat.started).state != "gone"}
         self._gone: dict[int, Sight] = {}
-        self._traces: dict[int, int] = {}  # open, so that they can be read after the processes' ends
+        self._traces: dict[int, int] = {}  # trace files, open so that they can be read after the processes' ends
         for rank, beat in self._beats.items():
-            with suppress(OSError):  # it is another user's
+            with suppress(OSError):  # the process may be another user's
                 self._traces[rank] = os.open(f"/proc/{beat.pid}/fd/{beat.trace_file}", os.O_RDONLY)
 
     def look(self) -> dict[int, Sight]:
-        """The state of each."""
+        """The state of each of these ranks."""
         sights = {}
         for rank, beat in self._beats.items():
             if rank not in self._gone:
@@ -134,7 +134,7 @@ class Mates:
         return sights | self._gone
 
     def ask(self, rank: int) -> None:
-        """Have it leave a trace: it does not answer."""
+        """Ask a rank that does not answer to leave a trace."""
         if rank in self._traces:
             request(self._beats[rank].pid, self._beats[rank].trace_file)
 
@@ -143,6 +143,6 @@ class Mates:
             os.close(self._traces.popitem()[1])
 
     def kill(self, rank: int) -> None:
-        """Kill it, if it is one of them and still there."""
+        """Kill a rank, if it is one of these and still there."""
         if rank in self._beats:
             kill(self._beats[rank].pid, self._beats[rank].started)

@@ -38,8 +38,8 @@ from lit_cifar.watchdog.store import HeartbeatStore, News, SilenceClock, host_of
 BEAT_S = 1.0
 # Time for the main thread to end by its own exception, which closes loggers and files.
 GRACE_S = 4.0
-_STATES = ("running", "stopped", "gone")  # of one process, in the order in which it may be seen in them
-# How long the judge waits, when it has finished, for others that have not, and another rank for one answer.
+_STATES = ("running", "stopped", "gone")  # states of one process, in the order in which they may be seen
+# Seconds that the judge, when it has finished, waits for others that have not, and any other rank for one answer.
 _FAREWELL_S = 10.0
 
 
@@ -66,7 +66,7 @@ def start_monitor(trainer: Trainer, *, timeout_s: float, hang_timeout_s: float) 
 def _come_before_observer(watch: "Monitor") -> None:
     """Suspend Lightning's observer of the processes that it has launched while the watchdog is active.
 
-    It looks every five seconds for a failed process and kills all others before they can report anything.
+    The observer looks every five seconds for a failed process and kills all others before they can report anything.
     """
 
     def look(observer: _ChildProcessObserver) -> bool:
@@ -78,7 +78,7 @@ def _come_before_observer(watch: "Monitor") -> None:
 
 
 def _say(message: str) -> None:
-    """On stderr, if that is usable in a program that is not ours."""
+    """Print `message` on stderr, if that is usable in a program that is not ours."""
     with suppress(AttributeError, OSError, ValueError):
         sys.stderr.write(f"{printable(message, lines=True)}\n")
         sys.stderr.flush()
@@ -130,7 +130,7 @@ class Monitor(threading.Thread):
         self._over = self._told = False
         self._number = 0
         self._stack, self._worker = Stack(), ""
-        self._look_after_s = min(patience.silent_s, NOTICE_S) / 2  # without progress, or silent
+        self._look_after_s = min(patience.silent_s, NOTICE_S) / 2  # seconds without progress or heartbeat
         self._noticed: set[tuple[int, int]] = set()  # ranks, and their phases, that have been named as late
         self._wake, self._closed, self._concluded = threading.Event(), threading.Event(), threading.Event()
         self._silence = SilenceClock(clock)
@@ -141,7 +141,7 @@ class Monitor(threading.Thread):
             if self._is_judge or beat.rank in {JUDGE, rank, *visible}
         }
 
-    # For the main thread.
+    # The main thread calls these.
 
     def fail(self, failure: str, *, quiet: bool = False) -> Verdict | None:
         """Report that the main thread has failed, with the end of its traceback, and return the verdict once there is
@@ -161,7 +161,7 @@ class Monitor(threading.Thread):
         self.join(3 * _FAREWELL_S)
         atexit.unregister(self._close)
 
-    # The thread.
+    # The thread runs these.
 
     def run(self) -> None:
         """Write and diagnose heartbeats until there is a verdict or the run has ended."""
@@ -191,29 +191,29 @@ class Monitor(threading.Thread):
         """Whether all know that this process has finished, or will not learn it any more."""
         if self._is_judge and after_s > _FAREWELL_S:
             return True
-        if not self._told:  # the others would report this process as killed when it ends
+        if not self._told:  # otherwise the others would report this process as killed
             return self._board.lost or self._silence.owed_s > _FAREWELL_S
         unjudged = any(not peer.beat.over and not peer.beat.failure for peer in self._others())
         return not (self._is_judge and unjudged)
 
     def _tick(self) -> Verdict | None:
         if self._silence.turn(owed=self._board.busy or self._board.lost) > max(self._patience.silent_s / 2, 5 * BEAT_S):
-            self.progress.forgive()  # this thread itself did not run, as after Ctrl-Z or in a debugger
-        os.ftruncate(self._own.trace_file, 0)  # what it was asked for while this thread could not run is over
+            self.progress.forgive()  # this thread itself did not run, such as after Ctrl-Z or in a debugger
+        os.ftruncate(self._own.trace_file, 0)  # requests from while this thread could not run are over
         self._look()
         sights = self.mates.look()
         if self._store_host in sights and sights[self._store_host].state == "gone":
             self._board.lost = True  # torch would print a page about its host, which is gone
         beat = self._beat(sights)
         news = self._board.exchange(beat, wait_s=BEAT_S)
-        if self._store_host == JUDGE != self._own.rank:  # it runs if it serves the store
+        if self._store_host == JUDGE != self._own.rank:  # the judge runs if it serves the store
             sights = {JUDGE: Sight("unseen" if news is None else "running")} | sights
         if news is not None:
             self._silence.answer()
             self._told = news.sent.over
         self._note(news, sights)
         before = self._peers[self._own.rank]
-        heard_at = before.heard_at if before.beat.over else self._silence.listened_s  # since when it is over
+        heard_at = before.heard_at if before.beat.over else self._silence.listened_s  # time since which it is over
         self._peers[self._own.rank] = Peer(beat=beat, heard_at=heard_at, sight=Sight("running"), answered=True)
         self._ask_silent()
         if self._is_judge:
@@ -221,7 +221,7 @@ class Monitor(threading.Thread):
         return self._follow_judge()
 
     def _ask_silent(self) -> None:
-        """Where are those who do not answer, on this machine?"""
+        """Ask processes on this machine that do not answer to leave a trace."""
         for peer in self._others() if self._is_judge else [self._peers[JUDGE]]:
             if self._silence.listened_s - peer.heard_at > self._look_after_s and not peer.sight.trace:
                 self.mates.ask(peer.beat.rank)
@@ -248,7 +248,7 @@ class Monitor(threading.Thread):
         return verdict
 
     def _tell(self, late: Verdict | None) -> None:
-        """Name one that is late, once."""
+        """Name a rank that is late, once."""
         if late is not None:
             about = late.rank, self._peers[late.rank].beat.events
             if late.reporter == self._own.rank and about not in self._noticed:
@@ -315,8 +315,9 @@ class Monitor(threading.Thread):
             time.sleep(2 * (BEAT_S + self._board.answer_s))
         self._concluded.set()
         if verdict.kind == "silent" and verdict.rank != self._store_host:
-            # It cannot end itself. When it is killed its connections close, and main threads that wait for it continue.
-            # The process that serves the store is not killed now: torch would print a page about the lost store.
+            # That process cannot end itself. When it is killed its connections close, and main threads that wait for it
+            # continue. The process that serves the store is not killed now: torch would print a page about the lost
+            # store.
             self.mates.kill(verdict.rank)
         if (verdict.kind, verdict.rank) != ("hung", self._own.rank):
             time.sleep(self._grace_s)

@@ -31,8 +31,8 @@ from lit_cifar.watchdog.heartbeat import Heartbeat, first_heartbeat
 class News(NamedTuple):
     """The result of an exchange."""
 
-    sent: Heartbeat  # this process's heartbeat, which arrived before the others were read
-    beats: list[Heartbeat]  # the latest heartbeat of each rank that it reads, if that has written one
+    sent: Heartbeat  # this process's heartbeat, which arrived before `beats` were read
+    beats: list[Heartbeat]  # the latest heartbeat of each rank that this process reads, if that has written one
 
 
 class HeartbeatStore:
@@ -47,7 +47,7 @@ class HeartbeatStore:
         self._keys = _keys(world_size)[1:] if rank == 0 else _keys(1)
         self._order = 0
         self.lost = self.busy = False
-        self.answer_s = 0.0  # how long the latest answer took
+        self.answer_s = 0.0  # duration of the latest answer
         self._calls: queue.SimpleQueue[Heartbeat | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[News | None] = queue.SimpleQueue()
         threading.Thread(target=self._make_calls, name="watchdog-board", daemon=True).start()
@@ -55,7 +55,7 @@ class HeartbeatStore:
     def exchange(self, beat: Heartbeat, *, wait_s: float) -> News | None:
         """Write a heartbeat and read those of others; None if the store does not answer within `wait_s`.
 
-        While it still owes the answer to an earlier heartbeat, that one is waited for and `beat` is not written.
+        While the store owes the answer to an earlier heartbeat, that is waited for and `beat` is not written.
         """
         if self.lost:
             return None
@@ -97,7 +97,7 @@ def prepare(store: Store, *, run: str, world_size: int) -> None:
     """Make the entries of a run, before any rank uses them: to read a key that is missing means to wait for it."""
     keys = _keys(world_size)
     _entries(store, run).multi_set(keys, [""] * world_size)  # type: ignore[attr-defined]  # not in torch's stubs
-    _entries(store, run).check(keys)  # its answer comes after they have arrived
+    _entries(store, run).check(keys)  # the answer comes after they have arrived
 
 
 def _entries(store: Store, run: str) -> Store:
@@ -109,7 +109,7 @@ def _keys(world_size: int) -> list[str]:
 
 
 def meet(rank: int, world_size: int) -> tuple[HeartbeatStore, list[Heartbeat]]:
-    """This process's board for the heartbeats of a new run, and the first heartbeat of every rank, which waits here."""
+    """This process's store for the heartbeats of a new run, and every rank's first heartbeat. All ranks meet here."""
     store, run = connect(), uuid.uuid4().hex
     if rank == 0:
         prepare(store, run=run, world_size=world_size)
@@ -120,7 +120,7 @@ def meet(rank: int, world_size: int) -> tuple[HeartbeatStore, list[Heartbeat]]:
 
 
 def connect() -> TCPStore:
-    """A connection of its own to the store at which this process has met the others."""
+    """A new connection to the store at which this process has met the others."""
     return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
 
 
@@ -129,8 +129,8 @@ def host_of_store() -> int | None:
     return None if multiprocessing.parent_process() is not None else 0
 
 
-# What a pause between two reads counts at most, in seconds, and what a turn counts. If it was longer this process was
-# not run, and has seen nothing.
+# The most seconds that a pause between two reads counts, or a turn. During a longer one this process was not run, and
+# has seen nothing.
 _MOST_S = 2.0
 
 
@@ -138,9 +138,9 @@ class SilenceClock:
     """Counts the time in which a process that writes can be found silent by one that reads.
 
     Attributes:
-        listened_s: Sum of the pauses from an answer of the store to the next question. What the store needs for its
-            answers is not in it: a slow store is not silence.
-        owed_s: How long the store has owed its answer.
+        listened_s: Sum of the pauses from an answer of the store to the next question. The store's time for its answers
+            is not in it: a slow store is not silence.
+        owed_s: Seconds for which the store has owed its answer.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -159,6 +159,6 @@ class SilenceClock:
         return passed_s
 
     def answer(self) -> None:
-        """The store has answered."""
+        """Note that the store has answered."""
         self._answered_at, self.owed_s = self._clock(), 0.0
         self.listened_s += self._pause_s
