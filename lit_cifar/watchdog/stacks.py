@@ -104,7 +104,7 @@ def _traced(file: int) -> tuple[str, list[FrameSummary]]:
     stack = next((each for each in stacks if each.startswith("Current")), stacks[-1])
     found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', stack, re.MULTILINE)
     error = re.search("^Fatal Python error: .*", text, re.MULTILINE)
-    return error[0] if error else "", [FrameSummary(name, int(line), function) for name, line, function in reversed(found)]
+    return error[0] if error else "", [FrameSummary(name, int(line), where) for name, line, where in reversed(found)]
 
 
 def place_in_worker() -> str:
