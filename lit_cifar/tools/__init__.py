@@ -1,1 +1,1 @@
-"""What is not the trainer: it checks, measures, breaks, reports and exports. No training imports it."""
+"""Tools beside the trainer: they check, measure, break, report and export trainings."""

@@ -1,4 +1,4 @@
-"""`python -m lit_cifar bench`: what training costs on this machine.
+"""`python -m lit_cifar bench`: the costs of training on this machine.
 
 Each section is a module with a function `measure`, which takes `Settings` and returns rows of the table. Machines
 differ and are noisy, so a row compares things that were measured in turn in the same run. `trace` and `step_trace`
@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 from lit_cifar.models import Arch
 from lit_cifar.tools.verify.runs import REFUSED, run
 
-Values = NDArray[np.float64]  # a repeated measurement: a number for each round
+Values = NDArray[np.float64]  # numbers of a repeated measurement, one for each round
 Unit = Literal["x", "s", "us", "img/s"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """On what is measured, and how often."""
+    """The settings of measurements."""
 
-    folder: Path  # exists; runs write below it
-    rounds: int = 5  # how often each of the things that are compared is timed
-    small: bool = False  # few layers, images and steps: the figures then say nothing about a machine
+    folder: Path  # an existing folder, below which runs write
+    rounds: int = 5  # number of times that each of the things that are compared is timed
+    small: bool = False  # whether layers, images and steps are few: the figures then say nothing about a machine
 
     @property
     def arch(self) -> Arch:
@@ -37,10 +37,10 @@ class Settings:
 class Row:
     """One measurement."""
 
-    name: str  # what is compared with what
+    name: str  # the things that are compared
     unit: Unit
     values: Values
-    note: str = ""  # on what it depends
+    note: str = ""  # the conditions of the measurement
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
@@ -54,9 +54,9 @@ class Row:
 
 
 def interleaved(measurements: Mapping[str, Callable[[], float]], *, rounds: int) -> dict[str, Values]:
-    """What each measurement returns, once in every round.
+    """The result of each measurement, once in every round.
 
-    Every other round goes through them backwards, so that what slows the machine down steadily favours none.
+    Every other round goes through them backwards, so that a machine that slows down steadily favours none.
     """
     names = list(measurements)
     found: dict[str, list[float]] = {name: [] for name in names}
@@ -70,8 +70,8 @@ def fit(words: Sequence[str], *, folder: Path, threads: int = 1, num_ranks: int 
     """`python -m lit_cifar fit`, see `verify.runs.run`.
 
     Raises:
-        ConfigError: It refuses the user's flags.
-        RuntimeError: It failed.
+        ConfigError: `fit` refuses the user's flags.
+        RuntimeError: `fit` failed.
     """
     outcome = run("fit", *words, folder=folder, threads=threads, num_ranks=num_ranks)
     if outcome.status == REFUSED:

@@ -12,7 +12,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.tools import terminal
 from lit_cifar.tools.bench import Row, Settings, Unit, mode_speed, overhead, recovery, trace
 
-# By name, in the order in which `bench all` measures them.
+# The sections by name, in the order in which `bench all` measures them.
 SECTIONS: dict[str, Callable[[Settings], list[Row]]] = {
     "overhead": overhead.measure,
     "modes": mode_speed.measure,
@@ -59,7 +59,7 @@ def _result_table(rows: list[Row], *, title: str) -> Table:
 
 
 def shown(value: float, unit: Unit) -> str:
-    """With three significant digits, and the unit as one writes it behind a number: 0.917x, 34,600 img/s."""
+    """A number with three significant digits and its unit: 0.917x, 34,600 img/s."""
     digits = f"{value:#.3g}" if abs(value) < 1000 else f"{float(f'{value:.3g}'):,.0f}"
     return f"{digits.rstrip('.')}{unit if unit == 'x' else f' {unit}'}"
 

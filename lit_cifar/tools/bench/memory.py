@@ -1,4 +1,4 @@
-"""What a process keeps in memory for training, measured on request: a mode may divide it or keep it whole in each."""
+"""The memory that a process keeps for training, measured on request. A mode may divide it, or repeat it in each."""
 
 import json
 from pathlib import Path
@@ -19,11 +19,11 @@ _PROCESS = Path("/proc/self")
 class TrainingMemory(Callback):
     """Writes `memory-rank0.json` and so on into the run folder at the end of the training, one for each process.
 
-    Not among the callbacks of every run: `--trainer.callbacks+=lit_cifar.tools.bench.memory.TrainingMemory` adds it.
-    `state_bytes` counts the parameters that this process trains, their gradients and the optimizer's state: this
-    process's part of a tensor that is shared out. `gpu_peak_bytes` is the most that torch has held on one GPU of this
-    process since the training began, activations too; without a GPU it is null. `resident_peak_bytes` is the most by
-    which the process's resident memory has grown since then until the end of a step; outside of Linux it is null.
+    `--trainer.callbacks+=lit_cifar.tools.bench.memory.TrainingMemory` adds it to a run. `state_bytes` counts the
+    parameters that this process trains, their gradients and the optimizer's state: of a divided tensor this process's
+    part. `gpu_peak_bytes` is the most that torch has held on one GPU of this process since the training began, with
+    activations; without a GPU it is null. `resident_peak_bytes` is the most by which the process's resident memory has
+    grown since then until the end of a step; outside of Linux it is null.
     """
 
     def __init__(self) -> None:
@@ -32,22 +32,22 @@ class TrainingMemory(Callback):
         self._resident_peak: int | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget the peaks of what came before."""
+        """Forget earlier peaks."""
         self._with_gradient = 0
         for device in _gpus(trainer):
             torch.cuda.reset_peak_memory_stats(device)
         self._resident_before = forget_resident_peak()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Count parameters and gradients in the first step, when both are there."""
+        """Count parameters and gradients in the first step, when both exist."""
         if not self._with_gradient:
             trained = [parameter for parameter in pl_module.parameters() if parameter.grad is not None]
-            self._with_gradient = sum(_own_bytes(its) + _own_bytes(its.grad) for its in trained)
+            self._with_gradient = sum(_own_bytes(each) + _own_bytes(each.grad) for each in trained)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note the peak of the steps; to save the last checkpoint takes memory too."""
+        """Note the peak of the steps, without that of saving the last checkpoint."""
         if self._resident_before is not None:
             self._resident_peak = resident_peak() - self._resident_before
 
@@ -56,7 +56,7 @@ class TrainingMemory(Callback):
         folder = run_folder(trainer)
         if folder is None:
             return
-        states = (value for its in trainer.optimizers for state in its.state.values() for value in state.values())
+        states = (value for each in trainer.optimizers for state in each.state.values() for value in state.values())
         peaks = [torch.cuda.max_memory_allocated(device) for device in _gpus(trainer)]
         found = {
             "rank": trainer.global_rank,
@@ -69,7 +69,7 @@ class TrainingMemory(Callback):
 
 
 def forget_resident_peak() -> int | None:
-    """What of this process is resident now, from which `resident_peak` begins; None outside of Linux."""
+    """Start `resident_peak` anew. Return the bytes of this process that are resident now; None outside of Linux."""
     try:
         (_PROCESS / "clear_refs").write_text("5")  # proc(5)
     except OSError:
@@ -84,10 +84,10 @@ def resident_peak() -> int:
 
 
 def _own_bytes(value: Any) -> int:
-    """Of a DTensor the part that this process holds; of what is no tensor, nothing."""
+    """Bytes of a tensor, or of this process's part of a DTensor; 0 for other values."""
     return local_part(value).nbytes if isinstance(value, Tensor) else 0
 
 
 def _gpus(trainer: Trainer) -> range:
-    """All that are visible: torch counts what this process itself has on each, 0 on the others."""
+    """All visible GPUs: torch counts this process's own memory on each, which is 0 on those that it does not use."""
     return range(torch.cuda.device_count() if trainer.strategy.root_device.type == "cuda" else 0)

@@ -1,4 +1,4 @@
-"""Modes beside one another, and beside one process that has all threads: what `fit` itself says of its speed."""
+"""The speed that `fit` logs in each mode, over that of one process with all threads."""
 
 import csv
 import tempfile
@@ -12,8 +12,8 @@ from lit_cifar.reporting.progress import METRIC
 from lit_cifar.tools.bench import Row, Settings, fit, interleaved
 
 _ONE_PROCESS = "auto"
-_MODES = {_ONE_PROCESS: 1, "dp": 1, "mp": 1, "ddp": 2, "pp": 2, "fsdp2": 2, "tp": 2}  # strategies and their processes
-_STEPS: dict[Stem, int] = {"cifar": 2, "imagenet": 4}  # that are timed; those of the CIFAR stem take seconds
+_MODES = {_ONE_PROCESS: 1, "dp": 1, "mp": 1, "ddp": 2, "pp": 2, "fsdp2": 2, "tp": 2}  # number of processes by strategy
+_STEPS: dict[Stem, int] = {"cifar": 2, "imagenet": 4}  # number of timed steps; those of the CIFAR stem take seconds
 _WARM_UP = 2  # steps that `fit` does not time
 
 
@@ -36,7 +36,7 @@ def measure(settings: Settings) -> list[Row]:
 
 
 def _speed_of_mode(mode: str, stem: Stem, batch_size: int, settings: Settings) -> float:
-    """With the flags that a user would pass; the threads of its processes share the cores."""
+    """The speed with the flags that a user would pass; the threads of all processes share the cores."""
     flags = [f"--model.arch={settings.arch}", f"--model.stem={stem}", f"--trainer.strategy={mode}"]
     flags.append(f"--trainer.devices={1 if mode == _ONE_PROCESS else 2}")
     ranks = _MODES[mode]
@@ -50,9 +50,9 @@ def _speed_of_mode(mode: str, stem: Stem, batch_size: int, settings: Settings) -
 def images_per_s(
     flags: Sequence[str], *, batch_size: int, steps: int, folder: Path, ranks: int = 1, threads: int = 1
 ) -> float:
-    """The speed that a `fit` on the CPU logs of so many steps, after those that warm up, on synthetic images.
+    """The speed that a `fit` on the CPU logs over `steps` steps, after those that warm up, on synthetic images.
 
-    It is started in so many processes, as by torchrun, and writes to `folder`, which exists.
+    It is started in `ranks` processes, as by torchrun, and writes to `folder`, which exists.
     """
     number = _WARM_UP + steps
     words = [f"--trainer.max_steps={number}", f"--trainer.log_every_n_steps={number}", "--trainer.max_epochs=-1"]

@@ -1,4 +1,4 @@
-"""What `fit` adds to a step: the same training twice in one process, in turn, by the Trainer and in plain PyTorch."""
+"""The time that `fit` adds to a step: one training by the Trainer and in plain PyTorch, in turn in one process."""
 
 import json
 import sys
@@ -25,9 +25,9 @@ from lit_cifar.task.module import LitResNet
 from lit_cifar.task.optim import WarmupDecay
 from lit_cifar.tools.bench import Row, Settings, Values, fit
 
-_MANY = 10**6  # optimizer steps
-_SKIPPED = 2  # turns at the start
-_LAYOUT = ["--trainer.precision=bf16-mixed", "--model.channels_last=true"]  # as on a GPU
+_MANY = 10**6  # more optimizer steps than any training here takes
+_SKIPPED = 2  # turns at the start that are not timed
+_LAYOUT = ["--trainer.precision=bf16-mixed", "--model.channels_last=true"]  # a usual layout on a GPU
 OPTIMIZERS = {"SGD": [], "Muon": ["--model.optimizer=lit_cifar.MuonSGD", "--model.label_smoothing=0.2"]}
 
 
@@ -37,12 +37,12 @@ def measure(settings: Settings) -> list[Row]:
     Raises:
         RuntimeError: A run failed.
     """
-    # All that is not the network.
+    # A tiny network: the step is all that is not the network.
     turns = (1 if settings.small else 6) * settings.rounds
     ours, plain, _ = _in_turn(settings, [f"--model.network={__name__}.Small"], turns=turns, steps=50, batch_size=16)
     name = "a step of fit, with all logs, over a plain PyTorch loop, a network of one layer"
     rows = [Row(name, "us", 1e6 * (ours - plain), f"the plain loop takes {1e6 * np.median(plain):,.0f} us a step")]
-    # The host's work alone.
+    # A thin network: the step is the host's work.
     for name, flags in OPTIMIZERS.items():
         flags = [f"--model.network={__name__}.Thin", *_LAYOUT, *flags]
         ours, plain, counts = _in_turn(settings, flags, turns=turns, steps=20, batch_size=8)
@@ -52,7 +52,7 @@ def measure(settings: Settings) -> list[Row]:
         for what, (of_fit, of_plain) in counts.items():
             note, ratio = f"{of_fit:,} between two steps of fit, {of_plain:,} in the plain loop", of_fit / of_plain
             rows.append(Row(f"{what} of fit over those of a plain loop, {about}", "x", np.array([ratio]), note))
-    # What a user pays.
+    # A real network: the time that a user pays.
     on_gpu = torch.cuda.is_available()
     stem, batch_size, precision = ("cifar", 512, "bf16-mixed") if on_gpu else ("imagenet", 128, "32-true")
     flags = [f"--model.arch={settings.arch}", f"--model.stem={stem}", f"--trainer.precision={precision}"]
@@ -74,7 +74,7 @@ def _in_turn(
 ) -> tuple[Values, Values, dict[str, list[int]]]:
     """Seconds of a step of `fit` and of the plain loop, a number for each turn; all turns are in one epoch.
 
-    Also what each has between two steps, by the names in `COUNTERS`.
+    The counts of each between two steps are returned too, by the names in `COUNTERS`.
     """
     folder = Path(tempfile.mkdtemp(prefix="overhead-", dir=settings.folder))
     words = [f"--trainer.accelerator={'gpu' if torch.cuda.is_available() else 'cpu'}", "--trainer.devices=1", *flags]
@@ -99,7 +99,7 @@ class Small(nn.Sequential):
 class Thin(nn.Module):
     """The layers of ResNet34 with an eighth of the channels, on few pixels: a step is all work of the host.
 
-    It has no blocks of its own, before which a user's network would draw its random stream.
+    It names no blocks, so that no random stream is set before each of them.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class InTurn(Callback):
 
     Args:
         file: JSON: `turns`, for each turn [fit, plain], the seconds of a step, and `counts`.
-        steps: As many as lie between two log points, so that each turn has one.
+        steps: Number of steps between two log points, so that each turn has one.
     """
 
     def __init__(self, file: str, *, steps: int) -> None:
@@ -184,14 +184,14 @@ class InTurn(Callback):
         self.file.write_text(json.dumps({"turns": self._turns, "counts": counts}))
 
     def _elapsed(self, device: torch.device) -> float:
-        """Seconds of a step of this turn, when the device has done its work."""
+        """Seconds of a step of this turn; waits for the device."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return (perf_counter() - self._since) / self.steps
 
 
 class PlainLoop:
-    """Trains `network` as the Trainer trains that of `module`: data, optimizer, schedule, precision and layout.
+    """Trains `network` like the Trainer trains `module`: with its data, optimizer, schedule, precision and layout.
 
     Loss and accuracy are summed on the device, and read wherever the Trainer logs.
     """
@@ -224,7 +224,7 @@ class PlainLoop:
         device = self._mean.device
         images = batch.images.to(device, torch.float32, non_blocking=True).sub_(self._mean).div_(self._std)
         labels = batch.labels.to(device, non_blocking=True)
-        self.optimizer.zero_grad()  # before the forward pass, as CUDA graphs need it
+        self.optimizer.zero_grad()  # CUDA graphs need this before the forward pass
         with self._precision():
             logits = self._forward(images.contiguous(memory_format=self._layout))
             loss = F.cross_entropy(logits, labels)

@@ -1,4 +1,4 @@
-"""How long a run stands still when a rank is killed: under torchrun, and where `fit` starts its processes itself."""
+"""The pause of a run when a rank is killed: under torchrun, and where `fit` starts its processes itself."""
 
 from functools import partial
 from pathlib import Path
@@ -12,12 +12,12 @@ from lit_cifar.tools.chaos.audit import SampleLogReader
 from lit_cifar.tools.chaos.job import FIT, Job, wait_until
 
 _RANKS = 2
-_LIMIT_S = 120.0  # of a start
+_LIMIT_S = 120.0  # the longest start
 _LAUNCHERS: dict[str, tuple[str, ...]] = {"under torchrun": (), "with --max_restarts": FIT}
 
 
 def measure(settings: Settings) -> list[Row]:
-    """Kill a rank of a training in `ddp`, and time what follows until both ranks have taken a step; some times.
+    """Kill a rank of a training in `ddp`, and time the pause until both ranks have taken a step; several times.
 
     torchrun starts new processes, each of which imports Python, torch and Lightning anew.
 
@@ -51,7 +51,7 @@ def _recovery(settings: Settings, launcher: tuple[str, ...], device: str) -> flo
 
 
 def _wait_for_steps(job: Job, reader: SampleLogReader, *, start: tuple[int, int], steps: int) -> None:
-    """Until each rank of that start of the processes has taken so many."""
+    """Wait until each rank of that start of the processes has taken `steps` steps."""
 
     def taken() -> bool:
         reader.refresh()

@@ -1,4 +1,4 @@
-"""What one training step does: recorded in every process by torch's profiler, and written.
+"""One training step, recorded in every process by torch's profiler, and written.
 
 The first steps warm up. One is timed as it is, as profiling takes time, one lets the profiler warm up, and the next is
 recorded.
@@ -17,9 +17,9 @@ from torch.profiler import profile, record_function
 from lit_cifar.errors import ConfigError
 from lit_cifar.tools.bench.timeline import Recorder, observe_stages
 
-STEP = "one training step"  # what the recorded step is called among the events
+STEP = "one training step"  # name of the recorded step among the events
 STAGE = "stage"  # the category of a stage's work on a microbatch, in modes that have stages
-_PLAIN, _PROFILED, _RECORDED, NUM_STEPS = range(2, 6)  # optimizer steps before each of them begins
+_PLAIN, _PROFILED, _RECORDED, NUM_STEPS = range(2, 6)  # number of optimizer steps before each of them begins
 
 
 class StepTrace(Callback):
@@ -28,7 +28,7 @@ class StepTrace(Callback):
     A step lasts from the end of the one before it, so it includes fetching its batch.
 
     Args:
-        folder: It exists.
+        folder: An existing folder.
     """
 
     def __init__(self, folder: str) -> None:
@@ -36,7 +36,7 @@ class StepTrace(Callback):
         self._steps = 0
         self._start = 0.0
         self._plain_ms = 0.0
-        self._recorder = Recorder()  # of stages, in modes that have some
+        self._recorder = Recorder()  # recorder of stages, in modes that have some
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         observe_stages(trainer, self._recorder)
@@ -55,7 +55,7 @@ class StepTrace(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Begin and end what each step is for."""
+        """Begin and end the work that each step is for."""
         if trainer.global_step == self._steps:  # gradients are being accumulated
             return
         self._steps = trainer.global_step
@@ -80,7 +80,7 @@ class StepTrace(Callback):
         profiled = json.loads(file.read_text())
         base_us = profiled.get("baseTimeNanoseconds", 0) / 1e3
         found = (event for event in profiled["traceEvents"] if event["ph"] == "X" and event.get("cat") != "Trace")
-        ahead_us = (time_ns() - monotonic_ns()) / 1e3  # of the recorder's clock
+        ahead_us = (time_ns() - monotonic_ns()) / 1e3  # lead of the profiler's clock over the recorder's
         stages = [
             span | {"cat": STAGE, "tid": f"stage {span['tid']}", "ts": span["ts"] + ahead_us}
             for span in self._recorder.spans()

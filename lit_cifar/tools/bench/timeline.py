@@ -1,6 +1,6 @@
-"""Who works when, in modes that cut the network into stages: recorded on request, written as a Chrome trace.
+"""The times at which stages work, in modes that have some: recorded on request, written as a Chrome trace.
 
-Off unless the callback is added: `--trainer.callbacks+=lit_cifar.tools.bench.timeline.Timeline`.
+`--trainer.callbacks+=lit_cifar.tools.bench.timeline.Timeline` adds the callback to a run.
 """
 
 import json
@@ -24,14 +24,13 @@ from lit_cifar.strategies.base import NoRecorder, WorkKind
 FILE = "timeline.json"
 _LETTERS: dict[WorkKind, str] = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
 # A stage at work on a microbatch, as an event of a Chrome trace. "args" has kind, step (the training batch), stage,
-# microbatch, rank, worker (the process or device that works), and saved_bytes: of a forward, what it keeps for
-# backward without parameters and buffers. The microseconds "ts" are of the machine's monotonic clock, which its
-# processes share.
+# microbatch, rank, worker (the process or device that works), and saved_bytes: what a forward keeps for backward,
+# without parameters and buffers. The microseconds "ts" are of the machine's monotonic clock, which its processes share.
 Span: TypeAlias = dict[str, Any]
 
 
 class _Clock:
-    """When a device reaches the point of its queue where it was marked: now on the CPU, asked for later on CUDA."""
+    """Times at which a device reaches marks in its queue: now on the CPU, asked for later on CUDA."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -56,7 +55,7 @@ class _Clock:
 
 @dataclass
 class _Work:
-    """A span whose marks are not read yet; without an end it is not over."""
+    """A span whose marks are not read yet; one without an end still lasts."""
 
     span: Span
     clock: _Clock
@@ -65,7 +64,7 @@ class _Work:
 
 
 class Recorder(NoRecorder):
-    """What stages report their work to; it does nothing while `step` is None.
+    """Records the work that stages report; it does nothing while `step` is None.
 
     Attributes:
         step: The step that is being recorded.
@@ -78,7 +77,7 @@ class Recorder(NoRecorder):
         self._works: list[_Work] = []
 
     def begin(self, step: int, network: nn.Module) -> None:
-        """Record from here on; what is kept of `network` itself does not count as saved for backward."""
+        """Record from here on. Tensors of `network` itself do not count as saved for backward."""
         self.step = step
         tensors = [*network.parameters(), *network.buffers()]
         self._weights = {tensor.data_ptr() for tensor in tensors}
@@ -138,7 +137,7 @@ class Recorder(NoRecorder):
             yield
 
     def spans(self) -> list[Span]:
-        """What has been recorded; waits for the devices."""
+        """The recorded spans; waits for the devices."""
         return [
             work.span | {"ts": (start := work.clock.us(work.start)), "dur": work.clock.us(work.end) - start}
             for work in self._works
@@ -159,14 +158,14 @@ def _nodes_between(output: Node, given: Node | None) -> set[Node]:
 
 
 class Timeline(Callback):
-    """Writes `timeline.json` into the run folder: when each stage worked on which microbatch.
+    """Writes `timeline.json` into the run folder: the times at which each stage worked on each microbatch.
 
     The file is a Chrome trace: chrome://tracing and https://ui.perfetto.dev open it.
     `notebooks/analysis/stage_timeline.read_timeline` reads it.
 
     Args:
         first_step: The first training batch to record, counted from 0; the ones before it warm up.
-        num_steps: How many to record.
+        num_steps: Number of training batches to record.
     """
 
     def __init__(self, *, first_step: int = 3, num_steps: int = 3) -> None:
@@ -207,7 +206,7 @@ class Timeline(Callback):
         if dist.is_initialized():
             gathered = [None] * dist.get_world_size()
             dist.all_gather_object(gathered, spans)
-        log_dir = trainer.log_dir  # in every process: asking for it sends a message
+        log_dir = trainer.log_dir  # every process must ask for it, which sends a message
         if trainer.is_global_zero and log_dir is not None:
             write_trace([span for part in gathered for span in part], Path(log_dir) / FILE)
 

@@ -1,6 +1,6 @@
 """`python -m lit_cifar bench trace`: one training step of all ranks on one clock.
 
-What each rank did when, for how long of each kind, and a picture of it.
+It tells the work of each rank, its times and kinds, and draws them.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from lit_cifar.tools.bench.step_trace import NUM_STEPS, STAGE, STEP
 from lit_cifar.tools.modes import SizedMode, sized_modes
 
 Interval = tuple[float, float]  # start and end
-# Of a Chrome trace ("Trace Event Format", Google), with "ts" and "dur" in microseconds.
+# An event of a Chrome trace ("Trace Event Format", Google), with "ts" and "dur" in microseconds.
 Event = dict[str, Any]
 
 _DESCRIPTION = """\
@@ -35,7 +35,7 @@ _SYNTHETIC = ("--data.dataset=synthetic", "--data.num_train=4096", "--data.val_s
 _OWNED = ("trainer.strategy", "trainer.devices", "trainer.max_steps", "trainer.max_epochs", "run_dir")
 _LEFT_OUT = ("--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0", "--figures.every_n_epochs=0")
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-_MESSAGES = ("gloo:send", "gloo:recv")  # noted in the thread that asks for them; collectives have threads of their own
+_MESSAGES = ("gloo:send", "gloo:recv")  # the asking thread notes these; collectives have threads of their own
 
 
 def main(args: list[str]) -> int:
@@ -73,7 +73,7 @@ def trace_parser() -> argparse.ArgumentParser:
 
 
 def _train(mode: SizedMode, flags: list[str], folder: Path) -> None:
-    # The user's sizes of a mode replace the ones that it comes with.
+    # The user's sizes of a mode replace its own.
     sizes = [flag for flag in flags if flag.startswith("--trainer.strategy.")]
     others = [flag for flag in flags if flag not in sizes]
     asked = [*(() if terminal.names_config(flags) else _SYNTHETIC), *others, *mode.flags, *sizes, *_LEFT_OUT]
@@ -95,24 +95,24 @@ def _print(ranks: Sequence["RankStep"]) -> None:
     terminal.console().print(times)
 
 
-# What was recorded ---------------------------------------------------------------------------------------------------
+# The recorded step ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
 class RankStep:
-    """What a rank did in the step; times in microseconds since the first rank began its own."""
+    """A rank's work in the step; times are in microseconds since the first rank began its step."""
 
     rank: int
     start: float
     end: float
-    events: list[Event]  # that began within; "pid" is the rank
-    plain_ms: float = 0.0  # a step that was not recorded
+    events: list[Event]  # events that began within the step; "pid" is the rank
+    plain_ms: float = 0.0  # duration of a step that was not recorded
 
     @cached_property
     def compute(self) -> list[Interval]:
-        """When something was computed: kernels, or torch's operators where there are none.
+        """Times of computation: of kernels, or of torch's operators where there are none.
 
-        The operators with which a collective copies what it sends belong to the collective.
+        The operators with which a collective copies its messages belong to the collective.
         """
         if self._on_gpu:
             return self._within(event for event in self._on_gpu if not _is_communication(event))
@@ -122,15 +122,15 @@ class RankStep:
 
     @cached_property
     def communication(self) -> list[Interval]:
-        """When something was under way from or to other ranks or devices."""
+        """Times of messages from or to other ranks or devices."""
         return self._within(event for event in self._on_gpu or self.events if _is_communication(event))
 
     @property
     def shares_ms(self) -> dict[str, float]:
-        """Into what the time of the step divides; together the whole step."""
+        """The parts of the step's time; together they are the whole step."""
         of = (self.compute, self.communication, union([*self.compute, *self.communication]), [(self.start, self.end)])
         compute, communication, either, step = (sum(end - start for start, end in each) / 1e3 for each in of)
-        overlapped = max(0.0, compute + communication - either)  # which rounding can make negative
+        overlapped = max(0.0, compute + communication - either)  # rounding could make it negative
         return {
             "compute": compute - overlapped,
             "overlapped": overlapped,
@@ -153,7 +153,7 @@ def _is_communication(event: Event) -> bool:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points as disjoint intervals, in order."""
+    """The points of `intervals` as disjoint intervals, in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -220,5 +220,5 @@ def draw(ranks: Sequence[RankStep], *, title: str) -> Figure:
 
 
 def _in_ms(intervals: Iterable[Interval]) -> list[tuple[float, float]]:
-    """Start and width."""
+    """Start and width of each interval, in milliseconds."""
     return [(start / 1e3, (end - start) / 1e3) for start, end in intervals]

@@ -24,7 +24,7 @@ _STYLE: dict[Any, Any] = {
     **{"axes.axisbelow": True, "figure.constrained_layout.use": True},
 }
 _WIDTH = 6.4  # inches
-_MOST_MARKERS = 30  # points of a line
+_MOST_MARKERS = 30  # most points of a line that get markers
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Line:
 
     name: str
     run: int  # place of the run in the list, which chooses the color
-    points: Sequence[tuple[float, float]]  # where y is not finite the line is broken
+    points: Sequence[tuple[float, float]]  # the line is broken where y is not finite
     dashed: bool = False
 
 
@@ -43,18 +43,18 @@ class Bar:
 
     run: int
     count: AccuracyCount
-    marked: bool = False  # with an exclamation mark behind its value
+    marked: bool = False  # whether an exclamation mark follows the value
 
 
 @rc_context(_STYLE)
 def line_chart(title: str, lines: Sequence[Line], *, x_name: str, percent: bool = False, zero: bool = False) -> Figure:
-    """Draw lines over an axis that begins at 0, as does the vertical one with `zero`."""
+    """Draw lines over an axis that begins at 0; the vertical axis does so with `zero`."""
     figure = Figure(figsize=(_WIDTH, 4))
     axes = figure.add_subplot()
     for line in lines:
         marker = ".s^Dv"[line.run // 10 % 5] if line.run >= 10 or len(line.points) <= _MOST_MARKERS else ""
         style: Any = {"color": f"C{line.run}", "linestyle": "--" if line.dashed else "-", "marker": marker}
-        style["fillstyle"] = "none" if line.dashed else "full"  # of one epoch there is a point and no line
+        style["fillstyle"] = "none" if line.dashed else "full"  # one epoch is a point and no line
         axes.plot(*zip(*line.points, strict=True), label=_end_of(line.name), **style)
     missing = sum(not math.isfinite(y) for line in lines for _, y in line.points)
     axes.set_title(f"{title}\nnot shown: {missing} values that are nan or infinite" if missing else title)
@@ -62,7 +62,7 @@ def line_chart(title: str, lines: Sequence[Line], *, x_name: str, percent: bool 
     if percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1))
     if zero:
-        axes.update_datalim([(0, 0)])  # so that the margin above is a part of the whole height
+        axes.update_datalim([(0, 0)])  # the margin above is then a part of the whole height
     axes.set(xlim=(0, None), ylim=(0 if zero else None, None), xlabel=x_name)
     axes.legend()
     return figure
@@ -92,14 +92,14 @@ def bar_chart(title: str, groups: Sequence[tuple[str, Sequence[Bar]]], *, names:
     axes.xaxis.set_major_formatter(PercentFormatter(1))
     axes.grid(visible=False, axis="y")
     said = (f"{printable(name)}: {bar.count.correct} of {bar.count.total}" for name, bars in groups for bar in bars)
-    figure.set_label("; ".join(said))  # for who searches the page or cannot see it: names are whole here
+    figure.set_label("; ".join(said))  # whole names, for a search or a screen reader
     if len(names) > 1:
         figure.legend(loc="outside lower center", ncols=2)
     return figure
 
 
 def _end_of(name: str) -> str:
-    """Of a long name; matplotlib leaves out of its legends what begins with an underscore."""
+    """The end of a long name. matplotlib's legends leave out names that begin with an underscore."""
     name = printable(name)
     return name if len(name) <= 40 and not name.startswith("_") else f"\N{HORIZONTAL ELLIPSIS}{name[-39:]}"
 
@@ -109,7 +109,7 @@ def image_of(figure: Figure) -> Markup:
     """The figure as an element that loads nothing and acts on nothing else in the page."""
     file = BytesIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # the browser has other fonts
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # the browser has its own fonts
         figure.savefig(file, format="svg")
     title = " ".join(axes.get_title() for axes in figure.axes if axes.get_title())
     element = '<img alt="{}" src="data:image/svg+xml;base64,{}">'

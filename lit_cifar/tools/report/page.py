@@ -1,6 +1,6 @@
-"""The command, the tables of its page, and what of the runs is drawn.
+"""The command, and the tables and charts of its page.
 
-The tables say what runs are called, are and reached, in what they differ, and how to repeat them.
+The tables tell the names, facts and results of runs, their differences, and how to repeat them.
 """
 
 import argparse
@@ -25,9 +25,9 @@ from lit_cifar.tools.report.charts import Bar, Line, bar_chart, image_of, line_c
 from lit_cifar.tools.report.run_reader import RunContents, read_run
 from lit_cifar.tools.terminal import CommandParser, say
 
-Runs = Mapping[str, RunContents]  # by what they are called
+Runs = Mapping[str, RunContents]  # runs by name
 _COMMANDS = ("fit", "validate", "test")
-_MOST_GROUPS = 25  # classes or ranks of a chart
+_MOST_GROUPS = 25  # most classes or ranks of a chart
 _DESCRIPTION = """\
 Write one HTML page about runs of `fit`, `validate` and `test`: what they reached, in what their settings differ, loss
 and accuracy, classes, ranks, throughput, samples, and the command that repeats each. The page is a single file that
@@ -107,7 +107,7 @@ def _data_of(run: RunContents) -> tuple[str, str]:
 def different_settings(runs: Sequence[RunContents]) -> dict[str, list[str | None]]:
     """The flags in which the runs differ, each with the value of every run, None where a run has no such flag.
 
-    A whole part of the configuration that some run lacks is left out: `test` has no flags for checkpoints.
+    A part of the configuration that some run lacks is left out: `test` has no flags for checkpoints.
     """
     parts = set.intersection(*({key.partition(".")[0] for key in run.settings} for run in runs))
     keys = dict.fromkeys(key for run in runs for key in run.settings if key.partition(".")[0] in parts)
@@ -116,7 +116,7 @@ def different_settings(runs: Sequence[RunContents]) -> dict[str, list[str | None
 
 
 def _facts(run: RunContents) -> dict[str, str | None]:
-    """What a run is, and what it has reached; None for what is not known of it."""
+    """The facts and results of a run; None for what is not known."""
     about, settings, git = run.environment, run.settings, run.environment["git"]
     best, speeds = ([value for _, value in run.metrics.get(name, [])] for name in ("val/acc", THROUGHPUT))
     return {
@@ -146,7 +146,7 @@ def _accuracy(run: RunContents, split: str) -> str | None:
 
 
 def _extent(run: RunContents) -> str:
-    """How long the run has trained: epochs that are complete, and steps."""
+    """The length of the training: complete epochs, and steps."""
     last = max(logged[-1][0] for name, logged in run.metrics.items() if name.startswith("train/"))
     epochs = f"{counted(len(run.epochs), 'epoch')}, " if run.epochs else ""
     return f"{epochs}{counted(last + 1, 'step')}"
@@ -166,12 +166,12 @@ def _hardware(about: Mapping[str, Any]) -> str:
 
 
 def command_of(run: RunContents) -> str | None:
-    """Which of `fit`, `validate` and `test` the run is; None if another program has started it."""
+    """The command of the run: `fit`, `validate` or `test`; None if another program has started it."""
     return next((word for word in _words(run) if word in _COMMANDS), None)
 
 
 def repeat_command(run: RunContents) -> str | None:
-    """What to type to do the run again, from its `config.yaml`; None if another program has started it.
+    """The command that repeats the run from its `config.yaml`; None if another program has started it.
 
     The file names neither the checkpoint that a fit began with, nor a number of devices that was left to the machine.
     """
@@ -206,7 +206,7 @@ def _curves(runs: Runs) -> list[Figure]:
 
 
 def _lines(runs: Runs, metric: str, *, dashed: bool = False) -> list[Line]:
-    """A metric of each run that was trained, over the epochs or steps that were complete when it was logged."""
+    """A metric of each run that was trained, over the epochs or steps that were complete at the time."""
     found = []
     for place, (name, run) in enumerate(runs.items()):
         if run.trained and metric in run.metrics:
@@ -217,7 +217,7 @@ def _lines(runs: Runs, metric: str, *, dashed: bool = False) -> list[Line]:
 
 
 def _by_epoch(runs: Runs) -> bool:
-    """Whether each run that was trained says how many steps an epoch has."""
+    """Whether each run that was trained tells the number of steps of an epoch."""
     return all(run.epochs for run in runs.values() if run.trained)
 
 
@@ -244,7 +244,7 @@ def _ranks(runs: Runs, split: Split) -> list[Figure]:
 
 
 def _classes(runs: Runs, split: Split) -> list[Figure]:
-    """Accuracy of every class, and what was taken for what."""
+    """Accuracy of every class, and the confusion of classes."""
     found = [
         (place, name, run.confusion[split]) for place, (name, run) in enumerate(runs.items()) if split in run.confusion
     ]
@@ -262,7 +262,7 @@ def _classes(runs: Runs, split: Split) -> list[Figure]:
 
 
 def _bar_chart(title: str, groups: Mapping[str, Sequence[Bar]], runs: Runs, *, whole: Sequence[Bar] = ()) -> Figure:
-    """Of very many groups those with a mark, and those with the lowest accuracy."""
+    """Draw the groups; of very many only those with a mark, and those with the lowest accuracy."""
     order = sorted(groups, key=lambda name: (not _has_marks({name: groups[name]}), _accuracy_of(groups[name])))
     chosen = {*order[:_MOST_GROUPS]}
     if len(chosen) < len(groups):
@@ -277,6 +277,6 @@ def _has_marks(groups: Mapping[str, Sequence[Bar]]) -> bool:
 
 
 def _accuracy_of(bars: Iterable[Bar]) -> float:
-    """Over all runs; 1 without images, of which nothing is known."""
+    """Accuracy over all runs; 1 without images."""
     count: AccuracyCount = pooled(bar.count for bar in bars)
     return count.accuracy if count.total else 1.0

@@ -1,6 +1,6 @@
-"""What the folder of a run says about it: the one reader of its tables, for `report` and the notebooks.
+"""The reader of a run folder's tables, for `report` and the notebooks.
 
-It needs no pandas, and says which file and line is damaged.
+It needs no pandas, and names the file and line of damage.
 """
 
 import csv
@@ -23,7 +23,7 @@ from lit_cifar.reporting.run_report import FILE_NAME as ENVIRONMENT
 METRICS = "metrics.csv"
 _AUDIT, _CONFIG = "sample_audit.csv", "config.yaml"
 _REMEDY = "name a run folder: `python -m lit_cifar fit` and `test` print theirs at the end"
-# The types of what the page shows of `environment.json`.
+# The types of the entries of `environment.json` that the page shows.
 _OF_EVERY_RUN: dict[str, Any] = {
     **dict.fromkeys(("started", "command", "data", "strategy", "device", "precision"), str),
     **{"git": dict | None, "versions": dict, "cpu": dict, "gpus": list, "world_size": int},
@@ -35,7 +35,7 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True)
 class Confusion:
-    """How often each class was taken for each.
+    """Counts of true and predicted classes.
 
     Attributes:
         classes: C names.
@@ -46,7 +46,7 @@ class Confusion:
     counts: tuple[tuple[int, ...], ...]
 
     def of_class(self, index: int) -> AccuracyCount:
-        """The images of a class, and how many of them were recognised."""
+        """The number of images of a class, and of those that were recognised."""
         return AccuracyCount(self.counts[index][index], sum(self.counts[index]))
 
 
@@ -65,10 +65,10 @@ class RunContents:
     """A run, as its folder describes it.
 
     Attributes:
-        folder: Where it is.
-        settings: `config.yaml` as flags, e.g. "trainer.max_epochs": "15".
+        folder: Path of the folder.
+        settings: `config.yaml` as flags, such as "trainer.max_epochs": "15".
         environment: `environment.json`.
-        metrics: `metrics.csv`: of each metric the steps at which it was logged, with its values.
+        metrics: `metrics.csv`: steps and values of each metric.
         ranks: `per_rank.csv`: the counts of every rank, by split.
         confusion: `confusion.csv` by split; empty for runs of earlier releases, which have no such file.
         epochs: `sample_audit.csv`; empty for evaluations.
@@ -84,7 +84,7 @@ class RunContents:
 
     @property
     def trained(self) -> bool:
-        """Whether it has logged a metric of training."""
+        """Whether the run has logged a metric of training."""
         return any(name.startswith("train/") for name in self.metrics)
 
 
@@ -92,7 +92,7 @@ def read_run(folder: Path) -> RunContents:
     """Read the files of a run folder.
 
     Raises:
-        ConfigError: It is not the folder of a run that has logged something, or one of its files is damaged.
+        ConfigError: The folder is not that of a run that has logged something, or one of its files is damaged.
     """
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
@@ -125,7 +125,7 @@ def _mapping(path: Path, parse: Callable[[str], Any], *, names: Collection[str] 
 
 
 def _environment(path: Path) -> dict[str, Any]:
-    """`environment.json`. The page has parts of it in a command to paste, and the folder may be a stranger's."""
+    """`environment.json`. The page puts parts of it into a command to paste, and the folder may be a stranger's."""
     content = _mapping(path, json.loads, names=_OF_EVERY_RUN)
     parts = {part: content[part] for part in ("cpu", "git") if isinstance(content[part], dict)}
     inner = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
@@ -138,7 +138,7 @@ def _environment(path: Path) -> dict[str, Any]:
 
 
 def _flags(content: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Settings as one types them, e.g. "model.optimizer": "torch.optim.SGD" and "model.optimizer.lr": "0.1"."""
+    """Settings as flags, such as "model.optimizer": "torch.optim.SGD" and "model.optimizer.lr": "0.1"."""
     for name, value in content.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and "class_path" in value:
@@ -155,7 +155,7 @@ def _flags(content: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 
 def read_metrics(path: Path) -> dict[str, dict[int, float]]:
-    """`metrics.csv`: the values of each metric by step. What was logged at the same step may be in several lines.
+    """`metrics.csv`: the values of each metric by step. Values of one step may be in several lines.
 
     Raises:
         ConfigError: The file is damaged.
@@ -214,12 +214,12 @@ def _count(cell: str) -> int:
 
 
 def read_table(path: Path, convert: Callable[[dict[str, str]], Row], *columns: str) -> list[Row]:
-    """The lines of a CSV file that has these columns, each converted; none if there is no such file.
+    """The lines of a CSV file with these columns, each converted; none if there is no such file.
 
     An incomplete last line is left out: `metrics.csv` grows while its run lasts.
 
     Raises:
-        ConfigError: It cannot be read, lacks a column, or `convert` has raised a ValueError.
+        ConfigError: The file cannot be read, lacks a column, or `convert` has raised a ValueError.
     """
     if not path.exists():
         return []
