@@ -1,8 +1,8 @@
 """The samples that every process trains on, and how a training that was hit compares with the baseline run.
 
-The log is written so that killing a process loses none of it. A job that is killed runs some steps again. Of every
-optimizer step only the last run counts: earlier ones came after the checkpoint from which the job resumed, and were
-lost with the process. The ends of both runs and their metrics are compared too.
+The log is written so that killing a process loses none of it. A job that is killed runs some steps again. Only the last
+run of an optimizer step counts: earlier ones came after the checkpoint from which the job resumed, and were lost with
+the process. The ends of both runs and their metrics are compared too.
 """
 
 import csv
@@ -25,12 +25,12 @@ from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import Batch
 from lit_cifar.tools.verify.record import difference
 
-# Environment variable: how often the job was launched; torchrun counts its own restarts.
+# Environment variable: number of launches of the job; torchrun counts its own restarts.
 LAUNCH = "LIT_CIFAR_CHAOS_LAUNCH"
-RESIZED_BOUND = 1e-5  # how much a resized training may differ: another number of processes changes the rounding of sums
+RESIZED_BOUND = 1e-5  # bound of a resized training: the number of processes changes the rounding of sums
 _CLOCKED = "per_s"  # suffix of the metrics that depend on the speed of the machine
 
-# Which start of the processes: how often the job was launched, how often torchrun restarted it since.
+# A start of the processes: number of launches of the job, and of restarts by torchrun since.
 Start: TypeAlias = tuple[int, int]
 StepKey: TypeAlias = tuple[int, int]  # epoch and optimizer step
 Batches: TypeAlias = dict[StepKey, list[int]]  # the ids of the global batch of every step, by data-parallel rank
@@ -41,8 +41,8 @@ class LoggedStep(NamedTuple):
 
     start: Start
     rank: int
-    dp_rank: int  # which part of each batch it reads; several processes may read the same
-    epoch: int  # from 0
+    dp_rank: int  # part of each batch that the process reads; several processes may read the same
+    epoch: int  # epoch, from 0
     step: int  # optimizer step, from 0 at the start of the whole training
     ids: list[int]
 
@@ -94,7 +94,7 @@ class SampleLogReader:
                 self._steps.setdefault(line.start, []).append(line.step)
 
     def first_step(self, start: Start | None) -> int | None:
-        """Where the processes of this start began; None before they have finished a step."""
+        """The step at which the processes of this start began; None before they have finished a step."""
         return min(self._steps.get(start, ()), default=None) if start else None
 
     def last_step(self, start: Start | None) -> int | None:
@@ -106,7 +106,7 @@ class SampleLogReader:
 
     @property
     def num_starts(self) -> int:
-        """How often processes were started, those included that ended before their first step."""
+        """Number of starts of processes, with those that ended before their first step."""
         newest_restarts = dict(sorted(self._steps))
         return sum(1 + restart for restart in newest_restarts.values())
 
@@ -116,12 +116,12 @@ class SampleLogReader:
 
 @dataclass
 class Audit:
-    """What is wrong with the samples of a whole training, and what it cost to get there."""
+    """The mistakes in the samples of a whole training, and its repeated steps."""
 
     missing: int  # samples of an epoch that no step counts
     doubled: int  # samples that an epoch counts too often, or that are not in the data set
-    repeated: int  # runs of an optimizer step that did not count
-    problems: list[str]  # in words, the first step first
+    repeated: int  # number of runs of an optimizer step that did not count
+    problems: list[str]  # the mistakes in words, the first step first
 
 
 def audit(lines: Iterable[LoggedStep], *, baseline: Mapping[StepKey, Iterable[int]]) -> Audit:
@@ -138,7 +138,7 @@ def audit(lines: Iterable[LoggedStep], *, baseline: Mapping[StepKey, Iterable[in
 
 
 def effective(lines: Iterable[LoggedStep]) -> tuple[Batches, list[str]]:
-    """The global batch of every step as it was last run, and where processes disagree that must read the same."""
+    """The global batch in the last run of every step, and places where processes disagree that must read the same."""
     read: dict[tuple[StepKey, Start], dict[tuple[int, int], list[int]]] = {}
     for line in lines:
         by_rank = read.setdefault(((line.epoch, line.step), line.start), {})
@@ -156,7 +156,7 @@ def effective(lines: Iterable[LoggedStep]) -> tuple[Batches, list[str]]:
 
 
 def _by_epoch(batches: Mapping[StepKey, Iterable[int]]) -> Counter[tuple[int, int]]:
-    """How often each sample was used in each epoch."""
+    """Number of uses of each sample in each epoch."""
     return Counter((epoch, sample) for (epoch, _), ids in batches.items() for sample in ids)
 
 
@@ -168,7 +168,7 @@ def _words(key: StepKey) -> str:
 
 
 def distance(found: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:
-    """The largest difference between two checkpoints, as `verify` measures a tensor's, and where it is.
+    """The largest difference between two checkpoints, as `verify` measures a tensor's, and its tensor.
 
     It is 0 if and only if all parameters, buffers, numbers of optimizer and schedule, and counters are the same.
     """

@@ -105,18 +105,18 @@ def chaos_parser() -> argparse.ArgumentParser:
 class JobResult:
     mode: str
     sizes: tuple[int, ...]  # numbers of processes of the job, in order
-    precision: str  # its `--trainer.precision`
+    precision: str  # value of `--trainer.precision`
     bound: float  # the largest difference allowed
     events: list[Event] = field(default_factory=list)
-    restarts: int = 0  # how often its processes were started again
+    restarts: int = 0  # number of restarts of the job's processes
     repeated: int = 0  # optimizer steps that were run again after a restart
     missing: int | None = None  # samples that no step of an epoch has counted
     doubled: int | None = None  # samples that an epoch counts too often
     # The largest difference from the end of the baseline run; None if the job did not end.
     difference: float | None = None
     tensor: str | None = None  # the tensor with the largest difference
-    seconds: float = 0.0  # duration, without that of the baseline run
-    problems: list[str] = field(default_factory=list)  # what is wrong; empty for a PASS
+    seconds: float = 0.0  # duration of the job, without the baseline run
+    problems: list[str] = field(default_factory=list)  # the mistakes; empty for a PASS
 
     @property
     def passed(self) -> bool:
@@ -144,7 +144,7 @@ def _run(training: Training, folder: Path, *, seed: int) -> JobResult:
 
 
 def _train_baseline(training: Training, folder: Path) -> None:
-    """Train at full size; a `ConfigError` if that fails without any fault."""
+    """Train at full size. Raise a `ConfigError` if that fails without any fault."""
     name = training.mode.name
     with _job(training, folder, max_restarts=0, has_faults=False) as job:
         job.start(training.mode.num_processes)
@@ -180,7 +180,7 @@ def _job(training: Training, folder: Path, *, max_restarts: int, has_faults: boo
 
 
 def _compare(row: JobResult, reader: SampleLogReader, folder: Path, baseline: Path) -> None:
-    """Fill in how the samples and the end compare with the baseline run."""
+    """Fill in the differences of the samples and the end from the baseline run."""
     found = audit(reader.lines, baseline=effective(_read(baseline).lines)[0])
     row.repeated, row.missing, row.doubled = found.repeated, found.missing, found.doubled
     row.problems += found.problems
@@ -245,7 +245,7 @@ def _difference(row: JobResult) -> str:
 
 
 def _recovery(row: JobResult) -> str:
-    """Seconds from a SIGKILL to the next finished step, their median and the most."""
+    """Seconds from a SIGKILL to the next finished step: the median and the most."""
     kills = [event for event in row.events if event.fault.kind == "kill" and event.fault.aim != "start"]
     seconds = [event.away_s for event in kills if event.away_s is not None]
     return f"{median(seconds):.2f} s\n[dim]up to {max(seconds):.2f} s[/]" if seconds else "-"

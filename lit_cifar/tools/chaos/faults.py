@@ -1,4 +1,4 @@
-"""Which faults hit a job, and when: a pure function of a seed, so that a run of `chaos` can be repeated."""
+"""The faults that hit a job, and their times: a pure function of a seed, so that `chaos` can be repeated."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ EQUAL_SIZE: tuple[Planned, ...] = (
     ("disk", "step"),
     ("kill", "start"),
 )
-NODE: Planned = ("node", "step")  # where Ray starts the processes
+NODE: Planned = ("node", "step")  # only if Ray starts the processes
 RESIZED: tuple[Planned, ...] = (("resize", "step"), ("kill", "step"), ("resize", "step"), ("term", "save"))
 _AIMS: dict[Aim, str] = {"step": "", "save": " during a save", "start": ", and once more as it starts again"}
 
@@ -38,10 +38,10 @@ class Fault:
     # "step": during the optimizer step `step`; "save": while a checkpoint is being written, at `step` or later;
     # "start": during the step, and once more while the processes start again.
     aim: Aim
-    step: int  # optimizer step at which it is due, from the start of the whole training
-    rank: int | None  # the rank that it hits, among the processes that run then; None if it hits all of them
-    size: int  # processes that run after it
-    moment: float  # in [0, 1): how far into the step, the save or the start; the share of a truncated file that is left
+    step: int  # optimizer step at which the fault is due, from the start of the whole training
+    rank: int | None  # the rank that it hits, among the processes that run then; None if it hits all
+    size: int  # number of processes that run after it
+    moment: float  # in [0, 1): position in the step, the save or the start; the share of a truncated file that is left
 
     def __str__(self) -> str:
         words = {
@@ -54,9 +54,9 @@ class Fault:
 
 
 def shares(num_faults: int) -> tuple[int, int]:
-    """How many of `num_faults` hit a job that keeps its size, and how many one that is resized: three tenths.
+    """The numbers of faults that hit a job that keeps its size, and one that is resized: three tenths.
 
-    Only a job that keeps its size can end bitwise where the uninterrupted run ends, so it gets the larger part.
+    Only a job that keeps its size can end with the bits of the uninterrupted run, so it gets the larger part.
     """
     of_resized = max(1, round(0.3 * num_faults)) if num_faults > 1 else 0
     return num_faults - of_resized, of_resized
@@ -84,7 +84,7 @@ def schedule_faults(
     if kills_alone:
         possible = [fault for fault in EQUAL_SIZE if fault[0] == "kill"]
     planned = cycle(RESIZED) if len(sizes) > 1 else _shuffled(possible, random.Random(seed))
-    ranks = {size: _shuffled(range(size), rng) for size in sizes}  # so that all of them are hit, rank 0 included
+    ranks = {size: _shuffled(range(size), rng) for size in sizes}  # all ranks are hit, rank 0 too
     faults, turn = [], 0
     for index, (kind, aim) in enumerate(islice(planned, num_faults)):
         low, high = (first_step + (last_step - first_step) * i // num_faults for i in (index, index + 1))
@@ -105,18 +105,18 @@ def schedule_faults(
 
 
 def _shuffled(items: Sequence[T], rng: random.Random) -> Iterator[T]:
-    """The items, repeated without end, and shuffled again for each repetition."""
+    """Repeat the items without end, shuffled again for each repetition."""
     while True:
         yield from rng.sample(items, len(items))
 
 
 # A disk that takes no further checkpoint: a limit on the size of files, so that a save fails halfway.
-LEAST_BYTES = 4 << 20  # of a checkpoint, so that there is room for a log and not for it
+LEAST_BYTES = 4 << 20  # a checkpoint must be larger, so that there is room for a log and not for it
 _MAX_BYTES = 2 << 20
 
 
 def fill_disk(processes: Sequence[psutil.Process]) -> None:
-    """Let none of `processes` write a larger file. Processes that are started later can."""
+    """Let none of `processes` write a file as large as a checkpoint. Processes that are started later can."""
     for process in processes:
         _, hard = process.rlimit(psutil.RLIMIT_FSIZE)
         process.rlimit(psutil.RLIMIT_FSIZE, (_MAX_BYTES, hard))

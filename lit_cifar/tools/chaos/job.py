@@ -12,17 +12,18 @@ import psutil
 from lit_cifar.tools.chaos.audit import LAUNCH
 from lit_cifar.tools.forked import ForkedRun
 
-FIT = (sys.executable, "-m", "lit_cifar")  # as a launcher: `fit --max_restarts` starts its processes itself
+FIT = (sys.executable, "-m", "lit_cifar")  # the launcher if `fit --max_restarts` starts the processes itself
 _STDOUT = 1
 _POLL_S = 0.002
 
 
 class Job:
-    """A launcher and its ranks. Used in a `with` statement: at its end all of them are killed.
+    """A launcher and its ranks. At the end of a `with` statement all of them are killed.
 
     `command` gives the arguments of every rank for a number of processes; they write to `folder/run`, by which ranks of
-    this machine are found, whoever has started them. What prints to `folder/log.txt` is found however it was orphaned.
-    `launcher` are the words before these arguments, by default torchrun's with at most `max_restarts`, as `FIT` has.
+    this machine are found, whoever has started them. Processes that print to `folder/log.txt` are found even if they
+    are orphaned. `launcher` are the words before these arguments, by default torchrun's with at most `max_restarts`, as
+    for `FIT`.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Job:
     def start(self, num_processes: int) -> None:
         """Start the launcher, torchrun with so many ranks; it must not be running.
 
-        It finds what one finds that a user starts.
+        It gets the environment that a user's command would get.
         """
         self.launches += 1
         words = [*self.launcher, *self.command(num_processes)]
@@ -87,13 +88,13 @@ class Job:
         """The processes of the ranks that are alive, by rank."""
         found = {}
         for process in psutil.process_iter():
-            with suppress(psutil.Error, KeyError):  # gone, not ours to look at, or a launcher
+            with suppress(psutil.Error, KeyError):  # the process is gone, not ours, or a launcher
                 if f"--run_dir={self.folder / 'run'}" in process.cmdline() and is_alive(process):
                     found[process.pid] = _rank_of(process), process
-        return {rank: process for rank, process in found.values() if process.ppid() not in found}  # no rank's worker
+        return {rank: process for rank, process in found.values() if process.ppid() not in found}  # without ranks' workers
 
     def terminate(self, *, limit_s: float) -> bool:
-        """Ask the launcher to end, which passes SIGTERM on to every rank; whether it has ended within the limit."""
+        """Ask the launcher to end, which passes SIGTERM on to every rank. Return whether it has ended in time."""
         assert self._launched is not None
         self._launched.terminate()
         return self._launched.wait(limit_s) is not None
@@ -101,12 +102,12 @@ class Job:
     def _is_mine(self, process: psutil.Process) -> bool:
         try:
             return any((file.path, file.fd) == (str(self._log), _STDOUT) for file in process.open_files())
-        except psutil.Error:  # not ours to look at, or gone
+        except psutil.Error:  # the process is gone, or not ours
             return False
 
     @property
     def log_bytes(self) -> int:
-        """How much the processes have printed so far."""
+        """Number of bytes that the processes have printed so far."""
         return self._log.stat().st_size if self._log.exists() else 0
 
     def log_since(self, offset: int) -> list[str]:
@@ -121,7 +122,7 @@ class Job:
 
 
 def _rank_of(process: psutil.Process) -> int:
-    """By its name if it was forked: then the system shows the environment of the process that it comes from."""
+    """The rank of a process: of a forked one by its name, because the system shows its parent's environment."""
     of, _, rank = process.name().partition(" ")
     return int(rank if of == "rank" else process.environ()["RANK"])
 
@@ -134,7 +135,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], *, limit_s: float, poll_s: float = _POLL_S) -> bool:
-    """Poll the condition; whether it became true within the limit."""
+    """Poll the condition. Return whether it became true within the limit."""
     end = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""The training that is hit: which modes, which flags, how long."""
+"""The training that is hit: its modes, flags and length."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +15,7 @@ from lit_cifar.tools.terminal import names_config, refuse_owned, without_devices
 from lit_cifar.tools.verify.runs import refuse_if_invalid, run
 
 _EVERY_N_STEPS = 4
-_STEPS_PER_FAULT = 8  # beyond the few that are repeated after one
+_STEPS_PER_FAULT = 8  # steps between faults, more than the few that are repeated after one
 
 # A small training. The last batch of an epoch has 20 images, which divide among two replicas of two microbatches.
 _SMALL = (
@@ -40,7 +40,7 @@ _OWNED |= {"run_dir", "resume", "ckpt_path", "virtual_replicas"}
 
 
 def configured(args: Sequence[str], *, folder: Path) -> tuple[tuple[str, ...], str, int]:
-    """The flags of `fit` to train with; what they say of the precision, and after how many steps they save.
+    """The flags of `fit` to train with, their precision, and the number of steps between saves.
 
     Without `--config` they change a small training.
 
@@ -58,17 +58,17 @@ def configured(args: Sequence[str], *, folder: Path) -> tuple[tuple[str, ...], s
 
 @dataclass(frozen=True, kw_only=True)
 class ResizedMode:
-    """A mode in which processes meet, and what it can be resized to."""
+    """A mode in which processes meet, and its other sizes."""
 
-    name: str  # as in `--modes` and `--trainer.strategy`
-    # What to pass to `fit` under torchrun, by the number of processes: first at full size, then at those to which a job
-    # is resized. All compute the same, with virtual replicas bit for bit, else but for rounding.
+    name: str  # its name in `--modes` and `--trainer.strategy`
+    # Flags of `fit` under torchrun, by the number of processes: the full size first, then those to which a job is
+    # resized. All compute the same, with virtual replicas bit for bit, otherwise except for rounding.
     flags: Mapping[int, tuple[str, ...]]
     num_parts: int | None = None  # number of virtual replicas
 
     @property
     def num_processes(self) -> int:
-        """At full size."""
+        """Number of processes at full size."""
         return next(iter(self.flags))
 
 
@@ -76,14 +76,14 @@ class ResizedMode:
 class Training:
     """A training that is hit, and long enough for that."""
 
-    flags: tuple[str, ...]  # of `fit`
-    own_precision: str  # what they say of `--trainer.precision`
-    mode: ResizedMode  # how it is parallelised
+    flags: tuple[str, ...]  # flags of `fit`
+    own_precision: str  # their `--trainer.precision`
+    mode: ResizedMode  # mode of the training
     num_faults: int
-    every_n_steps: int = _EVERY_N_STEPS  # it saves
-    resized: bool = False  # whether it is resized, and compared after that
-    launcher: tuple[str, ...] = ()  # the words before `fit` of what starts its processes; else it is torchrun
-    kills_alone: bool = False  # whether nothing else happens to it
+    every_n_steps: int = _EVERY_N_STEPS  # optimizer steps between saves
+    resized: bool = False  # whether the training is resized, and compared after that
+    launcher: tuple[str, ...] = ()  # the words before `fit` of a launcher; by default torchrun
+    kills_alone: bool = False  # whether all faults are kills
 
     @property
     def num_steps(self) -> int:
@@ -91,10 +91,10 @@ class Training:
 
     @property
     def has_same_bits(self) -> bool:
-        """Whether it must end with the bits of the uninterrupted training.
+        """Whether the training must end with the bits of the uninterrupted one.
 
-        Else it computes in float64: in float32, uninterrupted trainings on one and on two processes, which round in
-        another order, are 0.3 apart in the optimizer's state after 60 steps, so no bound could tell rounding from a
+        If not, it computes in float64: in float32, uninterrupted trainings on one and on two processes, which round in
+        a different order, are 0.3 apart in the optimizer's state after 60 steps, so no bound could tell rounding from a
         mistake. In float64 they are 6e-15 apart.
         """
         return not self.resized or self.mode.num_parts is not None
@@ -104,7 +104,7 @@ class Training:
         return self.own_precision if self.has_same_bits else "64-true"
 
     def faults(self, *, seed: int, full_disk: bool = True) -> list[Fault]:
-        """What happens to it: from its second checkpoint on, and until shortly before its end."""
+        """The faults of the training, from its second checkpoint on until shortly before its end."""
         return schedule_faults(
             self.num_faults,
             seed=seed,
@@ -119,7 +119,7 @@ class Training:
     def arguments(self, size: int, *, folder: Path, has_faults: bool = True) -> list[str]:
         """The arguments of `python -m lit_cifar`, of a new and of a resumed run.
 
-        If it `has_faults` it also saves within epochs, and draws figures. Its results must not depend on that.
+        A run that `has_faults` also saves within epochs, and draws figures. Its results must not depend on that.
         """
         return [
             "fit",
@@ -137,7 +137,7 @@ class Training:
 
 
 def chosen_modes(names: Sequence[str], *, devices: int, num_parts: int | None = None) -> list[ResizedMode]:
-    """With so many `devices` at full size and, if they are to have the same bits, virtual replicas."""
+    """The modes with `devices` at full size and, if they are to have the same bits, virtual replicas."""
     if devices < 2:
         raise ConfigError(f"--devices={devices}: chaos needs several processes", remedy="pass --devices 2 or more")
     known = {"ddp": "ddp-sync", "ddp_mp": "ddp_mp", "pp": "pp", "ddp_pp": "ddp_pp", "fsdp2": "fsdp2", "tp": "tp"}
@@ -151,9 +151,9 @@ def chosen_modes(names: Sequence[str], *, devices: int, num_parts: int | None = 
 
 
 def _with_same_bits(name: str, devices: int, num_parts: int) -> ResizedMode:
-    """Resized to one process, and where V can be divided so to twice as many in another mode."""
+    """The mode resized to one process, and to twice as many in another mode where V can be divided so."""
     own, other = f"--virtual_replicas={num_parts}", "ddp" if name == "fsdp2" else "fsdp2"
-    full = sized_modes(devices)[name]  # which `fit` refuses if V cannot be divided so
+    full = sized_modes(devices)[name]  # `fit` refuses it if V cannot be divided so
     others = (sized_modes(2)["single"], sized_modes(2 * devices)[other])
     fitting = [mode for mode in others if num_parts % mode.num_processes == 0]
     flags = {mode.num_processes: (own, *mode.with_parts().flags) for mode in (full, *fitting)}

@@ -18,11 +18,11 @@ from lit_cifar.tools.chaos.job import Job, is_alive, wait_until
 from lit_cifar.tools.terminal import say
 
 _STOP_LIMIT_S = 60.0
-_LIMIT_S = 300.0  # of everything else that the job is expected to do
-# Within these seconds after the beginning of what a fault is aimed at, it comes.
+_LIMIT_S = 300.0  # longest wait for all else that the job is expected to do
+# A fault comes within so many seconds after the beginning of its aim.
 _SPREAD_S: dict[Aim, float] = {"step": 0.1, "save": 0.03, "start": 0.1}
 _SIGNALS: dict[Kind, signal.Signals] = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
-# How many intervals between checkpoints a job may have to repeat: none if it was asked to stop, as it saves first.
+# Number of intervals between checkpoints that a job may repeat: none if it was asked to stop, because it saves first.
 # Training continues while a checkpoint is being written, at most until the next one is due.
 _REPEATED_SAVES: dict[Kind, int] = {"kill": 2, "node": 2, "stop": 2, "term": 0, "resize": 0, "truncate": 3, "disk": 2}
 
@@ -36,9 +36,9 @@ class Event:
     """A fault as it happened."""
 
     fault: Fault
-    at_s: float  # since the trial's start
+    at_s: float  # seconds since the trial's start
     step: int | None  # the newest optimizer step that a process had finished; None before the first
-    pids: list[int] = field(default_factory=list)  # of the processes that were hit
+    pids: list[int] = field(default_factory=list)  # pids of the processes that were hit
     during_save: bool = False  # whether a checkpoint was half written at that moment
     resumed_step: int | None = None  # the first step that was run afterwards
     repeated: int = 0  # steps that were run again
@@ -47,12 +47,12 @@ class Event:
 
 @dataclass
 class Trial:
-    """A job, the log of its samples, and what happens to them."""
+    """A job, the log of its samples, and the faults that hit it."""
 
-    job: Job  # not yet started
-    reader: SampleLogReader  # of the job's log of samples
+    job: Job  # a job that is not yet started
+    reader: SampleLogReader  # reader of the job's log of samples
     checkpoints: Path
-    every_n_steps: int  # it saves
+    every_n_steps: int  # optimizer steps between the job's saves
     events: list[Event] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     _size: int = 1
@@ -60,7 +60,7 @@ class Trial:
     _start_s: float = 0.0  # the fewest seconds so far from a start to its first step
 
     def run(self, faults: Sequence[Fault], *, size: int) -> None:
-        """Start with `size` processes, go through all faults, and wait for the end; else a `TrialError`."""
+        """Start with `size` processes, go through all faults, and wait for the end, or raise a `TrialError`."""
         self._size = size
         self.job.start(size)
         self._await(lambda: self.reader.newest is not None, "the first step is not reached")
@@ -93,13 +93,13 @@ class Trial:
         self._note_return(event, before)
 
     def _await_moment(self, fault: Fault) -> bool:
-        """Wait for the planned moment; whether it is one during a save."""
+        """Wait for the planned moment. Return whether a save is under way."""
         if fault.aim == "save":
             old = self._unfinished_files()
 
             def one_begins() -> bool:
                 now = self._unfinished_files()
-                old.intersection_update(now)  # the next draft has the name of one that was there and is gone
+                old.intersection_update(now)  # a draft that is gone may come again with the same name
                 return bool(now - old)
 
             self._await(one_begins, "no checkpoint is being saved")
@@ -117,7 +117,7 @@ class Trial:
             _signal(hit, _SIGNALS[fault.kind])
         elif fault.kind == "truncate":
             _signal(hit, signal.SIGKILL)
-            wait_until(lambda: _have_ended(hit), limit_s=_STOP_LIMIT_S)  # who is half dead may still rename a file
+            wait_until(lambda: _have_ended(hit), limit_s=_STOP_LIMIT_S)  # a dying process may still rename a file
             newest = self.checkpoints / LAST
             os.truncate(newest, int(fault.moment * newest.stat().st_size))
         elif fault.kind == "node":
@@ -130,7 +130,7 @@ class Trial:
             raise TrialError(f"the job still runs {_STOP_LIMIT_S:.0f} s after SIGTERM")
 
     def _processes(self, rank: int | None, *, but: Sequence[int] = ()) -> list[psutil.Process]:
-        """The process of `rank`, or those of all ranks; waits for one whose pid is not among `but`."""
+        """The process of `rank`, or the processes of all ranks; waits for a pid that is not among `but`."""
         found: list[psutil.Process] = []
 
         def are_there() -> bool:
@@ -141,7 +141,7 @@ class Trial:
         return found
 
     def _see_it_stop(self, event: Event, offset: int) -> None:
-        """On a full disk: the next save must fail, say so, and leave what was there."""
+        """Wait for the job to stop on a full disk: its save must fail, say so, and leave the old files."""
         hit = [process for process in self.job.ranks().values() if process.pid in event.pids]
         if not wait_until(lambda: _have_ended(hit), limit_s=_STOP_LIMIT_S):
             self.problems.append("the job continued although a checkpoint could not be saved")
@@ -161,7 +161,7 @@ class Trial:
         self.reader.refresh()
 
     def _note_return(self, event: Event, before: Start | None) -> None:
-        last = self.reader.last_step(before)  # with what ended after the signal
+        last = self.reader.last_step(before)  # steps that ended after the signal are included
         event.resumed_step = self.reader.first_step(self.reader.newest)
         assert event.resumed_step is not None
         event.away_s = self._now - event.at_s

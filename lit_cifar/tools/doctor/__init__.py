@@ -1,4 +1,4 @@
-"""Whether a machine is fit to train in parallel: what `python -m lit_cifar doctor` looks at and how it judges."""
+"""Checks whether a machine is fit to train in parallel: `python -m lit_cifar doctor`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,21 +8,21 @@ from lit_cifar.tools.modes import MODES
 ALL_MODES = tuple(mode.name for mode in MODES)
 PROCESS_MODES = tuple(mode.name for mode in MODES if mode.has_processes)
 COPY_MODES = ("dp", "mp", "ddp_mp")
-"""Those in which one process copies tensors from GPU to GPU."""
+"""The modes in which one process copies tensors from GPU to GPU."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not as it should be."""
+    """A defect of a machine, or a note."""
 
     problem: str  # one sentence
-    mend: str  # what to type or to do
-    modes: tuple[str, ...] = ()  # that are not fit because of it; without any it is a note, and no fault
+    mend: str  # the remedy: words to type, or something to do
+    modes: tuple[str, ...] = ()  # modes that are not fit because of it; a note has none
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at, as it is printed, and what is wrong with it."""
+    """One thing that was looked at, in printed form, and its findings."""
 
     name: str
     seen: str

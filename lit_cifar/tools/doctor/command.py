@@ -1,6 +1,6 @@
 """`python -m lit_cifar doctor`: the whole examination of this machine, and its page.
 
-The page says first whether the machine is fit and what is wrong, then which modes run, then what was seen.
+The page tells first whether the machine is fit and what is wrong, then the modes that run, then all that was seen.
 """
 
 import argparse
@@ -56,11 +56,11 @@ def doctor_parser() -> argparse.ArgumentParser:
 
 @dataclass(kw_only=True)
 class Examination:
-    """What was looked at; `findings` are everything that is wrong, in the order in which it was found."""
+    """The results of an examination; `findings` are all that is wrong, in the order in which it was found."""
 
     machine: list[Check]
     environment: list[Check]
-    links: str  # between the GPUs, as `nvidia-smi topo -m` prints them; "" with fewer than two
+    links: str  # output of `nvidia-smi topo -m`; "" with fewer than two GPUs
     copies: Check
     ranks: Ranks
     findings: list[Finding]
@@ -68,7 +68,7 @@ class Examination:
 
     @property
     def faults(self) -> list[Finding]:
-        """The findings for which the machine is not fit for some mode."""
+        """The findings that make the machine unfit for some mode."""
         return [finding for finding in self.findings if finding.modes]
 
     def to_json(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Examination:
 
 
 def examine(num_devices: int | None, *, folder: Path) -> Examination:
-    """Examine this machine with so many processes; runs are written to `folder`.
+    """Examine this machine with `num_ranks` processes; runs are written to `folder`.
 
     Raises:
         ConfigError: More processes than GPUs, or none.
@@ -105,7 +105,7 @@ def examine(num_devices: int | None, *, folder: Path) -> Examination:
 
 
 def placed(num_devices: int | None, *, num_gpus: int) -> tuple[int, str]:
-    """How many processes measure, by default one for each GPU or 2 on the CPU, and on what."""
+    """Number and device of the measuring processes: by default one for each GPU, or 2 on the CPU."""
     if num_devices is None:
         num_devices = num_gpus or 2
     if not 1 <= num_devices <= 1024:
@@ -131,7 +131,7 @@ def print_page(found: Examination, out: Console) -> None:
         line = Table.grid(Column(width=5, justify="right", style="bold"), Column(), padding=(0, 1))
         line.add_row(label, escape(finding.problem))
         out.print(line)
-        out.print(f"      {finding.mend}", markup=False, style="cyan", soft_wrap=True)  # a command to paste stays whole
+        out.print(f"      {finding.mend}", markup=False, style="cyan", soft_wrap=True)  # commands stay whole
     out.print(_table("modes", _modes(found)))
     out.print(_table("machine", _seen(found.machine)))
     out.print(_table("environment", _seen(found.environment)))
@@ -182,7 +182,7 @@ def _rank(found: Measurement) -> str:
 def _sweep(ranks: Ranks) -> Table:
     """The median time of all-reduces of each size, and the GB/s that each rank has sent, and received, in a ring."""
     count = len(ranks.measurements)
-    # Of each call, the time of the rank that came last: it has not waited for others.
+    # The time of a call is that of the rank that came last: it has not waited for others.
     calls = {size: zip(*(each.sweep[size] for each in ranks.measurements), strict=True) for size in SIZES}
     seconds = {size: median(map(min, of_size)) for size, of_size in calls.items()}
     rows = [

@@ -1,6 +1,6 @@
-"""What the machine has, and what a run finds around it.
+"""Checks of the machine, and of the environment of a run.
 
-The machine is processor, memory, GPUs and the copies between them, versions, disk. Around a run are ports, network
+The machine is processor, memory, GPUs and the copies between them, versions, disk. The environment is ports, network
 interfaces, and a launcher's variables.
 """
 
@@ -23,7 +23,7 @@ from lit_cifar.strategies.device_copies import copy_faults
 from lit_cifar.tools.doctor import ALL_MODES, COPY_MODES, PROCESS_MODES, Check, Finding, size_of
 
 _SHM = Path("/dev/shm")
-_SHM_NEEDED = 2**27  # `ddp_spawn` hands the network over in it; a container has 2**26 unless asked for more
+_SHM_NEEDED = 2**27  # `ddp_spawn` hands over the network in shared memory; a container's default is 2**26
 _DISK_NEEDED = 2**29  # three checkpoints of the default network: the best, the last, and the one that is being written
 _MEND_COPIES = (
     "turn off the IOMMU or PCIe ACS in the BIOS, or boot with iommu=pt   # until then use ddp, see docs/doctor.md"
@@ -34,7 +34,7 @@ _PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "MASTER_", "SLURM_JOB_ID", "SLURM_
 
 
 def look_at_machine(*, folder: Path) -> list[Check]:
-    """Everything of the machine that needs no measurement; runs are written to `folder`."""
+    """Checks of the machine that need no measurement; runs are written to `folder`."""
     memory, found = psutil.virtual_memory(), versions()
     shown = ", ".join(f"{name} {found[name]}" for name in ("python", *PACKAGES) if name in found)
     return [
@@ -49,7 +49,7 @@ def look_at_machine(*, folder: Path) -> list[Check]:
 
 
 def ask_nvidia_smi(*arguments: str) -> str:
-    """What `nvidia-smi` prints; "" without a driver."""
+    """The output of `nvidia-smi`; "" without a driver."""
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
@@ -63,7 +63,7 @@ def check_gpu(index: int) -> Check:
     try:
         free, total = torch.cuda.mem_get_info(index)
         model = torch.cuda.get_device_name(index)
-        torch.ones(1, device=f"cuda:{index}").item()  # a kernel: this torch may have none for it
+        torch.ones(1, device=f"cuda:{index}").item()  # runs a kernel: this torch may lack one for the GPU
     except RuntimeError as error:
         problem = f"{name} cannot be used: {str(error).splitlines()[0]}."
         return Check(name, "not usable", [Finding(problem, "nvidia-smi   # shows more", ALL_MODES)])
@@ -73,7 +73,7 @@ def check_gpu(index: int) -> Check:
 
 
 def check_mig() -> list[Check]:
-    """Whether GPUs are divided into MIG instances, of which CUDA gives a process one (NVIDIA's MIG User Guide)."""
+    """Whether GPUs are divided into MIG instances. CUDA gives a process one (NVIDIA's MIG User Guide)."""
     instances = re.findall(r"MIG (\S+) .*UUID: (MIG-[^)\s]+)", ask_nvidia_smi("-L"))
     if not instances:
         return []
@@ -83,7 +83,7 @@ def check_mig() -> list[Check]:
 
 
 def check_no_gpus() -> Check:
-    """Torch sees none: whether there are some that the driver knows."""
+    """Whether the driver knows GPUs where torch sees none."""
     gpus = ask_nvidia_smi("--query-gpu=name,driver_version", "--format=csv,noheader")
     if not gpus:
         return Check("GPUs", "none")
@@ -93,7 +93,7 @@ def check_no_gpus() -> Check:
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         reason = "it does not say why"
-    except (RuntimeError, AssertionError) as error:  # a driver that is too old, a torch without CUDA
+    except (RuntimeError, AssertionError) as error:  # the driver is too old, or torch lacks CUDA
         reason = str(error).splitlines()[0]
     problem = f"The driver sees GPUs, and torch sees none: {reason.removesuffix('.')}."
     mend = "https://pytorch.org/get-started/locally   # choose a build for this driver, or install a newer driver"
@@ -101,14 +101,14 @@ def check_no_gpus() -> Check:
 
 
 def check_shared_memory(free: int) -> Check:
-    """Too little of it for `ddp_spawn`; what NCCL needs is tried by the ranks."""
+    """Whether shared memory suffices for `ddp_spawn`; the ranks try what NCCL needs."""
     problem = f"{_SHM} has {size_of(free)} free: ddp_spawn hands the network to its processes in it."
     little = Finding(problem, "docker run --shm-size=1g ...", ("ddp_spawn",))
     return Check("shared memory", f"{size_of(free)} free in {_SHM}", [little] if free < _SHM_NEEDED else [])
 
 
 def check_disk(folder: Path) -> Check:
-    """Too little of it for the checkpoints of a run, or none that can be written; `folder` need not be there yet."""
+    """Whether the disk suffices for a run's checkpoints and can be written; `folder` need not exist yet."""
     folder = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     free, is_writable = shutil.disk_usage(folder).free, os.access(folder, os.W_OK)
     reason = f"has {size_of(free)} free, too little for checkpoints" if is_writable else "cannot be written"
@@ -135,11 +135,11 @@ def check_copies(devices: Sequence[torch.device]) -> Check:
     return Check("GPU to GPU", seen, [Finding(problem, _MEND_COPIES, COPY_MODES)])
 
 
-# Around a run --------------------------------------------------------------------------------------------------------
+# The environment of a run --------------------------------------------------------------------------------------------
 
 
 def look_at_environment() -> list[Check]:
-    """Everything that a run finds around it."""
+    """Checks of the environment of a run."""
     found = [f"{name} {address}" for name, address in addresses().items() if address != LOOPBACK]
     shown = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)]
     variables = " ".join(shown) or "none of NCCL, gloo, CUDA, SLURM or OpenMP is set"
@@ -174,11 +174,11 @@ def _port() -> list[Finding]:
 
 
 def _launcher() -> list[Finding]:
-    """Whether a run would take itself for a part of another one, or be refused because of the cluster's variables."""
+    """Whether a run would take itself for a part of another run, or the cluster's variables would refuse it."""
     try:
         cluster_environment()
     except ConfigError as error:
-        return [Finding(f"{error.problem}.", error.remedy, ALL_MODES)]  # what `fit` would answer
+        return [Finding(f"{error.problem}.", error.remedy, ALL_MODES)]  # the answer of `fit`
     given = [name for name in _RANKS if name in os.environ]
     if not set(given) - {"WORLD_SIZE"}:
         return []

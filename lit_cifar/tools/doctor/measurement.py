@@ -1,4 +1,4 @@
-"""What one of the doctor's processes measures: its arithmetic, its speed, and all-reduces with the others.
+"""Measurement by one of the doctor's processes: its arithmetic, its speed, and all-reduces with the others.
 
 A matrix product, a convolution and a sum over ranks have one right answer on every device: all values are small
 integers in float32. Every partial sum is an integer below 2**24, which float32, TF32 and bfloat16 products with float32
@@ -34,19 +34,19 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 # Side of the matrices, images and channels of the convolution: about a millisecond on a core, less on a GPU.
 _SIZES = {"cpu": (256, 4, 64), "cuda": (2048, 16, 256)}
 _IMAGE_SIDE = 32
-_PERIOD = 251  # of the pattern; a prime, so that a block that arrives in the wrong place is seen
+_PERIOD = 251  # period of the pattern, a prime, so that a block in the wrong place is seen
 _STEP = 7
 
 SIZES = tuple(1024 * 8**power for power in range(6))
-"""Of all-reduces, in bytes: 1 KiB to 32 MiB."""
-NUM_CALLS = 5  # of each size
+"""Sizes of all-reduces in bytes: 1 KiB to 32 MiB."""
+NUM_CALLS = 5  # number of all-reduces of each size
 _TIMEOUT = timedelta(seconds=30)
 _NUM_TURNS = 7
 T = TypeVar("T")
 
 
 def inputs(operation: str, accelerator: str) -> tuple[Tensor, Tensor]:
-    """Float32 on the CPU: two matrices, or images and filters."""
+    """Operands of an operation, float32 on the CPU: two matrices, or images and filters."""
     side, num_images, channels = _SIZES[accelerator]
     images, filters = (num_images, channels, _IMAGE_SIDE, _IMAGE_SIDE), (channels, channels, 3, 3)
     shapes = {"matmul": ((side, side), (side, side)), "convolution": (images, filters)}[operation]
@@ -56,12 +56,12 @@ def inputs(operation: str, accelerator: str) -> tuple[Tensor, Tensor]:
 
 
 def pattern(num_values: int, *, call: int, device: torch.device) -> Tensor:
-    """What all ranks send multiples of in the call of that number; no value is that of the call before."""
+    """The tensor of which all ranks send multiples in a call; each value differs from that of the call before."""
     return ((torch.arange(num_values, device=device) + _STEP * call) % _PERIOD + 1).float()
 
 
 def fault(found: Tensor, expected: Tensor) -> str:
-    """In words, where `found` differs from what is right; "" if it does not."""
+    """The number of wrong values in `found`, and the first one, in words; "" if there are none."""
     found = found.to(expected.device)
     places = (found != expected).flatten().nonzero().flatten()
     if not len(places):
@@ -71,7 +71,7 @@ def fault(found: Tensor, expected: Tensor) -> str:
 
 
 class Device:
-    """What a rank computes with and communicates through. Tests pass one with a fault."""
+    """The arithmetic and communication of a rank. Tests pass one with a fault."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -98,18 +98,18 @@ class Device:
 
 @dataclass(kw_only=True)
 class Measurement:
-    """Of one rank."""
+    """The measurement of one rank."""
 
     rank: int
-    device: str  # its model
-    seconds: dict[str, list[float]] = field(default_factory=dict)  # of each operation, turn by turn
-    wrong: dict[str, list[str]] = field(default_factory=dict)  # of each operation, a text for each wrong result
+    device: str  # model of the rank's device
+    seconds: dict[str, list[float]] = field(default_factory=dict)  # seconds of each operation, turn by turn
+    wrong: dict[str, list[str]] = field(default_factory=dict)  # a text for each wrong result of each operation
     sweep: dict[int, list[float]] = field(default_factory=dict)  # seconds of all-reduce calls, by bytes
     faults: list[tuple[int, str]] = field(default_factory=list)  # wrong results of all-reduce: bytes, and a text
 
 
 def measure(device: Device, *, rank: int, world_size: int, report: Callable[[str], object]) -> Measurement:
-    """Measure as `rank`, together with the others; `report` is called with what comes next."""
+    """Measure as `rank`, together with the others; `report` is called with the name of each next phase."""
     own = device.device
     found = Measurement(rank=rank, device=torch.cuda.get_device_name(own) if own.type == "cuda" else "CPU")
     for operation in OPERATIONS:
@@ -124,7 +124,7 @@ def measure(device: Device, *, rank: int, world_size: int, report: Callable[[str
 def _calculate(found: Measurement, device: Device, operation: str, *, world_size: int) -> None:
     """Time an operation while the other ranks are idle, and check each result. The first, untimed, warms up."""
     on_cpu = inputs(operation, device.device.type)
-    # What the host's processor calculates in float64; float32 holds it.
+    # The host's processor calculates the right result in float64; float32 holds it.
     expected = OPERATIONS[operation](*(tensor.double() for tensor in on_cpu)).float()
     run = partial(device.run, operation, *(tensor.to(device.device) for tensor in on_cpu))
     faults = [fault(run(), expected)]
@@ -139,7 +139,7 @@ def _calculate(found: Measurement, device: Device, operation: str, *, world_size
 
 
 def _all_reduce(found: Measurement, device: Device, num_bytes: int, *, world_size: int) -> None:
-    """Rank r sends r + 1 times a pattern that changes with every call, so that an old result is a wrong one."""
+    """All-reduce a pattern, r + 1 times for rank r. It changes with every call, so that an old result is wrong."""
     seconds = found.sweep[num_bytes] = []
     for call in range(NUM_CALLS):
         sent = pattern(num_bytes // 4, call=call, device=device.device)
@@ -150,7 +150,7 @@ def _all_reduce(found: Measurement, device: Device, num_bytes: int, *, world_siz
 
 
 def main(make_device: Callable[[torch.device, int], Device] = lambda device, rank: Device(device)) -> None:
-    """Meet the other ranks, measure as the one that the environment names, and write what was found to a file."""
+    """Meet the other ranks, measure as the rank that the environment names, and write the results to a file."""
     exit_with_parent()
     accelerator, folder = sys.argv[1], Path(sys.argv[2])
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -168,7 +168,7 @@ def main(make_device: Callable[[torch.device, int], Device] = lambda device, ran
 
 
 def _join(device: torch.device, *, rank: int, world_size: int) -> None:
-    """NCCL between GPUs, gloo between CPUs; as in `fit`, the ports are on the loopback interface."""
+    """Join NCCL between GPUs, gloo between CPUs; as in `fit`, the ports are on the loopback interface."""
     environment = LocalEnvironment()
     is_gpu = device.type == "cuda"
     if is_gpu:

@@ -1,4 +1,4 @@
-"""`python -m lit_cifar modes`: which modes run on a machine, on what, and how to start them. `doctor` begins there."""
+"""`python -m lit_cifar modes`: the modes that run on a machine, their devices and commands. `doctor` begins here."""
 
 import os
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from lit_cifar.tools.doctor import Finding
 from lit_cifar.tools.modes import MODES, Mode
 from lit_cifar.tools.terminal import CommandParser, console, table
 
-# More stages than devices take the form with the class: a short name takes no arguments.
+# More stages than devices need the name of the class: a short name takes no arguments.
 _STAGES_ON_ONE_GPU = (
     "python -m lit_cifar fit --trainer.strategy=LayerParallelStrategy --trainer.strategy.num_stages=2 "
     "--trainer.devices=1"
@@ -37,9 +37,9 @@ def main(args: list[str]) -> int:
 @dataclass(frozen=True)
 class ModeRow:
     mode: Mode
-    accelerator: str | None  # where it runs: "cuda", "cpu", or None if it does not or should not
-    verdict: str  # in words: with what, or why not
-    command: str  # what to type to run it there, or what mends the machine
+    accelerator: str | None  # "cuda" or "cpu", on which the mode runs; None if it does not or should not
+    verdict: str  # the devices, or the reason why it does not run
+    command: str  # the command to run it there, or the remedy of the machine
 
     def to_json(self) -> dict[str, str | bool]:
         fit = self.accelerator is not None
@@ -47,12 +47,12 @@ class ModeRow:
 
 
 def cores_and_gpus() -> tuple[int, int]:
-    """Of this machine: the cores that this process may use, and the CUDA devices."""
+    """The number of cores of this machine that this process may use, and of its CUDA devices."""
     return len(os.sched_getaffinity(0)), torch.cuda.device_count()
 
 
 def mode_table(num_cores: int, num_gpus: int) -> list[ModeRow]:
-    """Every mode on a machine: on its GPUs where they suffice, else on the CPU."""
+    """Every mode on a machine: on its GPUs where they suffice, otherwise on the CPU."""
     return [_row(mode, num_cores, num_gpus) for mode in MODES]
 
 
@@ -72,7 +72,7 @@ def _row(mode: Mode, num_cores: int, num_gpus: int) -> ModeRow:
 
 
 def _in_words(counts: Sequence[int]) -> str:
-    """E.g. "2 to 5 GPUs", or "2, 4 or 8 GPUs" where some between are missing."""
+    """Numbers in words, such as "2 to 5 GPUs", or "2, 4 or 8 GPUs" where some between are missing."""
     *others, last = counts
     words = counted(last, "GPU")
     if not others:
@@ -83,7 +83,7 @@ def _in_words(counts: Sequence[int]) -> str:
 
 
 def judge_modes(rows: Sequence[ModeRow], findings: Sequence[Finding]) -> list[ModeRow]:
-    """The rows of `mode_table`; for a mode that is not fit, with the first of all findings that says why."""
+    """The rows of `mode_table`; the row of an unfit mode has the first finding about it."""
     against = {mode: finding for finding in reversed(findings) for mode in finding.modes}
     return [
         replace(row, accelerator=None, verdict=found.problem, command=found.mend)

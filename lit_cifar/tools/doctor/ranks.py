@@ -1,4 +1,4 @@
-"""Starts the processes that measure, and judges them: who is wrong, who is slow, what gets lost between them."""
+"""Starts the processes that measure, and judges them: wrong ranks, slow ranks, messages that get lost."""
 
 import os
 import tempfile
@@ -14,20 +14,20 @@ from lit_cifar.tools.forked import ForkedRun
 
 _PROBE = "lit_cifar.tools.doctor.measurement"
 _TIMEOUT_S = 90.0
-# What the variables of a launcher begin with.
+# Beginnings of the variables of launchers.
 _LAUNCHER = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_", "TORCHELASTIC_")
 _SLOW = 2.0
-"""How many times as long as the others a rank may take, in its fastest turn."""
-_NUM_CONFIRMATIONS = 2  # of a rank that seems slow
+"""Largest duration of a rank's fastest turn, in units of the others'."""
+_NUM_CONFIRMATIONS = 2  # number of times that a rank that seems slow is measured again
 _ANOTHER = "memtest86+, or another machine"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """What the processes have found."""
+    """The results of the processes."""
 
     accelerator: str  # "cpu" or "cuda"
-    measurements: list[Measurement] = field(default_factory=list)  # by rank; empty if a process failed
+    measurements: list[Measurement] = field(default_factory=list)  # measurements by rank; empty if a process failed
     failure: str | None = None
 
     @property
@@ -45,7 +45,7 @@ def probe_ranks(
     timeout_s: float = _TIMEOUT_S,
 ) -> Ranks:
     """Let `num_ranks` processes run `module`, with environment variables `settings` beside this process's own."""
-    # Without what a launcher may have left in it. The ranks share the cores.
+    # A launcher's variables are left out. The ranks share the cores.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
     environment |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks))} | (settings or {})
     with tempfile.TemporaryDirectory(prefix="lit_cifar-doctor-") as name:
@@ -64,7 +64,7 @@ def probe_ranks(
 
 
 def _traces(folder: Path, num_ranks: int) -> list[str]:
-    """Where each rank was, and the last error that one of them has written."""
+    """The last phase of each rank, and the last error that one of them has written."""
     phases = [folder / f"rank{rank}.phase" for rank in range(num_ranks)]
     were = [f"rank {rank} was at {file.read_text()}" for rank, file in enumerate(phases) if file.exists()]
     stderr = folder / "stderr"
@@ -74,7 +74,7 @@ def _traces(folder: Path, num_ranks: int) -> list[str]:
 
 
 def examine_ranks(num_ranks: int, accelerator: str) -> tuple[Ranks, list[Finding]]:
-    """Let the processes measure; again, if a rank seems slow, or if NCCL loses something."""
+    """Let the processes measure. Repeat it if a rank seems slow, or if NCCL loses messages."""
     ranks = probe_ranks(num_ranks, accelerator)
     slow = slow_ranks(ranks)
     for _ in range(_NUM_CONFIRMATIONS if slow else 0):
@@ -113,7 +113,7 @@ def _without_gpu(rank: int, ranks: Ranks) -> str:
 
 
 def lost_messages(ranks: Ranks, *, mend: str) -> list[Finding]:
-    """That the processes failed, or one finding for each rank that got wrong sums."""
+    """One finding for each rank that got wrong sums, or one if the processes failed."""
     if ranks.failure is not None:
         problem = f"Processes that send each other tensors failed: they {ranks.failure}."
         if ranks.accelerator == "cpu":
@@ -122,7 +122,7 @@ def lost_messages(ranks: Ranks, *, mend: str) -> list[Finding]:
     findings = []
     for each in ranks.measurements:
         if each.faults:
-            num_bytes, words = each.faults[0]  # sizes rise
+            num_bytes, words = each.faults[0]  # the smallest size is the first
             share = f"in {len(each.faults)} of {NUM_CALLS * len(SIZES)} results, the smallest of {size_of(num_bytes)}"
             problem = f"Rank {each.rank} gets wrong sums from all-reduce, {share}: {words}."
             findings.append(Finding(problem, mend, PROCESS_MODES))
@@ -130,7 +130,7 @@ def lost_messages(ranks: Ranks, *, mend: str) -> list[Finding]:
 
 
 def slow_ranks(ranks: Ranks) -> dict[int, Finding]:
-    """Ranks that took twice as long as the others, even in their fastest turn. Measure again before you believe it."""
+    """Findings on ranks that took twice as long as the others, even in their fastest turn. Measure again to be sure."""
     slow: dict[int, Finding] = {}
     for name in OPERATIONS if len(ranks.measurements) > 1 else ():
         for each in ranks.measurements:
