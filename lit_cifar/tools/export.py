@@ -30,7 +30,7 @@ from lit_cifar.tools.terminal import CommandParser, exit_orderly_when_terminated
 
 RECORD = "export.json"
 BOUND = 1e-4
-"""How far a logit may differ, in units of the largest logit. Other kernels round otherwise, by about 1e-6."""
+"""Largest difference of a logit, in units of the largest logit. Kernels differ by about 1e-6 in rounding."""
 _NUM_IMAGES = 100
 _CONFIG = "--config RUN_FOLDER/config.yaml"
 _DESCRIPTION = """\
@@ -41,7 +41,7 @@ compared, and a hash of each file."""
 
 
 def main(args: list[str]) -> int:
-    """Export; return 0, or 1 if a file computes something else than the checkpoint."""
+    """Export; return 0, or 1 if a file does not compute what the checkpoint does."""
     options = export_parser().parse_args(args)
     formats = [*FORMATS.values()] if options.format == "both" else [FORMATS[options.format]]
     for form in formats:
@@ -77,7 +77,7 @@ def export_parser() -> argparse.ArgumentParser:
     return parser
 
 
-# What is exported ----------------------------------------------------------------------------------------------------
+# The exported network ------------------------------------------------------------------------------------------------
 
 
 class Classifier(nn.Module):
@@ -103,10 +103,10 @@ class Classifier(nn.Module):
 
 
 def own_network(configured: dict[str, Any] | None) -> nn.Module | None:
-    """The user's own network of a run's `config.yaml`, made as `fit` makes it; None for one of this package's.
+    """The user's own network in a run's `config.yaml`, made as by `fit`; None for a network of this package.
 
     Raises:
-        ConfigError: There is no such class, or it does not take these arguments.
+        ConfigError: The class does not exist, or does not take these arguments.
     """
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--network", type=nn.Module | None)
@@ -118,7 +118,7 @@ def own_network(configured: dict[str, Any] | None) -> nn.Module | None:
 
 
 def _configuration(file: str | None) -> dict[str, dict[str, Any]]:
-    """What a run's `config.yaml` says of model and data; nothing without one."""
+    """The settings of model and data in a run's `config.yaml`; empty without one."""
     if file is None:
         return {"model": {}, "data": {}}
     try:
@@ -136,13 +136,13 @@ def open_checkpoint(
 
     Args:
         path: A file that `fit` wrote.
-        network: The user's own; None for one of this package's.
+        network: The user's own network; None for one of this package's.
         dataset: Name of the data set; None for the one that the checkpoint names.
-        root: Its folder, which is needed where the classes are folders that the checkpoint does not name.
+        root: Folder of the data set, needed where the classes are folders that the checkpoint does not name.
 
     Raises:
-        CheckpointError: The file is missing, damaged or not of `fit`, or holds another network or other classes.
-        DataError: The classes are folders, there are none, and the checkpoint does not name them either.
+        CheckpointError: The file is missing, damaged or not of `fit`, or holds a different network or classes.
+        DataError: The classes are folders that do not exist, and the checkpoint does not name them either.
     """
     try:
         content = read_whole(path)
@@ -197,10 +197,10 @@ def trace(classifier: Classifier, image_shape: tuple[int, ...]) -> ExportedProgr
 class Format(NamedTuple):
     """One kind of file."""
 
-    file: str  # its name in the folder
-    packages: tuple[str, ...]  # what it needs beside torch, by the names of the modules
-    content: Callable[[ExportedProgram], bytes]  # who calls it writes the bytes: a full disk is then one kind of error
-    load: Callable[[Path], Callable[[Tensor], Tensor]]  # from images to logits, by the file alone
+    file: str  # name of the file in the folder
+    packages: tuple[str, ...]  # names of the modules that it needs beside torch
+    content: Callable[[ExportedProgram], bytes]  # its caller writes the bytes: a full disk is then one kind of error
+    load: Callable[[Path], Callable[[Tensor], Tensor]]  # maps images to logits, by the file alone
 
     def check(self) -> None:
         """Raise a `ConfigError` if a package is missing."""
@@ -218,9 +218,9 @@ def _torch_content(program: ExportedProgram) -> bytes:
 
 
 def _load_torch(file: Path) -> Callable[[Tensor], Tensor]:
-    """Loading can run code from the file, so only what this process wrote may be passed."""
+    """Load a file that this process wrote: loading can run code from it."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # by torch 2.11, which copies it
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # torch 2.11 copies it
         return torch.export.load(file).module()
 
 
@@ -233,7 +233,7 @@ def _onnx_content(program: ExportedProgram) -> bytes:
 
 
 def _load_onnx(file: Path) -> Callable[[Tensor], Tensor]:
-    """By ONNX Runtime, on the CPU."""
+    """Load a file into ONNX Runtime, on the CPU."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
@@ -253,21 +253,21 @@ def export(
     """Write the files, run each again, and compare it with the checkpoint; `folder` is made only if all agree.
 
     Args:
-        module: With the network, in evaluation mode.
-        data: The data set that it was trained on; its images are not read.
-        formats: What to write.
-        folder: Must not exist, or be empty.
-        record: What `export.json` says of the checkpoint.
+        module: The module with the network, in evaluation mode.
+        data: The data set of the training; its images are not read.
+        formats: Formats to write.
+        folder: A folder that does not exist, or is empty.
+        record: The entries of `export.json` about the checkpoint.
 
     Returns:
-        By file, the largest difference of a logit on images of random bytes, in units of the largest logit.
+        The largest difference of a logit for each file, on images of random bytes, in units of the largest logit.
 
     Raises:
         ConfigError: The network cannot be traced, or `folder` cannot be written.
     """
     random, ids = torch.Generator().manual_seed(0), torch.arange(_NUM_IMAGES)
     images = torch.randint(256, (_NUM_IMAGES, *module.image_shape), generator=random).to(torch.uint8)
-    expected = module(data.on_after_batch_transfer(Batch(images, ids, ids, 1.0), 0).images)  # as in `test`
+    expected = module(data.on_after_batch_transfer(Batch(images, ids, ids, 1.0), 0).images)  # `test` computes the same
     program = trace(Classifier(module.network, mean=data.source.mean, std=data.source.std), module.image_shape)
     with _draft(folder) as draft:
         found: dict[str, float] = {}
@@ -305,7 +305,7 @@ def _draft(folder: Path) -> Iterator[Path]:
     """A folder beside `folder`, which is gone afterwards, renamed or removed."""
     draft = folder.with_name(f"{folder.name}.part")
     try:
-        shutil.rmtree(draft, ignore_errors=True)  # of an export that was killed
+        shutil.rmtree(draft, ignore_errors=True)  # an export that was killed has left it
         draft.mkdir(parents=True)
         yield draft
     except OSError as error:

@@ -2,7 +2,7 @@
 
 Importing torch and Lightning takes longer than the short trainings that are compared here, and each of their processes
 would do it again. A fork server (see `multiprocessing`) does it once. Its processes have the environment, the files and
-the session of one that a user starts, and two things in common: the seed of Python's string hashes, and the imports.
+the session of a process that a user starts, and share two things: the seed of Python's string hashes, and the imports.
 """
 
 import atexit
@@ -29,9 +29,9 @@ from lit_cifar.launch import startup
 from lit_cifar.launch.network_interfaces import LOOPBACK
 from lit_cifar.launch.node import reserved_port
 
-# How long the other ranks of a run have to end, once one has failed: as Lightning's launcher gives them.
+# Seconds in which the other ranks of a run must end, once one has failed: the same as under Lightning's launcher.
 _FAREWELL_S = 5.0
-_LONGEST_FOLDER = 70  # of temporary files, in characters: multiprocessing adds a folder and the name of the socket
+_LONGEST_FOLDER = 70  # characters of the temporary folder; multiprocessing adds a folder and the name of the socket
 _starting = threading.Lock()
 
 
@@ -81,25 +81,25 @@ class ForkedRun:
             process.terminate()
 
     def kill(self) -> None:
-        """End every process, and what they have started."""
+        """End every process, and the processes that they have started."""
         for process in self._processes:
-            process.kill()  # which may not lead its session yet
+            process.kill()  # the process may not lead its session yet
             with suppress(ProcessLookupError):
                 os.killpg(_pid(process), signal.SIGKILL)
             wait([process.sentinel])
 
 
 def _exit_code(process: ForkServerProcess) -> int | None:
-    """None while it runs. Not while another one is started: that asks for all exit codes, and each can be read once.
+    """The exit code of a process, None while it runs. Starting a process reads all exit codes, each of them once.
 
-    Whoever comes second takes the process for one whose fork server was killed, with exit code 255.
+    The second reader would take the process for one whose fork server was killed, with exit code 255.
     """
     with _starting:
         return process.exitcode
 
 
 def _pid(process: ForkServerProcess) -> int:
-    assert process.pid is not None, "it has been started"  # 0 would be the group of this very process
+    assert process.pid is not None, "it has been started"  # a pid of 0 would be the group of this very process
     return process.pid
 
 
@@ -110,7 +110,7 @@ def start_forked(target: Callable[..., None], args: tuple[Any, ...]) -> ForkServ
     process = context.Process(target=target, args=args)
     with _starting, _short_temporary_folder():
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-        try:  # else the new process would import this one's program, which it does not need
+        try:  # otherwise the new process would import this one's program
             process.start()
         finally:
             sys.modules["__main__"] = main
@@ -119,7 +119,7 @@ def start_forked(target: Callable[..., None], args: tuple[Any, ...]) -> ForkServ
 
 @contextmanager
 def _short_temporary_folder() -> Iterator[None]:
-    """Where the fork server's socket finds room: the path of a socket has at most 107 characters."""
+    """Use a temporary folder with a short name: the path of the fork server's socket has at most 107 characters."""
     own = tempfile.tempdir
     if len(tempfile.gettempdir()) > _LONGEST_FOLDER:
         tempfile.tempdir = "/tmp"
@@ -131,7 +131,7 @@ def _short_temporary_folder() -> Iterator[None]:
 
 @contextmanager
 def _rank_environments(environment: Mapping[str, str], num_ranks: int) -> Iterator[list[dict[str, str]]]:
-    """What each rank finds in its environment; their port is not given to others until they have been started."""
+    """The environment of each rank. The ranks' port stays reserved until they have been started."""
     if num_ranks == 1:
         yield [dict(environment)]
         return
@@ -147,7 +147,7 @@ def _rank_environments(environment: Mapping[str, str], num_ranks: int) -> Iterat
 def _run(
     module: str | None, words: list[str], environment: Mapping[str, str], stdout: str, stderr: str, folder: str
 ) -> None:
-    """Become the process that a user starts, in one that has been forked."""
+    """Turn a forked process into one that a user starts."""
     os.setsid()
     for name, stream in ((stdout, 1), (stderr, 2)):
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -160,12 +160,12 @@ def _run(
 
 
 def run_module(module: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
-    """`python -m MODULE WORDS` in a process that has just been forked from one with the imports."""
+    """Run `python -m MODULE WORDS` in a process that has just been forked from one with the imports."""
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = [module, *words]
-    # What the imports have read from the environment of the fork server.
+    # The imports have read these from the environment of the fork server.
     startup.PARENT_PID = os.getppid()
     rank_zero_only.rank = int(environment.get("RANK", 0))  # type: ignore[attr-defined]
     tempfile.tempdir = None
@@ -174,7 +174,7 @@ def run_module(module: str, words: Sequence[str], environment: Mapping[str, str]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except Exception:
-        sys.excepthook(*sys.exc_info())  # which multiprocessing does not ask, and which may have been replaced
+        sys.excepthook(*sys.exc_info())  # the hook may have been replaced, and multiprocessing does not call it
         raise SystemExit(1) from None
     finally:
-        atexit._run_exitfuncs()  # which multiprocessing leaves out
+        atexit._run_exitfuncs()  # multiprocessing leaves these out

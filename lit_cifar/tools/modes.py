@@ -1,4 +1,4 @@
-"""The one table of modes: what each splits, on how many devices, with which flags, and which computation it equals."""
+"""The table of modes: their splits, numbers of devices, flags, and the computations that they equal."""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,12 +24,12 @@ SILENT: dict[str, Any] = dict.fromkeys(
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    name: str  # as in `--trainer.strategy` and `configs/modes/`; "single" is one device without a strategy
-    splits: str  # what is divided, and over what
-    processes: str  # number of processes, from N devices and S stages
+    name: str  # name in `--trainer.strategy` and `configs/modes/`; "single" is one device without a strategy
+    splits: str  # the things that are divided, and over which others
+    processes: str  # number of processes, in terms of N devices and S stages
     min_devices: int = 2  # the smallest number of devices among which the mode divides the work
-    multiple_of: int = 1  # what divides a number of devices that the strategy accepts
-    divisor_of: int = 0  # what such a number divides
+    multiple_of: int = 1  # numbers of devices that the strategy accepts are multiples of this
+    divisor_of: int = 0  # and divisors of this
 
     @property
     def has_processes(self) -> bool:
@@ -67,7 +67,7 @@ MODES = (
         multiple_of=2,
     ),
     Mode(name="fsdp2", splits="parameters, gradients and optimizer state", processes="N"),
-    # 64 channels have the first blocks of `fit`'s own network.
+    # The first blocks of `fit`'s default network have 64 channels.
     Mode(name="tp", splits="the tensors inside layers", processes="N", divisor_of=64),
 )
 
@@ -76,9 +76,9 @@ MODES = (
 class SizedMode:
     """A mode with its sizes for a number of devices, as `verify` compares it with one device."""
 
-    name: str  # what `--modes` and the table call it
-    strategy: str  # what `--trainer.strategy` takes: a registered name, or the name of a class that gets `sizes`
-    devices: int  # what `--trainer.devices` takes
+    name: str  # name in `--modes` and the table
+    strategy: str  # value of `--trainer.strategy`: a registered name, or the name of a class that gets `sizes`
+    devices: int  # value of `--trainer.devices`
     sizes: Sizes = field(default_factory=dict)
     sync_batchnorm: bool = False
 
@@ -92,7 +92,7 @@ class SizedMode:
         ]
 
     def ghost_batches(self, *, accumulation: int) -> GhostBatches:
-        """How the mode cuts a global batch into the chunks that BatchNorm normalises together."""
+        """The chunks of a global batch that BatchNorm normalises together in the mode."""
         chunks = self.batch_split().ghost_batches(accumulation=accumulation)
         if not self.sync_batchnorm:
             return chunks
@@ -104,7 +104,7 @@ class SizedMode:
     def check(
         self, module: LitResNet, data: CIFAR10DataModule, sampler: TrainSampler, *, num_parts: int | None
     ) -> None:
-        """Raise a `ConfigError` before anything runs if `fit` would refuse sizes, network or batches in this mode.
+        """Raise a `ConfigError` if `fit` would refuse sizes, network or batches in this mode.
 
         `sampler` is that of one device, `num_parts` the number of virtual replicas.
         """
@@ -115,7 +115,7 @@ class SizedMode:
             VirtualReplicas(num_parts).check(trainer, data)
 
     def with_parts(self) -> "SizedMode":
-        """The mode for virtual replicas, of which a pipeline makes its microbatches."""
+        """The mode for virtual replicas, which are the microbatches of a pipeline."""
         if self.strategy != "PipelineStrategy":
             return self
         return replace(self, sizes={name: size for name, size in self.sizes.items() if name != "num_microbatches"})
@@ -130,7 +130,7 @@ class SizedMode:
         return 1 if self.name == "ddp_spawn" else self.num_processes
 
     def _trainer(self) -> L.Trainer:
-        """A Trainer that starts no processes; its strategy knows best what follows from the sizes."""
+        """A Trainer that starts no processes, whose strategy tells what follows from the sizes."""
         strategy: Any = getattr(strategies, self.strategy)(**self.sizes) if self.sizes else self.strategy
         return L.Trainer(
             accelerator="cpu",
@@ -144,9 +144,9 @@ class SizedMode:
 
 def sized_modes(devices: int) -> dict[str, SizedMode]:
     """Every mode for a number of devices, in the order of the table."""
-    if not 1 <= devices <= 2**16:  # a Trainer lists them
+    if not 1 <= devices <= 2**16:  # a Trainer lists its devices
         raise ConfigError(f"--devices={devices} is not from 1 to 65536", remedy="pass --devices 2")
-    stages = 2 if devices % 2 == 0 else devices  # of as many replicas as there are devices for
+    stages = 2 if devices % 2 == 0 else devices  # as many replicas as the devices allow
     microbatches = max(2, devices)  # a 1F1B pipeline needs as many as it has stages
     of = partial(SizedMode, devices=devices)
     layers: Sizes = {"num_stages": devices, "num_microbatches": 2}
@@ -168,7 +168,7 @@ def sized_modes(devices: int) -> dict[str, SizedMode]:
         of(name="fsdp2", strategy="fsdp2"),
         of(name="tp", strategy="tp"),
     ]
-    if devices >= 4:  # with fewer it is one of the two
+    if devices >= 4:  # with fewer devices it is one of the two
         sizes: Sizes = {"data_parallel_size": devices // 2, "tensor_parallel_size": 2}
         found.append(of(name="fsdp2-tp", strategy="ShardedStrategy", sizes=sizes))
     return {mode.name: mode for mode in found}

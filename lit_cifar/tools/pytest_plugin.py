@@ -17,8 +17,8 @@ import pytest
 
 @pytest.fixture
 def replayed(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Runs `lit_cifar verify --module` with these flags, on the CPU unless they say otherwise; the test fails if it
-    does not pass. Returns the report, as docs/replay.md describes `replay.json`.
+    """Runs `lit_cifar verify --module` with these flags, by default on the CPU; the test fails if that does not pass.
+    Returns the report, as docs/replay.md describes `replay.json`.
     """
 
     def judged(module: str, *flags: str) -> dict[str, Any]:

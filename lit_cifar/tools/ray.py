@@ -23,9 +23,9 @@ from lit_cifar.launch.node import NodeProcesses
 from lit_cifar.launch.signals import EXIT_STOPPED, handlers_put_back
 from lit_cifar.tools.terminal import CommandParser, names_config, refuse_owned, say
 
-_USERS_MISTAKE = 2  # exit status
-_LAST_CALL_S = 30  # for more nodes, when the smallest number may be there
-_GRACE_S = 100.0  # after SIGTERM: for the current step or validation, and for saving
+_USERS_MISTAKE = 2  # its exit status
+_LAST_CALL_S = 30  # wait for more nodes when the smallest number may be there
+_GRACE_S = 100.0  # wait after SIGTERM for the current step or validation, and for saving
 _POLL_S = 0.3
 _FORWARDED = ("GLOO_", "NCCL_", "LIT_CIFAR_")  # variables that begin so go to every node
 _DESCRIPTION = """\
@@ -35,7 +35,7 @@ _say = partial(say, file=sys.stderr)
 
 
 def main(args: list[str]) -> int:
-    """Run it; return the exit status of the workers."""
+    """Run the command; return the exit status of the workers."""
     options = ray_parser().parse_args(args)
     refuse_owned(options.flags, {"trainer.devices", "trainer.num_nodes"}, command="ray")
     resumes = names_config(options.flags) or any(flag.startswith("--resume") for flag in options.flags)
@@ -66,7 +66,7 @@ class Job:
 
     def __init__(self, ray: Any, options: argparse.Namespace) -> None:
         self.ray, self.options = ray, options
-        self.num_stops = 0  # how often the user has asked it to end
+        self.num_stops = 0  # number of times that the user has asked the run to end
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._stop)
 
@@ -95,7 +95,7 @@ class Job:
                     yield [self._actor(group, node) for node in range(num_nodes)]
                     return
             finally:
-                self.ray.util.remove_placement_group(group)  # ends the actors, and with them what they have started
+                self.ray.util.remove_placement_group(group)  # ends the actors, and the processes that they have started
         yield []
 
     def _wait(self, group: Any, limit_s: int) -> bool:
@@ -108,12 +108,12 @@ class Job:
 
     @property
     def _gpus(self) -> int:
-        """Of each node."""
+        """The GPUs of each node."""
         return int(self.options.workers_per_node * self.options.gpus_per_worker)
 
     def _actor(self, group: Any, node: int) -> Any:
         variables = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
-        variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # Ray's would be that of the whole node
+        variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # Ray's is that of the whole node
         actor = self.ray.remote(NodeProcesses).options(
             num_cpus=self.options.workers_per_node,
             num_gpus=self._gpus,
@@ -140,7 +140,7 @@ class Job:
             return 1
 
     def _follow(self, nodes: list[Any]) -> int:
-        """Print what the processes print, until all have ended."""
+        """Print the output of the processes until all have ended."""
         failed, deadline = 0, inf
         while True:
             polled = self.ray.get([node.poll.remote() for node in nodes])

@@ -1,4 +1,4 @@
-"""What the commands share: options, printing lines and tables, a record on disk, clean exits when interrupted."""
+"""Common parts of the commands: options, printed lines and tables, a record on disk, clean exits on signals."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ from rich.table import Column, Table
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.environment import cpu_model, gpu_names, start_and_versions
 
-COLUMNS = 120  # of a table that goes to a file
+COLUMNS = 120  # width of a table that goes to a file
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -39,7 +39,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def launcher_words(text: str) -> tuple[str, ...]:
-    """What --launcher gives: the words before `fit`, of a program that is installed."""
+    """The words of --launcher, which come before `fit`; the first must be an installed program."""
     words = tuple(shlex.split(text))
     if not words or shutil.which(words[0]) is None:
         raise argparse.ArgumentTypeError(f"{text!r} does not begin with a program that is installed here")
@@ -57,13 +57,13 @@ def names_config(args: Iterable[str]) -> bool:
 
 
 def refuse_owned(args: Iterable[str], owned: Collection[str], *, command: str) -> None:
-    """A `ConfigError` if arguments for `fit` have a flag that the command sets itself."""
+    """Raise a `ConfigError` if arguments for `fit` contain a flag that the command sets itself."""
     for name in (arg.partition("=")[0].removeprefix("--") for arg in args):
         if name in owned:
             raise ConfigError(f"{command} sets --{name} itself", remedy=f"see python -m lit_cifar {command} --help")
 
 
-say = partial(print, flush=True)  # at once, also into a pipe
+say = partial(print, flush=True)  # flushed, also into a pipe
 
 
 def console() -> Console:
@@ -72,18 +72,18 @@ def console() -> Console:
 
 
 def table(title: str, columns: Sequence[str | Column] = (), *, numbers: Sequence[str] = ()) -> Table:
-    """An empty table; columns of numbers, to the right of the others, are never wrapped."""
+    """An empty table; columns of numbers, right of the other columns, are never wrapped."""
     columns = [*columns, *(Column(name, justify="right", no_wrap=True) for name in numbers)]
     return Table(*columns, title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
 
 
 def exit_orderly_when_terminated() -> None:
-    """Turn SIGTERM and SIGHUP into an exception, so that runs are ended and folders removed as after Ctrl-C."""
+    """Turn SIGTERM and SIGHUP into an exception, so that runs are ended and folders removed, as by Ctrl-C."""
 
     def leave(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)
 
-    with suppress(ValueError):  # not in the main thread, where the caller handles signals
+    with suppress(ValueError):  # outside of the main thread the caller handles signals
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, leave)

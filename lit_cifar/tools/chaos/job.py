@@ -91,7 +91,7 @@ class Job:
             with suppress(psutil.Error, KeyError):  # the process is gone, not ours, or a launcher
                 if f"--run_dir={self.folder / 'run'}" in process.cmdline() and is_alive(process):
                     found[process.pid] = _rank_of(process), process
-        return {rank: process for rank, process in found.values() if process.ppid() not in found}  # without ranks' workers
+        return {rank: process for rank, process in found.values() if process.ppid() not in found}  # no workers
 
     def terminate(self, *, limit_s: float) -> bool:
         """Ask the launcher to end, which passes SIGTERM on to every rank. Return whether it has ended in time."""

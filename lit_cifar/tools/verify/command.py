@@ -55,8 +55,8 @@ With --module, a training of your own: its first steps are replayed on one devic
 argument is then one of LightningCLI, e.g. --trainer.strategy=ddp --trainer.devices=2 --model.width=64."""
 
 RULES = {"noise_factor": NOISE_FACTOR, "floor_ulp": FLOOR_ULP, "float64": EXACT_BOUND}
-NO_VERDICT = 3  # the exit status where nothing is known to be wrong, but not everything that ran could be compared
-_NUM_SHOWN = 5  # findings of a mode
+NO_VERDICT = 3  # exit status where nothing is known to be wrong, but not all that ran could be compared
+_NUM_SHOWN = 5  # most findings of a mode that are shown
 _COLUMNS = (*KINDS, LOGITS)
 _SHOWN: dict[Verdict, str] = {
     "passed": "[bold green]PASS[/]",
@@ -80,7 +80,7 @@ _ROUNDINGS: dict[str, tuple[Order, list[str]]] = {
     "plain kernels": ("plain_kernels", []),
     "float32": ("usual", ["--trainer.precision=32-true"]),
 }
-# By which of them the tolerance is measured.
+# The runs that measure the tolerance, by precision.
 _USED = {"32-true": ["reversed", "plain kernels"], "bf16-mixed": ["reversed", "plain kernels", "float32"]}
 
 
@@ -92,17 +92,17 @@ def main(args: list[str]) -> int:
             "--module is started as a whole, so --launcher has nothing to start",
             remedy="let the launcher start it: torchrun --nproc-per-node=2 -m lit_cifar verify --module CLASS",
         )
-    target = terminal.writable(options.json) if process_rank() == 0 else None  # with --module every rank comes here
+    target = terminal.writable(options.json) if process_rank() == 0 else None  # with --module every rank runs this
     record = terminal.about() | {"rules": RULES}
     terminal.exit_orderly_when_terminated()
     if options.module is not None:
-        from lit_cifar.tools.replay.command import replayed  # a training of others
+        from lit_cifar.tools.replay.command import replayed  # for a user's own training
 
         report = replayed(options.module, options.data, steps=options.steps, args=rest)
         status = {"pass": 0, "fail": 1}.get(report["outcome"], NO_VERDICT)
         terminal.write_json(target, record | report | {"exit_status": status})
         return status
-    torch.set_num_threads(1)  # the other cores belong to the runs, beside which this process compares
+    torch.set_num_threads(1)  # the other cores are for the runs
     content = _verified(options, rest)
     terminal.write_json(target, record | content)
     return int(content["exit_status"])
@@ -156,7 +156,7 @@ def exit_status(rows: Sequence[VerifiedMode]) -> int:
 
 
 def verdict_table(rows: Sequence[VerifiedMode], *, title: str) -> Table:
-    """A row for each mode; below each of the largest differences what it may be. It fits 120 columns."""
+    """A row for each mode, with its bound below each of the largest differences. It fits 120 columns."""
     columns = (Column("mode", no_wrap=True), Column("proc.", justify="right"), Column("equals", max_width=33))
     table = terminal.table(title, columns, numbers=(*_COLUMNS, "time"))
     table.add_column("", no_wrap=True)
@@ -221,9 +221,9 @@ def _rows(
 
 
 def _possible(wanted: Sequence[SizedMode], settings: Configuration, *, leave_out: bool) -> Iterator[SizedMode]:
-    """Those that can run on so many devices with such batches: `tp`, say, must divide the channels.
+    """The modes that can run with these sizes: `tp`, for example, must divide the channels.
 
-    Of the others it is printed why they are left out, or the error is raised if none may be.
+    The reason for leaving out a mode is printed; without `leave_out` it is raised.
     """
     module, data = settings.module(), settings.data()
     sampler = settings.train_sampler(data)
@@ -261,13 +261,13 @@ def verify_modes(verifier: "Verifier", wanted: Sequence[SizedMode], *, leave_out
 @dataclass(frozen=True)
 class Case:
     mode: SizedMode
-    flags: tuple[str, ...] = ()  # further ones of `fit`, for the runs of the mode alone
-    title: str | None = None  # of its runs, where it is not the mode's name
+    flags: tuple[str, ...] = ()  # further flags of `fit`, for the runs of the mode alone
+    title: str | None = None  # title of its runs, if not the mode's name
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What came of the case of that number."""
+    """The result of case `number`."""
 
     number: int
     row: VerifiedMode
@@ -281,7 +281,7 @@ class Verifier:
     launcher: Launcher
 
     def compare(self, cases: Sequence[Case]) -> Iterator[Compared]:
-        """Run each case and the references that they need, several at a time; yields as they are judged.
+        """Run each case and the references that they need, several at a time; and yield results as they are judged.
 
         A worker judges what it has run before it runs the next: records are large, and must not pile up on the disk. So
         each reference is forgotten as soon as its last case has been judged.
@@ -301,7 +301,7 @@ class Verifier:
             shutil.rmtree(folder)
             return Compared(number, row, outcome)
 
-        # First those whose processes import everything anew: what comes last runs with nothing beside it.
+        # Modes whose processes import everything anew come first: the last ones have nothing beside them.
         slowest_first = sorted(range(len(cases)), key=lambda number: cases[number].mode.name != "ddp_spawn")
         launched: list[Future[Compared]] = []
         with workers(settings.num_at_once) as pool:
@@ -318,7 +318,7 @@ class Verifier:
                     references.forget(key)
 
     def ghost_batches_of(self, mode: SizedMode) -> GhostBatches:
-        """What the mode normalises together, as its strategy tells it; the same for all that have no BatchNorm.
+        """The chunks that the mode normalises together, told by its strategy; equal for all modes without BatchNorm.
 
         Virtual replicas normalise the same parts in every mode.
         """
@@ -327,18 +327,18 @@ class Verifier:
         return mode.ghost_batches(accumulation=self.launcher.settings.accumulation)
 
     def abstained(self, mode: SizedMode) -> VerifiedMode | None:
-        """The row of a mode that draws other random numbers than one device, so that nothing would be known."""
+        """The row of a mode whose random numbers differ from one device's, so that nothing would be known."""
         settings = self.launcher.settings
         if settings.num_parts is not None or not self._draws_random_numbers:
             return None
         whole = mode.batch_split().ghost_batches(accumulation=settings.accumulation) == GhostBatches()
-        if whole and mode.num_processes == 1:  # it passes a batch as one device does, and draws the same
+        if whole and mode.num_processes == 1:  # a batch passes as on one device, with the same draws
             return None
         return VerifiedMode(mode.name, settings.in_words(self.ghost_batches_of(mode)), problems=[RANDOM])
 
     @cached_property
     def _normalises_batches(self) -> bool:
-        """Whether it matters which images pass the network together."""
+        """Whether the output for an image depends on the images that pass the network with it."""
         return normalises_batches(self.launcher.settings.module().network)
 
     @cached_property
@@ -348,7 +348,7 @@ class Verifier:
         module = self.launcher.settings.module()
         with torch.random.fork_rng(devices=[]):
             before = torch.get_rng_state()
-            with suppress(Exception):  # of the user's own code; `fit` says in words what is wrong
+            with suppress(Exception):  # the network may be the user's; `fit` reports its errors
                 module.network.train()(torch.zeros(4, *module.image_shape))
             return not torch.equal(before, torch.get_rng_state())
 
@@ -360,13 +360,13 @@ class References:
     launcher: Launcher
     pool: Executor
     _runs: dict[GhostBatches, Future[Record]] = field(default_factory=dict)
-    # How far depends on how many samples are normalised at once, so it is measured once for equal words: by a
-    # reference, and the runs that differ from it by rounding alone.
+    # Bounds depend on the number of samples that are normalised at once, so they are measured once for equal words: by
+    # a reference, and the runs that differ from it by rounding alone.
     _measuring: dict[str, list[Future[Record]]] = field(default_factory=dict)
     _bounds: dict[str, list[Bounds]] = field(default_factory=dict)
 
     def start(self, chunks: GhostBatches) -> None:
-        """Have the device run that normalises `chunks` apart, and what measures its tolerance."""
+        """Start the run of one device that normalises `chunks` apart, and the runs that measure its tolerance."""
         settings = self.launcher.settings
         words = settings.in_words(chunks)
         self._runs[chunks] = self._started(f"reference: {words}", chunks)
@@ -381,14 +381,14 @@ class References:
         return self.pool.submit(self.launcher.run_alone, title, chunks, order, more)
 
     def get(self, chunks: GhostBatches) -> Reference:
-        """When it has ended; for one thread at a time."""
+        """Wait for the reference that normalises `chunks` apart; only one thread may do so at a time."""
         words = self.launcher.settings.in_words(chunks)
         if words not in self._bounds:
             self._bounds[words] = self._measured(*(run.result() for run in self._measuring[words]))
         return Reference(self._runs[chunks].result(), self._bounds[words])
 
     def _measured(self, expected: Record, *others: Record) -> list[Bounds]:
-        """What each kind may differ by after each step."""
+        """The bounds of each kind after each step."""
         if not others:
             same_bits = self.launcher.settings.num_parts is not None
             return [SAME_BITS if same_bits else dict.fromkeys(KINDS, EXACT_BOUND)] * self.launcher.steps

@@ -1,6 +1,6 @@
-"""Judges a mode: what its runs have left, compared with the single-device computation that it equals.
+"""Judges a mode by comparing its runs with the single-device computation that it equals.
 
-Compared are steps, samples, evaluations, logged metrics, checkpoints and tables, and the same run resumed.
+It compares steps, samples, evaluations, logged metrics, checkpoints and tables, and the same run resumed.
 """
 
 import csv
@@ -72,17 +72,17 @@ class VerifiedMode:
     mode: str
     equals: str  # the single-device computation that it was compared with
     processes: int | None = None  # number of processes; None if the run failed before that was known
-    nodes: int | None = None  # on which they ran, as a launcher counts them
+    nodes: int | None = None  # number of nodes on which they ran, counted by a launcher
     losses: list[float] = field(default_factory=list)  # the loss of the global batch, step by step
-    expected_losses: list[float] = field(default_factory=list)  # those of the single-device computation
+    expected_losses: list[float] = field(default_factory=list)  # losses of the single-device computation
     differences: Bounds = field(default_factory=dict)  # the largest difference of each kind over all steps
-    tolerance: Bounds = field(default_factory=dict)  # what each kind may differ by after the last step
+    tolerance: Bounds = field(default_factory=dict)  # bound of each kind after the last step
     counts: tuple[int, int] | None = None  # right and seen samples of its last evaluation
     seconds: float = 0.0  # the duration of its run, without that of the reference
-    outcome: Verdict = "abstained"  # until it has been compared
-    # What is wrong, the first step first; why it was not judged; the last words of a crash; empty if it passed.
+    outcome: Verdict = "abstained"  # "abstained" until it has been compared
+    # The mistakes, the first step first; the reason not to judge; the last words of a crash; empty if it passed.
     problems: list[str] = field(default_factory=list)
-    # Whether these are differences beyond measured bounds alone, which rounding may exceed too.
+    # Whether these are only differences beyond measured bounds, which rounding may exceed too.
     may_be_rounding: bool = False
 
     @property
@@ -92,14 +92,14 @@ class VerifiedMode:
 
 @dataclass(frozen=True)
 class Reference:
-    """A single-device run, and how far a mode may be from it after each step."""
+    """A single-device run, and the bounds of a mode's difference from it after each step."""
 
     record: Record
     bounds: list[Bounds]
 
 
 def judge(row: VerifiedMode, outcome: Outcome, record: Record, reference: Reference, settings: Configuration) -> None:
-    """Complete the mode's `row` by what its runs have left; it passes only if it was compared."""
+    """Complete the mode's `row` with the results of its runs; it passes only if it was compared."""
     row.tolerance, row.seconds = dict(reference.bounds[-1]), outcome.seconds
     num_steps = len(reference.bounds)
     if outcome.status != 0 and not record.resumed.folder.exists():
@@ -146,10 +146,10 @@ def _compare_steps(row: VerifiedMode, record: Record, reference: Reference) -> l
 
 
 def replay_problems(record: Record, added_callbacks: Sequence[str] = ()) -> list[str]:
-    """What a replay of the same steps, in the same precision, has found; nothing where the mode has none.
+    """The findings of a replay of the same steps in the same precision; none where the mode has no replay.
 
-    Without callbacks of the user's nothing happens in `fit` that a replay has to take as it is. One that passes says
-    nothing of the order of the data and their augmentation.
+    Without callbacks of the user's nothing happens in `fit` that a replay has to take as it is. A replay that passes
+    proves nothing about the order of the data and their augmentation.
     """
     path = record.run / RESULT
     reports = json.loads(path.read_text()) if path.exists() else []
@@ -160,10 +160,10 @@ def replay_problems(record: Record, added_callbacks: Sequence[str] = ()) -> list
 
 
 def other_weights(alone: Record, added_callbacks: Sequence[str]) -> str | None:
-    """Why evaluations and checkpoints cannot be judged by the steps of a run; None if they can.
+    """The reason why evaluations and checkpoints cannot be judged by the steps of a run; None if they can.
 
-    With a callback that averages weights, as EMA does, one device itself evaluates or saves others than it trains.
-    Without any callback of the user's, that would be a mistake.
+    With a callback that averages weights, such as EMA, one device itself evaluates or saves weights that it does not
+    train. Without any callback of the user's, that would be a mistake.
     """
     problems = alone.own_problems() if added_callbacks else []
     if not problems:
@@ -175,7 +175,7 @@ def other_weights(alone: Record, added_callbacks: Sequence[str]) -> str | None:
 
 
 def _resumed_problems(outcome: Outcome, record: Record, reference: Reference, settings: Configuration) -> list[str]:
-    """Where the process that has made the last step once more has not done what the first one did: bits on the CPU."""
+    """Differences of the process that has repeated the last step from the first one: of bits on the CPU."""
     last, resumed = max(record.steps), record.resumed
     if outcome.status != 0:
         return [outcome.last_words]
@@ -192,18 +192,18 @@ def _resumed_problems(outcome: Outcome, record: Record, reference: Reference, se
     return problems
 
 
-# Evaluations, and what is logged -------------------------------------------------------------------------------------
+# Evaluations and logged values ---------------------------------------------------------------------------------------
 
 
 def _compare_metrics(row: VerifiedMode, record: Record, reference: Reference, settings: Configuration) -> list[str]:
-    """What is logged and evaluated, beyond its bounds."""
+    """Logged metrics and evaluations beyond their bounds."""
     bounds = dict(_SAME_METRICS)
     if settings.num_parts is None:
         # Rounding may turn two answers, in bfloat16 any number.
         turned = {"64-true": METRIC_BOUND, "32-true": 2 / settings.batch_size, "bf16-mixed": math.inf}
         of_loss = reference.bounds[-1]["loss"] + METRIC_BOUND
         bounds = {"train/loss": of_loss, "train/acc": turned[settings.precision], **_SAME_METRICS}
-        bounds["val/"] = math.inf  # that they are there; `_compare_evaluation` compares their values
+        bounds["val/"] = math.inf  # they must exist; `_compare_evaluation` compares their values
     problems = logged_problems(record.logged, reference.record.logged, bounds=bounds, source=f"{ONE_DEVICE} has")
     for number in record.steps:
         if evaluated := record.evaluated(number):
@@ -219,7 +219,7 @@ def _compare_evaluation(
     reference: Reference,
     settings: Configuration,
 ) -> list[str]:
-    """With one device that has the same weights."""
+    """Compare an evaluation with one device that has the same weights."""
     problems = []
     if settings.num_parts is None:
         alone = expected(record.step(number), settings)
@@ -229,18 +229,18 @@ def _compare_evaluation(
         samples, bound = alone.evaluated, alone.bounds[LOGITS]
     else:  # the bits of the one device itself
         (samples,), bound = reference.record.evaluated(number).values(), 0.0
-    for process, its in evaluated.items():
-        gaps = its.gaps(samples)
+    for process, own in evaluated.items():
+        gaps = own.gaps(samples)
         problems += logits_problems(f"evaluation after step {number}", process, gaps, bound=bound)
         row.differences[LOGITS] = max([row.differences.get(LOGITS, 0.0), *(gap for _, gap in gaps)])
     row.tolerance[LOGITS] = max(row.tolerance.get(LOGITS, 0.0), bound)
     if number == max(record.steps):
-        row.counts = _sum([its.counts for its in record.first_of_ranks(evaluated)])
+        row.counts = _sum([each.counts for each in record.first_of_ranks(evaluated)])
     return problems
 
 
 def logits_problems(when: str, rank: int, gaps: Sequence[tuple[int, float]], *, bound: float) -> list[str]:
-    """The first sample of process `rank` whose logits, or label, are not those of one device, and how many more."""
+    """The first sample of process `rank` whose logits, or label, differ from one device's, and the number of others."""
     return first(
         [
             f"{when}: logits of sample {sample} of process {rank} differ by {gap:.1e}, allowed {bound:.1e}"
@@ -251,10 +251,10 @@ def logits_problems(when: str, rank: int, gaps: Sequence[tuple[int, float]], *, 
 
 
 def logged_problems(found: Logged, expected: Logged, *, bounds: Mapping[str, float], source: str) -> list[str]:
-    """Where what a mode has logged is not what it should be, name by name and step by step.
+    """Logged values of a mode that are not as `expected`, name by name and step by step.
 
-    `bounds` say, by the beginning of a name, how far |found - expected| / max(1, |expected|) may go; other names are
-    left out. `source` is where `expected` comes from, in words.
+    `bounds` are those of |found - expected| / max(1, |expected|), by the beginning of a name; other names are left out.
+    `source` names the origin of `expected` in words.
     """
     problems = []
     for name, step in sorted(found.keys() | expected.keys(), key=lambda key: (key[1], key[0])):
@@ -289,7 +289,7 @@ def _file_problems(record: Record, alone: Record, settings: Configuration) -> li
 
 
 def checkpoint_problems(record: Record, settings: Configuration) -> list[str]:
-    """Where a checkpoint, loaded strictly into a plain module, is not bit for bit the step that it is of."""
+    """Checkpoints that, loaded strictly into a plain module, are not bit for bit the step that they are of."""
     found = []
     for name, path in record.checkpoints.items():
         checkpoint = read_checkpoint(path)
@@ -321,10 +321,11 @@ def _loaded(checkpoint: dict[str, Any], settings: Configuration) -> Step:
 def entry_problems(
     found: Record, expected: Record, *, bound: float, source: str, leave_out: Collection[str] = ()
 ) -> list[str]:
-    """Where the checkpoints of a run are not entry by entry those of another one, of which it should have the same.
+    """Entries of a run's checkpoints that differ from those of another run, and should not.
 
-    Numbers in tensors may differ by `bound`, all else not at all. Of metrics, of which every rank has a row, the sums
-    are compared. Where rounding may turn answers, and `bound` is infinite, the best checkpoint may be of another step.
+    Numbers in tensors may differ by `bound`, all else not at all. Metrics, of which every rank has a row, are compared
+    by their sums. Where rounding may turn answers, and `bound` is infinite, the best checkpoint may be of a different
+    step.
     """
     problems = []
     for name in sorted(found.checkpoints.keys() | expected.checkpoints.keys()):
@@ -362,7 +363,7 @@ def _equal(found: Any, wanted: Any, *, bound: float) -> bool:
         return type(found) is type(wanted) and bool(found == wanted)
     if found.shape != wanted.shape and found.shape[1:] == wanted.shape[1:]:
         found, wanted = found.sum(0), wanted.sum(0)
-    if found.dtype == wanted.dtype and torch.equal(found, wanted):  # also where both are infinite
+    if found.dtype == wanted.dtype and torch.equal(found, wanted):  # infinite values are equal too
         return True
     return found.shape == wanted.shape and difference(found, wanted) <= bound
 
@@ -372,7 +373,7 @@ def _shown(value: Any) -> str:
 
 
 def table_problems(found: Record, expected: Record, *, source: str, leave_out: Collection[str] = ()) -> list[str]:
-    """Tables of which a run has not the same, byte for byte, as another one."""
+    """Tables of a run that are not, byte for byte, those of another run."""
     paths = [path for record in (found, expected) for end in ("csv", "sha256") for path in record.run.glob(f"*.{end}")]
     problems = []
     for name in sorted({path.name for path in paths} - {METRICS, *leave_out}):
@@ -381,37 +382,38 @@ def table_problems(found: Record, expected: Record, *, source: str, leave_out: C
 
 
 def evaluation_table_problems(record: Record, last: dict[int, Evaluated], *, in_chunks: bool) -> list[str]:
-    """Where `per_rank.csv` and `confusion.csv` are not what the logits of the last evaluation say.
+    """Places where `per_rank.csv` and `confusion.csv` contradict the logits of the last evaluation.
 
-    By process, and `in_chunks` also by replica of `dp`, which virtual replicas divide in another way.
+    `per_rank.csv` is compared by process, and `in_chunks` by replica of `dp`, which virtual replicas divide
+    differently.
     """
     ranks, problems = record.first_of_ranks(last), []
     matrix = torch.zeros(2 * [ranks[0].logits.shape[1]], dtype=torch.int64)
-    for its in ranks:
-        matrix.index_put_((its.labels, its.logits.argmax(dim=1)), torch.tensor(1), accumulate=True)
+    for rank in ranks:
+        matrix.index_put_((rank.labels, rank.logits.argmax(dim=1)), torch.tensor(1), accumulate=True)
     if [list(map(int, row[2:])) for row in _rows(record, CONFUSION)] != matrix.tolist():
         problems.append(f"{CONFUSION} is not what the logits of the last evaluation say")
     *counted, total = [(int(row[2]), int(row[3])) for row in _rows(record, PER_RANK)] or [(0, 0)]
-    share = max(1, len(counted) // len(ranks))  # a process of `dp` has several replicas
+    share = max(1, len(counted) // len(ranks))  # replicas of one process of `dp`
     if in_chunks:
-        wanted = [counts for its in ranks for counts in its.of_replicas(share)]
+        wanted = [counts for rank in ranks for counts in rank.of_replicas(share)]
     else:
-        wanted = [its.counts for its in ranks]
+        wanted = [rank.counts for rank in ranks]
         counted = [_sum(counted[place : place + share]) for place in range(0, len(counted), share)]
-    for rank, (mine, right) in enumerate(zip_longest([*counted, total], [*wanted, _sum(wanted)])):
+    for place, (mine, right) in enumerate(zip_longest([*counted, total], [*wanted, _sum(wanted)])):
         if mine != right:
-            who = "all" if rank == len(wanted) else f"rank {rank}"
+            who = "all" if place == len(wanted) else f"rank {place}"
             problems.append(f"{PER_RANK}: right and seen of {who} are {mine}, its logits say {right}")
     wrong = [row[1] for row in _rows(record, PER_RANK) if row[4] != f"{int(row[2]) / max(1, int(row[3])):.6f}"]
     return problems + [f"{PER_RANK}: the accuracy of {who} is not its quotient" for who in wrong]
 
 
 def digest_problems(record: Record, expected: Record, network: nn.Module) -> list[str]:
-    """Lines of `weights.sha256` that are not of the weights at the end of their epoch, of as many as `expected` has.
+    """Lines of `weights.sha256` that are not of the weights at the end of their epoch.
 
-    The weights are put into `network`, one after the other.
+    There must be as many as `expected` has. The weights are put into `network`, one after the other.
     """
-    ends = record.ends_of_epochs  # an epoch that has not ended is reported by its samples
+    ends = record.ends_of_epochs  # an epoch that has not ended is reported with its samples
     steps = (record.step(ends.get(epoch, max(record.steps))) for epoch in range(len(expected.lines(DIGESTS))))
     digests = [digest(filled(network, step).state_dict()) for step in steps]
     wanted = [f"{line}  epoch {epoch}" for epoch, line in enumerate(digests)]
@@ -419,7 +421,7 @@ def digest_problems(record: Record, expected: Record, network: nn.Module) -> lis
 
 
 def _line_problems(name: str, found: Sequence[Any], wanted: Sequence[Any], source: str) -> list[str]:
-    other = [number for number, (line, its) in enumerate(zip_longest(found, wanted), 1) if line != its]
+    other = [number for number, (line, right) in enumerate(zip_longest(found, wanted), 1) if line != right]
     return first([f"{name}: line {number} is not {source}" for number in other])
 
 

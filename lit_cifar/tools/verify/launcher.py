@@ -1,4 +1,4 @@
-"""How runs are made: what the user's flags resolve to, how a mode and one device are started with them and recorded."""
+"""Runs of a mode and of one device with the user's flags: the flags are resolved, runs started and recorded."""
 
 import os
 import shutil
@@ -40,8 +40,8 @@ from lit_cifar.tools.verify.runs import ERROR, REFUSED, TIMEOUT_S, Outcome, refu
 
 EXACT = "64-true"
 
-# In float64, in which no rounding looks like a mistake, on images that need no files. An epoch is a batch of 64 and a
-# ragged one of 37, of which no two or four processes have equal parts, but 9 or more: BatchNorm over few values
+# Flags for float64, in which no rounding looks like a mistake, on images that need no files. An epoch is a batch of 64
+# and a ragged one of 37, of which no two or four processes have equal parts, but 9 or more: BatchNorm over few values
 # magnifies rounding, and so does a large learning rate. The evaluation has batches of 24, 24 and 13.
 DEFAULTS = (
     f"--trainer.precision={EXACT}",
@@ -65,25 +65,25 @@ _OWNED = (
     "resume",
 )
 
-# Outputs that are not used here; each of them takes longer than a step.
+# Switches off outputs that are not used here; each takes longer than a step.
 _LEFT_OUT = ("--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0", "--figures.every_n_epochs=0")
 
 # Precisions in which rounding does not cancel a whole step; and the next wider one, in which one device evaluates once
-# more, to measure what rounding does.
+# more, to measure rounding.
 _PRECISIONS = {"32": "32-true", "64": EXACT, "bf16": "bf16-mixed"}
 _PRECISIONS |= {name: name for name in ("32-true", EXACT, "bf16-mixed")}
 _WIDER = {"32-true": EXACT, "bf16-mixed": "32-true"}
 
-_MAX_AT_ONCE = 8  # each holds some copies of the network on disk
+_MAX_AT_ONCE = 8  # a run holds some copies of the network on disk
 
 
 @dataclass(frozen=True)
 class Configuration:
     """The flags that all runs share, and their values after defaults and files."""
 
-    flags: tuple[str, ...]  # what to pass to `fit`
-    config: dict[str, Any]  # every setting with its value, as `fit --print_config` shows it
-    launcher: tuple[str, ...] = ()  # the words before `fit` of what starts a mode's processes; else it is done here
+    flags: tuple[str, ...]  # flags of `fit`
+    config: dict[str, Any]  # every setting with its value, from `fit --print_config`
+    launcher: tuple[str, ...] = ()  # the words before `fit` of a launcher, if it is to start processes
 
     @classmethod
     def of(cls, args: list[str], *, devices: int, folder: Path, launcher: tuple[str, ...] = ()) -> "Configuration":
@@ -109,18 +109,18 @@ class Configuration:
 
     @property
     def precision(self) -> str:
-        """In full: "32-true", "64-true" or "bf16-mixed"."""
+        """The precision in full: "32-true", "64-true" or "bf16-mixed"."""
         return _PRECISIONS[str(self.config["trainer"]["precision"] or "32-true")]
 
     @property
     def num_parts(self) -> int | None:
-        """The number of virtual replicas: then every mode is to have the bits of one device."""
+        """The number of virtual replicas, with which every mode is to have the bits of one device; None without."""
         found: int | None = self.config.get("virtual_replicas")
         return found
 
     @property
     def is_exact(self) -> bool:
-        """Whether bounds are far below any mistake; else they are measured, and rounding may go beyond them."""
+        """Whether bounds are far below any mistake; otherwise they are measured, and rounding may go beyond them."""
         return self.precision == EXACT or self.num_parts is not None
 
     @property
@@ -155,7 +155,7 @@ class Configuration:
         return [path for path in classes if path.rpartition(".")[2] not in known]
 
     def module(self, **kwargs: Any) -> LitResNet:
-        """With the network that `fit` would train; `kwargs` are further arguments."""
+        """A module with the network that `fit` would train; `kwargs` are further arguments."""
         model, data = self.config["model"], CIFAR10DataModule(**self.config["data"])
         return LitResNet(
             model["arch"],
@@ -168,7 +168,7 @@ class Configuration:
 
     @cached_property
     def plain_module(self) -> LitResNet:
-        """One for checkpoints to be loaded into: to draw the weights of another takes longer than to read them."""
+        """A module to load checkpoints into: to draw the weights of a new one takes longer than to read them."""
         return self.module()
 
     def data(self) -> CIFAR10DataModule:
@@ -203,7 +203,7 @@ class Configuration:
         if CIFAR10DataModule(**self.config["data"]).val_size > 0 and self.config["trainer"]["limit_val_batches"] != 0:
             every = max(
                 every for every in range(1, max(steps, 2)) if steps % every == 0
-            )  # half of them if that divides
+            )  # half of the steps if that divides
             flags += ["--trainer.check_val_every_n_epoch=null", f"--trainer.val_check_interval={every * accumulation}"]
         return flags
 
@@ -231,25 +231,25 @@ def made(config: Mapping[str, Any], *args: Any) -> Any:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Runs `fit` under one configuration, and has every step recorded; says when a run begins and when it has ended."""
+    """Runs `fit` under one configuration with every step recorded; prints when a run begins and when it has ended."""
 
     settings: Configuration
     steps: int  # optimizer steps of every run
-    folder: Path  # exists; each run gets a folder of its own in it
+    folder: Path  # an existing folder, in which each run gets its own
 
     def new_folder(self, name: str) -> Path:
-        """For one run. A step or checkpoint of ResNet34 takes 170 MB: remove it as soon as it has been read."""
+        """Make a folder for one run. A step or checkpoint of ResNet34 takes 170 MB: remove it once it has been read."""
         return Path(tempfile.mkdtemp(prefix=f"{name.replace(' ', '-')}-", dir=self.folder))
 
     def run_mode(self, mode: SizedMode, folder: Path, *, title: str, more: Sequence[str] = ()) -> Outcome:
         """Run the mode in `folder`, with further flags; then resume it before its last step.
 
-        The outcome is that of the run that has failed, if one has.
+        The outcome is that of the first run that has failed, or of the last one.
         """
         flags = self.settings.length_flags(steps=self.steps, accumulation=self.settings.accumulation)
         flags += [*mode.flags, *more]
         replay = []
-        if not self.settings.is_exact:  # where bounds are measured, and wide
+        if not self.settings.is_exact:  # bounds are measured, and wide
             replay = ["--trainer.callbacks+=lit_cifar.Replay", f"--trainer.callbacks.steps={self.steps}"]
         first = self._fit(title, folder, [*flags, *replay], mode)
         if first.status != 0:
@@ -259,10 +259,10 @@ class Launcher:
             refusal = f"--launcher has started {started} processes, and {mode.name} with --devices={mode.devices} has "
             refusal += f"{mode.num_processes}\n  have it start as many, or pass other --devices"
             return replace(first, status=REFUSED, stderr=ERROR + refusal)
-        # As it was when it had not made its last step, but for what it has logged.
+        # The run folder is as before the last step, except for the logs.
         shutil.copytree(record.run, record.resumed.run, ignore=shutil.ignore_patterns("last.ckpt"), copy_function=_link)
         resumed = self._fit(f"{title}, resumed", record.resumed.folder, [*flags, "--resume=auto"], mode)
-        # What the first run has accepted, no second one may refuse.
+        # A second run may not refuse what the first one has accepted.
         status = 1 if resumed.status == REFUSED else resumed.status
         return replace(resumed, status=status, seconds=first.seconds + resumed.seconds)
 
@@ -273,8 +273,8 @@ class Launcher:
         """
         flags = [*self.settings.length_flags(steps=self.steps, accumulation=1), *more]
         flags += ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.sync_batchnorm=false"]
-        if self.settings.num_parts is None:  # else the same kernels must run
-            flags += ["--model.channels_last=false", "--model.compile=false"]  # which the modes are to show equal to it
+        if self.settings.num_parts is None:  # otherwise the same kernels must run
+            flags += ["--model.channels_last=false", "--model.compile=false"]  # modes may use these, and equal it
         if chunks != GhostBatches():
             flags += [f"--model.ghost_batchnorm.{name}={value}" for name, value in asdict(chunks).items()]
         record = Record(self.new_folder("reference"))
@@ -323,7 +323,7 @@ class Launcher:
 
 
 def _link(source: str, target: str) -> None:
-    """Checkpoints are large, and are replaced as a whole; other files are written on."""
+    """Link a checkpoint, which is large and replaced as a whole; copy any other file, which is written on."""
     (os.link if source.endswith(".ckpt") else shutil.copy2)(source, target)
 
 
@@ -332,17 +332,17 @@ def _link(source: str, target: str) -> None:
 
 @dataclass(frozen=True)
 class Expected:
-    """An evaluation by one device, and how far another one with the same weights may be from it."""
+    """An evaluation by one device, and the bounds for another one with the same weights."""
 
     evaluated: Evaluated
-    metrics: dict[str, float]  # by the names under which they are logged
-    bounds: Bounds  # of the logits, and of the metrics by their names
+    metrics: dict[str, float]  # values by their logged names
+    bounds: Bounds  # bounds of the logits, and of the metrics by their names
 
 
 def expected(step: Step, settings: Configuration) -> Expected:
     """The validation of one device with the weights of `step`.
 
-    What may differ is 1e-9 in float64; else it is measured, by the same evaluation in the next wider precision.
+    The bound is 1e-9 in float64; otherwise it is measured, by the same evaluation in the next wider precision.
     """
     evaluated, metrics = _evaluated_alone(step, settings, settings.precision)
     logits, bounds = EXACT_BOUND, dict.fromkeys(metrics, METRIC_BOUND)
@@ -362,16 +362,16 @@ def _evaluated_alone(step: Step, settings: Configuration, precision: Any) -> tup
     filled(module.network, step)
     callback = Logits()
     trainer_settings = {name: settings.config["trainer"][name] for name in ("accelerator", "limit_val_batches")}
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # as `Trace`
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # `Trace` does the same
         trainer = L.Trainer(devices=1, precision=precision, callbacks=[callback], **SILENT, **trainer_settings)
         trainer.validate(module, CIFAR10DataModule(**settings.config["data"]), verbose=False)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return Evaluated(**callback.take()), metrics
 
 
-# Where a mode runs: each part on a GPU of its own, or several parts on one --------------------------------------------
+# Placement of a mode: each part on a GPU of its own, or several parts on one ------------------------------------------
 
-# The class that stands for a mode on one GPU, and its sizes for so many devices. All others are `ddp` with its samples.
+# The class that stands for a mode on one GPU, and its sizes for n devices. `placed` has one for all other modes.
 _Sizes = Callable[[int], dict[str, int | str]]
 _SHARED: dict[str, tuple[str, _Sizes]] = {
     "dp": ("DataParallelStrategy", lambda n: {"num_replicas": n}),
@@ -395,7 +395,7 @@ _SHARED: dict[str, tuple[str, _Sizes]] = {
 
 
 def launched(mode: SizedMode) -> SizedMode:
-    """`mode` itself, if there are processes for a launcher to start."""
+    """`mode` itself, if a launcher has processes to start."""
     if mode.num_ranks == 1:
         raise ConfigError(
             f"{mode.name} starts its own processes, or has one: there is nothing for --launcher to start",
@@ -405,7 +405,7 @@ def launched(mode: SizedMode) -> SizedMode:
 
 
 def placed(mode: SizedMode, *, num_gpus: int) -> SizedMode:
-    """`mode` on at most `num_gpus` GPUs; as it is on the CPU, where there are 0, and where they suffice."""
+    """`mode` on at most `num_gpus` GPUs; `mode` itself on the CPU, for which that is 0, and where they suffice."""
     if num_gpus == 0 or mode.devices <= num_gpus:
         return mode
     strategy, sizes = _SHARED.get(mode.name, ("OneDeviceDDPStrategy", lambda n: {"num_devices": n}))

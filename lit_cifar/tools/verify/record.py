@@ -1,4 +1,4 @@
-"""What the processes of a run have written down, read back, and how far two such records are apart.
+"""The records of a run's processes, read back, and the differences between two of them.
 
 A *step* has the whole tensors after one optimizer step, by kind and name. Optimizer state is named after the
 parameters.
@@ -22,19 +22,19 @@ from lit_cifar.tools.verify.recorder import Piece, Pieces, Snapshot, State, dige
 
 Step: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 Bounds: TypeAlias = dict[str, float]
-Logged: TypeAlias = dict[tuple[str, int], float]  # by name and optimizer step, counted from 1
+Logged: TypeAlias = dict[tuple[str, int], float]  # metrics by name and optimizer step, counted from 1
 T = TypeVar("T")
 
 KINDS = ("loss", "parameters", "buffers", "optimizer")
 LOGITS = "logits"  # the kind that is compared after an evaluation
 METRICS = "metrics.csv"
 
-# With virtual replicas every bit is the same. A process has the losses of its own parts alone: they are left out.
+# With virtual replicas every bit is the same. Losses are left out: a process has those of its own parts alone.
 SAME_BITS = {"parameters": 0.0, "buffers": 0.0, "optimizer": 0.0}
-EXACT_BOUND = 1e-9  # what every kind must agree to in float64, where rounding is far below any mistake
+EXACT_BOUND = 1e-9  # bound of every kind in float64, where rounding is far below any mistake
 METRIC_BOUND = 1e-5  # metrics add up in float32, whatever the precision of the run is
-NOISE_FACTOR = 4.0  # how many times the measured effect of another order of summation a mode may differ by
-# The smallest tolerance, in units of the last place of 1.0: for values that another order did not change at all.
+NOISE_FACTOR = 4.0  # bound of a mode, in units of the measured effect of a different order of summation
+# The smallest tolerance, in units of the last place of 1.0, for values that no order of summation changed.
 FLOOR_ULP = 4.0
 
 
@@ -50,7 +50,7 @@ class Record:
 
     @property
     def resumed(self) -> "Record":
-        """What a new process has left that resumed this run before its last step."""
+        """The record of a new process that resumed this run before its last step."""
         return Record(self.folder / "resumed")
 
     @property
@@ -72,7 +72,7 @@ class Record:
         return {"loss": loss, **_put_together(process["pieces"] for process in processes)}
 
     def evaluated(self, number: int) -> dict[int, "Evaluated"]:
-        """What each process has computed in the evaluation after that step; empty if there was none."""
+        """The evaluation by each process after step `number`; empty if there was none."""
         paths = self._files(f"evaluation{number}-*.pt")
         return {int(path.stem.rpartition("-")[2]): Evaluated(**_load(path)) for path in paths}
 
@@ -87,17 +87,17 @@ class Record:
         }
 
     def lines(self, name: str) -> list[str]:
-        """Of a table in the run folder; none if there is no such table."""
+        """Lines of a table in the run folder; none if there is no such table."""
         path = self.run / name
         return path.read_text().splitlines() if path.exists() else []
 
     @property
     def checkpoints(self) -> dict[str, Path]:
-        """By name: "last.ckpt" and so on."""
+        """Checkpoint files by name: "last.ckpt" and so on."""
         return {path.name: path for path in sorted((self.run / "checkpoints").glob("*.ckpt"))}
 
     def first_of_ranks(self, by_process: Mapping[int, T]) -> list[T]:
-        """What the first process of each data-parallel rank has, in the order of these ranks."""
+        """The values of the first process of each data-parallel rank, in the order of these ranks."""
         ranks = {line["rank"]: line["dp_rank"] for line in self._lines("samples")}
         first = {ranks[process]: value for process, value in sorted(by_process.items(), reverse=True)}
         return [value for _, value in sorted(first.items())]
@@ -152,7 +152,7 @@ class Record:
             steps.setdefault(line["when"], {})[line["dp_rank"]] = line["parts"]
         problems = []
         for when, of_ranks in steps.items():
-            parts = [part for its in of_ranks.values() for part in its]
+            parts = [part for of_rank in of_ranks.values() for part in of_rank]
             total = sum(size for size, _ in parts)
             wrong = [(size, weight) for size, weight in parts if not math.isclose(weight, size * len(parts) / total)]
             problems += [
@@ -174,7 +174,7 @@ class Record:
         return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
     def _files(self, pattern: str) -> list[Path]:
-        """In the order of the processes, also where there are more than ten."""
+        """Files of all processes in their order, which is not alphabetical for more than ten."""
         return sorted((self.folder / "trace").glob(pattern), key=lambda path: (len(path.name), path.name))
 
 
@@ -184,7 +184,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _put_together(processes: Iterable[Pieces]) -> dict[str, dict[str, Tensor]]:
-    """The whole tensors by kind and name; of a part that several processes have, that of the first one."""
+    """The whole tensors by kind and name; a part that several processes have is that of the first one."""
     found: dict[str, dict[str, list[Piece]]] = {}
     for pieces in processes:
         for kind, by_name in pieces.items():
@@ -200,9 +200,9 @@ def _put_together(processes: Iterable[Pieces]) -> dict[str, dict[str, Tensor]]:
 
 
 def _whole(pieces: Mapping[tuple[int, ...], Tensor], dims: Sequence[int | None]) -> Tensor:
-    """The tensor whose parts stand at these places along the axes of a mesh.
+    """The tensor whose parts are at these places along the axes of a mesh.
 
-    The first axis divides what the last one has left: `fully_shard` comes after tensor parallelism.
+    The first axis divides the parts of the last one: `fully_shard` comes after tensor parallelism.
     """
     for dim in dims:
         rows: dict[tuple[int, ...], list[Tensor]] = {}
@@ -212,7 +212,7 @@ def _whole(pieces: Mapping[tuple[int, ...], Tensor], dims: Sequence[int | None])
     return pieces[()]
 
 
-# Steps of two records, and what they may differ by -------------------------------------------------------------------
+# Steps of two records, and their bounds ------------------------------------------------------------------------------
 
 
 def differences(found: Step, expected: Step) -> dict[str, dict[str, float]]:
@@ -230,7 +230,7 @@ def differences(found: Step, expected: Step) -> dict[str, dict[str, float]]:
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """Largest |found - expected| over max(1, largest |expected|); infinite for another shape or anything not finite."""
+    """Largest |found - expected| over max(1, largest |expected|); infinite for other shapes or anything not finite."""
     if found.shape != expected.shape:
         return math.inf
     if not expected.numel():
@@ -242,7 +242,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def _largest_size(tensor: Tensor) -> float:
-    """NaN if any element is; `abs().max()` would make a copy."""
+    """Largest absolute value, NaN if any element is; `abs().max()` would make a copy."""
     return max(abs(float(extreme)) for extreme in torch.aminmax(tensor))
 
 
@@ -265,7 +265,7 @@ def step_problems(of_step: Mapping[str, Mapping[str, float]], bounds: Bounds, *,
 
 
 def first(problems: Sequence[str]) -> list[str]:
-    """The first one, and how many more there are."""
+    """The first problem, and the number of others."""
     more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
     return [problem + more for problem in problems[:1]]
 
@@ -275,11 +275,11 @@ def largest(of_step: Mapping[str, Mapping[str, float]]) -> Bounds:
 
 
 def measured_bounds(noise: Sequence[Sequence[Bounds]], *, eps: float) -> list[Bounds]:
-    """What each kind may differ by after each step, from the `noise` of reference runs that added in another order.
+    """Bounds of each kind after each step, from the `noise` of reference runs that added in a different order.
 
-    It is `NOISE_FACTOR` times the largest difference of any such run in this or an earlier step, and at least
-    `FLOOR_ULP` times `eps`: what is rounded in one step is amplified in the next, and by chance may come back. A
-    network may have no buffers.
+    A bound is `NOISE_FACTOR` times the largest difference of any such run in this or an earlier step, and at least
+    `FLOOR_ULP` times `eps`: rounding of one step is amplified in the next, and by chance may come back. A network may
+    have no buffers.
     """
     bounds: list[Bounds] = []
     worst = dict.fromkeys(KINDS, FLOOR_ULP * eps)
@@ -289,13 +289,13 @@ def measured_bounds(noise: Sequence[Sequence[Bounds]], *, eps: float) -> list[Bo
     return bounds
 
 
-# Samples, and what an evaluation has computed for each ---------------------------------------------------------------
+# Samples and evaluations ---------------------------------------------------------------------------------------------
 
 
 def sample_problems(found: Sequence[Sequence[int]], expected: Sequence[int]) -> list[str]:
     """Phrases for the ids that are missing, seen too often or foreign, of those that the processes of a step read.
 
-    `found` has the ids of every data-parallel rank, `expected` those of the reference, in any order.
+    `found` holds the ids of every data-parallel rank, `expected` those of the reference, in any order.
     """
     seen, wanted = Counter(i for of_rank in found for i in of_rank), Counter(expected)
     missing, surplus = sorted((wanted - seen).elements()), sorted((seen - wanted).elements())
@@ -309,12 +309,12 @@ def sample_problems(found: Sequence[Sequence[int]], expected: Sequence[int]) -> 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What a process has computed in an evaluation; the samples in the order in which it has read them."""
+    """A process's evaluation, with the samples in the order in which it has read them."""
 
     ids: Tensor  # int64, (n,)
     labels: Tensor  # int64, (n,)
     logits: Tensor  # (n, num_classes)
-    sizes: Tensor  # int64, how many of them each batch had
+    sizes: Tensor  # int64, number of samples of each batch
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -334,7 +334,8 @@ class Evaluated:
     def gaps(self, wanted: "Evaluated") -> list[tuple[int, float]]:
         """Each sample with its largest |logit - wanted| over max(1, largest |wanted|); infinite if not finite.
 
-        With another label it is infinite, too. Samples that `wanted` has not are left out: their ids say so.
+        With a different label it is infinite, too. Samples that `wanted` lacks are left out: `sample_problems` reports
+        their ids.
         """
         place = {sample: row for row, sample in enumerate(wanted.ids.tolist())}
         rows = [row for row, sample in enumerate(self.ids.tolist()) if sample in place]
@@ -345,11 +346,11 @@ class Evaluated:
         return list(zip(self.ids[rows].tolist(), gaps.tolist(), strict=True))
 
 
-# Processes of one run that must hold the same ------------------------------------------------------------------------
+# Equal tensors of one run's processes --------------------------------------------------------------------------------
 
 
 def peer_problems(snapshots: Sequence[Snapshot]) -> list[str]:
-    """For each moment the first thing that processes which must have the same do not have the same."""
+    """The first difference, at each moment, between processes that must hold the same."""
     moments: dict[str, list[Snapshot]] = {}
     for snapshot in snapshots:
         moments.setdefault(snapshot.when, []).append(snapshot)
@@ -366,7 +367,7 @@ def _disagreements(when: str, peers: Sequence[Snapshot]) -> Iterator[str]:
 
 
 def change_problems(snapshots: Sequence[Snapshot]) -> list[str]:
-    """For each process and moment the first thing that has changed since the one that it must be the same as."""
+    """The first change, for each process and moment, since an earlier moment that must be the same."""
     by_moment = {(snapshot.rank, snapshot.when): snapshot for snapshot in snapshots}
     found = []
     for now in snapshots:
@@ -377,7 +378,7 @@ def change_problems(snapshots: Sequence[Snapshot]) -> list[str]:
 
 
 def _changed(before: State, now: State) -> Iterator[str]:
-    """Names of what both have with other bits; other replicas may have been given the first one's statistics."""
+    """Names whose bits differ in two snapshots; later replicas may have been given the first one's statistics."""
     for name, (part, value) in now.items():
         former_part, former = before.get(name, (part, value))
         if value != former and _of_first_replica(former_part) and _of_first_replica(part):
@@ -385,7 +386,7 @@ def _changed(before: State, now: State) -> Iterator[str]:
 
 
 def saved_problems(snapshots: Sequence[Snapshot], saved: Mapping[str, Any]) -> list[str]:
-    """Where a process that has a whole network has another one than the checkpoint, whose "state_dict" is `saved`."""
+    """Processes with a whole network that differs from the checkpoint, whose "state_dict" is `saved`."""
     wanted = {name: digest(value) for name, value in saved.items()}
     found = []
     for snapshot in snapshots:

@@ -1,4 +1,4 @@
-"""What every process of a run writes down, by a callback that every mode runs with.
+"""The callback by which every process of a run, in every mode, writes down its tensors and samples.
 
 Rank 0 alone would not show what goes wrong elsewhere: softmax hides a shift of all logits, an average the share of one
 process, and a strategy that collects a checkpoint may put right what had diverged.
@@ -24,27 +24,27 @@ from lit_cifar.strategies.mesh import local_part
 
 Order = Literal["usual", "reversed", "plain_kernels"]
 
-# By name, a kind in brackets: which part of the whole it is, and the digest. Equal names and parts are equal bits.
+# Part of the whole and digest, by name with the kind in brackets. Equal names and parts are equal bits.
 State: TypeAlias = dict[str, tuple[str, str]]
 PARAMETERS, BUFFERS, OPTIMIZER, METRICS = "parameters", "buffers", "optimizer", "metrics"
 
 # A process's own part of a tensor. "at": its place along each axis of a mesh; "dims": what each axis divides, if any.
 Piece: TypeAlias = dict[str, Any]
-Pieces: TypeAlias = dict[str, dict[str, Piece]]  # by kind and name
+Pieces: TypeAlias = dict[str, dict[str, Piece]]  # pieces by kind and name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What a process held at a moment of a run."""
+    """The tensors of a process at a moment of a run."""
 
-    when: str  # the moment, e.g. "step 2"
+    when: str  # the moment, such as "step 2"
     rank: int
     same_as: str | None  # an earlier moment since which nothing may have changed; None if something was to
     state: State
 
 
 class Logits(L.Callback):
-    """Collects what a process computes in an evaluation."""
+    """Collects the logits that a process computes in an evaluation."""
 
     def __init__(self) -> None:
         self._batches: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -68,8 +68,8 @@ class Trace(Logits):
     It only reads: nothing is gathered from other processes, and nothing is written into a tensor, as that could put
     right what a strategy does wrong. Process `r` writes `step<k>-<r>.pt` (its loss, and its pieces of all tensors, see
     `pieces_of`), `evaluation<k>-<r>.pt` (ids, labels and logits, of the weights after step k), `samples<r>.jsonl` (the
-    ids of each step, epoch and evaluation, and how many samples its metrics have counted) and `own<r>.jsonl` (a
-    `Snapshot` in each line: digests of what it holds). Rank 0 writes `run.json` at the end.
+    ids of each step, epoch and evaluation, and the number of samples that its metrics have counted) and `own<r>.jsonl`
+    (a `Snapshot` in each line: digests of its tensors). Rank 0 writes `run.json` at the end.
 
     `order` changes the rounding of sums alone: "reversed" turns the samples round inside every chunk that is normalised
     by itself; "plain_kernels" uses torch's own convolutions in place of oneDNN's or cuDNN's.
@@ -82,11 +82,11 @@ class Trace(Logits):
         self._step = 0
         self._loss: Tensor | float = 0.0
         self._ids: dict[str, list[int]] = {"step": [], "epoch": [], "evaluation": []}
-        self._parts: list[tuple[int, float]] = []  # of the step's batch: number of samples, and weight in the mean
+        self._parts: list[tuple[int, float]] = []  # size, and weight in the mean, of the step's parts
         self._one_model = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        # TF32 has 10 bits: the plain kernels do not, and the tolerance would be the distance between the two.
+        # TF32 has 10 bits, which the plain kernels do not use: the tolerance would be the distance between the two.
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.deterministic = True  # processes of `tp` that compute the same must get the same bits
         if self.order == "plain_kernels":
@@ -123,7 +123,7 @@ class Trace(Logits):
     def on_validation_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int, *_: Any
     ) -> None:
-        """Write down logits, and after the first batch what has computed them."""
+        """Write down logits, and after the first batch the tensors that have computed them."""
         super().on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._ids["evaluation"] += batch.ids.tolist()
         if batch_idx == 0:
@@ -131,13 +131,13 @@ class Trace(Logits):
             self._write_own(trainer, f"{self._evaluation}, first batch", self._own_state(trainer, pl_module), same=True)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write down the samples of this process, how many its metrics have counted, and what it has evaluated."""
+        """Write down this process's samples, the counts of its metrics, and its evaluation."""
         self._write_samples(trainer, "evaluation", self._evaluation, counted=counted(pl_module, "val_"))
         self._write_own(trainer, self._evaluation, self._own_state(trainer, pl_module), same=True)
         self._save(trainer, "evaluation", self.take())
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write down what kind of run it was; the rest when all other callbacks have had their turn."""
+        """Write down the kind of run; the rest follows when all other callbacks have had their turn."""
         teardown = trainer.strategy.teardown
 
         def written_before_and_after() -> None:
@@ -203,7 +203,7 @@ def _reverse_chunks(batch: Batch, pl_module: Any) -> None:
 
 
 def counted(module: nn.Module, prefix: str = "") -> dict[str, int]:
-    """How many samples each metric in `module` whose name begins so has counted in this process since it was reset."""
+    """Number of samples that each metric of `module` with this prefix has counted here since it was reset."""
     found: dict[str, int] = {}
     for name, metric in module.named_modules():
         if not (isinstance(metric, Metric) and name.startswith(prefix)):
@@ -213,7 +213,7 @@ def counted(module: nn.Module, prefix: str = "") -> dict[str, int]:
             found[name] = round(float(state["weight"]))
         elif "confmat" in state:
             found[name] = int(state["confmat"].sum())
-        elif "tp" in state:  # what is right, and what another class was taken for
+        elif "tp" in state:  # right answers and mistakes
             found[name] = int(state["tp"].sum() + state["fn"].sum())
     return found
 
@@ -222,9 +222,9 @@ def counted(module: nn.Module, prefix: str = "") -> dict[str, int]:
 
 
 def pieces_of(trainer: Any, module: nn.Module) -> Pieces:
-    """What this process answers for; nothing is gathered, and nothing is changed.
+    """The tensors that this process answers for; nothing is gathered, and nothing is changed.
 
-    Of tensors that every replica has, only the first replica writes its own: all others are compared bit for bit.
+    Only the first replica writes tensors that every replica has: those of the others are compared bit for bit.
     """
     first = BatchSplit.of(trainer.strategy).dp_rank == 0
     return {
@@ -234,7 +234,7 @@ def pieces_of(trainer: Any, module: nn.Module) -> Pieces:
 
 
 def _piece(tensor: Tensor) -> Piece:
-    own = local_part(tensor.detach()).cpu().clone()  # of a view `torch.save` would write all that it is a view of
+    own = local_part(tensor.detach()).cpu().clone()  # `torch.save` would write all that a view is a view of
     if not isinstance(tensor, DTensor):
         return {"tensor": own, "at": [], "dims": []}
     dims = [None if placement.is_replicate() else placement.dim for placement in tensor.placements]  # type: ignore[attr-defined]
@@ -242,7 +242,7 @@ def _piece(tensor: Tensor) -> Piece:
 
 
 def kinds(values: Iterable[tuple[str, str, Any]]) -> dict[str, dict[str, Tensor]]:
-    """What has a number, by kind and name; of a list of names it is how many there are."""
+    """Numbers by kind and name; the number of a list of names is its length."""
     found: dict[str, dict[str, Tensor]] = {PARAMETERS: {}, BUFFERS: {}, OPTIMIZER: {}}
     for name, kind, value in values:
         if isinstance(value, Tensor | float | int | tuple | list):
@@ -251,7 +251,7 @@ def kinds(values: Iterable[tuple[str, str, Any]]) -> dict[str, dict[str, Tensor]
 
 
 def held(trainer: Any, module: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Name, kind and value of all that this process itself trains with: of a pipeline its own stages, elsewhere all."""
+    """Name, kind and value of all that this process itself trains: in a pipeline its own stages, elsewhere all."""
     pipeline = getattr(trainer.strategy, "pipeline", None)
     modules = [module] if pipeline is None else pipeline.stages.values()
     own = {tensor for part in modules for tensor in (*part.parameters(), *part.buffers())}
@@ -263,7 +263,7 @@ def held(trainer: Any, module: nn.Module) -> Iterator[tuple[str, str, Any]]:
             yield from ((f"group {number}:{key}", OPTIMIZER, value) for key, value in settings.items())
             for parameter in group["params"]:
                 if parameter in own:
-                    state = optimizer.state.get(parameter, {})  # asked with [], it would make an entry
+                    state = optimizer.state.get(parameter, {})  # indexing would make an entry
                     for key, value in {"entries": sorted(state), **state}.items():
                         yield f"{names[parameter]}:{key}", OPTIMIZER, value
 
@@ -283,7 +283,7 @@ def _plain(name: str) -> str:
 def filled(network: nn.Module, step: Mapping[str, Mapping[str, Tensor]]) -> nn.Module:
     """`network` itself with the parameters and buffers of a step.
 
-    Not by its state dict, which has tied weights under all their names; a step has them under the first.
+    Its state dict is not used: it holds tied weights under all their names, a step under the first alone.
     """
     found = {**step[PARAMETERS], **step.get(BUFFERS, {})}
     network.to(next(iter(found.values())).dtype)
@@ -292,15 +292,15 @@ def filled(network: nn.Module, step: Mapping[str, Mapping[str, Tensor]]) -> nn.M
     return network
 
 
-# Digests of them, with the part of the whole that each is ------------------------------------------------------------
+# Digests of the tensors, with their parts of the whole ---------------------------------------------------------------
 
 
 def own_state(trainer: Any, module: nn.Module, *, one_model: bool) -> State:
     """This process's own parts: parameters, buffers and optimizer state, without those of other stages.
 
-    With `one_model` all replicas have just been given the same running statistics, as for an evaluation. After a
-    training step each has those of its own samples, unless BatchNorm is synchronised; they are overwritten by those of
-    the first one before anybody uses them.
+    With `one_model` all replicas have just been given the same running statistics, such as for an evaluation. After a
+    training step each has those of its own samples, unless BatchNorm is synchronised; the first one's replace them
+    before anybody uses them.
     """
     strategy = trainer.strategy
     apart = not one_model and getattr(strategy, "_layer_sync", None) is None
@@ -308,17 +308,17 @@ def own_state(trainer: Any, module: nn.Module, *, one_model: bool) -> State:
 
 
 def _state(values: Iterable[tuple[str, str, Any]], *, replica: str) -> State:
-    """`replica` says whose running statistics they are, where replicas have their own."""
+    """The tensors by name; `replica` marks running statistics, where replicas have their own."""
     found: State = {}
     for name, kind, value in values:
-        # Batches are counted alike by all; only what is averaged over samples is a replica's own.
+        # All replicas count batches alike; only averages over samples are a replica's own.
         own = replica if kind == BUFFERS and value.is_floating_point() else ""
         found[f"{name} ({kind})"] = f"{_part(value)} {own}".strip(), digest(value)
     return found
 
 
 def _part(tensor: Any) -> str:
-    """Where this process stands along the axes of the mesh over which a tensor is divided; empty for a whole one."""
+    """This process's place along the axes of the mesh that divide a tensor; empty for a whole one."""
     if not isinstance(tensor, DTensor):
         return ""
     coordinates = tensor.device_mesh.get_coordinate()
@@ -328,17 +328,17 @@ def _part(tensor: Any) -> str:
 
 
 def metrics_state(metrics: Mapping[str, Tensor]) -> State:
-    """What a process takes for the values of the run's metrics, without those that each has of its own."""
+    """A process's values of the run's metrics, without those that each process has of its own."""
     return {f"{name} ({METRICS})": ("", digest(float(value))) for name, value in metrics.items() if is_shared(name)}
 
 
 def is_shared(metric: str) -> bool:
-    """Whether a logged metric is one of the run: not of a process's share of a step, and not of the clock."""
+    """Whether a logged metric is of the whole run, neither of a process's share of a step, nor of the clock."""
     return not metric.endswith(("_step", "_per_s"))
 
 
 def digest(value: Any) -> str:
-    """Eight digits that differ where a bit of the local part does."""
+    """Eight hexadecimal digits of the local part's bytes: a flipped bit changes them."""
     if not isinstance(value, Tensor):
         return f"{zlib.crc32(repr(value).encode()):08x}"
     bits = local_part(value.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)

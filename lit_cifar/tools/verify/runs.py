@@ -1,4 +1,4 @@
-"""Runs of the command line, as a user starts them, that leave nothing behind."""
+"""Runs of the command line, started like a user's, that leave nothing behind."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -15,16 +15,16 @@ from lit_cifar.tools.forked import ForkedRun
 
 TIMEOUT_S = 900.0
 
-_SHOWN = 3  # lines of a run that has failed: the error of a user has five, with its remedy
+_SHOWN = 3  # lines shown of a run that has failed; a user's mistake takes five, with its remedy
 ERROR = "lit_cifar: error: "
 REFUSED = 2  # the exit status of the command line after a user's mistake
 _running: set[ForkedRun] = set()
-_ended = Event()  # no run is wanted, not even one that is being started
+_ended = Event()  # set when no run is wanted, not even one that is being started
 
 
 @dataclass(frozen=True)
 class Outcome:
-    status: int | None  # its exit status; None if it took too long and was stopped
+    status: int | None  # exit status; None if the run took too long and was stopped
     stdout: str
     stderr: str
     seconds: float
@@ -38,7 +38,7 @@ class Outcome:
 
     @property
     def _error(self) -> list[str]:
-        """What the command line, or the first of several ranks, has printed of its error; a launcher prints more."""
+        """The error that the command line, or the first of several ranks, has printed; a launcher prints more."""
         first, *more = self.stderr.partition(ERROR)[2].splitlines() or [""]
         return [first, *(line.strip() for line in takewhile(lambda line: line.startswith("  "), more))] if first else []
 
@@ -59,7 +59,7 @@ def run(
     num_ranks: int = 1,
     launcher: Sequence[str] = (),
 ) -> Outcome:
-    """`python -m lit_cifar SUBCOMMAND FLAGS` with its output and temporary files in `folder`, which exists.
+    """Run `python -m lit_cifar SUBCOMMAND FLAGS` with its output and temporary files in `folder`, which exists.
 
     Each process that it starts has so many `threads`. After `timeout_s` it is stopped. With `num_ranks` it is started
     in so many processes, as by torchrun. A `launcher` takes the place of `python -m lit_cifar`; it finds its own
