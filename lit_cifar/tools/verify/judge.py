@@ -229,8 +229,8 @@ def _compare_evaluation(
         samples, bound = alone.evaluated, alone.bounds[LOGITS]
     else:  # the bits of the one device itself
         (samples,), bound = reference.record.evaluated(number).values(), 0.0
-    for process, own in evaluated.items():
-        gaps = own.gaps(samples)
+    for process, of_process in evaluated.items():
+        gaps = of_process.gaps(samples)
         problems += logits_problems(f"evaluation after step {number}", process, gaps, bound=bound)
         row.differences[LOGITS] = max([row.differences.get(LOGITS, 0.0), *(gap for _, gap in gaps)])
     row.tolerance[LOGITS] = max(row.tolerance.get(LOGITS, 0.0), bound)
