@@ -15,7 +15,7 @@ from short_fits import losses
 from verifying import TINY as CUT
 
 from lit_cifar.cli.main import CLI
-from lit_cifar.data.batch_split import GhostBatches
+from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.tools.verify import verify
 from lit_cifar.tools.verify.command import References
 from lit_cifar.tools.verify.launcher import Configuration, Launcher

@@ -1,10 +1,9 @@
 """Base of the modes that replace the module's forward by a function of their own, and what they ask of a module."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable
 from itertools import chain
-from typing import Any, ClassVar, Literal, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import lightning as L
 import torch
@@ -14,13 +13,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.mode import ForwardFn, Mode, NoRecorder
 from lit_cifar.models.blocks import Partition, blocks_of
 from lit_cifar.strategies.device_copies import refuse_faulty_copies
 from lit_cifar.strategies.parts import Parts, WholeBatch
-
-# What takes the network's place. Not an `nn.Module`: as an attribute of one it would become its child, and every name
-# in a checkpoint would change.
-ForwardFn = Callable[[Tensor], Tensor]
 
 
 class RunsNetwork(Protocol):
@@ -34,21 +30,6 @@ class RunsNetwork(Protocol):
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss of each sample, (n,), from `logits` (n, C) and `labels` (n,); `pp` alone asks for it."""
-
-
-# "backward_input" and "backward_weight" are the two halves into which zero-bubble schedules cut backward.
-WorkKind = Literal["forward", "backward", "backward_input", "backward_weight"]
-
-
-class NoRecorder:
-    """Receives the stages' reports of their work, and keeps none; `lit_cifar.tools.bench.timeline` keeps them."""
-
-    def span(self, kind: WorkKind, **what: Any) -> AbstractContextManager[None]:
-        """Return a context for some work; `what` holds stage, microbatch, worker and device."""
-        return nullcontext()
-
-    def follow_backward(self, output: Tensor, given: Tensor, **what: Any) -> None:
-        """Autograd will work from `output` of a stage back to what it was `given`."""
 
 
 def compiles(module: object) -> bool:
@@ -100,7 +81,7 @@ def check_gradient_hooks(network: nn.Module, *, strategy: str, also_accumulated:
             )
 
 
-class CustomForwardStrategy(ParallelStrategy, ABC):
+class CustomForwardStrategy(Mode, ParallelStrategy, ABC):
     """From `setup` to `teardown` the module's `forward` calls a function that the subclass makes.
 
     A subclass must name this before the Lightning strategy that it also derives from, whose methods this one extends.
@@ -111,10 +92,6 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
     needs: ClassVar[list[str]] = ["network", "use_forward_fn"]  # attributes that a module must have, see `RunsNetwork`
     # How a batch passes through that function: as a whole, or with `--virtual_replicas` part by part.
     parts: WholeBatch = WholeBatch()
-    # `on_one_device(network)` returns what one device runs in its place, with a whole copy of the network.
-    # `Replay` compares with it. None in modes whose steps one device cannot repeat bit for bit.
-    on_one_device: Callable[[nn.Module], ForwardFn] | None = None
-    has_own_step = False  # whether gradients are computed in `training_step` here, around the module's
 
     @abstractmethod
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
@@ -207,7 +184,7 @@ class CutStrategy(CustomForwardStrategy, ABC):
     def __init__(self, *, cuts: list[str] | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.cuts = cuts
-        self.recorder = NoRecorder()
+        self.recorder: NoRecorder = NoRecorder()
 
     def cut(self, num_stages: int, *, may_share: bool = False) -> None:
         """Cut the network of the module. With `may_share`, stages may share tensors.

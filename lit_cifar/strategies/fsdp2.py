@@ -8,6 +8,7 @@ are never gathered. Both together are torch's documented composition of the two.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain
 from pathlib import Path
@@ -27,9 +28,10 @@ from typing_extensions import override
 from lit_cifar.checkpoint.files import index_of, sync_tables
 from lit_cifar.checkpoint.sharded import read_parts, save_parts
 from lit_cifar.errors import ConfigError
+from lit_cifar.mode import ForwardFn
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.compiled import Compiled
-from lit_cifar.strategies.base import ForwardFn, at_least_one, check_untied, compiles
+from lit_cifar.strategies.base import at_least_one, check_untied, compiles
 from lit_cifar.strategies.mesh import MeshStrategy, at_once, local_part, parameters_of, place
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.state_dicts import full, part_of
@@ -67,19 +69,29 @@ class ShardedStrategy(MeshStrategy):
         self.tensor_parallel_size = tensor_parallel_size
         self.strategy_name = "tp" if data_parallel_size == 1 else "fsdp2"
         self._whole: nn.Module | None = None
-        self.saves_parts = False  # whether the next checkpoint is saved in parts
+        self._saving_in_parts = False
 
     @property
     @override
-    def processes_per_replica(self) -> int:
+    def model_parallel_size(self) -> int:
         if self.tensor_parallel_size is not None:
             return self.tensor_parallel_size
         return max(1, self.all_processes // (self.data_parallel_size or 1))
 
     @property
-    def takes_parts(self) -> bool:
+    @override
+    def saves_in_parts(self) -> bool:
         """Whether checkpoints can be in parts; parts on both axes of the mesh have not been tried."""
         return self.tensor_parallel_size == 1
+
+    @contextmanager
+    @override
+    def saving_in_parts(self) -> Iterator[None]:
+        self._saving_in_parts = True
+        try:
+            yield
+        finally:
+            self._saving_in_parts = False
 
     @override
     def check(self) -> None:
@@ -95,7 +107,7 @@ class ShardedStrategy(MeshStrategy):
                 remedy=f"pass --trainer.devices={product}, or other sizes",
             )
         super().check()
-        if self._layer_sync is not None and self.num_replicas == 1 < self.all_processes:
+        if self._layer_sync is not None and self.layout.data_parallel_size == 1 < self.all_processes:
             rank_zero_warn(
                 f"--trainer.sync_batchnorm=true has no effect on --trainer.strategy={self.strategy_name} with one "
                 "replica: it sees the whole batch"
@@ -108,7 +120,7 @@ class ShardedStrategy(MeshStrategy):
         if self.data_parallel_size != 1:
             check_untied(network, (blocks_of(network) or {}).values(), strategy=self.strategy_name)
         if self.tensor_parallel_size != 1:
-            check_divisible(network, self.processes_per_replica, self.num_replicas, strategy=self.strategy_name)
+            check_divisible(network, self.layout, strategy=self.strategy_name)
             check_untied(network, network.modules(), strategy=self.strategy_name, recurse=False)
             if compiles(model):
                 raise ConfigError(
@@ -236,8 +248,8 @@ class ShardedStrategy(MeshStrategy):
         for name, parameter in network.named_parameters():
             total += parameter.numel()
             dim = getattr(placed[name], "dim", None)
-            part = parameter if dim is None else parameter.chunk(self.processes_per_replica, dim)[0]
-            held += part.chunk(self.num_replicas)[0].numel()
+            part = parameter if dim is None else parameter.chunk(self.model_parallel_size, dim)[0]
+            held += part.chunk(self.layout.data_parallel_size)[0].numel()
         return [
             f"a process holds {held / 1e6:.2f} of {total / 1e6:.2f} M parameters, and as much of gradients and of each "
             "optimizer state"
@@ -258,13 +270,13 @@ class ShardedStrategy(MeshStrategy):
         self.use_first_buffers()
         assert self.lightning_module is not None
         state = self.lightning_module.state_dict()
-        return state if self.saves_parts else full(state)
+        return state if self._saving_in_parts else full(state)
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if not self.saves_parts:
+        if not self._saving_in_parts:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         sync_tables(Path(filepath).parent.parent)
@@ -273,7 +285,7 @@ class ShardedStrategy(MeshStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         load = super().load_checkpoint
-        if not self.takes_parts:
+        if not self.saves_in_parts:
             return load(checkpoint_path, weights_only)
         folder = self.broadcast(Path(checkpoint_path))  # the first process knows it
         read_index = lambda: load(index_of(folder), weights_only)  # noqa: E731
@@ -289,7 +301,7 @@ class ShardedStrategy(MeshStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = super().optimizer_state(optimizer)
-        return state if self.saves_parts else full(state)
+        return state if self._saving_in_parts else full(state)
 
     @override
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:

@@ -8,10 +8,11 @@ import lightning as L
 
 from lit_cifar import strategies
 from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.data.batch_split import BatchSplit, GhostBatches
+from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.rendezvous import cluster_environment
+from lit_cifar.mode import Layout, mode_of
 from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 from lit_cifar.task.module import LitResNet
 
@@ -93,13 +94,13 @@ class SizedMode:
 
     def ghost_batches(self, *, accumulation: int) -> GhostBatches:
         """The chunks of a global batch that BatchNorm normalises together in the mode."""
-        chunks = self.batch_split().ghost_batches(accumulation=accumulation)
+        chunks = GhostBatches.of(self.layout(), accumulation=accumulation)
         if not self.sync_batchnorm:
             return chunks
         return replace(chunks, synchronised=True) if accumulation > 1 else GhostBatches()
 
-    def batch_split(self) -> BatchSplit:
-        return BatchSplit.of(self._trainer().strategy)
+    def layout(self) -> Layout:
+        return mode_of(self._trainer().strategy).layout
 
     def check(
         self, module: LitResNet, data: CIFAR10DataModule, sampler: TrainSampler, *, num_parts: int | None
@@ -110,7 +111,7 @@ class SizedMode:
         """
         trainer = self._trainer()
         trainer.strategy.connect(module)
-        replace(sampler, batch_split=BatchSplit.of(trainer.strategy)).check()
+        replace(sampler, layout=mode_of(trainer.strategy).layout).check()
         if num_parts is not None:
             VirtualReplicas(num_parts).check(trainer, data)
 
@@ -122,7 +123,7 @@ class SizedMode:
 
     @property
     def num_processes(self) -> int:
-        return int(getattr(self._trainer().strategy, "num_processes", 1))
+        return mode_of(self._trainer().strategy).num_local_processes
 
     @property
     def num_ranks(self) -> int:
