@@ -35,6 +35,7 @@ from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.dataset import Dataset
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import Layout, mode_of
+from lit_cifar.mode.refusals import refuse
 from lit_cifar.models.autotune import cpu_has_bf16
 from lit_cifar.models.blocks import check_network, unreached_parameters
 from lit_cifar.task.module import LitResNet
@@ -252,7 +253,8 @@ def check_run(
             remedy = "leave out --data.small_size and --data.small_epochs"
             check_network(module.network, (3, side, side), num_classes=len(data.classes), remedy=remedy)
         optimizer = _try_optimizer(module)
-        _check_averaging(trainer)
+        if any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            refuse("--trainer.callbacks+=EMAWeightAveraging", mode_of(trainer.strategy))
         if replicas is not None:
             _check_matrices(optimizer)
         if module.header.network is not None and isinstance(trainer.strategy, DDPStrategy):
@@ -262,11 +264,8 @@ def check_run(
                 from lit_cifar.strategies.base import check_gradient_hooks
 
                 check_gradient_hooks(module, strategy=f"ddp_{start_method}")
-        if asked.last_checkpoint.sharded and not mode_of(trainer.strategy).saves_in_parts:
-            raise ConfigError(
-                "--last_checkpoint.sharded=true: only --trainer.strategy=fsdp2 has parts of a network in its processes",
-                remedy="leave it out",
-            )
+        if asked.last_checkpoint.sharded:
+            refuse("--last_checkpoint.sharded=true", mode_of(trainer.strategy))
     trainer.strategy.connect(module)  # a strategy that splits the network does so here
     data.trainer = trainer
     data.prepare_data()
@@ -384,17 +383,6 @@ def _check_callbacks(trainer: Any, *, timed: bool) -> None:
             raise ConfigError(f"--trainer.callbacks: {kind.__name__} {reason}", remedy=remedy)
 
 
-def _check_averaging(trainer: Trainer) -> None:
-    """Refuse a callback that would average a part of the weights."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    averages = any(isinstance(callback, WeightAveraging) for callback in callbacks)
-    if averages and not mode_of(trainer.strategy).takes_averages:
-        raise ConfigError(
-            "a callback averages weights, of which a process has parts here, or cannot be sent to spawned processes",
-            remedy="leave it out, or pass --trainer.strategy=ddp, without --model.compile=cuda_graphs",
-        )
-
-
 def _check_precision(trainer: Trainer, asked: Namespace, *, compiles: bool) -> None:
     """Refuse a precision that Lightning has replaced, and a network that cannot be compiled."""
     if str(asked.precision).startswith("16") and trainer.precision == "bf16-mixed":
@@ -419,11 +407,7 @@ def _check_precision(trainer: Trainer, asked: Namespace, *, compiles: bool) -> N
 def _check_cuda_graphs(trainer: Trainer, *, has_parts: bool) -> None:
     """Refuse CUDA graphs where there is no GPU, and where gradients are kept while the next batch passes."""
     flag = "--model.compile=cuda_graphs"
-    if not mode_of(trainer.strategy).takes_cuda_graphs:
-        raise ConfigError(
-            f"{flag} is for one GPU and for --trainer.strategy=ddp: messages between kernels cannot be part of a graph",
-            remedy="pass --model.compile=true",
-        )
+    refuse(flag, mode_of(trainer.strategy))
     batches = trainer.accumulate_grad_batches
     if batches > 1 or has_parts:
         other = f"--trainer.accumulate_grad_batches={batches}" if batches > 1 else "--virtual_replicas"

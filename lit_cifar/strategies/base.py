@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import ForwardFn, Mode, NoRecorder
+from lit_cifar.mode.refusals import refuse
 from lit_cifar.models.blocks import Partition, blocks_of
 from lit_cifar.strategies.device_copies import refuse_faulty_copies
 from lit_cifar.strategies.parts import Parts, WholeBatch
@@ -126,13 +127,8 @@ class CustomForwardStrategy(Mode, ParallelStrategy, ABC):
 
     def check(self) -> None:
         """Raise a `ConfigError` if sizes and flags contradict each other; subclasses extend this."""
-
-    def refuse_sync_batchnorm(self, reason: str) -> None:
-        if self._layer_sync is not None:
-            raise ConfigError(
-                f"--trainer.sync_batchnorm=true has no effect on --trainer.strategy={self.strategy_name}: {reason}.",
-                remedy="Drop --trainer.sync_batchnorm, or use --trainer.strategy=ddp.",
-            )
+        if self.synchronises_batchnorm:
+            refuse("--trainer.sync_batchnorm=true", self)
 
     @override
     def _configure_launcher(self) -> None:

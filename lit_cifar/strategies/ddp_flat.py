@@ -26,7 +26,6 @@ class FlatDDPStrategy(AveragingStrategy):
     """
 
     strategy_name = "ddp_flat"
-    takes_cuda_graphs = True
 
     @override
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:

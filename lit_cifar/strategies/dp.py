@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from typing_extensions import override
 
-from lit_cifar.errors import ConfigError
 from lit_cifar.mode import ForwardFn
+from lit_cifar.mode.refusals import refuse
 from lit_cifar.models.random_streams import begin_part
 from lit_cifar.strategies.base import SingleProcessStrategy, compiles
 
@@ -176,14 +176,9 @@ class DataParallelStrategy(SingleProcessStrategy):
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
         if compiles(model):
-            raise ConfigError(
-                "--model.compile=true: --trainer.strategy=dp runs copies of the network in threads, and torch.compile "
-                "would run the first one in all of them",
-                remedy="leave it out, or use --trainer.strategy=ddp",
-            )
+            refuse("--model.compile=true", self)
 
     @override
     def check(self) -> None:
         super().check()
         self.check_divides("num_replicas", self.local_replicas)
-        self.refuse_sync_batchnorm("each replica normalises its own chunk of the batch")

@@ -29,6 +29,7 @@ from lit_cifar.checkpoint.files import index_of, sync_tables
 from lit_cifar.checkpoint.sharded import read_parts, save_parts
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import ForwardFn
+from lit_cifar.mode.refusals import refuse
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.strategies.base import at_least_one, check_untied, compiles
@@ -80,9 +81,11 @@ class ShardedStrategy(MeshStrategy):
 
     @property
     @override
-    def saves_in_parts(self) -> bool:
-        """Whether checkpoints can be in parts; parts on both axes of the mesh have not been tried."""
-        return self.tensor_parallel_size == 1
+    def name(self) -> str:
+        """The registered name; "fsdp2-tp" along both axes of the mesh, which has none."""
+        if self.data_parallel_size != 1 and self.tensor_parallel_size != 1:
+            return "fsdp2-tp"
+        return self.strategy_name
 
     @contextmanager
     @override
@@ -122,12 +125,8 @@ class ShardedStrategy(MeshStrategy):
         if self.tensor_parallel_size != 1:
             check_divisible(network, self.layout, strategy=self.strategy_name)
             check_untied(network, network.modules(), strategy=self.strategy_name, recurse=False)
-            if compiles(model):
-                raise ConfigError(
-                    f"--model.compile=true: the layers of --trainer.strategy={self.strategy_name} exchange their "
-                    "parameters for local parts and send messages while they run, which torch.compile cannot trace",
-                    remedy="leave it out, or use --trainer.strategy=fsdp2",
-                )
+        if compiles(model):
+            refuse("--model.compile=true", self)
         make_optimizer = getattr(model, "make_optimizer", None)
         if make_optimizer is not None:
             self._check_optimizer(make_optimizer(network.parameters()))
@@ -136,12 +135,7 @@ class ShardedStrategy(MeshStrategy):
     def use_parts(self, parts: Parts) -> None:
         """Refuse `parts` where the bits would differ."""
         name = f"--virtual_replicas={parts.num_parts}"
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"{name}: --trainer.strategy={self.strategy_name} divides sums inside layers, which then round by the "
-                "number of processes",
-                remedy="leave it out, or pass --trainer.strategy=fsdp2",
-            )
+        refuse("--virtual_replicas=4", self, parts=parts.num_parts)
         if self.all_processes == 1:
             raise ConfigError(
                 f"{name}: FSDP2 on one process does not reduce gradients, but adds them one after the other",
@@ -158,19 +152,11 @@ class ShardedStrategy(MeshStrategy):
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
         if getattr(optimizer, "steps_matrices", False):
-            raise ConfigError(
-                f"--model.optimizer={type(optimizer).__name__} multiplies whole matrices, and "
-                f"--trainer.strategy={self.strategy_name} gives each process parts of them",
-                remedy="pass another optimizer, or --trainer.strategy=ddp",
-            )
+            refuse("--model.optimizer=lit_cifar.MuonSGD", self, optimizer=type(optimizer).__name__)
         # These fused kernels have no sharding strategy for DTensors up to torch 2.15; those of Adam and AdamW have one.
         fused = any(group.get("fused") for group in optimizer.param_groups)
         if fused and isinstance(optimizer, SGD | Adagrad):
-            raise ConfigError(
-                f"--model.optimizer.fused=true: torch cannot step parts of tensors with a fused "
-                f"{type(optimizer).__name__}, and --trainer.strategy={self.strategy_name} makes such parts",
-                remedy="pass --model.optimizer.fused=false, or --model.optimizer=AdamW, which can",
-            )
+            refuse("--model.optimizer.fused=true", self, optimizer=type(optimizer).__name__)
 
     @override
     def model_to_device(self) -> None:
@@ -285,7 +271,7 @@ class ShardedStrategy(MeshStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         load = super().load_checkpoint
-        if not self.saves_in_parts:
+        if self.tensor_parallel_size != 1:
             return load(checkpoint_path, weights_only)
         folder = self.broadcast(Path(checkpoint_path))  # the first process knows it
         read_index = lambda: load(index_of(folder), weights_only)  # noqa: E731

@@ -59,11 +59,6 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     def all_processes(self) -> int:
         return self.num_nodes * self.num_processes
 
-    @property
-    @override
-    def takes_averages(self) -> bool:
-        return False  # weights or running statistics are not in each process as under `ddp`
-
     @abstractmethod
     def share_of_norm(self, gradient: Tensor) -> float:
         """One over the number of processes that hold the same part of a gradient as this one."""

@@ -108,7 +108,6 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
                 remedy=f"pass --trainer.devices={max(self.all_processes // each, 1) * each}, or other num_stages",
             )
         self.schedule.check(self.num_microbatches)
-        self.refuse_sync_batchnorm("a pipeline normalises each microbatch by itself")
 
     @override
     def use_parts(self, parts: Parts) -> None:

@@ -70,7 +70,6 @@ class Mode:
 
     is_own = True  # whether it is one of this package, whose page says what it does
     is_single_process = False  # whether it is one process on one machine by itself
-    takes_cuda_graphs = False  # whether `--model.compile=cuda_graphs` works with it
     # `on_one_device(network)` returns what one device computes in the place of all, from a whole copy of the network.
     # None where one device computes the module's own step.
     on_one_device: Callable[[nn.Module], ForwardFn] | None = None
@@ -158,18 +157,8 @@ class Mode:
         """Parameters and buffers that only other processes train. The copies here may be old."""
         return set()
 
-    @property
-    def takes_averages(self) -> bool:
-        """Whether a callback may average the weights of each process. It cannot be sent to spawned processes."""
-        return self.start_method not in ("spawn", "forkserver")
-
-    @property
-    def saves_in_parts(self) -> bool:
-        """Whether it can save checkpoints of which each process writes its part."""
-        return False
-
     def saving_in_parts(self) -> AbstractContextManager[None]:
-        """Let checkpoints be saved in parts, if `saves_in_parts`."""
+        """Let each process write its own part of the checkpoints that are saved within, if the mode can."""
         return nullcontext()
 
     def split_lines(self) -> list[str]:
@@ -186,7 +175,6 @@ class _Adapter(Mode):
         self._strategy = strategy
         # By name, because those of `lightning.pytorch` and of `pytorch_lightning` are not the same classes.
         self._bases = {kind.__name__ for kind in type(strategy).__mro__}
-        self.takes_cuda_graphs = "SingleDeviceStrategy" in self._bases
 
     @property
     def strategy(self) -> Any:
