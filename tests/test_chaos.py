@@ -25,9 +25,9 @@ from lit_cifar.tools.chaos import trial as trial_module
 from lit_cifar.tools.chaos.audit import (
     LAUNCH,
     LoggedStep,
+    ProcessStart,
     SampleLog,
     SampleLogReader,
-    Start,
     audit,
     distance,
     effective,
@@ -116,7 +116,7 @@ def test_with_virtual_replicas_a_job_goes_to_other_sizes_and_modes_and_keeps_its
 # The samples.
 
 
-def steps(starts: dict[Start, range], *, num_ranks: int = 2) -> list[LoggedStep]:
+def steps(starts: dict[ProcessStart, range], *, num_ranks: int = 2) -> list[LoggedStep]:
     """Two epochs of three steps over ids 0 to 4, of which each start runs some of the six steps."""
     batches = [[0, 1], [2, 3], [4]]
     return [

@@ -25,10 +25,10 @@ from lit_cifar.checkpoint.files import (
     LAST,
     PREVIOUS,
     CheckpointFiles,
-    digest,
     newest_valid,
     note_epoch,
     verify_checkpoint,
+    weights_digest,
     write_checkpoint,
 )
 from lit_cifar.checkpoint.format import (
@@ -451,14 +451,16 @@ WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7)}
     ids=["name", "shape", "dtype", "last bit", "missing"],
 )
 def test_every_difference_changes_the_digest(other: dict[str, torch.Tensor]) -> None:
-    assert digest(other) != digest(WEIGHTS)
-    assert digest({"b": WEIGHTS["b"], "a": WEIGHTS["a"].t().contiguous().t()}) == digest(WEIGHTS)
+    assert weights_digest(other) != weights_digest(WEIGHTS)
+    assert weights_digest({"b": WEIGHTS["b"], "a": WEIGHTS["a"].t().contiguous().t()}) == weights_digest(WEIGHTS)
 
 
 def test_a_line_replaces_those_of_later_epochs(tmp_path: Path) -> None:
     for epoch, step in [(0, 3), (1, 0), (2, 0), (2, 5), (3, 0), (2, 0)]:  # the last one is of a run that was resumed
         note_epoch({"position": {"epoch": epoch, "step": step}, "state_dict": WEIGHTS}, tmp_path)
-    assert (tmp_path / DIGESTS).read_text() == "".join(f"{digest(WEIGHTS)}  epoch {epoch}\n" for epoch in (0, 1))
+    assert (tmp_path / DIGESTS).read_text() == "".join(
+        f"{weights_digest(WEIGHTS)}  epoch {epoch}\n" for epoch in (0, 1)
+    )
     assert [path.name for path in tmp_path.iterdir()] == [DIGESTS]
 
 
@@ -468,14 +470,16 @@ def test_a_checkpoint_is_never_there_before_its_line(tmp_path: Path, monkeypatch
     monkeypatch.setattr(checkpoint_files, "write_checkpoint", lambda *_: lines.append((tmp_path / DIGESTS).read_text()))
     checkpoint = {"position": {"epoch": 1, "step": 0}, "state_dict": WEIGHTS}
     CheckpointFiles().save_checkpoint(checkpoint, tmp_path / "checkpoints" / "last.ckpt")
-    assert lines == [f"{digest(WEIGHTS)}  epoch 0\n"]
+    assert lines == [f"{weights_digest(WEIGHTS)}  epoch 0\n"]
 
 
 def test_a_damaged_line_is_dropped_and_an_error_names_this_file(tmp_path: Path) -> None:
-    (tmp_path / DIGESTS).write_bytes(f"{digest(WEIGHTS)}  epoch 0\n".encode() + bytes(9))
+    (tmp_path / DIGESTS).write_bytes(f"{weights_digest(WEIGHTS)}  epoch 0\n".encode() + bytes(9))
     checkpoint = {"position": {"epoch": 2, "step": 0}, "state_dict": WEIGHTS}
     note_epoch(checkpoint, tmp_path)
-    assert (tmp_path / DIGESTS).read_text().splitlines() == [f"{digest(WEIGHTS)}  epoch {epoch}" for epoch in (0, 1)]
+    assert (tmp_path / DIGESTS).read_text().splitlines() == [
+        f"{weights_digest(WEIGHTS)}  epoch {epoch}" for epoch in (0, 1)
+    ]
     (tmp_path / f"{DIGESTS}.part").mkdir()
     with pytest.raises(SaveError, match=rf"{DIGESTS} could not be saved: Is a directory"):
         CheckpointFiles().save_checkpoint(checkpoint, tmp_path / "checkpoints" / "last.ckpt")

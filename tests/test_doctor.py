@@ -22,7 +22,7 @@ from rich.console import Console
 
 from lit_cifar import LitResNet, strategies
 from lit_cifar.errors import ConfigError
-from lit_cifar.tools.doctor import ALL_MODES, COPY_MODES, PROCESS_MODES, Check, Finding, command, machine
+from lit_cifar.tools.doctor import ALL_MODES, COPY_MODES, PROCESS_MODES, Check, MachineFinding, command, machine
 from lit_cifar.tools.doctor.command import Examination, placed, print_page
 from lit_cifar.tools.doctor.measurement import OPERATIONS, SIZES, Measurement, fault, inputs, pattern
 from lit_cifar.tools.doctor.modes import ModeRow, cores_and_gpus, judge_modes, mode_table
@@ -217,7 +217,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def around() -> list[Finding]:
+def around() -> list[MachineFinding]:
     return [finding for check in machine.look_at_environment() for finding in check.findings]
 
 
@@ -345,7 +345,7 @@ def test_one_process_for_each_gpu() -> None:
         placed(3, num_gpus=2)
 
 
-def examined(*findings: Finding, ranks: Ranks, links: str = "") -> Examination:
+def examined(*findings: MachineFinding, ranks: Ranks, links: str = "") -> Examination:
     """A made-up machine."""
     return Examination(
         machine=[Check("memory", "8 GiB")],
@@ -364,8 +364,8 @@ def page(found: Examination) -> list[str]:
 
 
 def test_the_page_begins_with_what_is_wrong_and_what_mends_it() -> None:
-    note, mend = Finding("GPUs differ.", "nvidia-smi"), " ".join(["fit", *["--a_long_flag=1"] * 10])
-    wrong = Finding("Copies [cuda:0] are lost.", mend, COPY_MODES)
+    note, mend = MachineFinding("GPUs differ.", "nvidia-smi"), " ".join(["fit", *["--a_long_flag=1"] * 10])
+    wrong = MachineFinding("Copies [cuda:0] are lost.", mend, COPY_MODES)
     found = examined(note, wrong, ranks=Ranks(accelerator="cpu", failure="did not start"))
     lines = page(found)
     begin = ["", "Not fit: 1 fault", "   1. Copies [cuda:0] are lost.", f"      {mend}", " note GPUs differ."]
@@ -412,7 +412,7 @@ def test_this_machine_is_fit_and_the_page_is_that_of_docs(tmp_path: Path, monkey
 
 
 def test_a_fault_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = Finding("Rank 1 computes wrongly.", "another machine", ALL_MODES)
+    wrong = MachineFinding("Rank 1 computes wrongly.", "another machine", ALL_MODES)
     monkeypatch.setattr(command, "examine_ranks", lambda *_: (measured(), [wrong]))
     result = run_here("doctor", check=False)
     assert result.status == 1

@@ -29,8 +29,8 @@ from threads import on_ranks
 from tiny_task import read_events
 
 from lit_cifar import LitResNet
-from lit_cifar.checkpoint.exact_resume import SameStart, Start, _collect
-from lit_cifar.checkpoint.files import DIGESTS, digest, write_checkpoint
+from lit_cifar.checkpoint.exact_resume import SameStart, StartingPoint, _collect
+from lit_cifar.checkpoint.files import DIGESTS, weights_digest, write_checkpoint
 from lit_cifar.cli.main import CLI
 from lit_cifar.errors import CheckpointError
 from lit_cifar.launch.signals import Stopped
@@ -83,7 +83,7 @@ def assert_same_end(run: Path, undisturbed: Path) -> None:
     digests, position = (run / DIGESTS).read_text(), found["position"]
     assert digests == (undisturbed / DIGESTS).read_text()
     if not position["step"]:  # it ended with an epoch
-        assert digests.endswith(f"{digest(found['state_dict'])}  epoch {position['epoch'] - 1}\n")
+        assert digests.endswith(f"{weights_digest(found['state_dict'])}  epoch {position['epoch'] - 1}\n")
 
 
 def test_differing_checkpoints_are_told(undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,15 +117,17 @@ def test_differing_checkpoints_are_told(undisturbed: Path, tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("first", "other", "differ"),
     [
-        (Start("a", "", "a"), Start("a", "", "a"), False),
-        (Start("a", "", "b"), Start("b", "", "b"), False),  # which is damaged
-        (Start("a", "", None), Start("a", "", None), False),  # which is cut short
-        (Start("a", "", "a"), Start("b", "", "a"), True),
-        (Start("a", "", None), Start(None, ""), True),
-        (Start(None, ""), Start("a", "", "a"), True),
+        (StartingPoint("a", "", "a"), StartingPoint("a", "", "a"), False),
+        (StartingPoint("a", "", "b"), StartingPoint("b", "", "b"), False),  # which is damaged
+        (StartingPoint("a", "", None), StartingPoint("a", "", None), False),  # which is cut short
+        (StartingPoint("a", "", "a"), StartingPoint("b", "", "a"), True),
+        (StartingPoint("a", "", None), StartingPoint(None, ""), True),
+        (StartingPoint(None, ""), StartingPoint("a", "", "a"), True),
     ],
 )
-def test_only_the_first_process_may_find_that_a_checkpoint_is_damaged(first: Start, other: Start, differ: bool) -> None:
+def test_only_the_first_process_may_find_that_a_checkpoint_is_damaged(
+    first: StartingPoint, other: StartingPoint, differ: bool
+) -> None:
     def meet(rank: int) -> bool:
         strategy = SimpleNamespace(barrier=dist.barrier, launcher=None)
         trainer: Any = SimpleNamespace(world_size=2, is_global_zero=rank == 0, strategy=strategy)

@@ -14,12 +14,12 @@ from analysis.stage_timeline import bubble_formula, bubbles, fastest_step, mean_
 from lit_cifar.models import build_resnet
 from lit_cifar.models.blocks import Partition
 from lit_cifar.strategies.mp import StagedForward, gpipe_order
-from lit_cifar.tools.bench.timeline import Recorder, write_trace
+from lit_cifar.tools.bench.timeline import StageRecorder, write_trace
 
 CPU = torch.device("cpu")
 
 
-def trained(recorder: Recorder | None, *, num_microbatches: int) -> tuple[nn.Module, Tensor]:
+def trained(recorder: StageRecorder | None, *, num_microbatches: int) -> tuple[nn.Module, Tensor]:
     """A step of a network in two stages."""
     torch.manual_seed(0)
     network = build_resnet("tiny", stem="strided")
@@ -32,13 +32,13 @@ def trained(recorder: Recorder | None, *, num_microbatches: int) -> tuple[nn.Mod
     return network, logits
 
 
-def frame_of(recorder: Recorder, folder: Path) -> pd.DataFrame:
+def frame_of(recorder: StageRecorder, folder: Path) -> pd.DataFrame:
     write_trace(recorder.spans(), folder / "timeline.json")
     return read_timeline(folder)
 
 
 def test_stages_of_one_process_are_recorded_in_the_order_of_their_work(tmp_path: Path) -> None:
-    recorder = Recorder()
+    recorder = StageRecorder()
     trained(recorder, num_microbatches=4)
     frame = frame_of(recorder, tmp_path)
     order = list(gpipe_order(num_microbatches=4, num_stages=2))
@@ -50,7 +50,7 @@ def test_stages_of_one_process_are_recorded_in_the_order_of_their_work(tmp_path:
 
 
 def test_recording_changes_no_bit() -> None:
-    plain, recorded = (trained(recorder, num_microbatches=2) for recorder in (None, Recorder()))
+    plain, recorded = (trained(recorder, num_microbatches=2) for recorder in (None, StageRecorder()))
     assert torch.equal(plain[1], recorded[1])
     for expected, found in zip(plain[0].parameters(), recorded[0].parameters(), strict=True):
         assert torch.equal(expected.grad, found.grad)
@@ -59,14 +59,14 @@ def test_recording_changes_no_bit() -> None:
 def test_what_is_saved_for_backward_is_that_of_the_microbatch_without_parameters(tmp_path: Path) -> None:
     saved = []
     for num_microbatches in (1, 4):
-        recorder = Recorder()
+        recorder = StageRecorder()
         trained(recorder, num_microbatches=num_microbatches)
         frame = frame_of(recorder, tmp_path)
         assert (frame.loc[frame["kind"] != "forward", "saved_mib"] == 0).all()
         saved.append(frame.groupby("stage")["saved_mib"].sum().to_numpy())
     # A few numbers for each channel, mean and variance of BatchNorm, are kept by every microbatch.
     assert saved[1] == pytest.approx(saved[0], rel=0.05)
-    linear, layer = Recorder(), nn.Linear(512, 4, bias=False)
+    linear, layer = StageRecorder(), nn.Linear(512, 4, bias=False)
     linear.begin(0, layer)
     with linear.span("forward", stage=0, microbatch=0, worker="cpu 0", device=CPU):
         layer(torch.ones(2, 512, requires_grad=True))

@@ -310,7 +310,7 @@ class StepBoundary(Callback):
 
     def _check_weights(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop if a weight is not finite, which a step with a finite loss can cause, before that is saved."""
-        weights = [part for parameter in pl_module.parameters() if (part := _local(parameter)).numel()]
+        weights = [part for parameter in pl_module.parameters() if (part := _local_part(parameter)).numel()]
         largest = get_total_norm(weights, norm_type=math.inf)  # one number for all weights, over all processes
         bad = largest.isfinite().logical_not().to(self._device, torch.float64)
         if trainer.strategy.reduce(bad, group=group.WORLD, reduce_op="max").item():
@@ -362,7 +362,7 @@ class StepBoundary(Callback):
         end_together(trainer, f"{message}\n{newest}\n{remedy}", status=status)
 
 
-def _local(parameter: Tensor) -> Tensor:
+def _local_part(parameter: Tensor) -> Tensor:
     """This process's part of a parameter that may be sharded over processes."""
     to_local = getattr(parameter, "to_local", None)
     return parameter.detach() if to_local is None else to_local().detach()

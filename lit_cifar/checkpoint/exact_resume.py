@@ -29,7 +29,7 @@ from lit_cifar.mode import mode_of
 from lit_cifar.reporting.environment import cpu_model
 
 
-class Start(NamedTuple):
+class StartingPoint(NamedTuple):
     """The checkpoint that a process starts from."""
 
     digest: str | None  # digest of the checkpoint's content; None for no checkpoint
@@ -46,7 +46,7 @@ class SameStart(Callback):
     `start` is this process's own. Under `ddp_spawn` all processes have the parent's.
     """
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: StartingPoint) -> None:
         self._start = start
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -427,7 +427,7 @@ def _remove(path: Path) -> None:
         rank_zero_warn(f"{path} could not be removed: {error.strerror}")
 
 
-def digest(weights: Mapping[str, Tensor]) -> str:
+def weights_digest(weights: Mapping[str, Tensor]) -> str:
     """The SHA-256 of the names, dtypes, shapes and bytes of parameters and buffers, in hexadecimal, sorted by name."""
     found = hashlib.sha256()
     for name in sorted(weights):
@@ -453,6 +453,6 @@ def note_epoch(checkpoint: Mapping[str, Any], folder: Path) -> None:
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         kept = [line for line in lines if (found := _DIGEST_LINE.fullmatch(line)) and int(found[1]) < epoch]
         with replacing(path) as file:
-            file.write("\n".join([*kept, f"{digest(checkpoint['state_dict'])}  epoch {epoch}", ""]))
+            file.write("\n".join([*kept, f"{weights_digest(checkpoint['state_dict'])}  epoch {epoch}", ""]))
     except OSError as error:
         raise save_error(error, path, checkpoints=folder / "checkpoints") from error

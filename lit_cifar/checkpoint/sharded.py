@@ -212,11 +212,11 @@ def _fill(
         _check_part(path / _file_of(number), digest)  # checked after reading: a replaced file does not come back
         for name, (own, there, both) in found.items():
             part = content[name][both.start - there.start : both.stop - there.start]
-            _local(tensors[name])[both.start - own.start : both.stop - own.start] = part
+            _local_part(tensors[name])[both.start - own.start : both.stop - own.start] = part
     del checkpoint[_KEY]
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from jsonargparse import Namespace
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lit_cifar.checkpoint.exact_resume import Start
+from lit_cifar.checkpoint.exact_resume import StartingPoint
 from lit_cifar.checkpoint.files import LAST, carried_hash, content_hash, index_of, newest_valid
 from lit_cifar.checkpoint.format import (
     POSITION,
@@ -42,13 +42,13 @@ class StartingCheckpoint:
         self.position: dict[str, Any] = {}  # position of the run that is resumed in its own folder; empty for a new run
         self.audit: AuditRecord | None = None  # record of a training that is resumed or validated
         self.has_weights_alone = False  # whether the network only starts with its weights
-        self.start = Start(None, "no checkpoint")
+        self.start = StartingPoint(None, "no checkpoint")
         self._content: dict[str, Any] | None = None
         self._config = config
         self._subcommand = subcommand
         if config.resume is not None:
             config.ckpt_path, refused = _newest(subcommand, config)
-            self.start = Start(None, "; ".join(["no checkpoint", *refused]))
+            self.start = StartingPoint(None, "; ".join(["no checkpoint", *refused]))
         if config.ckpt_path is not None:
             self._read(Path(config.ckpt_path), resumes=config.resume is not None)
         elif subcommand != "fit":
@@ -64,7 +64,7 @@ class StartingCheckpoint:
         at = f" after {step} optimizer steps" if isinstance(step, int) else ""
         last = index_of(path.with_name(LAST))
         newest = carried_hash(last) if resumes and last.is_file() else None
-        self.start = Start(carried_hash(index) or content_hash(index), f"{path}{at}", newest)
+        self.start = StartingPoint(carried_hash(index) or content_hash(index), f"{path}{at}", newest)
         fits = self._subcommand == "fit"
         self.has_weights_alone = not is_own(self._content) or (fits and not holds_training(self._content))
         if self.has_weights_alone:

@@ -21,9 +21,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from lit_cifar.launch import startup
 from lit_cifar.launch.network_interfaces import LOOPBACK
 from lit_cifar.launch.node import die_with_parent, reserved_port, torchrun_variables
-from lit_cifar.launch.signals import EXIT_STOPPED, ending, flush_streams
+from lit_cifar.launch.signals import EXIT_REFUSED, EXIT_STOPPED, ending, flush_streams
 
-_USERS_MISTAKE = 2  # its exit status
 _FAREWELL_S = 30.0  # time for the other ranks to end once one has failed, as under torchrun
 _POLL_S = 0.005
 _excluded: mmap | None = None  # a byte for each rank, 1 if it is excluded
@@ -73,7 +72,7 @@ class ForkedRanks:
                     status = self._wait(dict(enumerate(pids)), signals)
                 left = [place for rank, place in enumerate(places) if not _excluded[rank]]
                 _excluded[:] = bytes(num_ranks)
-                if self._stopped or status in (0, _USERS_MISTAKE, EXIT_STOPPED):
+                if self._stopped or status in (0, EXIT_REFUSED, EXIT_STOPPED):
                     break
                 if len(left) < len(places) and not (left and can_train(len(left))):
                     _say(f"{len(left)} of {len(places)} ranks cannot share the batch, so all start again")
@@ -126,7 +125,7 @@ class ForkedRanks:
                     status = 128 - code if code < 0 else code
                     deadline = time.monotonic() + (0.0 if code < 0 else _FAREWELL_S)
                     _send(signal.SIGTERM, running.values())
-                    if code not in (_USERS_MISTAKE, EXIT_STOPPED):
+                    if code not in (EXIT_REFUSED, EXIT_STOPPED):
                         _say(f"rank {rank} (pid {pid}) has ended with {ending(code)}")
             if time.monotonic() >= deadline:
                 _send(signal.SIGKILL, running.values())

@@ -22,6 +22,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 
 from lit_cifar.errors import Stopped, printable
 
+EXIT_REFUSED = 2  # exit status after a mistake of the user
 EXIT_STOPPED = 128 + signal.SIGTERM
 _ONE_KEYSTROKE_S = 1.0
 

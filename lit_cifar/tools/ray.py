@@ -20,10 +20,9 @@ from typing import Any
 
 from lit_cifar.errors import ConfigError, one_line
 from lit_cifar.launch.node import NodeProcesses
-from lit_cifar.launch.signals import EXIT_STOPPED, handlers_put_back
+from lit_cifar.launch.signals import EXIT_REFUSED, EXIT_STOPPED, handlers_put_back
 from lit_cifar.tools.terminal import CommandParser, names_config, refuse_owned, say
 
-_USERS_MISTAKE = 2  # its exit status
 _LAST_CALL_S = 30  # wait for more nodes when the smallest number may be there
 _GRACE_S = 100.0  # wait after SIGTERM for the current step or validation, and for saving
 _POLL_S = 0.3
@@ -45,7 +44,7 @@ def main(args: list[str]) -> int:
             remedy="add --resume=auto and --run_dir=FOLDER, which every node can read",
         )
     with _connected(options.address) as ray, handlers_put_back():
-        return Job(ray, options).run()
+        return RayRun(ray, options).run()
 
 
 def ray_parser() -> argparse.ArgumentParser:
@@ -61,7 +60,7 @@ def ray_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class Job:
+class RayRun:
     """Starts the processes until they end well, or once more often than `--max_failures`."""
 
     def __init__(self, ray: Any, options: argparse.Namespace) -> None:
@@ -79,7 +78,7 @@ class Job:
                 _say(f"lit_cifar: start {restarts} of {self.options.max_failures} after a failure")
             with self._placed() as nodes:
                 status = self._attempt(nodes, restarts) if nodes else EXIT_STOPPED
-            if status in (0, _USERS_MISTAKE) or self.num_stops:
+            if status in (0, EXIT_REFUSED) or self.num_stops:
                 break
         return status
 

@@ -8,8 +8,8 @@ from tempfile import mkdtemp
 from typing import Any
 
 from gpu_visit.step import Check, FailedError, LeftOutError, Step
+from lit_cifar.launch.signals import EXIT_REFUSED
 from lit_cifar.tools.modes import sized_modes
-from lit_cifar.tools.verify.runs import REFUSED
 
 _TESTS = Path(__file__).parents[3] / "tests" / "test_gpu.py"
 _PYTEST = (
@@ -79,7 +79,7 @@ def verified(step: Step, modes: Sequence[str], devices: int, flags: Sequence[str
         folder = Path(mkdtemp(dir=step.work))
         words = [f"--modes={mode}", f"--devices={devices}", f"--json={folder / 'rows.json'}", *usual]
         ended = step.run(folder.name, "lit_cifar", "verify", *words)
-        if ended.status == REFUSED:
+        if ended.status == EXIT_REFUSED:
             raise LeftOutError(ended.last_words)
         if not (file := folder / "rows.json").exists():
             raise FailedError(ended.last_words)

@@ -13,8 +13,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lit_cifar.launch.signals import EXIT_REFUSED
 from lit_cifar.models import Arch
-from lit_cifar.tools.verify.runs import REFUSED, run
+from lit_cifar.tools.verify.runs import run
 
 Values = NDArray[np.float64]  # numbers of a repeated measurement, one for each round
 Unit = Literal["x", "s", "us", "img/s"]
@@ -74,7 +75,7 @@ def fit(words: Sequence[str], *, folder: Path, threads: int = 1, num_ranks: int 
         RuntimeError: `fit` failed.
     """
     outcome = run("fit", *words, folder=folder, threads=threads, num_ranks=num_ranks)
-    if outcome.status == REFUSED:
+    if outcome.status == EXIT_REFUSED:
         raise outcome.refusal
     if outcome.status != 0:
         raise RuntimeError(f"fit {' '.join(words)} failed: {outcome.last_words}")

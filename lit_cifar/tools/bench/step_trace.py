@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.profiler import profile, record_function
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.tools.bench.timeline import Recorder, observe_stages
+from lit_cifar.tools.bench.timeline import StageRecorder, observe_stages
 
 STEP = "one training step"  # name of the recorded step among the events
 STAGE = "stage"  # the category of a stage's work on a microbatch, in modes that have stages
@@ -36,7 +36,7 @@ class StepTrace(Callback):
         self._steps = 0
         self._start = 0.0
         self._plain_ms = 0.0
-        self._recorder = Recorder()  # recorder of stages, in modes that have some
+        self._recorder = StageRecorder()  # recorder of stages, in modes that have some
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         observe_stages(trainer, self._recorder)

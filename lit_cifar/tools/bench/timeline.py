@@ -63,7 +63,7 @@ class _Work:
     end: Any = None
 
 
-class Recorder(NoRecorder):
+class StageRecorder(NoRecorder):
     """Records the work that stages report; it does nothing while `step` is None.
 
     Attributes:
@@ -172,7 +172,7 @@ class Timeline(Callback):
         self.first_step = first_step
         self.num_steps = num_steps
         self._num_batches = 0
-        self._recorder = Recorder()
+        self._recorder = StageRecorder()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let the stages, which are made later, report to this callback.

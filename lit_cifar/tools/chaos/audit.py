@@ -31,7 +31,7 @@ RESIZED_BOUND = 1e-5  # bound of a resized training: the number of processes cha
 _CLOCKED = "per_s"  # suffix of the metrics that depend on the speed of the machine
 
 # A start of the processes: number of launches of the job, and of restarts by torchrun since.
-Start: TypeAlias = tuple[int, int]
+ProcessStart: TypeAlias = tuple[int, int]
 StepKey: TypeAlias = tuple[int, int]  # epoch and optimizer step
 Batches: TypeAlias = dict[StepKey, list[int]]  # the ids of the global batch of every step, by data-parallel rank
 
@@ -39,7 +39,7 @@ Batches: TypeAlias = dict[StepKey, list[int]]  # the ids of the global batch of 
 class LoggedStep(NamedTuple):
     """One loader step of one process, once the process has finished it."""
 
-    start: Start
+    start: ProcessStart
     rank: int
     data_parallel_rank: int  # its part of each batch; several processes may have the same
     epoch: int  # epoch, from 0
@@ -78,7 +78,7 @@ class SampleLogReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.lines: list[LoggedStep] = []
-        self._steps: dict[Start, list[int]] = {}
+        self._steps: dict[ProcessStart, list[int]] = {}
         self._offsets: dict[Path, int] = {}
 
     def refresh(self) -> None:
@@ -93,15 +93,15 @@ class SampleLogReader:
                 self.lines.append(line)
                 self._steps.setdefault(line.start, []).append(line.step)
 
-    def first_step(self, start: Start | None) -> int | None:
+    def first_step(self, start: ProcessStart | None) -> int | None:
         """The step at which the processes of this start began; None before they have finished a step."""
         return min(self._steps.get(start, ()), default=None) if start else None
 
-    def last_step(self, start: Start | None) -> int | None:
+    def last_step(self, start: ProcessStart | None) -> int | None:
         return max(self._steps.get(start, ()), default=None) if start else None
 
     @property
-    def newest(self) -> Start | None:
+    def newest(self) -> ProcessStart | None:
         return max(self._steps, default=None)
 
     @property
@@ -139,7 +139,7 @@ def audit(lines: Iterable[LoggedStep], *, baseline: Mapping[StepKey, Iterable[in
 
 def effective(lines: Iterable[LoggedStep]) -> tuple[Batches, list[str]]:
     """The global batch in the last run of every step, and places where processes disagree that must read the same."""
-    read: dict[tuple[StepKey, Start], dict[tuple[int, int], list[int]]] = {}
+    read: dict[tuple[StepKey, ProcessStart], dict[tuple[int, int], list[int]]] = {}
     for line in lines:
         by_rank = read.setdefault(((line.epoch, line.step), line.start), {})
         by_rank.setdefault((line.data_parallel_rank, line.rank), []).extend(line.ids)

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from lit_cifar.checkpoint.files import LAST, newest_valid
-from lit_cifar.tools.chaos.audit import SampleLogReader, Start
+from lit_cifar.tools.chaos.audit import ProcessStart, SampleLogReader
 from lit_cifar.tools.chaos.faults import Aim, Fault, Kind, fill_disk
 from lit_cifar.tools.chaos.job import Job, is_alive, wait_until
 from lit_cifar.tools.terminal import say
@@ -160,7 +160,7 @@ class Trial:
         _signal(again, signal.SIGKILL)
         self.reader.refresh()
 
-    def _note_return(self, event: Event, before: Start | None) -> None:
+    def _note_return(self, event: Event, before: ProcessStart | None) -> None:
         last = self.reader.last_step(before)  # steps that ended after the signal are included
         event.resumed_step = self.reader.first_step(self.reader.newest)
         assert event.resumed_step is not None

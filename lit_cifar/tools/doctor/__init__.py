@@ -12,7 +12,7 @@ COPY_MODES = ("dp", "mp", "ddp_mp")
 
 
 @dataclass(frozen=True)
-class Finding:
+class MachineFinding:
     """A defect of a machine, or a note."""
 
     problem: str  # one sentence
@@ -26,7 +26,7 @@ class Check:
 
     name: str
     seen: str
-    findings: Sequence[Finding] = ()
+    findings: Sequence[MachineFinding] = ()
 
 
 def size_of(num_bytes: float) -> str:

@@ -20,7 +20,7 @@ from rich.text import Text
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.run_report import counted
 from lit_cifar.tools import terminal
-from lit_cifar.tools.doctor import Check, Finding, size_of
+from lit_cifar.tools.doctor import Check, MachineFinding, size_of
 from lit_cifar.tools.doctor.machine import ask_nvidia_smi, check_copies, look_at_environment, look_at_machine
 from lit_cifar.tools.doctor.measurement import OPERATIONS, SIZES, Measurement
 from lit_cifar.tools.doctor.modes import ModeRow, cores_and_gpus, judge_modes, mode_table
@@ -63,11 +63,11 @@ class Examination:
     links: str  # output of `nvidia-smi topo -m`; "" with fewer than two GPUs
     copies: Check
     ranks: Ranks
-    findings: list[Finding]
+    findings: list[MachineFinding]
     verdicts: list[ModeRow]
 
     @property
-    def faults(self) -> list[Finding]:
+    def faults(self) -> list[MachineFinding]:
         """The findings that make the machine unfit for some mode."""
         return [finding for finding in self.findings if finding.modes]
 

@@ -20,7 +20,7 @@ from lit_cifar.launch.network_interfaces import LOOPBACK, addresses, loopback_in
 from lit_cifar.launch.rendezvous import cluster_environment, given_port
 from lit_cifar.reporting.environment import PACKAGES, cpu_model, versions
 from lit_cifar.strategies.device_copies import copy_faults
-from lit_cifar.tools.doctor import ALL_MODES, COPY_MODES, PROCESS_MODES, Check, Finding, size_of
+from lit_cifar.tools.doctor import ALL_MODES, COPY_MODES, PROCESS_MODES, Check, MachineFinding, size_of
 
 _SHM = Path("/dev/shm")
 _SHM_NEEDED = 2**27  # `ddp_spawn` hands over the network in shared memory; a container's default is 2**26
@@ -66,9 +66,9 @@ def check_gpu(index: int) -> Check:
         torch.ones(1, device=f"cuda:{index}").item()  # runs a kernel: this torch may lack one for the GPU
     except RuntimeError as error:
         problem = f"{name} cannot be used: {str(error).splitlines()[0]}."
-        return Check(name, "not usable", [Finding(problem, "nvidia-smi   # shows more", ALL_MODES)])
+        return Check(name, "not usable", [MachineFinding(problem, "nvidia-smi   # shows more", ALL_MODES)])
     seen = f"{size_of(free)} of {size_of(total)}"
-    busy = Finding(f"Of {name} {seen} are free: other processes use the rest.", "nvidia-smi   # shows which")
+    busy = MachineFinding(f"Of {name} {seen} are free: other processes use the rest.", "nvidia-smi   # shows which")
     return Check(name, f"{model}, {seen} free", [busy] if free < total / 2 else [])
 
 
@@ -79,7 +79,7 @@ def check_mig() -> list[Check]:
         return []
     problem = f"A process sees one of {len(instances)} MIG instances: no run can divide its work among several."
     mend = f"CUDA_VISIBLE_DEVICES={instances[0][1]} python -m lit_cifar fit   # a run for each instance, without a mode"
-    return [Check("MIG", ", ".join(profile for profile, _ in instances), [Finding(problem, mend)])]
+    return [Check("MIG", ", ".join(profile for profile, _ in instances), [MachineFinding(problem, mend)])]
 
 
 def check_no_gpus() -> Check:
@@ -89,7 +89,7 @@ def check_no_gpus() -> Check:
         return Check("GPUs", "none")
     if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         problem = f"CUDA_VISIBLE_DEVICES={hidden} hides every GPU: modes run on the CPU."
-        return Check("GPUs", gpus, [Finding(problem, "unset CUDA_VISIBLE_DEVICES")])
+        return Check("GPUs", gpus, [MachineFinding(problem, "unset CUDA_VISIBLE_DEVICES")])
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         reason = "it does not say why"
@@ -97,13 +97,13 @@ def check_no_gpus() -> Check:
         reason = str(error).splitlines()[0]
     problem = f"The driver sees GPUs, and torch sees none: {reason.removesuffix('.')}."
     mend = "https://pytorch.org/get-started/locally   # choose a build for this driver, or install a newer driver"
-    return Check("GPUs", gpus, [Finding(problem, mend, ALL_MODES)])
+    return Check("GPUs", gpus, [MachineFinding(problem, mend, ALL_MODES)])
 
 
 def check_shared_memory(free: int) -> Check:
     """Whether shared memory suffices for `ddp_spawn`; the ranks try what NCCL needs."""
     problem = f"{_SHM} has {size_of(free)} free: ddp_spawn hands the network to its processes in it."
-    little = Finding(problem, "docker run --shm-size=1g ...", ("ddp_spawn",))
+    little = MachineFinding(problem, "docker run --shm-size=1g ...", ("ddp_spawn",))
     return Check("shared memory", f"{size_of(free)} free in {_SHM}", [little] if free < _SHM_NEEDED else [])
 
 
@@ -112,7 +112,7 @@ def check_disk(folder: Path) -> Check:
     folder = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     free, is_writable = shutil.disk_usage(folder).free, os.access(folder, os.W_OK)
     reason = f"has {size_of(free)} free, too little for checkpoints" if is_writable else "cannot be written"
-    little = Finding(f"{folder} {reason}.", "python -m lit_cifar fit --run_dir=/ANOTHER/DISK/run", ALL_MODES)
+    little = MachineFinding(f"{folder} {reason}.", "python -m lit_cifar fit --run_dir=/ANOTHER/DISK/run", ALL_MODES)
     is_enough = is_writable and free >= _DISK_NEEDED
     return Check("disk", f"{size_of(free)} free in {folder}", [] if is_enough else [little])
 
@@ -125,14 +125,14 @@ def check_copies(devices: Sequence[torch.device]) -> Check:
         faults = copy_faults(devices)
     except RuntimeError as error:
         problem = f"Copies between devices could not be tried: {str(error).splitlines()[0]}."
-        return Check("GPU to GPU", "not tried", [Finding(problem, "nvidia-smi", COPY_MODES)])
+        return Check("GPU to GPU", "not tried", [MachineFinding(problem, "nvidia-smi", COPY_MODES)])
     num_pairs = len(devices) * (len(devices) - 1)
     if not faults:
         return Check("GPU to GPU", f"all of {num_pairs} ordered pairs copied every byte")
     seen = f"faults in {len(faults)} of {num_pairs} ordered pairs"
     pairs = ", ".join(f"{source} to {destination}" for source, destination in faults)
     problem = f"Copies between devices do not arrive ({pairs}): {next(iter(faults.values()))}."
-    return Check("GPU to GPU", seen, [Finding(problem, _MEND_COPIES, COPY_MODES)])
+    return Check("GPU to GPU", seen, [MachineFinding(problem, _MEND_COPIES, COPY_MODES)])
 
 
 # The environment of a run --------------------------------------------------------------------------------------------
@@ -149,40 +149,40 @@ def look_at_environment() -> list[Check]:
     ]
 
 
-def _loopback() -> list[Finding]:
+def _loopback() -> list[MachineFinding]:
     """Whether processes can meet on this machine: a port of the loopback interface, any that is free."""
     try:
         loopback_interface()
         socket.create_server((LOOPBACK, 0)).close()
     except (OSError, StopIteration) as error:
         problem = f"No port can be opened on the loopback interface ({error}): processes cannot meet."
-        return [Finding(problem, "ip link set lo up", PROCESS_MODES)]
+        return [MachineFinding(problem, "ip link set lo up", PROCESS_MODES)]
     return []
 
 
-def _port() -> list[Finding]:
+def _port() -> list[MachineFinding]:
     """Whether `MASTER_PORT`, if set, is a free port."""
     try:
         port = given_port()
         socket.create_server((LOOPBACK, port)).close()
     except ConfigError as error:
-        return [Finding(f"{error.problem}.", error.remedy, PROCESS_MODES)]
+        return [MachineFinding(f"{error.problem}.", error.remedy, PROCESS_MODES)]
     except OSError as error:
         problem = f"MASTER_PORT={port} cannot be used ({error.strerror}): processes started by hand cannot meet there."
-        return [Finding(problem, "unset MASTER_PORT")]
+        return [MachineFinding(problem, "unset MASTER_PORT")]
     return []
 
 
-def _launcher() -> list[Finding]:
+def _launcher() -> list[MachineFinding]:
     """Whether a run would take itself for a part of another run, or the cluster's variables would refuse it."""
     try:
         cluster_environment()
     except ConfigError as error:
-        return [Finding(f"{error.problem}.", error.remedy, ALL_MODES)]  # the answer of `fit`
+        return [MachineFinding(f"{error.problem}.", error.remedy, ALL_MODES)]  # the answer of `fit`
     given = [name for name in _RANKS if name in os.environ]
     if not set(given) - {"WORLD_SIZE"}:
         return []
     shown = " ".join(f"{name}={os.environ[name]}" for name in given)
     problem = f"{shown} in the environment: a run takes itself for a process that a launcher has started."
     modes = ALL_MODES if any(os.environ[name] != "0" for name in given if name != "WORLD_SIZE") else PROCESS_MODES
-    return [Finding(problem, f"unset {' '.join(given)}", modes)]
+    return [MachineFinding(problem, f"unset {' '.join(given)}", modes)]

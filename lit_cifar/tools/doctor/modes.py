@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lit_cifar.reporting.run_report import counted
-from lit_cifar.tools.doctor import Finding
+from lit_cifar.tools.doctor import MachineFinding
 from lit_cifar.tools.modes import MODES, Mode
 from lit_cifar.tools.terminal import CommandParser, console, table
 
@@ -82,7 +82,7 @@ def _in_words(counts: Sequence[int]) -> str:
     return f"{', '.join(map(str, others))} or {words}"
 
 
-def judge_modes(rows: Sequence[ModeRow], findings: Sequence[Finding]) -> list[ModeRow]:
+def judge_modes(rows: Sequence[ModeRow], findings: Sequence[MachineFinding]) -> list[ModeRow]:
     """The rows of `mode_table`; the row of an unfit mode has the first finding about it."""
     against = {mode: finding for finding in reversed(findings) for mode in finding.modes}
     return [

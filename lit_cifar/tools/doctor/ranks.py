@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from lit_cifar.tools.doctor import ALL_MODES, PROCESS_MODES, Finding, size_of
+from lit_cifar.tools.doctor import ALL_MODES, PROCESS_MODES, MachineFinding, size_of
 from lit_cifar.tools.doctor.measurement import NUM_CALLS, OPERATIONS, SIZES, Measurement
 from lit_cifar.tools.forked import ForkedRun
 
@@ -73,7 +73,7 @@ def _traces(folder: Path, num_ranks: int) -> list[str]:
     return [*were, *errors[-1:]]
 
 
-def examine_ranks(num_ranks: int, accelerator: str) -> tuple[Ranks, list[Finding]]:
+def examine_ranks(num_ranks: int, accelerator: str) -> tuple[Ranks, list[MachineFinding]]:
     """Let the processes measure. Repeat it if a rank seems slow, or if NCCL loses messages."""
     ranks = probe_ranks(num_ranks, accelerator)
     slow = slow_ranks(ranks)
@@ -90,10 +90,10 @@ def examine_ranks(num_ranks: int, accelerator: str) -> tuple[Ranks, list[Finding
     return ranks, [*wrong_results(ranks), *lost_messages(ranks, mend=mend), *slow.values()]
 
 
-def wrong_results(ranks: Ranks) -> list[Finding]:
+def wrong_results(ranks: Ranks) -> list[MachineFinding]:
     """One finding for each operation that a rank has got wrong."""
     return [
-        Finding(
+        MachineFinding(
             f"Rank {each.rank} ({each.device}) computes wrongly: its {name} was wrong in "
             f"{len(wrong)} of {len(each.seconds[name]) + 1} repeats ({wrong[0]}).",
             _without_gpu(each.rank, ranks) if ranks.accelerator == "cuda" else _ANOTHER,
@@ -112,26 +112,26 @@ def _without_gpu(rank: int, ranks: Ranks) -> str:
     return f"export CUDA_VISIBLE_DEVICES={','.join(name for index, name in enumerate(names) if index != rank)}"
 
 
-def lost_messages(ranks: Ranks, *, mend: str) -> list[Finding]:
+def lost_messages(ranks: Ranks, *, mend: str) -> list[MachineFinding]:
     """One finding for each rank that got wrong sums, or one if the processes failed."""
     if ranks.failure is not None:
         problem = f"Processes that send each other tensors failed: they {ranks.failure}."
         if ranks.accelerator == "cpu":
             mend = "python -m lit_cifar fit --config configs/quickstart.yaml --trainer.strategy=ddp   # the whole error"
-        return [Finding(problem, mend, PROCESS_MODES)]
+        return [MachineFinding(problem, mend, PROCESS_MODES)]
     findings = []
     for each in ranks.measurements:
         if each.faults:
             num_bytes, words = each.faults[0]  # the smallest size is the first
             share = f"in {len(each.faults)} of {NUM_CALLS * len(SIZES)} results, the smallest of {size_of(num_bytes)}"
             problem = f"Rank {each.rank} gets wrong sums from all-reduce, {share}: {words}."
-            findings.append(Finding(problem, mend, PROCESS_MODES))
+            findings.append(MachineFinding(problem, mend, PROCESS_MODES))
     return findings
 
 
-def slow_ranks(ranks: Ranks) -> dict[int, Finding]:
+def slow_ranks(ranks: Ranks) -> dict[int, MachineFinding]:
     """Findings on ranks that took twice as long as the others, even in their fastest turn. Measure again to be sure."""
-    slow: dict[int, Finding] = {}
+    slow: dict[int, MachineFinding] = {}
     for name in OPERATIONS if len(ranks.measurements) > 1 else ():
         for each in ranks.measurements:
             others = [median(other.seconds[name]) for other in ranks.measurements if other is not each]
@@ -141,10 +141,10 @@ def slow_ranks(ranks: Ranks) -> dict[int, Finding]:
     return slow
 
 
-def _slow(found: Measurement, operation: str, ratio: float, ranks: Ranks) -> Finding:
+def _slow(found: Measurement, operation: str, ratio: float, ranks: Ranks) -> MachineFinding:
     mend = "top   # shows which other programs use its cores"
     if ranks.accelerator == "cuda":
         hide = _without_gpu(found.rank, ranks)
         mend = f"nvidia-smi   # shows who else uses it, its clock and its temperature; without it: {hide}"
     took = f"Rank {found.rank} ({found.device}) takes {ratio:.1f} times as long as the others for the same {operation}"
-    return Finding(f"{took}: every step waits for it.", mend, PROCESS_MODES)
+    return MachineFinding(f"{took}: every step waits for it.", mend, PROCESS_MODES)

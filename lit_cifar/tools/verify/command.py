@@ -18,6 +18,7 @@ from rich.table import Column, Table
 
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
+from lit_cifar.launch.signals import EXIT_REFUSED
 from lit_cifar.models.ghost_batchnorm import normalises_batches
 from lit_cifar.reporting.run_folder import process_rank
 from lit_cifar.tools import terminal
@@ -39,7 +40,7 @@ from lit_cifar.tools.verify.record import (
     measured_bounds,
 )
 from lit_cifar.tools.verify.recorder import Order
-from lit_cifar.tools.verify.runs import REFUSED, Outcome, workers
+from lit_cifar.tools.verify.runs import Outcome, workers
 
 _DESCRIPTION = """\
 Train a configuration for a few steps in each mode, and compare it step by step with the single-device computation that
@@ -249,7 +250,7 @@ def verify_modes(verifier: "Verifier", wanted: Sequence[SizedMode], *, leave_out
     """
     rows = {mode.name: row for mode in wanted if (row := verifier.abstained(mode))}
     for compared in verifier.compare([Case(mode) for mode in wanted if mode.name not in rows]):
-        if compared.outcome.status != REFUSED:
+        if compared.outcome.status != EXIT_REFUSED:
             rows[compared.row.mode] = compared.row
         elif leave_out:
             say(f"left out {compared.row.mode}: {compared.outcome.refusal.problem}")

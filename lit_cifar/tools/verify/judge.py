@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_cifar.checkpoint.files import BEST, DIGESTS, digest
+from lit_cifar.checkpoint.files import BEST, DIGESTS, weights_digest
 from lit_cifar.checkpoint.format import POSITION, read_checkpoint
 from lit_cifar.errors import CheckpointError
 from lit_cifar.reporting.evaluation_tables import CONFUSION, PER_RANK
@@ -415,7 +415,7 @@ def digest_problems(record: Record, expected: Record, network: nn.Module) -> lis
     """
     ends = record.ends_of_epochs  # an epoch that has not ended is reported with its samples
     steps = (record.step(ends.get(epoch, max(record.steps))) for epoch in range(len(expected.lines(DIGESTS))))
-    digests = [digest(filled(network, step).state_dict()) for step in steps]
+    digests = [weights_digest(filled(network, step).state_dict()) for step in steps]
     wanted = [f"{line}  epoch {epoch}" for epoch, line in enumerate(digests)]
     return _line_problems(DIGESTS, record.lines(DIGESTS), wanted, "of the weights at the end of its epoch")
 

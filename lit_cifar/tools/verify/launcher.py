@@ -19,6 +19,7 @@ from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
+from lit_cifar.launch.signals import EXIT_REFUSED
 from lit_cifar.models.resnet import SHAPES
 from lit_cifar.task.callbacks import default_callbacks
 from lit_cifar.task.module import LitResNet
@@ -36,7 +37,7 @@ from lit_cifar.tools.verify.record import (
     Step,
 )
 from lit_cifar.tools.verify.recorder import Logits, Order, filled
-from lit_cifar.tools.verify.runs import ERROR, REFUSED, TIMEOUT_S, Outcome, refuse_if_invalid, run
+from lit_cifar.tools.verify.runs import ERROR, TIMEOUT_S, Outcome, refuse_if_invalid, run
 
 EXACT = "64-true"
 
@@ -258,12 +259,12 @@ class Launcher:
         if self.settings.launcher and (started := record.size[0]) != mode.num_processes:
             refusal = f"--launcher has started {started} processes, and {mode.name} with --devices={mode.devices} has "
             refusal += f"{mode.num_processes}\n  have it start as many, or pass other --devices"
-            return replace(first, status=REFUSED, stderr=ERROR + refusal)
+            return replace(first, status=EXIT_REFUSED, stderr=ERROR + refusal)
         # The run folder is as before the last step, except for the logs.
         shutil.copytree(record.run, record.resumed.run, ignore=shutil.ignore_patterns("last.ckpt"), copy_function=_link)
         resumed = self._fit(f"{title}, resumed", record.resumed.folder, [*flags, "--resume=auto"], mode)
         # A second run may not refuse what the first one has accepted.
-        status = 1 if resumed.status == REFUSED else resumed.status
+        status = 1 if resumed.status == EXIT_REFUSED else resumed.status
         return replace(resumed, status=status, seconds=first.seconds + resumed.seconds)
 
     def run_alone(self, title: str, chunks: GhostBatches, order: Order = "usual", more: Sequence[str] = ()) -> Record:

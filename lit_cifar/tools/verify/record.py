@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lit_cifar.checkpoint.files import LAST
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.tools.verify.recorder import Piece, Pieces, Snapshot, State, digest, is_shared
+from lit_cifar.tools.verify.recorder import Piece, Pieces, Snapshot, State, is_shared, short_digest
 
 Step: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 Bounds: TypeAlias = dict[str, float]
@@ -387,7 +387,7 @@ def _changed(before: State, now: State) -> Iterator[str]:
 
 def saved_problems(snapshots: Sequence[Snapshot], saved: Mapping[str, Any]) -> list[str]:
     """Processes with a whole network that differs from the checkpoint, whose "state_dict" is `saved`."""
-    wanted = {name: digest(value) for name, value in saved.items()}
+    wanted = {name: short_digest(value) for name, value in saved.items()}
     found = []
     for snapshot in snapshots:
         other = [

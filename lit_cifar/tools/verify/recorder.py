@@ -318,7 +318,7 @@ def _state(values: Iterable[tuple[str, str, Any]], *, replica: str) -> State:
     for name, kind, value in values:
         # All replicas count batches alike; only averages over samples are a replica's own.
         own = replica if kind == BUFFERS and value.is_floating_point() else ""
-        found[f"{name} ({kind})"] = f"{_part(value)} {own}".strip(), digest(value)
+        found[f"{name} ({kind})"] = f"{_part(value)} {own}".strip(), short_digest(value)
     return found
 
 
@@ -334,7 +334,9 @@ def _part(tensor: Any) -> str:
 
 def metrics_state(metrics: Mapping[str, Tensor]) -> State:
     """A process's values of the run's metrics, without those that each process has of its own."""
-    return {f"{name} ({METRICS})": ("", digest(float(value))) for name, value in metrics.items() if is_shared(name)}
+    return {
+        f"{name} ({METRICS})": ("", short_digest(float(value))) for name, value in metrics.items() if is_shared(name)
+    }
 
 
 def is_shared(metric: str) -> bool:
@@ -342,7 +344,7 @@ def is_shared(metric: str) -> bool:
     return not metric.endswith(("_step", "_per_s"))
 
 
-def digest(value: Any) -> str:
+def short_digest(value: Any) -> str:
     """Eight hexadecimal digits of the local part's bytes: a flipped bit changes them."""
     if not isinstance(value, Tensor):
         return f"{zlib.crc32(repr(value).encode()):08x}"

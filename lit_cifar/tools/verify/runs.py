@@ -17,7 +17,6 @@ TIMEOUT_S = 900.0
 
 _SHOWN = 3  # lines shown of a run that has failed; a user's mistake takes five, with its remedy
 ERROR = "lit_cifar: error: "
-REFUSED = 2  # the exit status of the command line after a user's mistake
 _running: set[ForkedRun] = set()
 _ended = Event()  # set when no run is wanted, not even one that is being started
 
