@@ -272,7 +272,7 @@ class StepBoundary(Callback):
         self._signal = number
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Between two optimizer steps: agree if that is due, then save, then stop."""
+        """Agree if that is due, then save, then stop, between two optimizer steps."""
         if batch_idx % trainer.accumulate_grad_batches:
             return
         by_step = self._last is not None and self._last.due_by_step(trainer)

@@ -180,7 +180,7 @@ def find_weights(content: Mapping[str, Any], network: nn.Module) -> dict[str, Te
     They may lie in dictionaries, and behind prefixes of wrappers: `{"net": {"module.conv1.weight": ...}}`.
 
     Raises:
-        CheckpointError: There are none, or several.
+        CheckpointError: The file holds no such weights, or several.
     """
     wanted = {name for name in network.state_dict() if not name.endswith(_COUNTER)}
     found, first = [], min(wanted, default="")

@@ -87,15 +87,15 @@ class CIFAR10DataModule(L.LightningDataModule):
         alternate_flips: Flip a random half of the images in the first epoch and the other half in the second, and so on
             (Jordan, 2024, https://arxiv.org/abs/2404.00498). With false each epoch draws a new half.
         cutout: Side of a random black square in training images, in pixels. With 0 there is none. Needs `augment`.
-        small_epochs: In so many first epochs training images are resized to `small_size` after all else. At 24 pixels
-            in place of 32 a convolution takes 9/16 of the operations. Needs `augment`.
+        small_epochs: Number of first epochs in which training images are resized to `small_size` after all else. At 24
+            pixels in place of 32 a convolution takes 9/16 of the operations. Needs `augment`.
         small_size: Height and width of training images in these epochs, in pixels.
         shuffle: Draw a new permutation for each epoch. With false every epoch has the order of the files.
         frozen_order: Repeat the order of the first epoch in every epoch, as a forgotten `set_epoch` does. For study.
         drop_last: Leave out the last batch of an epoch if it is not full. With false it is weighted by its size.
         pad_eval: Repeat samples until each process evaluates equally many, as torch's DistributedSampler does, and
             count them twice. For study.
-        resident: Where the uint8 images are kept: in "host" memory, or on the "device", where the GPU makes its batches
+        resident: Place of the uint8 images: in "host" memory, or on the "device", where the GPU makes its batches
             itself. With "auto" they are on the GPU if it has room for four copies of them.
         download: Download the data set if it is missing.
         decode: When the pictures of "folder" are decoded: "once", into a file that takes 3 bytes for each pixel, or
@@ -104,7 +104,7 @@ class CIFAR10DataModule(L.LightningDataModule):
             its share of the cores.
         cache_dir: Folder for the pictures of "folder" once they are decoded. The default is lit_cifar in the user's
             cache folder.
-        cache_limit_gb: How many GB may be in that folder. The default is 100.
+        cache_limit_gb: Largest size of that folder in GB. The default is 100.
         skip_unreadable: Leave out pictures of "folder" that cannot be read. With false they are an error.
         seed: Seed of order, augmentation, split and synthetic images, and of dropout; not negative.
         predict_dir: Folder of the images that `predict` classifies.
@@ -116,7 +116,7 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     Raises:
         ConfigError: Settings that contradict each other; sizes that cannot be cut.
-        DataError: From `prepare_data` and `setup`: a data set that is missing, incomplete or damaged.
+        DataError: A data set that is missing, incomplete or damaged, in `prepare_data` or `setup`.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     @property
     def layout(self) -> Layout:
-        """The trainer's strategy's; without a trainer, as in a notebook, there is one replica."""
+        """Layout of the trainer's strategy; without a trainer, such as in a notebook, there is one replica."""
         return Layout() if self.trainer is None else mode_of(self.trainer.strategy).layout
 
     def train_sampler(self) -> TrainSampler:

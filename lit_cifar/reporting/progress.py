@@ -79,7 +79,7 @@ class Throughput(Callback):
     def _log(self, pl_module: LightningModule) -> None:
         self._stop(pl_module)
         if self._elapsed_s > 0:
-            # Without prog_bar=True: Lightning would read the value back from the device in every step.
+            # With prog_bar=True Lightning would read the value back from the device in every step.
             pl_module.log(METRIC, self._num_images / self._elapsed_s, on_step=True, on_epoch=False, batch_size=1)
         self._reset()
         self._start()

@@ -1,4 +1,4 @@
-"""Do copies between the devices of one process arrive? Some machines lose them without an error.
+"""Test of copies between the devices of one process: some machines lose them without an error.
 
 Under an IOMMU or with PCIe Access Control Services, copies between GPUs over PCIe can be lost: CUDA does not support
 peer-to-peer copies there (CUDA C++ programming guide, "IOMMU on Linux"; pytorch/pytorch#84803).
@@ -12,7 +12,7 @@ from torch import Tensor
 from lit_cifar.errors import ConfigError
 
 SIZES = (2**12, 2**20, 2**24)  # bytes of a copy
-_SENTINEL = 0x5A5AA5A55A5AA5A5  # what each word of a destination holds before a copy
+_SENTINEL = 0x5A5AA5A55A5AA5A5  # value of each word of a destination before a copy
 _WORD_BYTES = 8
 
 Copy = Callable[[Tensor, Tensor], object]

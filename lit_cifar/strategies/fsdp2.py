@@ -228,7 +228,7 @@ class ShardedStrategy(MeshStrategy):
         return num_parts / self.world_size
 
     def split_lines(self) -> list[str]:
-        """How much of the network, which is still whole, the process with the largest part will hold."""
+        """A line on the largest part of the network, which is still whole, that a process will hold."""
         network, held, total = self.module.network, 0, 0
         placed = placements(network)
         for name, parameter in network.named_parameters():

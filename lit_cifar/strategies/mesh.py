@@ -41,7 +41,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     Args:
         process_group_backend: Backend of the process group; by default NCCL on GPUs and gloo on the CPU.
         timeout: Timeout of the process group and of the groups of both axes.
-        start_method: How Lightning starts the processes.
+        start_method: Method by which Lightning starts the processes.
     """
 
     mesh: DeviceMesh  # its axes are "data" and "model"; known once the processes have met

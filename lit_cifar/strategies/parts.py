@@ -65,7 +65,7 @@ class Parts(WholeBatch):
         self.count = num_parts // num_processes  # number of this process's parts
         self.places = in_tree_order(self.count)  # the number of the part that passes first, second and so on
         self._group, self._is_alone = group, num_processes == 1
-        self._gradients: dict[Tensor, TreeSum] = {}  # by parameter
+        self._gradients: dict[Tensor, TreeSum] = {}  # sums by parameter
         self._handles: list[RemovableHandle] = []
         self._before: dict[Tensor, Tensor] = {}
         self._statistics: dict[Tensor, TreeSum] = {}

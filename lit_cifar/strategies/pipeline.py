@@ -109,7 +109,7 @@ class Pipeline:
     group: dist.ProcessGroup  # the processes in the order of the stages
     device: torch.device
     compiles: bool = False  # whether each stage is compiled by itself
-    recorder: NoRecorder = field(default_factory=NoRecorder)  # is told which stage works when
+    recorder: NoRecorder = field(default_factory=NoRecorder)  # receives the stages' reports of their work
     parts: WholeBatch = field(default_factory=WholeBatch)  # microbatches, with their own mean loss and statistics
 
     def __post_init__(self) -> None:

@@ -79,7 +79,7 @@ class LitResNet(L.LightningModule):
             say so beside an accuracy.
         label_smoothing: Share of the target that is spread over all classes (Szegedy et al., 2016). The reported losses
             include it.
-        lr_scaling: How to scale the learning rate with the global batch: "linear" (Goyal et al., 2017) multiplies it by
+        lr_scaling: Scaling of the learning rate with the global batch: "linear" (Goyal et al., 2017) multiplies it by
             batch_size / base_batch_size, "sqrt" by the square root of that, "none" by 1.
         base_batch_size: The global batch size that the learning rate was chosen for.
     """

@@ -30,7 +30,7 @@ class Mode:
     processes: str  # number of processes, in terms of N devices and S stages
     min_devices: int = 2  # the smallest number of devices among which the mode divides the work
     multiple_of: int = 1  # numbers of devices that the strategy accepts are multiples of this
-    divisor_of: int = 0  # and divisors of this
+    divisor_of: int = 0  # numbers of devices that the strategy accepts are divisors of this; 0 allows any
 
     @property
     def has_processes(self) -> bool:

@@ -45,7 +45,7 @@ class _Durations(NamedTuple):
 
 
 class PhaseTimer:
-    """Written by the main thread and read by another one; `moment` is replaced as a whole, so there is no lock."""
+    """Times phases. The main thread writes, another one reads; `moment` is replaced as a whole, without a lock."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock

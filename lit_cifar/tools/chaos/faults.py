@@ -76,7 +76,7 @@ def schedule_faults(
     """Faults in the order in which they happen, each at a random step of an equal part of the training.
 
     Nothing happens before `first_step`, when there are two checkpoints, nor from `last_step` on. A job that keeps its
-    size gets all kinds in a random order, then all in another one. With several `sizes` it is resized first of all, and
+    size gets all kinds in a random order, then all in a new one. With several `sizes` it is resized first of all, and
     then every other time: it starts with the first of them and goes through them in turns.
     """
     rng = random.Random(seed)
