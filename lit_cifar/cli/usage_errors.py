@@ -106,7 +106,7 @@ def as_config_error() -> Iterator[None]:
 def _config_error_of(error: Exception) -> ConfigError:
     """An error of Lightning or torch about an argument, with our remedy where we know one."""
     if "invalid strategy name" in str(error):
-        from lit_cifar.tools.modes import MODES  # this imports all strategies
+        from lit_cifar.mode.table import MODES
 
         modes = ["auto", *(mode.name for mode in MODES if mode.name != "single")]
         problem = str(error).split(". ")[0]

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import Mode
+from lit_cifar.mode.table import MODES
 
-NAMES = ("single_device", "dp", "ddp", "ddp_spawn", "mp", "ddp_mp", "pp", "ddp_pp", "fsdp2", "tp")
+NAMES = tuple("single_device" if row.name == "single" else row.name for row in MODES)
 # Options that docs/gpu-options.md lists beside those that a mode refuses.
 OTHERS = (
     "--model.channels_last=true",

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol, cast
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, StrategyRegistry
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -158,12 +158,13 @@ class CustomForwardStrategy(Mode, ParallelStrategy, ABC):
             self.module.use_forward_fn(None)
         super().teardown()
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """A second registration, by a reloaded module, replaces the first."""
-        for name, sizes in (cls.registered or {cls.strategy_name: {}}).items():
-            strategy_registry.register(name, cls, description=cls.__doc__, override=True, **sizes)
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Register the class under the names that it gives itself, in place of one that was there before."""
+        super().__init_subclass__(**kwargs)
+        own = vars(cls)
+        for name, sizes in own.get("registered", {own.get("strategy_name"): {}}).items():
+            if name is not None:
+                StrategyRegistry.register(name, cls, description=cls.__doc__, override=True, **sizes)
 
 
 class CutStrategy(CustomForwardStrategy, ABC):

@@ -1,4 +1,4 @@
-"""The table of modes: their splits, numbers of devices, flags, and the computations that they equal."""
+"""The modes with sizes and flags for a number of devices, and the one-device computation that each equals."""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,6 +13,7 @@ from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.rendezvous import cluster_environment
 from lit_cifar.mode import Layout, mode_of
+from lit_cifar.mode.table import MODES
 from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 from lit_cifar.task.module import LitResNet
 
@@ -20,56 +21,6 @@ Sizes = dict[str, int | str]
 # Arguments of a Trainer that prints and writes nothing.
 SILENT: dict[str, Any] = dict.fromkeys(
     ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mode:
-    name: str  # name in `--trainer.strategy` and `configs/modes/`; "single" is one device without a strategy
-    splits: str  # the things that are divided, and over which others
-    processes: str  # number of processes, in terms of N devices and S stages
-    min_devices: int = 2  # the smallest number of devices among which the mode divides the work
-    multiple_of: int = 1  # numbers of devices that the strategy accepts are multiples of this
-    divisor_of: int = 0  # numbers of devices that the strategy accepts are divisors of this; 0 allows any
-
-    @property
-    def has_processes(self) -> bool:
-        return self.processes != "1"
-
-    def counts(self, num_devices: int) -> list[int]:
-        """The numbers of devices, up to `num_devices`, that the mode can use."""
-        counts = range(self.min_devices, (1 if self.name == "single" else num_devices) + 1)
-        return [count for count in counts if count % self.multiple_of == self.divisor_of % count == 0]
-
-    def flags(self, num_devices: int) -> list[str]:
-        strategy = [] if self.name == "single" else [f"--trainer.strategy={self.name}"]
-        return [*strategy, f"--trainer.devices={num_devices}"]
-
-
-MODES = (
-    Mode(name="single", splits="nothing: the reference", processes="1", min_devices=1),
-    Mode(name="dp", splits="the batch, over devices of one process", processes="1"),
-    Mode(name="ddp", splits="the batch, over processes", processes="N"),
-    Mode(name="ddp_spawn", splits="the same, started by multiprocessing", processes="N"),
-    Mode(name="mp", splits="the layers, over devices of one process", processes="1"),
-    Mode(
-        name="ddp_mp",
-        splits="batch over processes, layers over the devices of each",
-        processes="N / S",
-        min_devices=4,
-        multiple_of=2,
-    ),
-    Mode(name="pp", splits="the layers, over processes", processes="N"),
-    Mode(
-        name="ddp_pp",
-        splits="the batch over pipelines, the layers along each",
-        processes="N",
-        min_devices=4,
-        multiple_of=2,
-    ),
-    Mode(name="fsdp2", splits="parameters, gradients and optimizer state", processes="N"),
-    # The first blocks of `fit`'s default network have 64 channels.
-    Mode(name="tp", splits="the tensors inside layers", processes="N", divisor_of=64),
 )
 
 
@@ -154,24 +105,22 @@ def sized_modes(devices: int) -> dict[str, SizedMode]:
     pipeline: Sizes = {"num_stages": devices, "num_microbatches": microbatches, "schedule": "1F1B"}
     pipelines: Sizes = {"num_stages": stages, "num_microbatches": 2, "schedule": "GPipe"}
     replicas: Sizes = {"num_stages": stages, "num_microbatches": 1}
-    found = [
-        SizedMode(name="single", strategy="auto", devices=1),
-        of(name="dp", strategy="dp"),
-        of(name="ddp", strategy="ddp"),
-        of(name="ddp_flat", strategy="ddp_flat"),
-        of(name="ddp-sync", strategy="ddp", sync_batchnorm=True),
-        of(name="ddp_spawn", strategy="ddp_spawn"),
-        of(name="mp", strategy="mp"),
-        of(name="mp-micro", strategy="LayerParallelStrategy", sizes=layers),
-        of(name="ddp_mp", strategy="DDPLayerParallelStrategy", sizes=replicas),
-        of(name="pp", strategy="PipelineStrategy", sizes=pipeline),
-        of(name="ddp_pp", strategy="PipelineStrategy", sizes=pipelines),
-        of(name="fsdp2", strategy="fsdp2"),
-        of(name="tp", strategy="tp"),
-    ]
+    sized = {
+        "single": SizedMode(name="single", strategy="auto", devices=1),
+        "ddp_mp": of(name="ddp_mp", strategy="DDPLayerParallelStrategy", sizes=replicas),
+        "pp": of(name="pp", strategy="PipelineStrategy", sizes=pipeline),
+        "ddp_pp": of(name="ddp_pp", strategy="PipelineStrategy", sizes=pipelines),
+    }
+    variants = {
+        "ddp": [of(name="ddp_flat", strategy="ddp_flat"), of(name="ddp-sync", strategy="ddp", sync_batchnorm=True)],
+        "mp": [of(name="mp-micro", strategy="LayerParallelStrategy", sizes=layers)],
+    }
     if devices >= 4:  # with fewer devices it is one of the two
         sizes: Sizes = {"data_parallel_size": devices // 2, "tensor_parallel_size": 2}
-        found.append(of(name="fsdp2-tp", strategy="ShardedStrategy", sizes=sizes))
+        variants["tp"] = [of(name="fsdp2-tp", strategy="ShardedStrategy", sizes=sizes)]
+    found: list[SizedMode] = []
+    for row in MODES:
+        found += [sized.get(row.name) or of(name=row.name, strategy=row.name), *variants.get(row.name, [])]
     return {mode.name: mode for mode in found}
 
 
