@@ -1,4 +1,4 @@
-"""How a global batch is cut into what the layers normalise together: plain arithmetic, without a process group."""
+"""The chunks of a global batch that the layers normalise together: plain arithmetic, without a process group."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from lit_cifar.mode import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class GhostBatches:
-    """How a global batch is cut into chunks that pass through the layers together, and so are normalised together.
+    """Cuts a global batch into chunks that pass through the layers together, and so are normalised together.
 
     The fields are flags of `--model.ghost_batchnorm`.
 
     Attributes:
-        data_parallel_size: The data-parallel size R: rank r takes the positions r, r + R, ... of what is left to cut.
+        data_parallel_size: The data-parallel size R: rank r takes the positions r, r + R, ... of an accumulation step.
         accumulation: Steps over which a batch is accumulated; step `a` comes before step `a + 1`.
-        local_replicas: Into how many the replicas of one rank then divide it, by `Tensor.chunk`.
-        num_microbatches: Into how many a replica then divides its part, by `Tensor.tensor_split`.
+        local_replicas: Number of replicas of one rank, which then divide its part by `Tensor.chunk`.
+        num_microbatches: Number of pieces into which a replica then divides its part, by `Tensor.tensor_split`.
         synchronised: Whether the ranks of an accumulation step are normalised together.
     """
 
@@ -31,7 +31,7 @@ class GhostBatches:
 
     @classmethod
     def of(cls, layout: Layout, *, accumulation: int = 1) -> "GhostBatches":
-        """How a mode cuts a global batch that is accumulated over `accumulation` steps."""
+        """The chunks of a mode whose global batch is accumulated over `accumulation` steps."""
         return cls(
             data_parallel_size=layout.data_parallel_size,
             accumulation=accumulation,
@@ -44,7 +44,7 @@ class GhostBatches:
             raise ValueError(f"not a way to cut a batch: {self}")
 
     def positions(self, num_samples: int) -> list[list[Tensor]]:
-        """For each replica the chunks that it normalises, in their order; positions in the batch, int64, not empty."""
+        """The chunks that each replica normalises, in order: positions in the batch, int64, not empty."""
         if self.synchronised:
             step_of = torch.arange(num_samples) // self.data_parallel_size % self.accumulation
             steps = [(step_of == step).nonzero().flatten() for step in range(self.accumulation)]

@@ -1,4 +1,4 @@
-"""Replicas of a training compare what they hold, and what they compute."""
+"""Audits of a training's replicas: of their tensors, and of their computations."""
 
 from lit_cifar.tools.audit.callback import ReplicaAudit
 

@@ -1,8 +1,8 @@
-"""Replicas compare while they train what they hold and what they compute: a callback for anyone's Lightning training.
+"""The callback by which replicas compare their tensors and gradients in anyone's Lightning training.
 
-A bit that flips in the memory of one rank, or a step that one rank makes otherwise, leaves no trace in its loss. The
-gradients are averaged, so all ranks go on together, each from weights of its own. What one rank computes wrongly is in
-the average, and so in the weights of all.
+A bit that flips in the memory of one rank, or a different step of one rank, leaves no trace in the loss. The gradients
+are averaged, so all ranks go on together, each from weights of its own. A wrong gradient of one rank is in the average,
+and so in the weights of all.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -23,20 +23,21 @@ _MAX_LINES = 8
 
 
 class ReplicaAudit(Callback):
-    """Compares on all ranks what each holds a copy of: parameters, optimizer states, and constant buffers.
+    """Compares the copies of parameters, optimizer states, and constant buffers on all ranks.
 
     Ordinary steps do not wait for it. In an audit each rank sends two numbers; only if they differ are all digests
-    gathered, and most ranks are right. A checkpoint is written after an audit, so those on the disk are of equal
-    replicas. In the step after an audit each rank also repeats the batch of the next one, whose gradients must be the
-    same bit for bit. If they are not, all ranks repeat it, and most are right. Where a rank does not get its own
-    gradients again, or no majority agrees, a step depends on something that cannot be repeated: rank 0 says so once.
+    gathered, and the majority is right. A checkpoint is written after an audit, so checkpoints on the disk are of equal
+    replicas. In the step after an audit each rank also repeats the next rank's batch, whose gradients must be the same
+    bit for bit. If they are not, all ranks repeat that batch, and the majority is right. Where a rank does not get its
+    own gradients again, or no majority agrees, a step depends on something that cannot be repeated: rank 0 says so
+    once.
 
     It works with `DistributedDataParallel` and with this package's strategies; gradients are repeated with the former.
-    Of others it says once why not.
+    For other strategies it tells once why not.
 
     Args:
         every_n_steps: Optimizer steps between two audits; 0 for none.
-        stop: End the training where replicas differ, by a `ReplicaAuditError` on every rank. Else rank 0 warns.
+        stop: End the training where replicas differ, by a `ReplicaAuditError` on every rank. With false rank 0 warns.
         exclude: Where `fit --max_restarts` starts `ddp` again, go on without the rank that differs from most.
     """
 
@@ -48,16 +49,16 @@ class ReplicaAudit(Callback):
         self.every_n_steps, self.stop, self.exclude = every_n_steps, stop, exclude
         self._held: Held | None = None
         self._gradients: NeighborAudit | None = None
-        self._step = self._equal = 0  # of the last audit, and of the last that has found no difference
+        self._step = self._equal = 0  # steps of the last audit, and of the last without a difference
         self._repeated = 0  # the step before which gradients were repeated last
-        self._has_told = False  # that some were not judged
+        self._has_told = False  # whether it was reported that some steps were not judged
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._held = self._gradients = None
         self._step = self._equal = self._repeated = trainer.global_step
         if not self.every_n_steps or trainer.world_size == 1:
             return
-        from lit_cifar.tools.audit.replicas import Held, what_is_not_held_twice  # one process needs none of it
+        from lit_cifar.tools.audit.replicas import Held, what_is_not_held_twice  # one process needs no audit
 
         if not (reason := what_is_not_held_twice(trainer)):
             self._held = Held(trainer, pl_module)

@@ -1,8 +1,8 @@
 """Each rank repeats its neighbour's batch: the gradients must be the same bit for bit.
 
-An error in the arithmetic of one rank is in the average of the gradients, so replicas that compare what they hold never
-see it. A repeat proves something only if the step is a function of what is repeated. So before a rank is blamed all
-repeat their own, and nobody is blamed who does not stand alone against a majority.
+An error in the arithmetic of one rank is in the average of the gradients, so replicas that compare their tensors never
+see it. A repeat proves something only if the step depends on nothing else. So before a rank is blamed all repeat their
+own batches, and only a rank that stands alone against a majority is blamed.
 """
 
 import copy
@@ -31,14 +31,14 @@ from lit_cifar.tools.replay.lightning_view import TrainerView, detach, load_step
 from lit_cifar.tools.replay.recording import fresh_copy
 from lit_cifar.tools.replay.twin import fill, one_process, what_cannot_be_judged
 
-_PLACES = ("global_rank", "local_rank", "node_rank", "is_global_zero")  # what a step may ask its trainer
-_MOST_SUSPECTS = 4  # whose batches all ranks repeat
+_PLACES = ("global_rank", "local_rank", "node_rank", "is_global_zero")  # attributes of the trainer that a step may read
+_MOST_SUSPECTS = 4  # most ranks whose batches all ranks repeat
 _EQUAL, _UNLIKE, _CANNOT = range(3)
 Digests = dict[str, int]
 
 
 def why_not_repeated(trainer: Trainer) -> str:
-    """Why no rank can repeat what another one computes; "" if it can."""
+    """The reason why ranks cannot repeat each other's steps; "" if they can."""
     module, strategy = trainer.lightning_module, trainer.strategy
     if not isinstance(strategy.model, DistributedDataParallel):
         return "the processes of a replica compute together"
@@ -55,7 +55,7 @@ def why_not_repeated(trainer: Trainer) -> str:
 
 @dataclass
 class Computation:
-    """A call of `training_step` by one rank: what the gradients depend on beside the parameters, and their digests."""
+    """A call of `training_step` by one rank: all that decides gradients beside the parameters, and their digests."""
 
     rank: int
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
@@ -64,17 +64,17 @@ class Computation:
     attributes: Attributes
     progress: dict[str, Any]
     loss_gradient: Tensor | None = None  # None with manual optimization
-    gradients: dict[str, Tensor] = field(default_factory=dict)  # by parameter, the digest of the last one it got
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # digest of each parameter's last gradient, by name
 
 
 class NeighborAudit:
-    """Writes down the next call of `training_step` when it is told to, and compares it after its backward pass."""
+    """Writes down the next call of `training_step` after `observe`, and compares it after its backward pass."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module = trainer, module
         self.device = trainer.strategy.root_device
         self.own: Computation | None = None
-        self.failure = ""  # why the call could not be written down; then there is none
+        self.failure = ""  # the reason why the call could not be written down; "" if it could
         self._twin = _Twin(trainer, module)
         self._handles: list[Any] = []
 
@@ -115,7 +115,7 @@ class NeighborAudit:
             loss.register_hook(partial(setattr, self.own, "loss_gradient"))  # type: ignore[no-untyped-call]
 
     def observed(self) -> Computation:
-        """The call and its first backward pass, which has ended."""
+        """The observed call, whose first backward pass has ended."""
         assert self.own is not None
         own, self.own = self.own, None
         for handle in self._handles:
@@ -123,9 +123,9 @@ class NeighborAudit:
         return own
 
     def compare(self) -> tuple[list[Difference], str]:
-        """After the backward pass: each wrong gradient, and a reason why nothing was judged.
+        """Return each wrong gradient, and a reason if nothing was judged.
 
-        Every rank must call this and gets the same. If there is a `failure` it will be the same in each step.
+        Every rank must call this after the backward pass, and gets the same. A `failure` will recur in each step.
         """
         own = None if self.failure else self.observed()
         sent = _from_next(b"" if own is None else _to_bytes(own))
@@ -144,7 +144,7 @@ class NeighborAudit:
         return self._judged(own, sorted({rank for _, others in of_ranks for rank in others}))
 
     def _compared(self, own: Computation, sent: bytes) -> tuple[str, list[int]]:
-        """Why this rank cannot repeat a computation, and the ranks of which it gets other gradients."""
+        """The reason why this rank cannot repeat a computation, and the ranks from whose gradients its own differ."""
         try:
             its = _from_bytes(sent, self.device)
             return "", [its.rank] * (self._twin.repeat(its) != _numbers(its.gradients))
@@ -152,7 +152,7 @@ class NeighborAudit:
             return f"{type(error).__name__}: {error}".splitlines()[0], []
 
     def _judged(self, own: Computation, suspects: list[int]) -> tuple[list[Difference], str]:
-        """All ranks repeat their own batches, and then those whose gradients were not the same twice."""
+        """Let all ranks repeat their own batches, and then those whose gradients were not the same twice."""
         first, again = _numbers(own.gradients), [self._repeated(own) for _ in range(2)]
         of_own = _of_all((first, again))
         unable = [rank for rank, (its, others) in enumerate(of_own) if others != [its, its]]
@@ -165,7 +165,7 @@ class NeighborAudit:
             its = _from_bytes(sent[0], self.device)
             of_ranks = _of_all(first if suspect == own.rank else self._repeated(its))
             ranks = [*range(len(of_ranks))]
-            if len(ranks) == 2 and unable:  # who may have been wrong once: what it gets now is the third
+            if len(ranks) == 2 and unable:  # the suspect may have been wrong once: its repeat is the third result
                 ranks, of_ranks = [*ranks, suspect], [*of_ranks, of_own[suspect][1][0]]
             if its.attributes.unknown and not _are_alike(of_ranks):
                 return [], f"{its.attributes.unknown[0]} of the module cannot be sent to another rank, and may differ"
@@ -175,7 +175,7 @@ class NeighborAudit:
         return [*dict.fromkeys(found)], ""
 
     def _repeated(self, its: Computation) -> Digests:
-        """Empty if the code cannot be repeated after all."""
+        """The gradients of a repeat; empty if the code cannot be repeated after all."""
         try:
             return self._twin.repeat(its)
         except Exception:  # of a stranger's code
@@ -183,10 +183,10 @@ class NeighborAudit:
 
 
 def who_stands_alone(of_ranks: Sequence[Digests]) -> list[int] | None:
-    """Places of those that get what no other one gets, while most agree; None if that is not so of all who differ.
+    """Places whose digests nobody else has, while most agree; None if others than such places differ from most.
 
-    Ranks that agree with one another and not with most of them are no fault of a processor: they compute by another
-    rule, or on processors of another kind.
+    Ranks that agree with one another and not with the majority are no fault of a processor: they compute by a different
+    rule, or on processors of a different kind.
     """
     values = [frozenset(its.items()) for its in of_ranks]
     counted = Counter(values)
@@ -207,7 +207,7 @@ def _of_all(value: Any) -> list[Any]:
 
 
 class _Twin:
-    """A copy of the module that has its very parameters, and computes beside the training."""
+    """A copy of the module that shares its parameters' memory, and computes beside the training."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module = trainer, module
@@ -215,7 +215,7 @@ class _Twin:
         self._copy: Any = None
 
     def refresh(self) -> None:
-        """Make it, the first time and where layers, parameters, or what they hold are others."""
+        """Make the copy, the first time and where layers, parameters or attributes have been replaced."""
         places = [*map(id, self.module.modules()), *(parameter.data_ptr() for parameter in self.module.parameters())]
         places += [id(value) for _, value in attributes_of(self.module) if not is_plain(value)]
         if places == self._places:
@@ -231,7 +231,7 @@ class _Twin:
         detach(self._copy, self._view, self)
 
     def repeat(self, its: Computation) -> Digests:
-        """The digests of the gradients that this rank computes."""
+        """Repeat a computation. Return the digests of the gradients that this rank computes."""
         fill(self._copy, buffers=its.buffers, attributes=its.attributes)
         for parameter, alias in zip(self.module.parameters(), self._copy.parameters(), strict=True):
             alias._backward_hooks = copy.copy(parameter._backward_hooks)
@@ -260,12 +260,12 @@ class _Twin:
                 yield parameter.register_post_accumulate_grad_hook(lambda its: setattr(its, "grad", None))
 
     def backward_inside(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """In place of `manual_backward`: the first one of a step is compared."""
+        """Stand in for `manual_backward`, and end the step: its first backward pass is compared."""
         (loss * self._view.loss_scale).backward(*args, **kwargs)  # type: ignore[no-untyped-call]
         raise _BackwardEnded
 
     def step_inside(self, optimizer: Optimizer) -> None:
-        """In place of a step."""
+        """Stand in for a step, and do nothing."""
 
 
 class _BackwardEnded(Exception):  # noqa: N818  # it is no error
@@ -277,7 +277,7 @@ def _refused(name: str, *_: Any, **__: Any) -> Any:
 
 
 def _without_steps(optimizer: Optimizer, aliases: Mapping[Tensor, nn.Parameter]) -> Optimizer:
-    """To be read: what a module does with it in a step changes nothing."""
+    """A read-only copy of an optimizer, on which a module's calls in a step change nothing."""
     its: Optimizer = object.__new__(type(optimizer))
     groups = [{**group, "params": [aliases.get(p, p) for p in group["params"]]} for group in optimizer.param_groups]
     vars(its).update(vars(optimizer), param_groups=groups, state={}, zero_grad=lambda set_to_none=True: None)
@@ -285,7 +285,7 @@ def _without_steps(optimizer: Optimizer, aliases: Mapping[Tensor, nn.Parameter])
 
 
 def _observed(module: nn.Module, found: dict[str, Tensor]) -> Any:
-    """Hooks that put the digest of each parameter's gradient, before it is averaged, into `found`."""
+    """Yield hooks that put the digest of each parameter's gradient, before it is averaged, into `found`."""
 
     def note(name: str, gradient: Tensor) -> None:
         found[name] = digest(gradient)
@@ -302,7 +302,7 @@ def _numbers(digests: Mapping[str, Tensor]) -> Digests:
 
 
 def _to_bytes(its: Computation) -> bytes:
-    """Empty if it cannot be sent."""
+    """A computation as bytes; empty if it cannot be sent."""
     file = io.BytesIO()
     try:
         torch.save(its, file)
@@ -312,7 +312,7 @@ def _to_bytes(its: Computation) -> bytes:
 
 
 def _from_bytes(sent: bytes, device: torch.device) -> Computation:
-    """Batches may hold any objects. A rank of this very run has sent them."""
+    """Load a computation. Batches may hold any objects; a rank of this very run has sent them."""
     if not sent:
         raise ValueError("a batch cannot be sent to another process")
     its: Computation = torch.load(io.BytesIO(sent), map_location=device, weights_only=False)
@@ -320,7 +320,7 @@ def _from_bytes(sent: bytes, device: torch.device) -> Computation:
 
 
 def _from_next(own: bytes) -> bytes:
-    """What the next rank sends; this one sends `own` to the one before it."""
+    """Send `own` to the previous rank, and return the bytes of the next one."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""What a rank holds that others hold too, and who of them has another one."""
+"""Tensors that several ranks hold, and the ranks whose tensors differ."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lit_cifar.mode import mode_of
 
-_CHUNK = 2**18  # words that are looked at together: 2 MiB of each of two intermediate results
+_CHUNK = 2**18  # words that are added at a time: 2 MiB of each of two intermediate results
 _FACTOR = 0x9E3779B1
 
 
@@ -23,8 +23,8 @@ class Difference:
     """A tensor that is not the same on all ranks."""
 
     name: str
-    ranks: tuple[int, ...]  # that hold another one than most; all of them, if there is no majority
-    num_others: int  # that hold the same; 0 if they are no majority
+    ranks: tuple[int, ...]  # ranks that differ from the majority; all ranks, if there is none
+    num_others: int  # size of the majority; 0 if there is none
 
     def __str__(self) -> str:
         ranks = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
@@ -34,7 +34,7 @@ class Difference:
 
 
 def what_is_not_held_twice(trainer: Trainer) -> str:
-    """Why the processes of a run have nothing to compare; "" if they have."""
+    """The reason why the processes of a run have nothing to compare; "" if they have."""
     strategy: Any = trainer.strategy
     if any(hasattr(parameter, "placements") for parameter in trainer.lightning_module.parameters()):
         return "the processes hold parts of the parameters"
@@ -49,14 +49,14 @@ def what_is_not_held_twice(trainer: Trainer) -> str:
 
 
 class Held:
-    """What this rank holds and others hold too."""
+    """The tensors that this rank holds and others hold too."""
 
     def __init__(self, trainer: Trainer, module: nn.Module) -> None:
         strategy: Any = trainer.strategy
         self._module, self._optimizers = module, trainer.optimizers
         self._device = strategy.root_device
         self._group = mode_of(strategy).data_group or dist.group.WORLD
-        # Of ranks that hold a replica together each holds copies of what others train, and they may be old.
+        # Ranks that hold a replica together hold copies of tensors that others of them train, and these may be old.
         self._left_out = mode_of(strategy).trained_elsewhere() | {*_own_statistics(module)}
         self._first = {name: digest(buffer).item() for name, buffer in self._buffers()}
         self._ignored: set[str] | None = None  # buffers that each rank changes in its own way
@@ -81,7 +81,7 @@ class Held:
         return [*dict.fromkeys(found)]
 
     def _gathered(self, value: Any) -> Iterator[tuple[Sequence[int], list[Any]]]:
-        """Of each group of replicas its ranks and their values."""
+        """The ranks of each group of replicas, and their values."""
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, (dist.get_process_group_ranks(self._group), value))
         for rank, (ranks, _) in enumerate(of_ranks):
@@ -89,7 +89,7 @@ class Held:
                 yield ranks, [of_ranks[each][1] for each in ranks]
 
     def _found_in_buffers(self) -> list[Difference]:
-        """Constant ones must stay so. Those that most ranks have changed are statistics, compared if they are equal."""
+        """Differences of constant buffers. Buffers that most ranks have changed are statistics, which may differ."""
         now = {name: digest(buffer).item() for name, buffer in self._buffers()}
         self._ignored = set()
         found = []
@@ -126,7 +126,7 @@ class Held:
 def digest(tensor: Tensor) -> Tensor:
     """An int64 on the tensor's device, (), which one flipped bit always changes.
 
-    The tensor's bytes, eight by eight taken as integers, are added with weights that are odd and of their place, modulo
+    The tensor's bytes, eight of which are an integer, are added with odd weights that depend on their place, modulo
     2**64. A flip changes an integer by a power of two, which an odd number does not divide.
     """
     flat = tensor.detach().reshape(-1)
@@ -149,7 +149,7 @@ def _weights(number: int, device: torch.device) -> Tensor:
 
 
 def unlike(ranks: Sequence[int], of_ranks: Sequence[Mapping[str, Any]]) -> list[Difference]:
-    """Who holds something else than most; of two who differ nobody can say which is right."""
+    """Tensors that are not the same on all ranks. Of two ranks that differ nobody can say which is right."""
     found = []
     for name in dict.fromkeys(name for its in of_ranks for name in its):
         values = [its.get(name) for its in of_ranks]
@@ -165,7 +165,7 @@ def unlike(ranks: Sequence[int], of_ranks: Sequence[Mapping[str, Any]]) -> list[
 
 
 def _own_statistics(module: nn.Module) -> Iterator[Tensor]:
-    """Running statistics that each rank takes of its own part of a batch."""
+    """The running statistics of layers that normalise each rank's part of a batch by itself."""
     for its in module.modules():
         if isinstance(its, nn.modules.batchnorm._NormBase) and not isinstance(its, nn.SyncBatchNorm):
             yield from its.buffers(recurse=False)

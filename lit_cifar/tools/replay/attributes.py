@@ -1,4 +1,4 @@
-"""What a module holds beside its tensors, written down for a copy of it, in this process or in another one."""
+"""A module's attributes beside its tensors, written down for a copy of it, in this or another process."""
 
 import io
 from collections.abc import Collection, Iterator
@@ -12,19 +12,19 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 _LARGEST = 2**26  # bytes: a data set, or a network that the module does not own
-Key = tuple[str, str]  # a submodule's name and that of its attribute
+Key = tuple[str, str]  # names of a submodule and of its attribute
 
 
 @dataclass(frozen=True)
 class Attributes:
-    """Numbers, dictionaries, objects, plain tensors and the like, and which parameters are trained, at one moment.
+    """Numbers, dictionaries, objects, plain tensors and the like, and the names of trained parameters, at one moment.
 
-    Where they refer to the module's own parts, as to its parameters, they will refer to those of the copy.
+    References to the module's own parts, such as its parameters, will refer to the parts of the copy.
     """
 
     pickled: bytes  # a dictionary by `Key`
-    unknown: list[str]  # what cannot be pickled, or is very large
-    trained: set[str]  # parameters
+    unknown: list[str]  # names of attributes that cannot be pickled, or are very large
+    trained: set[str]  # names of trained parameters
 
     @classmethod
     def of(cls, module: nn.Module) -> "Attributes":
@@ -37,7 +37,7 @@ class Attributes:
         return cls(_pickled(known, own) or b"", unknown, trained)
 
     def fill(self, module: nn.Module, *, but: Collection[Key] = ()) -> None:
-        """Give them to a copy, `but` those that it has another one of; `KeyError` if it lacks a part."""
+        """Give all `but` these to a copy. Raise a `KeyError` if it lacks a part."""
         parts = _parts(module)
         for (path, name), value in _Loader(self.pickled, parts).load().items():
             if (path, name) not in but:
@@ -57,7 +57,7 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[Key, Any]]:
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             is_torchs = name in _names_of_torch() or name.startswith("__composable")
-            is_method = callable(value) and name in dir(type(part))  # one that is replaced, as for a moment
+            is_method = callable(value) and name in dir(type(part))  # a replaced method, perhaps for a moment
             if is_plain(value) or not (is_torchs or is_method):
                 yield (path, name), value
 
@@ -68,16 +68,16 @@ def is_plain(value: Any) -> bool:
 
 @cache
 def _names_of_torch() -> set[str]:
-    """What every module holds, and every LightningModule."""
+    """Names of attributes that every LightningModule holds."""
     return {*vars(LightningModule())}
 
 
 def _pickled(value: Any, own: dict[int, str]) -> bytes | None:
-    """None if it cannot be."""
+    """The pickle of a value; None if it cannot be pickled."""
     file = _File()
     try:
         _Saver(file, own).dump(value)
-    except Exception:  # of a stranger's class
+    except Exception:  # a stranger's class may raise anything
         return None
     return file.getvalue()
 
@@ -103,18 +103,18 @@ class _Saver(Pickler):
                 raise EOFError
             if value.device.type != "cpu":
                 return _moved, (value.detach().cpu(), value.device.type)
-        elif isinstance(value, ReferenceType) and id(part := value()) in self._own:  # as a recurrent layer's to weights
+        elif isinstance(value, ReferenceType) and id(part := value()) in self._own:  # a recurrent layer's to weights
             return ReferenceType, (part,)
         return NotImplemented
 
 
 def _moved(value: Tensor, kind: str) -> Tensor:
-    """To this process's own device."""
+    """Move a tensor to this process's own device."""
     return value.to(kind)
 
 
 class _Loader(Unpickler):
-    """What the ranks of this very run have written."""
+    """Loads pickles that the ranks of this very run have written."""
 
     def __init__(self, pickled: bytes, parts: dict[str, Any]) -> None:
         super().__init__(io.BytesIO(pickled))

@@ -52,24 +52,24 @@ _NOT_LOADED = "weights are others at the first step than in the checkpoint: some
 
 
 class ReplayError(RuntimeError):
-    """The run did not train what one device would train."""
+    """The run did not train the model that one device would train."""
 
 
 class Replay(pl.Callback):
     """Replays a few steps of a training on one device, in its own precision, and compares.
 
-    Every rank writes down the batches, the random generators' states and the digests of what it computed. Then rank 0
-    takes each rank's batches in turn and goes the same way: losses, local gradients, buffers, parameters and optimizer
-    states must be equal to the last bit; gradients averaged over ranks must lie within a proven bound of the mean. It
-    works with any `LightningModule`, automatic or manual optimization, on one device, with `ddp` in all its forms, with
-    FSDP2, and with a strategy that says by `on_one_device` what one device computes in its place. Of the first two
-    epochs the samples that each rank reads are compared too, and the logged means of the first evaluation.
+    Every rank writes down the batches, the random generators' states and the digests of its results. Then rank 0
+    repeats each rank's steps in turn: losses, local gradients, buffers, parameters and optimizer states must be equal
+    to the last bit; gradients averaged over ranks must lie within a proven bound of the mean. It works with any
+    `LightningModule`, automatic or manual optimization, on one device, with `ddp` in all its forms, with FSDP2, and
+    with a strategy whose `on_one_device` gives the computation of one device in its place. The samples that each rank
+    reads in the first two epochs are compared too, and the logged means of the first evaluation.
 
     Args:
-        steps: How many optimizer steps to judge.
-        at: The steps before which it begins; between them no step is observed.
+        steps: Number of optimizer steps to judge.
+        at: The steps before which a stretch of such steps begins; between stretches no step is observed.
         stop: End the training when the last of these stretches has been judged.
-        raises: End it with `ReplayError` where something is wrong.
+        raises: End the training with a `ReplayError` where something is wrong.
     """
 
     def __init__(self, steps: int = 4, *, at: Sequence[int] = (0,), stop: bool = False, raises: bool = False) -> None:
@@ -79,13 +79,13 @@ class Replay(pl.Callback):
         self.reports: list[Report] = []
         self._window: _Window | None = None
         self._first: int | None = None
-        self._judged = 0  # windows
+        self._judged = 0  # number of windows
         self._epochs: Epochs | None = None
-        # Of a checkpoint that was written or loaded, until the next step begins; and what there is to say of others.
+        # Weights of a checkpoint that was written or loaded, until the next step begins; and the note if they differ.
         self._weights: tuple[dict[str, int], str] | None = None
-        self._loaded: dict[str, int] | None = None  # from a checkpoint that was written without this callback
+        self._loaded: dict[str, int] | None = None  # weights of a checkpoint that was written without this callback
         self._noted: set[str] = set()
-        self._saved: dict[str, Any] | None = None  # what the checkpoint that the training began with says
+        self._saved: dict[str, Any] | None = None  # entry of the checkpoint that the training began with
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -169,7 +169,7 @@ class Replay(pl.Callback):
                 self._window = _Window(trainer, pl_module, folder, report)
 
     def _compare_with_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """A checkpoint of averages, from which a training would go on with them; or one that it does not go on from."""
+        """Note a checkpoint whose weights are not those of the training, such as averages, which a resume would use."""
         assert self._weights is not None
         now, (saved, text), self._weights = weights_of(module), self._weights, None
         unlike = [name for name, bits in saved.items() if now.get(name, bits) != bits]
@@ -202,7 +202,7 @@ class Replay(pl.Callback):
             self._tell(trainer, trainer.strategy.broadcast(report))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leave nothing behind."""
+        """Remove the record and all hooks."""
         if self._window is not None:
             self._window.close()
             self._window.remove()
@@ -217,7 +217,7 @@ class Replay(pl.Callback):
         self._stop_if_done(trainer)
 
     def _tell(self, trainer: pl.Trainer, report: Report) -> None:
-        """Print it and write it down; where that fails the training goes on."""
+        """Print a report and write it down; where that fails the training goes on."""
         self.reports.append(report)
         rank_zero_info("\n".join(report.lines()))
         folder = _folder_of(trainer)
@@ -236,7 +236,7 @@ class Replay(pl.Callback):
 
 
 class _Window:
-    """A stretch of steps that is being written down."""
+    """A stretch of steps that is written down."""
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, folder: Path, report: Report) -> None:
         self.trainer, self.module, self.folder, self.report = trainer, module, folder, report
@@ -298,14 +298,14 @@ class _Window:
         self._replaced.close()
 
     def judged(self) -> Report:
-        """The same report on every rank; the record is removed."""
+        """Judge the record and remove it. Return the same report on every rank."""
         self.close()
         self.trainer.strategy.barrier("replay")
         if self.trainer.is_global_zero:
             now = step_states(self.trainer)
             judge(self.folder, self.twin, self.report, device=device_of(self.module), prepare=self._prepare)
             load_step_states(self.trainer, now)
-        self.remove()  # before other ranks go on
+        self.remove()  # the other ranks wait for this
         report: Report = self.trainer.strategy.broadcast(self.report)
         return report
 
@@ -327,7 +327,7 @@ class _Window:
 
 
 def _each_rank_holds_all(trainer: pl.Trainer) -> bool:
-    """Weights and optimizer states."""
+    """Whether each rank holds all weights and optimizer states."""
     return mode_of(trainer.strategy).model_parallel_size == 1 and not is_sharded(trainer.lightning_module)
 
 
@@ -343,7 +343,7 @@ def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
 
 
 def _folder_of(trainer: pl.Trainer) -> Path:
-    """Where the run's logs are. Every rank must call this."""
+    """The folder of the run's logs. Every rank must call this."""
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 

@@ -19,7 +19,7 @@ from lit_cifar.tools.replay.callback import RESULT, Replay
 
 
 def replayed(module: str, data: str | None, *, steps: int, args: Sequence[str]) -> dict[str, Any]:
-    """The report of the first steps; `args` are those of Lightning's command line, without "fit"."""
+    """The report of the first steps; `args` are flags of Lightning's command line, without "fit"."""
     classes: dict[str, Any] = {"model_class": _class_of("--module", module, LightningModule)}
     if data is not None:
         classes["datamodule_class"] = _class_of("--data", data, LightningDataModule)
@@ -33,7 +33,7 @@ def replayed(module: str, data: str | None, *, steps: int, args: Sequence[str]) 
         "max_epochs": -1,
     }
     with warnings.catch_warnings(), _as_config_error():
-        warnings.filterwarnings("ignore", ".*LightningCLI's args parameter")  # the process's own name a command of ours
+        warnings.filterwarnings("ignore", ".*LightningCLI's args parameter")  # the process's own name our command
         cli = LightningCLI(
             **classes,
             args=list(args),
@@ -51,7 +51,7 @@ def replayed(module: str, data: str | None, *, steps: int, args: Sequence[str]) 
     if replay.reports:
         return replay.reports[0].as_json()
     found = Path(trainer.default_root_dir, RESULT)
-    if not found.exists() or found.stat().st_mtime < started:  # it is of the processes that `ddp_spawn` has started
+    if not found.exists() or found.stat().st_mtime < started:  # processes of `ddp_spawn` would have written it
         raise ConfigError(
             f"the training of {module} ended before its first step",
             remedy="pass a --trainer.max_steps above 0, and data",
@@ -62,7 +62,7 @@ def replayed(module: str, data: str | None, *, steps: int, args: Sequence[str]) 
 
 @contextmanager
 def _as_config_error() -> Iterator[None]:
-    """What Lightning and its parser say of options that cannot work."""
+    """Turn errors of Lightning and its parser about options into a `ConfigError`."""
     try:
         yield
     except (ArgumentError, MisconfigurationException, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Digests of tensors, and the state of random generators and of torch that a computation depends on."""
+"""Digests of tensors, and the states of random generators and of torch that a computation depends on."""
 
 import random
 import zlib
@@ -16,14 +16,14 @@ from lit_cifar.tools.replay.sharded import whole
 
 
 class Digest(NamedTuple):
-    """Two tensors have equal `bits` if they are equal bit for bit, +0.0 and -0.0 taken as one; `norm` is for people."""
+    """Equal tensors have equal `bits`, with +0.0 and -0.0 taken as one; `norm` is for people."""
 
     bits: int
     norm: float
 
 
 def digest(value: Any) -> Digest:
-    """Of a tensor's values, and of the whole of a tensor that is divided over ranks; of anything else, its `repr`."""
+    """Digest of a tensor's values, of all of them if ranks divide it; of any other value its `repr`."""
     if not isinstance(value, Tensor):
         return Digest(zlib.crc32(repr(value).encode()), 0.0)
     plain = whole(value).detach().contiguous()
@@ -35,7 +35,7 @@ def digest(value: Any) -> Digest:
 
 
 class _Checksum:
-    """A file that keeps nothing else of what is written to it; `EOFError` when that is much."""
+    """A file that keeps only a checksum of its content; it raises an `EOFError` when that is much."""
 
     def __init__(self) -> None:
         self.value, self._left = 0, 2**26
@@ -58,21 +58,21 @@ class _Heads(Pickler):
 
 
 def checksum(value: Any) -> int | None:
-    """Of the first 64 MiB of the pickle of an object, with 64 rows of each tensor; None if it cannot be pickled."""
+    """Checksum of the first 64 MiB of an object's pickle, with 64 rows of each tensor; None without a pickle."""
     file = _Checksum()
     try:
         with suppress(EOFError):
             _Heads(file, HIGHEST_PROTOCOL).dump(value)
-    except Exception:  # of a stranger's class
+    except Exception:  # a stranger's class may raise anything
         return None
     return file.value
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What decides a computation beside its inputs: random generators, autocast, default dtype, threads."""
+    """Settings that decide a computation beside its inputs: random generators, autocast, default dtype, threads."""
 
-    device: str  # where the module is
+    device: str  # type of the module's device
     python: Any
     numpy: Any  # a tuple whose words are a list
     cpu: Tensor
@@ -102,17 +102,17 @@ class Surroundings:
         )
 
     def generators(self) -> tuple[int, ...]:
-        """Digests of the states of those that a data set may use."""
+        """Digests of the states of the generators that a data set may use."""
         return digest(self.cpu).bits, digest(self.python).bits, digest(self.numpy).bits
 
     def has_drawn(self, device: torch.device) -> bool:
-        """Whether torch's generators have been used since."""
+        """Whether torch's generators have been used since then."""
         now = Surroundings.now(device)
         pairs = [(self.cpu, now.cpu), (self.accelerator, now.accelerator)]
         return any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs)
 
     def restore(self, device: torch.device) -> None:
-        """Without autocast."""
+        """Set all but autocast as they were."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu.cpu())
@@ -123,7 +123,7 @@ class Surroundings:
 
     @contextmanager
     def entered(self, device: torch.device) -> Iterator[None]:
-        """As they were; only the default dtype is put back, as the caller restores the rest of its own at the end."""
+        """Return a context with all as they were. It puts back only the default dtype; the caller restores the rest."""
         default_dtype = torch.get_default_dtype()
         self.restore(device)
         enabled, dtype, cached = self.autocast

@@ -1,4 +1,4 @@
-"""Findings about epochs: which samples the ranks read."""
+"""Findings about the samples that ranks read in an epoch."""
 
 import copy
 from collections import Counter
@@ -24,23 +24,23 @@ from lit_cifar.tools.replay.verdict import Finding, Report
 
 @dataclass
 class Reading:
-    """What one pass over a loader has asked its data set for, batch by batch."""
+    """The samples that one pass over a loader has asked its data set for, batch by batch."""
 
-    loader_sampler: Any  # that makes the batches
+    loader_sampler: Any  # the sampler that makes the batches
     dataset: Any
     batches: list[list[int]] = field(default_factory=list)
     is_whole: bool = False
     trains: bool = False
 
     def samples(self, num_batches: int | None = None) -> list[int]:
-        """Their numbers in the whole data set, of which a `Subset` has some."""
+        """Numbers of the samples in the whole data set, of which a `Subset` holds some."""
         ids, dataset = [sample for batch in self.batches[:num_batches] for sample in batch], self.dataset
         while isinstance(dataset, Subset):
             ids, dataset = [int(dataset.indices[number]) for number in ids], dataset.dataset
         return ids
 
     def pass_of(self, num_batches: int | None = None) -> "Pass":
-        """What is told to other ranks."""
+        """The pass in the form that is sent to rank 0."""
         sampler = self.loader_sampler
         while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
             sampler = inner
@@ -57,24 +57,24 @@ class Reading:
 
 @dataclass
 class Pass:
-    """What one rank has read of its data set in an epoch."""
+    """One rank's reading of its data set in an epoch."""
 
     samples: list[int]
-    size: int  # of the data set
-    subset: list[int]  # all samples of it, if it is a part of another
-    checksum: int | None  # of the data set, where it can be pickled
-    is_drawn: bool  # each epoch should have an order of its own
-    is_divided: bool  # the sampler gives each rank a share of one order
+    size: int  # size of the data set
+    subset: list[int]  # all samples of the data set, if it is a part of another
+    checksum: int | None  # checksum of the data set, if it can be pickled
+    is_drawn: bool  # whether each epoch should have an order of its own
+    is_divided: bool  # whether the sampler gives each rank a share of one order
 
 
 class ReadIds:
-    """Which samples the loaders of this process ask their data sets for, by the loader's sampler, in their order."""
+    """Notes the samples that this process's loaders ask their data sets for, in order, by the loader's sampler."""
 
     def __init__(self) -> None:
         self.readings: list[Reading] = []
         self._of_iterator: WeakKeyDictionary[Any, Reading] = WeakKeyDictionary()
         self._last: Reading | None = None
-        real: Any = vars(_BaseDataLoaderIter)["_next_index"]  # all loaders ask by it, also those with workers
+        real: Any = vars(_BaseDataLoaderIter)["_next_index"]  # all loaders ask by it, even with workers
 
         def next_index(iterator: Any) -> Any:
             try:
@@ -93,7 +93,7 @@ class ReadIds:
 
     def _reading(self, iterator: Any) -> Reading:
         found = self._of_iterator.get(iterator)
-        if found is None or found.is_whole:  # one with workers that persist goes on to the next epoch
+        if found is None or found.is_whole:  # an iterator with persistent workers goes on to the next epoch
             found = self._of_iterator[iterator] = Reading(iterator._index_sampler, iterator._dataset)
             self.readings.append(found)
         self._last = found
@@ -103,12 +103,12 @@ class ReadIds:
         self._replaced.stop()
 
     def trains(self) -> None:
-        """What was read last is being trained."""
+        """Note that the reading of the last batch is for training."""
         if self._last is not None:
             self._last.trains = True
 
     def reading(self, loader: DataLoader[Any]) -> Reading:
-        """All that was read since it was forgotten; processes of a loader are asked for more than is trained."""
+        """All that `loader` has read since `forget`; its workers are asked for more than is trained."""
         its = Reading(loader._index_sampler, loader.dataset)
         its.batches = [b for one in self.readings if one.loader_sampler is its.loader_sampler for b in one.batches]
         return its
@@ -121,7 +121,7 @@ class ReadIds:
 def judge_epoch(
     report: Report, of_ranks: Sequence[Pass], *, before: Sequence[int], is_order_of_epoch_0: bool = False
 ) -> None:
-    """What is wrong with the samples that ranks have read in an epoch; `before`: those of rank 0 in the last one."""
+    """Judge the samples that ranks have read in an epoch; `before` are those of rank 0 in the epoch before."""
     own, num_ranks = of_ranks[0], len(of_ranks)
     is_apart = _are_apart(of_ranks)
     samples = [[(rank * is_apart, number) for number in its.samples] for rank, its in enumerate(of_ranks)]
@@ -153,7 +153,7 @@ def judge_epoch(
 
 
 def _are_apart(of_ranks: Sequence[Pass]) -> bool:
-    """Whether each rank has a data set of its own, so that the same number is another sample on each."""
+    """Whether each rank has a data set of its own, so that one number means different samples."""
     whole = [its for its in of_ranks if not its.subset]
     if len({its.size for its in whole}) > 1:
         return True
@@ -162,13 +162,13 @@ def _are_apart(of_ranks: Sequence[Pass]) -> bool:
 
 
 def _num_shared(of_ranks: Sequence[Sequence[Any]]) -> int:
-    """How many samples several ranks read."""
+    """Number of samples that several ranks read."""
     readers = Counter(sample for its in of_ranks for sample in {*its})
     return sum(number > 1 for number in readers.values())
 
 
 def is_order_of_epoch_0(loader: DataLoader[Any], ids: Sequence[int], epoch: int) -> bool:
-    """Whether a later epoch was read in the order of the first, where the sampler makes it of seed and epoch alone."""
+    """Whether a later epoch was read in the first one's order, where the order follows from seed and epoch alone."""
     sampler: Any = copy.copy(loader.sampler)
     if epoch == 0 or type(sampler).__iter__ is not DistributedSampler.__iter__:
         return False
@@ -180,7 +180,7 @@ def is_order_of_epoch_0(loader: DataLoader[Any], ids: Sequence[int], epoch: int)
 
 
 def judge_resumed_epoch(report: Report, ids: Sequence[int], before: Sequence[int] | None) -> None:
-    """Whether rank 0 reads samples again that it had read when the checkpoint of this epoch was written."""
+    """Judge whether rank 0 reads samples again that it had read before the checkpoint of this epoch."""
     report.counts["samples"] = len(ids)
     if before is None:
         report.note("the checkpoint was written without Replay: which samples came before it is not known")
@@ -193,7 +193,7 @@ def judge_resumed_epoch(report: Report, ids: Sequence[int], before: Sequence[int
 
 
 def judge_readings(report: Report, readings: Sequence[Reading]) -> None:
-    """The same of replicas in plain PyTorch: passes over loaders that were trained whole. All ranks must call this."""
+    """Judge passes of plain PyTorch over loaders that were trained whole. All ranks must call this."""
     own = [one for one in readings if one.trains and one.is_whole]
     datasets = [*{id(one.dataset): None for one in own}]
     before: dict[int, list[int]] = {}
@@ -214,7 +214,7 @@ def _found(report: Report, what: str, text: str) -> None:
 
 
 class Epochs:
-    """What is seen of the first two epochs, of one that is resumed in its middle, and of the first evaluation."""
+    """Judges the samples of the first two epochs, of one that is resumed in its middle, and the first evaluation."""
 
     def __init__(self, trainer: pl.Trainer, tell: Callable[[Report], None]) -> None:
         self.trainer, self._tell = trainer, tell
@@ -222,8 +222,8 @@ class Epochs:
         self.evaluation: Evaluation | None = None
         self._read = ReadIds()
         self._each = mode_of(trainer.strategy).model_parallel_size
-        self._num_batches = self._batches_before = 0  # of this epoch: trained here, and before the checkpoint
-        self._before: list[int] = []  # what rank 0 read in the epoch before
+        self._num_batches = self._batches_before = 0  # batches of this epoch, trained here and before the checkpoint
+        self._before: list[int] = []  # samples that rank 0 read in the epoch before
         self._epochs_left, self._evaluations_left = 2, 1
         self._schedules: dict[LRScheduler, str] = {}  # the state of each at the beginning of this epoch
         self._has_noted_schedules = False
@@ -236,7 +236,7 @@ class Epochs:
         self._num_batches = 0
 
     def _note_idle_schedules(self) -> None:
-        """Those that made no step in the epoch before, which manual optimization has to do itself."""
+        """Note schedules that made no step in the epoch before: manual optimization must step them itself."""
         before, configs = self._schedules, self.trainer.lr_scheduler_configs
         due = [its.scheduler for its in configs if its.frequency == 1 and not its.reduce_on_plateau]
         self._schedules = {its: repr(its.state_dict()) for its in due if isinstance(its, LRScheduler)}
@@ -254,7 +254,7 @@ class Epochs:
         self._batches_before = batch_idx + 1 - self._num_batches
 
     def position(self) -> dict[str, Any]:
-        """Which samples this process has used in the epoch that is being trained."""
+        """The samples that this process has used in the present epoch, for a checkpoint."""
         loader = self.trainer.train_dataloader
         own = self._read.reading(loader).samples(self._num_batches) if isinstance(loader, DataLoader) else []
         earlier = self.resumed["ids"].tolist() if self._batches_before and self.resumed else []
@@ -302,12 +302,12 @@ class Epochs:
     def _val_loader(self) -> DataLoader[Any] | None:
         loaders = self.trainer.val_dataloaders
         one = loaders[0] if isinstance(loaders, list) and len(loaders) == 1 else loaders
-        if not isinstance(one, DataLoader) or one.batch_sampler is None:  # then a number is that of a whole batch
+        if not isinstance(one, DataLoader) or one.batch_sampler is None:  # a number would mean a whole batch
             return None
         return one
 
     def _offered(self) -> int:
-        """How many samples the sampler of an evaluation has; 0 if not all are asked for, or it makes batches itself."""
+        """Number of samples of an evaluation's sampler; 0 if not all are asked for, or it makes batches itself."""
         loader = self._val_loader()
         if loader is None or type(loader.batch_sampler) is not BatchSampler:
             return 0

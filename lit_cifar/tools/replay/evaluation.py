@@ -1,4 +1,4 @@
-"""Findings about evaluations: whether a logged metric is that of the whole set, and of one model."""
+"""Findings about evaluations: whether a logged metric is one of the whole set, and of one model."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,13 @@ from lit_cifar.tools.replay.verdict import Finding, Report
 
 @dataclass
 class Logged:
-    """What this process has logged under a name in an evaluation, weighted by the sizes of its batches."""
+    """Sums of the values that this process has logged under a name, weighted by the sizes of the batches."""
 
     total: float = 0.0
     magnitude: float = 0.0
     num_samples: int = 0
     num_batches: int = 0
-    is_guessed: bool = False  # the size of a batch was, by Lightning
+    is_guessed: bool = False  # whether Lightning has guessed the size of a batch
 
     def add(self, value: float, size: int) -> None:
         self.total += value * size
@@ -41,7 +41,7 @@ class Evaluation:
 
     module: pl.LightningModule
     logged: dict[str, Logged] = field(default_factory=dict)
-    batch: Any = None  # that is being evaluated
+    batch: Any = None  # the batch that is evaluated now
 
     def __post_init__(self) -> None:
         self._counts = self._updates()
@@ -52,12 +52,12 @@ class Evaluation:
         self._replaced.stop()
 
     def seen(self) -> "Seen":
-        """To be asked when all batches are through."""
+        """The result for this rank, after all batches."""
         kept = [name for name, number in self._updates().items() if number > self._counts.get(name, 0) > 0]
         return Seen(self.logged, kept, {name: digest(its).bits for name, its in self.module.named_buffers()})
 
     def _updates(self) -> dict[str, int]:
-        """How many batches each metric has counted."""
+        """Number of batches that each metric has counted."""
         return {name: its.update_count for name, its in self.module.named_modules() if isinstance(its, Metric)}
 
     def _log(self, log: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -72,11 +72,11 @@ class Evaluation:
 
 @dataclass
 class Seen:
-    """What a rank shows of an evaluation."""
+    """One rank's part of an evaluation."""
 
     logged: dict[str, Logged]
-    kept: list[str]  # metrics that have counted before it and in it
-    buffers: dict[str, int]  # bits
+    kept: list[str]  # metrics that have counted before the evaluation and in it
+    buffers: dict[str, int]  # bits of their digests
 
 
 def judge_evaluation(
@@ -88,8 +88,8 @@ def judge_evaluation(
 ) -> None:
     """Compare each logged mean with the mean over all samples of all ranks; `read`: ids of the samples by rank.
 
-    `offered` is the number of samples that there are, 0 if it is not known or not all were asked for.
-    The bound is that of its own sums in float32: each batch is added once, so is each rank.
+    `offered` is the number of all samples, 0 if it is not known or not all were asked for. The bound is that of sums in
+    float32, to which each batch and each rank is added once.
     """
     of_ranks = [one.logged for one in seen]
     for name in of_ranks[0]:

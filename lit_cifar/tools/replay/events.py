@@ -1,6 +1,6 @@
 """A record: calls, backward passes and optimizer steps of each rank, in their order, and how they are read back.
 
-Ranks that hold a replica together each write down what is theirs. Together they are one, as `join` makes it.
+Ranks that hold a replica together each write down their own parts, which `join` puts together.
 """
 
 from dataclasses import dataclass, field
@@ -26,30 +26,30 @@ class Call:
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
     surroundings: Surroundings
     parameters: Digests
-    changed: Tensors  # parameters that something else than an optimizer has changed since the last event
+    changed: Tensors  # parameters that anything but an optimizer has changed since the last event
     buffers: Tensors
     attributes: Attributes
     progress: dict[str, Any]  # the trainer's counters
     outputs: list[Digest] = field(default_factory=list)
-    output_grads: list[Tensor | None] = field(default_factory=list)  # of the outputs that a backward pass began at
+    output_grads: list[Tensor | None] = field(default_factory=list)  # None where no backward pass began
     buffers_after: Digests = field(default_factory=dict)
-    has_drawn: bool = False  # random numbers
-    ended: tuple[int, ...] = ()  # digests of the generators' states at its end
-    exchanges: list[Exchange] = field(default_factory=list)  # with other ranks, those of inner backward passes too
-    beside: bool = False  # whether ranks have sent one another, outside of calls, what parts of a model send
+    has_drawn: bool = False  # whether random numbers were drawn
+    ended: tuple[int, ...] = ()  # digests of the generators' states at the end of the call
+    exchanges: list[Exchange] = field(default_factory=list)  # those of inner backward passes too
+    beside: bool = False  # whether ranks have exchanged, outside of calls, tensors of a kind that parts of a model send
 
 
 @dataclass
 class Backward:
     """A backward pass, at its end."""
 
-    inside: bool  # of a call: by manual optimization
+    inside: bool  # whether it is inside of a call, by manual optimization
     synced: bool  # whether gradients were averaged over the ranks
-    surroundings: Surroundings | None  # at its beginning, where that was seen
-    local: dict[str, list[Digest]]  # what it has added to each parameter's gradient, before any reduction
+    surroundings: Surroundings | None  # surroundings at its beginning, where that was seen
+    local: dict[str, list[Digest]]  # its additions to each parameter's gradient, before any reduction
     fresh: list[str]  # parameters that had no gradient before, or zeros
-    grads: Digests  # of `.grad` afterwards
-    values: Tensors  # those themselves, where synced and in the first replica
+    grads: Digests  # digests of `.grad` afterwards
+    values: Tensors  # these gradients themselves, where synced and in the first replica
     exchanges: list[Exchange]  # with other ranks
 
 
@@ -59,9 +59,9 @@ class Step:
     optimizer: int
     surroundings: Surroundings
     groups: list[dict[str, Any]]  # learning rates and the like
-    grads: Digests  # that it has used
-    values: Tensors  # those themselves in the first replica, where they have changed since the backward pass
-    after: Digests  # parameters and its state
+    grads: Digests  # digests of the gradients that it has used
+    values: Tensors  # these gradients themselves in the first replica, where they have changed since the backward pass
+    after: Digests  # digests of parameters and optimizer state
 
 
 Event: TypeAlias = Call | Backward | Step
@@ -69,14 +69,14 @@ Event: TypeAlias = Call | Backward | Step
 
 @dataclass
 class Start:
-    """What a rank begins with, where that of rank 0 is not all."""
+    """The values that a rank begins with, where rank 0 does not hold all."""
 
-    values: Tensors  # of parameters
-    states: list[dict[str, Any]]  # of each optimizer
+    values: Tensors  # values of parameters
+    states: list[dict[str, Any]]  # state of each optimizer
 
 
 def join(event: Event, other: Event) -> str:
-    """Give `event` what `other` has of its own, and return what both must have alike and have not, in words."""
+    """Add the own parts of `other` to `event`. Return a difference where both must be alike, in words."""
     for name, value in vars(event).items():
         if isinstance(value, dict):
             setattr(event, name, {**getattr(other, name), **value})
@@ -105,7 +105,7 @@ class Record:
     device: torch.device
 
     def remarks(self) -> tuple[list[str], list[str]]:
-        """Why a rank could not write down what it did; and what it has noticed beside."""
+        """Reasons why ranks could not write down all, and their hints."""
         reasons: list[str] = []
         hints: list[str] = []
         for rank in range(self.num_ranks):
@@ -130,7 +130,7 @@ class Record:
         return found
 
     def load(self, path: Path) -> Any:
-        """Batches may hold any objects. The ranks of this very run have written them, where nobody else can write."""
+        """Load an event. Batches may hold any objects: this run's ranks have written them, where nobody else can."""
         return torch.load(path, map_location=self.device, weights_only=False)
 
     def starts(self) -> list[Start]:
@@ -142,4 +142,4 @@ class Record:
 
 
 class UnjudgeableError(Exception):
-    """Why something cannot be replayed."""
+    """The reason why something cannot be replayed."""

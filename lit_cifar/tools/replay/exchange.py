@@ -1,7 +1,7 @@
-"""What ranks send one another inside a step, as SyncBatchNorm and contrastive losses do.
+"""Tensors that ranks send one another inside a step, such as for SyncBatchNorm and contrastive losses.
 
-A recorder writes down what a rank has sent and received; in a replay it receives the same again. Gradients that
-`DistributedDataParallel` averages are no part of it: they do not pass through Python.
+A recorder writes down the tensors that a rank has sent and received; in a replay it receives the same again. Gradients
+that `DistributedDataParallel` averages are no part of it: they do not pass through Python.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from lit_cifar.tools.replay.digests import Digest, digest
 from lit_cifar.tools.replay.reduction import ExactMean
 
-# Methods of a process group, to which all functions of torch.distributed come down: the arguments that hold what is
-# received and what is sent.
+# Methods of a process group, to which all functions of torch.distributed come down: the places of the arguments that
+# are received and sent.
 _PLACES = {
     "allreduce": (0, 0),
     "broadcast": (0, 0),
@@ -44,23 +44,23 @@ class Exchange:
     """A collective, as one rank saw it."""
 
     name: str
-    group: list[int]  # ranks
-    option: str  # which reduction, or the place of the sender in the group
+    group: list[int]  # ranks of the group
+    option: str  # name of the reduction, or the place of the sender in the group
     sent: list[Tensor]
     received: list[Tensor]
 
 
 _ONE_BY_ONE = ("send", "recv", "recv_anysource")
 
-# Called with a collective's name, the real method, the process group and its arguments.
+# A function of a collective's name, the real method, the process group and its arguments.
 Handler: TypeAlias = Callable[..., Any]
 
 
 @contextmanager
 def intercepted(handler: Handler, rank: Callable[[], int] | None = None) -> Iterator[None]:
-    """Let `handler` see each collective that Python code starts, however it has imported it.
+    """Let `handler` take each collective that Python code starts, however the code has imported it.
 
-    With `rank`, this process has that rank in all groups as long.
+    With `rank`, this process has that rank in all groups inside of the context.
     """
     group_type: Any = dist.ProcessGroup
     replaced = {name: _method(handler, name, getattr(group_type, name)) for name in (*_PLACES, *_NOT_REPLAYED)}
@@ -78,7 +78,7 @@ def _method(handler: Handler, name: str, real: Any) -> Any:
 
 
 def process_groups() -> list[Any]:
-    """Those that this process has made or joined."""
+    """The process groups that this process has made or joined."""
     return [*dist.distributed_c10d._world.pg_map]
 
 
@@ -87,14 +87,14 @@ def can_be_replayed(name: str) -> bool:
 
 
 def is_of_parts(name: str, tensors: Sequence[Any], outputs: Collection[Digest]) -> bool:
-    """Whether parts of a model exchange data so: one by one, or by a broadcast of what a call has returned."""
+    """Whether parts of a model exchange data so: point to point, or by a broadcast of an output of a call."""
     if name != "broadcast":
         return name in _ONE_BY_ONE
     return any(its.numel() > 1 and digest(its) in outputs for its in tree_leaves(tensors))
 
 
 def completed(name: str, real: Any, group: Any, *args: Any, **kwargs: Any) -> tuple[Any, Exchange]:
-    """The result of the collective, which has ended, and what it has moved."""
+    """Run a collective to its end. Return its result and the tensors that it has moved."""
     sent = [tensor.detach().clone() for tensor in sent_by(name, args)]
     work = real(group, *args, **kwargs)
     if work is not None:
@@ -127,15 +127,15 @@ class Done:
 
 
 def problem(exchanges: Sequence[Exchange]) -> str:
-    """What is wrong with what the ranks of a group received, given what they sent; an empty text if nothing is.
+    """The mistake in the tensors that a group's ranks received, given those that they sent, in words; "" for none.
 
-    Sums must lie within the bound of `ExactMean`. What is only moved must be the same bit for bit.
+    Sums must lie within the bound of `ExactMean`. Tensors that are only moved must be the same bit for bit.
     """
     first = exchanges[0]
     if len({(its.name, its.option) for its in exchanges}) > 1:
         return "is not the same collective on all ranks"
     if first.name == "alltoall_base":
-        return ""  # its parts may have any sizes; what is sent is compared
+        return ""  # parts may have any sizes; the sent tensors are compared
     if first.name == "allreduce" or first.name.endswith(("reduce_scatter", "reduce_scatter_base")):
         return _problem_of_sums(exchanges)
     received = [_flat(its.received) for its in exchanges]

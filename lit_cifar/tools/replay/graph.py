@@ -1,4 +1,4 @@
-"""Where a backward pass begins at the outputs of recorded calls, as the graph of autograd says."""
+"""The outputs of recorded calls at which a backward pass begins, found in the graph of autograd."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
-# DDP passes all outputs through one node, with find_unused_parameters or a static graph: each comes out as it went in.
+# With find_unused_parameters or a static graph DDP passes all outputs, unchanged, through one node.
 _SINK = "_DDPSinkBackward"
 
 
@@ -20,7 +20,7 @@ def observed(before: Callable[[list[Tensor]], None], after: Callable[[], None]) 
 
     @wraps(real)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        outermost = torch._C._current_graph_task_id() == -1  # else it is a checkpoint's, a part of its call
+        outermost = torch._C._current_graph_task_id() == -1  # an inner pass is a checkpoint's, a part of its call
         if outermost:
             before(tree_leaves(tensors))
         real(tensors, *args, **kwargs)
@@ -33,8 +33,8 @@ def observed(before: Callable[[list[Tensor]], None], after: Callable[[], None]) 
 class Outputs:
     """The outputs of calls, as nodes of the graph.
 
-    A gradient that comes to an output from outside of its call is what a replay has to begin with. One that comes from
-    inside, as to the logits of a call that returns its loss too, the replay finds by itself.
+    A replay has to begin with the gradients that come to an output from outside of its call. It finds the gradients
+    from inside by itself, such as those to the logits of a call that returns its loss too.
     """
 
     def __init__(self, names: Mapping[Tensor, str]) -> None:
@@ -45,11 +45,11 @@ class Outputs:
         self._num_old = 0  # calls before the last backward pass
 
     def add(self, leaves: Sequence[Tensor]) -> None:
-        """The outputs of one more call."""
+        """Add the outputs of one more call."""
         self._calls.append({leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None})
 
     def begin(self, roots: Sequence[Tensor]) -> Iterator[str]:
-        """Find `begun`; why the replay could not repeat this pass, if so."""
+        """Find `begun`, and yield reasons why the replay could not repeat this pass."""
         call_of = {node: call for call, nodes in enumerate(self._calls) for node in nodes}
         self.begun = set()
         inside: set[Node] = set()

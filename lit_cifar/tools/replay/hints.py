@@ -1,4 +1,4 @@
-"""What is often a mistake and never the proof of one, seen on a rank while it is recorded."""
+"""Hints: observations on a recorded rank that are often a mistake and never the proof of one."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,23 +20,23 @@ class Hints:
     """Texts about schedules, backward passes, loss scaling, and parameters that are not trained, until `close`.
 
     Args:
-        is_changed: Whether an optimizer's gradients are others than after the last backward pass.
+        is_changed: Whether an optimizer's gradients have changed since the last backward pass.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, is_changed: Callable[[Optimizer], bool]) -> None:
         self.module, self._device, self._is_changed = module, device, is_changed
         self._texts: dict[str, None] = {}
-        self._scheduled: Counter[LRScheduler] = Counter()  # steps of schedules since the last one of an optimizer
-        self._rates: dict[Optimizer, list[float]] = {}  # at the first call since its last step
+        self._scheduled: Counter[LRScheduler] = Counter()  # steps of schedules since an optimizer's last step
+        self._rates: dict[Optimizer, list[float]] = {}  # rates at the first call since its last step
         self._reached: set[str] = set()
-        self._versions: dict[str, int] = {}  # of gradients, at the last call or backward pass
+        self._versions: dict[str, int] = {}  # versions of gradients at the last call or backward pass
         self._at_backward: tuple[Surroundings, dict[str, Digest]]
         self._watched = ExitStack()
         self._watched.enter_context(_before(LRScheduler, "step", lambda its, *_, **__: self._scheduled.update([its])))
         self._watched.enter_context(_before(torch.amp.GradScaler, "unscale_", self._unscaled))
 
     def close(self, names: Mapping[Tensor, str], optimizers: Sequence[Collection[Tensor]]) -> list[str]:
-        """All texts; `optimizers`: the parameters of each."""
+        """Return all texts; `optimizers` holds the parameters of each."""
         self._watched.close()
         held = {names[its] for parameters in optimizers for its in parameters if its in names}
         trained = {names[its] for its in names if its.requires_grad}
@@ -47,7 +47,7 @@ class Hints:
         return [*self._texts]
 
     def begins(self, optimizers: Sequence[Optimizer]) -> None:
-        """A call begins: look at rates, which belong to a step and not to a microbatch."""
+        """Look at learning rates when a call begins: they belong to a step and not to a microbatch."""
         self._versions = self._versions_now()
         for optimizer in optimizers:
             rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
@@ -55,7 +55,7 @@ class Hints:
                 self._add("a learning rate changes between the microbatches of a step")
 
     def called(self, call: Call) -> None:
-        """A call has ended: look at frozen layers that normalise by the batch, and at gradients."""
+        """Look at frozen layers that normalise by the batch, and at gradients, when a call has ended."""
         if any(self._versions.get(name, version) != version for name, version in self._versions_now().items()):
             self._add("a call changes gradients of the pass before it, as by clipping too early")
         for path, its in self.module.named_modules():
@@ -69,7 +69,7 @@ class Hints:
         self._reached |= set(names)
 
     def met_unknown(self, number: int) -> None:
-        """So many parameters take part in calls, and have no name."""
+        """Report the number of parameters that take part in calls, and have no name."""
         if number:
             self._add(f"{number} parameters that the loss depends on are in no module and no optimizer, as in a list")
 
@@ -77,7 +77,7 @@ class Hints:
         self._at_backward = surroundings, self._buffers()
 
     def ended_backward(self) -> None:
-        """Look for what belongs to a forward pass, as where a part of it is computed again."""
+        """Look for random numbers and changed buffers, such as from a forward pass that is computed again."""
         surroundings, buffers = self._at_backward
         if surroundings.has_drawn(self._device):
             self._add("a backward pass draws random numbers, as dropout that is computed again with other masks")
@@ -92,7 +92,7 @@ class Hints:
         self._scheduled.clear()
 
     def sent_beside(self, tensors: Sequence[Tensor]) -> None:
-        """Ranks exchange these outside of calls."""
+        """Look at tensors that ranks exchange outside of calls."""
         if torch.is_grad_enabled() and any(its.grad_fn is not None for its in tensors):
             self._add("ranks exchange what a loss may be computed of, by a collective that no gradient passes")
 
@@ -111,7 +111,7 @@ class Hints:
 
 
 def _some(names: Sequence[str], number: int, text: str) -> str:
-    """That one of so many is so, or several."""
+    """A text about one of `number` parameters, or several."""
     if len(names) == 1:
         return f"{names[0]} {text}"
     return f"{len(names)} of {number} parameters, {names[0]} among them: each {text}"

@@ -1,4 +1,4 @@
-"""What the copy of a LightningModule sees of its trainer in a replay, and what Lightning does around a step."""
+"""The trainer that a copy of a LightningModule sees in a replay, and Lightning's own work around a step."""
 
 import copy
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from lit_cifar.tools.replay.verdict import Report
 
 
 def is_a(its: Any, *names: str) -> bool:
-    """By its classes' names, as those of `lightning.pytorch` and of `pytorch_lightning` are not the same."""
+    """Whether `value` has a class of one of these names: `lightning.pytorch` and `pytorch_lightning` have two of each."""
     return any(kind.__name__ in names for kind in type(its).__mro__)
 
 
@@ -32,7 +32,7 @@ def empty_report(trainer: pl.Trainer, subject: str = "") -> Report:
 
 
 def step_states(trainer: pl.Trainer) -> list[Any]:
-    """Of callbacks that decide what a step computes beside its inputs: what their method `step_state` returns."""
+    """The `step_state()` of each callback that decides the result of a step beside its inputs."""
     return [callback.step_state() for callback in _with_step_state(trainer)]
 
 
@@ -46,7 +46,7 @@ def _with_step_state(trainer: pl.Trainer) -> list[Any]:
 
 
 def progress_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """What a replayed step sees of its trainer, and by what its loss is multiplied."""
+    """The trainer's counters for a replayed step, and the factor of its loss."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     scale = 1.0 if scaler is None else scaler.get_scale()
     return {
@@ -58,7 +58,7 @@ def progress_of(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 class Repeats(Protocol):
-    """What takes the place of a module's own backward passes and steps."""
+    """Stands in for a module's own backward passes and steps."""
 
     def backward_inside(self, loss: Tensor, *args: Any, **kwargs: Any) -> None: ...
 
@@ -66,14 +66,14 @@ class Repeats(Protocol):
 
 
 class TrainerView:
-    """The trainer as `training_step` sees it in a replay: to be read, with the counters of the step."""
+    """The trainer that `training_step` sees in a replay: read-only, with the counters of the step."""
 
     def __init__(self, trainer: pl.Trainer, optimizers: list[Optimizer]) -> None:
         self.optimizers, self._trainer = optimizers, trainer
         self.current_epoch = self.global_step = 0
         self.loss_scale = 1.0
         self.precision_plugin = copy.copy(trainer.precision_plugin)
-        # A strategy may have put its own in this place, which asks other ranks; the copy has whole gradients.
+        # A strategy may have put in its own function, which asks other ranks; the copy has whole gradients.
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
 
     def follow(self, progress: dict[str, Any]) -> None:
@@ -85,7 +85,7 @@ class TrainerView:
 
 
 class _OptimizerView:
-    """What `self.optimizers()` returns in a replay."""
+    """The optimizer that `self.optimizers()` returns in a replay."""
 
     def __init__(self, optimizer: Optimizer, replayer: Repeats, module: Any) -> None:
         self.optimizer, self._replayer, self._module = optimizer, replayer, module
@@ -128,7 +128,7 @@ def detach(module: nn.Module, view: TrainerView, replayer: Repeats) -> None:
 
 
 def quiet_copy(module: pl.LightningModule, *, view: TrainerView, replayer: Repeats) -> pl.LightningModule:
-    """One more copy, which has no logger either."""
+    """Make one more copy, which has no logger either."""
     kept = (view, replayer, *process_groups())
     its = copy.deepcopy(module, {id(one): one for one in kept})
     quiet = TrainerView(view._trainer, view.optimizers)
@@ -138,15 +138,15 @@ def quiet_copy(module: pl.LightningModule, *, view: TrainerView, replayer: Repea
 
 
 def has_own_backward(module: pl.LightningModule) -> bool:
-    """Whether it overrides Lightning's `backward`, and so may multiply the loss."""
+    """Whether `module` overrides Lightning's `backward`, and so may multiply the loss."""
     return next(kind for kind in type(module).__mro__ if "backward" in vars(kind)).__name__ != "LightningModule"
 
 
 def before_step(module: pl.LightningModule, trainer: pl.Trainer, optimizer: Optimizer) -> None:
-    """What Lightning does between the backward pass and the optimizer's step."""
+    """Do what Lightning does between the backward pass and the optimizer's step."""
     scale = module.trainer.loss_scale  # type: ignore[attr-defined]  # of a `TrainerView`
     if scale != 1:
-        inverse = torch.tensor(scale).double().reciprocal().float()  # as a GradScaler computes it
+        inverse = torch.tensor(scale).double().reciprocal().float()  # a GradScaler computes the same
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
                 parameter.grad.mul_(inverse)

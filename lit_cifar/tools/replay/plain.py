@@ -1,4 +1,4 @@
-"""`replay`: the same for a loop in plain PyTorch."""
+"""`replay`: the counterpart of `Replay` for a loop in plain PyTorch."""
 
 import shutil
 import tempfile
@@ -25,14 +25,14 @@ from lit_cifar.tools.replay.verdict import Report
 class replay:  # noqa: N801  # reads as a function: `with replay(model, optimizer) as r:`
     """Replays the first steps of a loop in plain PyTorch; `report` holds the result on every rank.
 
-    What the script computes beside the module, its loss, is taken as it is: the replay begins its backward pass at the
-    gradients of the module's outputs. So is what it does to gradients between backward pass and step, as clipping. A
-    loss that depends on parameters in another way too, as by a penalty, cannot be judged.
+    The loss, which the script computes beside the module, is taken as it is: the replay begins its backward pass at the
+    gradients of the module's outputs. Changes of gradients between backward pass and step, such as clipping, are taken
+    as they are too. A loss that also depends on parameters directly, such as by a penalty, cannot be judged.
 
     Args:
-        model: A module, or one that `DistributedDataParallel` wraps.
-        optimizers: One, or all that the loop uses.
-        steps: How many optimizer steps to judge, from the first one inside the `with`.
+        model: A module, or a `DistributedDataParallel` that wraps one.
+        optimizers: All optimizers that the loop uses.
+        steps: Number of optimizer steps to judge, from the first one inside the `with`.
     """
 
     report: Report
@@ -42,7 +42,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         self.optimizers = [*map(_unwrapped, optimizers)]
         self.module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self._is_open = self._syncs = False
-        self._join: Any = None  # in which the model was called last, and how many there were
+        self._join: Any = None  # the `join()` in which the model was called last, and their number
         self._joins = 0
         self._read: ReadIds | None = None
         self._folder: Path | None = None
@@ -52,7 +52,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         return self.start()
 
     def start(self) -> "replay":
-        """For a loop that no `with` can enclose: begin here, and call `finish` behind it."""
+        """Begin without a `with`, for a loop that none can enclose; call `finish` after the loop."""
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._rank = rank
         enabled = torch.is_autocast_enabled(device_of(self.module).type)
@@ -98,11 +98,11 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
 
     @property
     def done(self) -> bool:
-        """Whether all steps have been recorded, so that a loop of its own may end."""
+        """Whether all steps have been recorded, so that a loop for the replay alone may end."""
         return not self._is_open or self._recorder.num_steps >= self.steps
 
     def finish(self) -> Report:
-        """Judge what was recorded, and print it. All ranks must call this."""
+        """Judge the record, and print the report. All ranks must call this."""
         self._close()
         if self._folder is not None:
             self._judge(self._folder)
@@ -165,12 +165,12 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
 
 
 def _is_parallel_in_another_way(model: nn.Module) -> bool:
-    """It wraps a module. A plain one does not: it trains on each rank by itself, which is a mistake."""
+    """Whether `model` wraps a module in an unknown way. A plain one trains on each rank alone, which is a mistake."""
     return not isinstance(model, DistributedDataParallel) and isinstance(getattr(model, "module", None), nn.Module)
 
 
 def _unwrapped(optimizer: Optimizer) -> Optimizer:
-    """The one that makes the steps: that of accelerate holds another, and has no hooks."""
+    """The optimizer that makes the steps: accelerate's holds another one, and has no hooks."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer

@@ -1,4 +1,4 @@
-"""What one rank did in a few optimizer steps, written down while it trains, one file for each event.
+"""The record of one rank's work in a few optimizer steps, written while it trains, one file for each event.
 
 Nothing is written into a tensor and no random number is drawn. Tensors that are divided over ranks are gathered;
 nothing else is sent to another process.
@@ -29,7 +29,7 @@ from lit_cifar.tools.replay.sharded import is_of_fsdp, is_sharded, whole
 
 
 class Recorder:
-    """Writes `<rank>-<number>-<kind>.pt` into `folder` for each event; at the end `<rank>.pt`: what it could not."""
+    """Writes `<rank>-<number>-<kind>.pt` into `folder` for each event, and last `<rank>.pt`: reasons and hints."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class Recorder:
         model_parallel_size: int = 1,
         copies: Collection[Tensor] = (),
     ) -> None:
-        """`by_engine`: the end of a backward pass is seen by itself; else `backward_ended` is called.
+        """Begin to record. Without `by_engine`, `backward_ended` must be called after each backward pass.
 
-        So many ranks hold a replica together; `copies` are of what others of them train, and are not looked at.
+        `model_parallel_size` ranks hold a replica together; `copies` of tensors that others of them train are left out.
         """
         self.folder, self.rank, self.module, self.optimizers = folder, rank, module, list(optimizers)
         self.num_steps = 0
@@ -55,25 +55,25 @@ class Recorder:
         self._copies = copies
         self._names = {its: name for its, name in names_of(module, self.optimizers).items() if its not in copies}
         self._in_first_replica = rank < model_parallel_size
-        self._sharded = is_sharded(module)  # then gradients appear when they have been averaged, with no hook before
+        self._sharded = is_sharded(module)  # gradients then appear only after they have been averaged
         self._reasons: list[str] = []
         self._numbers = count()
         self._open: list[tuple[int, Call]] = []  # calls whose outputs may still get a gradient
         self._depth = 0
         self._local: dict[str, list[Digest]] = {}
-        self._surroundings: Surroundings | None = None  # of the first backward pass since the last event
+        self._surroundings: Surroundings | None = None  # surroundings of the first backward pass since the last event
         self._fresh: dict[str, bool] = {}  # whether a parameter had no gradient before, or zeros
         self._synced = False
         self._grads: Digests = {}
         self._step: tuple[int, Step] | None = None
-        self._exchanges: list[Exchange] | None = None  # where the next one belongs; None between calls and backward
+        self._exchanges: list[Exchange] | None = None  # list for the next exchange; None between calls and backward
         self._of_backward: list[Exchange] = []
-        self._beside = False  # see `Call`
+        self._beside = False  # see `Call.beside`
         self._replaced = ExitStack()
         self._replaced.enter_context(intercepted(self._exchange))
         self._known = {name: digest(parameter) for parameter, name in self._names.items()}
         self._handles = [*self._hooks()]
-        self._hooked: set[str] = set()  # parameters
+        self._hooked: set[str] = set()  # names of parameters that have a hook
         self._hints = Hints(module, self._device, self._is_changed)
         self._outputs = Outputs(self._names)
         self._replaced.enter_context(observed(self._before_backward, self._after_backward))
@@ -86,7 +86,7 @@ class Recorder:
         self._save(Start(values, states), f"start-{self.rank}")
 
     def _hook_parameters(self) -> None:
-        """Those that are trained from now on."""
+        """Add hooks to parameters that are trained from now on."""
         for parameter, name in self._names.items():
             if parameter.requires_grad and name not in self._hooked:
                 self._hooked.add(name)
@@ -99,7 +99,7 @@ class Recorder:
             yield optimizer.register_step_post_hook(partial(self._after_step, number))
 
     def close(self) -> None:
-        """Remove all hooks and write what is open."""
+        """Remove all hooks and write the events that are open."""
         for handle in self._handles:
             handle.remove()
         self._replaced.close()
@@ -107,11 +107,11 @@ class Recorder:
         if not self._sharded and not self._copies:
             self._hints.met_unknown(len(self._outputs.unknown))
         hints = self._hints.close(self._names, [parameters_of(optimizer) for optimizer in self.optimizers])
-        with suppress(OSError, RuntimeError):  # rank 0 misses the file, and says so
+        with suppress(OSError, RuntimeError):  # rank 0 misses the file, and reports it
             torch.save((self._reasons, hints), self.folder / f"{self.rank}.pt")
 
     def recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, with its calls written down; a trainer passes it what its signature has."""
+        """`function`, with its calls written down. It keeps its signature, by which a trainer passes arguments."""
 
         @wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -167,7 +167,7 @@ class Recorder:
         return ((name, buffer) for name, buffer in self.module.named_buffers() if buffer not in self._copies)
 
     def unobserved(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, what it exchanges with other ranks not being written down."""
+        """`function`, whose exchanges with other ranks are not written down."""
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             kept, self._exchanges = self._exchanges, None
@@ -179,7 +179,7 @@ class Recorder:
         return wrapper
 
     def ended_by(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, with which a backward pass ends."""
+        """`function`, at whose end a backward pass has ended."""
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             result = self.unobserved(function)(*args, **kwargs)
@@ -204,7 +204,7 @@ class Recorder:
         return work
 
     def _before_backward(self, roots: list[Tensor]) -> None:
-        if not self._depth:  # what is inside of a call is repeated with it
+        if not self._depth:  # a pass inside of a call is repeated with it
             self._reasons += self._outputs.begin(roots)
         if self._sharded:
             self._fresh = {name: parameter.grad is None for parameter, name in self._names.items()}
@@ -219,7 +219,7 @@ class Recorder:
             self.backward_ended()
 
     def _began(self, grads: list[Tensor | None], place: int, node: Node | None, gradient: Tensor) -> None:
-        """A backward pass has come to an output."""
+        """Note that a backward pass has come to an output."""
         if self._outputs.begun is None or node is None or node in self._outputs.begun:
             grads[place] = gradient.detach().clone()
         self._exchanges = self._of_backward
@@ -232,7 +232,7 @@ class Recorder:
 
     @torch.no_grad()
     def backward_ended(self) -> None:
-        """To be called after every backward pass, when gradients have been reduced."""
+        """Write a backward pass down. Call this after every pass, when gradients have been reduced."""
         synced = self._synced
         grads = {name: whole(p.grad) for p, name in self._names.items() if p.grad is not None}
         self._grads = {name: digest(gradient) for name, gradient in grads.items()}
@@ -247,7 +247,7 @@ class Recorder:
             self._flush()
 
     def _before_step(self, number: int, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Look at the gradients when the closure, if there is one, has run."""
+        """Note the gradients when the closure, if there is one, has run."""
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is None:
             self._used(number, optimizer)
@@ -275,7 +275,7 @@ class Recorder:
 
     @torch.no_grad()
     def _after_step(self, number: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._step is None:  # it did not call its closure
+        if self._step is None:  # the optimizer did not call its closure
             self._reasons.append(f"{type(optimizer).__name__} does not evaluate its closure")
             return
         place, step = self._step
@@ -287,7 +287,7 @@ class Recorder:
         self._hints.stepped(optimizer)
 
     def _is_changed(self, optimizer: Optimizer) -> bool:
-        """Whether its gradients are not those after the last backward pass."""
+        """Whether the optimizer's gradients have changed since the last backward pass."""
         pairs = [(self._names[its], its.grad) for its in parameters_of(optimizer) if its in self._names]
         return any(
             gradient is not None and name in self._grads and digest(whole(gradient)).bits != self._grads[name].bits
@@ -322,7 +322,7 @@ class Recorder:
 
 
 def fresh_copy(leaf: Any) -> Any:
-    """Of an input, for a call of its own."""
+    """Copy an input, for one more call."""
     if isinstance(leaf, Tensor):
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
     return copy.deepcopy(leaf)
@@ -337,7 +337,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def names_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Tensor, str]:
-    """The name of each parameter; tied ones have the first. An optimizer may have parameters that no module has."""
+    """The name of each parameter, for tied ones the first. An optimizer may hold parameters that no module has."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     for number, optimizer in enumerate(optimizers):
         for place, parameter in enumerate(parameters_of(optimizer)):
@@ -346,7 +346,7 @@ def names_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Tensor,
 
 
 def state_digests(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Digests:
-    """Of an optimizer's parameters, by name, and of its state, "<name>: <key>"."""
+    """Digests of an optimizer's parameters, by name, and of its state, by "<name>: <key>"."""
     found = {names[its]: digest(its) for its in parameters_of(optimizer) if its in names}
     for parameter, state in optimizer.state.items():
         if parameter in names:

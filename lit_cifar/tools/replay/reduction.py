@@ -1,4 +1,4 @@
-"""How far the mean of gradients over ranks may be from the exact mean: a theorem, whatever the order of the sum."""
+"""The bound between the mean of gradients over ranks and the exact mean: a theorem, for any order of the sum."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,22 +15,22 @@ def gamma(num_roundings: int, dtype: torch.dtype) -> float:
 
 @dataclass
 class ExactMean:
-    """Sums gradients of ranks in float64; those of ranks that have none are zero."""
+    """Sums gradients of ranks in float64; a missing gradient counts as zero."""
 
     num_ranks: int
-    before: dict[str, Tensor] = field(default_factory=dict)  # to which the mean is added, with a rounding of its own
+    before: dict[str, Tensor] = field(default_factory=dict)  # gradients to which the mean is added, rounded once more
     totals: dict[str, Tensor] = field(default_factory=dict)
     magnitudes: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, gradients: Mapping[str, Tensor]) -> None:
-        """The gradients of one more rank, by name."""
+        """Add the gradients of one more rank, by name."""
         for name, gradient in gradients.items():
             exact = gradient.double()
             self.totals[name] = self.totals.get(name, 0.0) + exact
             self.magnitudes[name] = self.magnitudes.get(name, 0.0) + exact.abs()
 
     def compared(self, reduced: Mapping[str, Tensor]) -> tuple[float, float]:
-        """By which factor all these are the mean, in least squares, and the share of their norm that this leaves."""
+        """The factor between `reduced` and the mean, in least squares, and the share of the norm that this leaves."""
         pairs = [(its.double(), self.totals[n] / self.num_ranks) for n, its in reduced.items() if n in self.totals]
         square = sum(float(mean.square().sum()) for _, mean in pairs) or 1.0
         factor = sum(float((its * mean).sum()) for its, mean in pairs) / square
@@ -40,9 +40,9 @@ class ExactMean:
     def share(self, name: str, reduced: Tensor, *, is_sum: bool = False) -> float:
         """The largest distance of an element from the mean, or from the sum, as a share of its bound.
 
-        The bound is gamma_N of the gradient's precision times the mean of the magnitudes, as each addend is divided
-        once and takes part in at most N - 1 additions; gamma_N of float64, in which this mean is computed, likewise;
-        and the smallest normal number for each rounding, as results below it lose digits.
+        The bound is gamma_N of the gradient's precision times the mean of the magnitudes, because each addend is
+        divided once and takes part in at most N - 1 additions; plus the same with gamma_N of float64, in which this
+        mean is computed; plus the smallest normal number for each rounding, because results below it lose digits.
         """
         if name not in self.totals:
             return 0.0 if not reduced.any() else float("inf")
@@ -53,7 +53,7 @@ class ExactMean:
         if name in self.before:
             expected = expected + self.before[name].double()
             bound = bound + gamma(1, reduced.dtype) * reduced.double().abs()
-        # What has overflowed on both sides is as it should be: a GradScaler then skips the step.
+        # Overflow on both sides is right: a GradScaler then skips the step.
         overflowed = ~reduced.isfinite() & ~expected.to(reduced.dtype).isfinite()
         distance = (reduced.double() - expected).abs().masked_fill(overflowed, 0.0)
         bound = bound.masked_fill(overflowed, 0.0)

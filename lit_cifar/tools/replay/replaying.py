@@ -1,4 +1,4 @@
-"""Goes the way of every rank again on one device, and compares."""
+"""Repeats the steps of every rank on one device, and compares."""
 
 import copy
 from collections import deque
@@ -27,15 +27,15 @@ _RAN_OUT = "ranks have unlike numbers of batches under join()"
 
 
 class StopReplay(Exception):  # noqa: N818  # it is no error
-    """What follows would start from other values than the run had."""
+    """Later steps would start from different values than in the run."""
 
 
 def judge(
     folder: Path, twin: Twin | None, report: Report, *, device: torch.device, prepare: Callable[["Replayer"], None]
 ) -> None:
-    """Complete the report by what the record in the folder says; without a twin it abstains for a reason of its own.
+    """Complete the report from the record in the folder; without a twin it already has a reason to abstain.
 
-    What cannot be judged, and errors of a stranger's code, are put into the report: the training goes on.
+    Reasons not to judge, and errors of a stranger's code, are put into the report: the training goes on.
     """
     start = perf_counter()
     record = Record(folder, report.num_ranks, device)
@@ -60,7 +60,7 @@ def judge(
 
 
 def _abstain_where_it_may_be_chance(report: Report, device: torch.device, *, num_replicas: int) -> None:
-    """Kernels of a GPU may add in another order each time; and ranks that never average leave nothing to judge."""
+    """Abstain where a GPU's kernels may add in a new order each time, and where ranks never average gradients."""
     local = [finding for finding in report.findings if finding.part == "local computation"]
     if local and device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
         report.abstained.append(f"{local[0]}; this may be a kernel that is not deterministic: pass deterministic=True")
@@ -72,7 +72,7 @@ def _abstain_where_it_may_be_chance(report: Report, device: torch.device, *, num
 
 
 class Replayer:
-    """Replays a record on a twin, and writes what it finds into a report."""
+    """Replays a record on a twin, and writes findings into a report."""
 
     def __init__(self, record: Record, twin: Twin, report: Report) -> None:
         self.record, self.twin, self.report = record, twin, report
@@ -83,26 +83,26 @@ class Replayer:
         self._events: deque[Event] = deque()
         self._outputs: list[tuple[list[Tensor], list[Tensor | None]]] = []
         self._local: dict[str, list[Digest]] = {}
-        self._is_first_pass = True  # of the segment
-        self._kept: set[str] = set()  # gradients that were there before it
-        self._has_gradients = False  # other than zero
-        self._of_rank_0: list[Backward | Step] = []  # of the segment: those whose gradients all ranks share
-        self._shared = 0  # how many of them have been reached
+        self._is_first_pass = True  # whether the segment has had no backward pass yet
+        self._kept: set[str] = set()  # gradients that were left from before the segment
+        self._has_gradients = False  # whether any gradient is not zero
+        self._of_rank_0: list[Backward | Step] = []  # events of the segment whose gradients all ranks share
+        self._shared = 0  # number of these that have been reached
         self._means: dict[int, ExactMean] = {}
-        self._of_run: Tensors = {}  # of a sharded run: gradients as they were after the last reduction,
-        self._before: Tensors = {}  # and those of them to which the next one is added
-        self._are_parts = False  # ranks may hold parts of a model
-        self._wrong_locally: set[str] = set()  # parameters of which some rank's own gradient is another
+        self._of_run: Tensors = {}  # gradients of a sharded run after the last reduction,
+        self._before: Tensors = {}  # and those of these to which the next one is added
+        self._are_parts = False  # whether ranks may hold parts of a model
+        self._wrong_locally: set[str] = set()  # parameters for which some rank's own gradient differs
         self._draws: dict[int, list[Surroundings]] = {}
         self._generators: dict[int, list[tuple[Generators, Generators]]] = {}  # as calls begin and end, by rank
         self._epochs: set[int | None] = set()
-        self._exchanges: deque[Exchange] = deque()  # of the call or backward pass that is replayed
-        self.joined: JoinedBatch | None = None  # where a step is given to it too
-        self._holders: dict[str, int] = {}  # by tensor, of ranks that hold a replica together: the place among them
-        self._hooked: set[str] = set()  # parameters
+        self._exchanges: deque[Exchange] = deque()  # exchanges of the call or backward pass that is replayed
+        self.joined: JoinedBatch | None = None  # gets each step too, where there is one
+        self._holders: dict[str, int] = {}  # by tensor, the place of its rank among those that hold a replica together
+        self._hooked: set[str] = set()  # names of parameters that have a hook
 
     def run(self) -> None:
-        """Every step, until the values of one are not those of the run."""
+        """Replay every step, until the values of one are not those of the run."""
         segments = [self.record.segments(rank) for rank in range(self.record.num_ranks)]
         is_uneven = len({len(its) for its in segments}) > 1
         if is_uneven and not self.twin.is_joined:
@@ -123,7 +123,7 @@ class Replayer:
             self.report.note("every gradient is zero in these steps, so the loss trains nothing")
 
     def _judge_join(self, of_ranks: Sequence[Sequence[Path]]) -> None:
-        """Ranks without a batch wait at the end of `join()` while others make steps: a later `join` is not theirs."""
+        """Abstain if ranks are in unlike `join()` contexts: a rank without a batch waits at the end of its own."""
         if self.twin.is_joined and len({self.record.load(paths[0]).progress["joins"] for paths in of_ranks}) > 1:
             raise UnjudgeableError(_RAN_OUT)
 
@@ -150,7 +150,7 @@ class Replayer:
             exchanges[rank] = [its for event in events if not isinstance(event, Step) for its in event.exchanges]
             if rank == 0:
                 self._of_rank_0 = [e for e in events if isinstance(e, Step) or (isinstance(e, Backward) and e.synced)]
-            # Without an exchange of data there is no reason why a rank should compute otherwise than rank 0.
+            # Without an exchange of data a rank has no reason to compute otherwise than rank 0.
             self._as_rank = rank if exchanges[rank] else 0
             self._events = deque(events)
             while self._events:
@@ -169,7 +169,7 @@ class Replayer:
             raise StopReplay
 
     def _joined(self, of_ranks: Sequence[Sequence[Path]]) -> list[Event]:
-        """The events of ranks that hold a replica together, as those of the first of them."""
+        """The events of ranks that hold a replica together, joined to those of the first rank."""
         joined, *others = [[self.record.load(path) for path in paths] for paths in of_ranks]
         first = self._rank
         for place, its in enumerate(others, start=1):
@@ -189,7 +189,7 @@ class Replayer:
         return joined
 
     def _replay(self, event: Event) -> bool:
-        """True if what follows cannot be judged."""
+        """Replay an event. Return True if later ones cannot be judged."""
         if isinstance(event, Call):
             return self._call(event)
         if isinstance(event, Backward):
@@ -240,7 +240,7 @@ class Replayer:
         return False
 
     def _abstain_where_something_else_may_have_changed(self, call: Call) -> None:
-        """Loss or outputs are others in the replay. In the process that made them there is no other reason."""
+        """Abstain if unknown attributes may explain a difference. On rank 0, in its own process, nothing else can."""
         if call.attributes.unknown:
             names = ", ".join(call.attributes.unknown[:3])
             raise UnjudgeableError(f"{names} of the module cannot be written down, and may have changed")
@@ -251,7 +251,7 @@ class Replayer:
             )
 
     def _fill(self, call: Call) -> None:
-        """Buffers, attributes and counters as they were."""
+        """Set buffers, attributes and counters as they were."""
         fill(self.twin.module, buffers=call.buffers, attributes=call.attributes, but=self.twin.own)
         for name, parameter in self._parameters.items():
             if parameter.requires_grad and name not in self._hooked:
@@ -274,7 +274,7 @@ class Replayer:
         self._local.setdefault(name, []).append(digest(gradient))
 
     def _backward(self, event: Backward) -> None:
-        """From the gradients of the outputs, as the run's own backward pass began."""
+        """Replay a backward pass from the gradients of the outputs, at which the run's own pass began."""
         self._note_zeroing(event)
         if self.twin.sharded:
             # The run averages the gradients of this pass alone, and adds the mean to what it had.
@@ -283,7 +283,7 @@ class Replayer:
                 self._parameters[name].grad = None
             self._of_run = {}
         else:
-            for name in self._parameters.keys() - event.grads.keys() | {*event.fresh}:  # the run has zeroed them
+            for name in self._parameters.keys() - event.grads.keys() | {*event.fresh}:  # zeroed in the run
                 self._parameters[name].grad = None
         pairs = [
             (leaf, gradient)
@@ -300,7 +300,7 @@ class Replayer:
         self._after_backward(event)
 
     def _judge_beginning(self, gradients: Sequence[Tensor]) -> None:
-        """What the trainer multiplies the loss by before the backward pass: three roundings are allowed."""
+        """Judge the factor by which the trainer multiplies the loss before backward, within three roundings."""
         expected = None if self.twin.loss_gradient is None else self.twin.loss_gradient()
         for gradient in gradients:
             if expected and not abs(float(gradient.sum()) / expected - 1) <= gamma(3, gradient.dtype):
@@ -308,12 +308,12 @@ class Replayer:
                 self._found("local computation", "the loss", text)
 
     def backward_inside(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """In place of `manual_backward`."""
+        """Stand in for `manual_backward`."""
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
         self._after_backward(self._expected(Backward))
 
     def _after_backward(self, event: Backward) -> None:
-        # Of sharded parameters the run shows no gradients of single ranks: their mean is judged alone.
+        # For sharded parameters the run shows no gradients of single ranks: only their mean is judged.
         for name in dict.fromkeys([] if self.twin.sharded else [*event.local, *self._local]):
             pairs = zip(event.local.get(name, []), self._local.get(name, []), strict=False)
             self.report.counts["gradients"] += 1
@@ -334,21 +334,21 @@ class Replayer:
                 self._differs("local computation", name, its, digest(gradient), "(accumulated gradient)")
 
     def _note_zeroing(self, event: Backward) -> None:
-        """Gradients that did not add up between two steps, and those that add up beyond a step."""
+        """Note gradients that did not add up between two steps, and those that add up beyond a step."""
         first, self._is_first_pass = self._is_first_pass, False
         grads = self._of_run if self.twin.sharded else {name: p.grad for name, p in self._parameters.items()}
         left = {name for name, its in grads.items() if its is not None and its.any() and its.isfinite().all()}
         if first:
             self._kept = left - {*event.fresh}
         elif lost := sorted(left & {*event.fresh}):
-            known = self.twin.loss_gradient is not None  # then the trainer alone decides when they begin anew
+            known = self.twin.loss_gradient is not None  # the trainer then decides when gradients begin anew
             what = "between accumulated batches" if known else "before a step has used it"
             self.report.note(f"the gradient of {lost[0]} is zeroed {what}" + (f": {TAKEN}" if known else ""))
 
     # Exchange
 
     def _exchange(self, name: str, real: Any, group: Any, *args: Any, **kwargs: Any) -> Done:
-        """In place of a collective: what this rank sends is compared, what it received is received again."""
+        """Stand in for a collective: compare what this rank sends, and let it receive the same as in the run."""
         if not self._exchanges or self._exchanges[0].name != name:
             raise UnjudgeableError(f"ranks exchange data by {name} in the replay, where the run did not")
         its = self._exchanges.popleft()
@@ -363,7 +363,7 @@ class Replayer:
         return Done()
 
     def _judge_exchanges(self, of_ranks: Mapping[int, Sequence[Exchange]]) -> None:
-        """What ranks received, given what all of them sent."""
+        """Judge the tensors that ranks received, given those that all of them sent."""
         self._rank = -1
         for group in dict.fromkeys(tuple(its.group) for exchanges in of_ranks.values() for its in exchanges):
             its = [[one for one in of_ranks[rank] if tuple(one.group) == group] for rank in group]
@@ -377,7 +377,7 @@ class Replayer:
     # Reduction
 
     def _reduced(self, event: Backward) -> None:
-        """Add this rank's gradients to the exact mean, and go on with those of the run."""
+        """Add this rank's gradients to the exact mean, and go on with the gradients of the run."""
         place, first = self._next_shared(Backward)
         mine = {name: self._parameters[name].grad for name in event.grads}
         num_replicas = self.record.num_ranks // self.twin.model_parallel_size
@@ -405,7 +405,7 @@ class Replayer:
         for place, mean in self._means.items():
             event = self._of_rank_0[place]
             assert isinstance(event, Backward)
-            # Of a gradient that is wrong locally it is not known what the mean is of.
+            # A gradient that is wrong locally has no known mean.
             judged = {name: value for name, value in event.values.items() if name not in self._wrong_locally}
             if self.twin.hook:
                 self._note_hook(mean.compared(judged))
@@ -426,7 +426,7 @@ class Replayer:
 
     def _note_hook(self, compared: tuple[float, float]) -> None:
         factor, rest = compared
-        # What compression changes is small beside what a wrong divisor changes.
+        # Compression changes little beside a wrong divisor.
         is_scaled = abs(factor - 1) > max(10 * rest, 1e-3)
         how = f"as {factor:.3g} times" if is_scaled else f"{100 * rest:.2g} % away from"
         self.report.note(f"gradients leave the communication hook {self.twin.hook} {how} their mean: {TAKEN}")
@@ -434,7 +434,7 @@ class Replayer:
     # Optimizer
 
     def step_inside(self, optimizer: Optimizer) -> None:
-        """In place of a step that `training_step` makes by itself."""
+        """Stand in for a step that `training_step` makes by itself."""
         event = self._expected(Step)
         if self.twin.optimizers[event.optimizer] is not optimizer:
             raise UnjudgeableError("training_step calls its optimizers in another order in the replay")
@@ -483,7 +483,7 @@ class Replayer:
         return unlike or any(wrong)
 
     def _how(self, step: Step) -> str:
-        """What a script has done to the gradients of a step, as far as a factor tells."""
+        """Words for the change that a script has made to the gradients of a step, as far as a factor tells."""
         factors = []
         for name in step.grads:
             before = self._parameters[name].grad
@@ -500,10 +500,10 @@ class Replayer:
         return "by one factor, as by clipping"
 
     def _is_scaled_alike(self, gradient: Tensor | None, first: Step, name: str) -> bool:
-        """Whether a gradient was clipped by the norm of all, whose n squares the ranks that share it add otherwise.
+        """Whether a gradient differs from the run's by no more than clipping by the norm of all gradients explains.
 
-        A sum of n rounded numbers is rarely more than a few sqrt(n) u off: N. Higham and T. Mary, A new approach to
-        probabilistic rounding error analysis, 2019.
+        Ranks that share the gradient add the n squares in a different order. A sum of n rounded numbers is rarely more
+        than a few sqrt(n) u off: N. Higham and T. Mary, A new approach to probabilistic rounding error analysis, 2019.
         """
         if not (self.twin.sharded or self.twin.model_parallel_size > 1) or gradient is None:
             return False
@@ -514,7 +514,7 @@ class Replayer:
     # Helpers
 
     def _next_shared(self, kind: type[Any]) -> tuple[int, Any]:
-        """The event of rank 0 that this one belongs to: all ranks make the same reductions and steps."""
+        """The next event of rank 0, to which this one belongs: all ranks make the same reductions and steps."""
         place, self._shared = self._shared, self._shared + 1
         event = self._of_rank_0[place] if place < len(self._of_rank_0) else None
         if not isinstance(event, kind):

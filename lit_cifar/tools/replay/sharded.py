@@ -15,7 +15,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that is divided over ranks, all of which must call this; any other tensor as it is."""
+    """Gather a tensor that is divided over ranks, all of which must call this; return any other tensor as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
@@ -43,7 +43,7 @@ def what_is_not_replayed(module: nn.Module, *, autocast: bool) -> Iterator[str]:
 def _is_that_of_autocast(policy: Any, device_type: str | None) -> bool:
     """Whether layers compute in the types of autocast, or of their parameters, and ranks add in that of parameters.
 
-    `device_type` is that for which autocast is on; None without it.
+    `device_type` is the one for which autocast is on; None without autocast.
     """
     if policy.param_dtype is None or device_type is None:
         return policy.param_dtype is None
@@ -65,7 +65,7 @@ def whole_copy(module: Module, memo: dict[int, Any]) -> Module:
     """A copy with whole parameters that one process can train; every rank must call this.
 
     FSDP's modules refuse `copy.deepcopy`, so they and those that hold them are copied here; all others know best how
-    they are copied. `memo` is as of `copy.deepcopy`: the copies of parameters are in it.
+    they are copied. `memo` is an argument of `copy.deepcopy`; it gets the copies of parameters.
     """
     parts = [part for part in module.modules() if any(isinstance(its, FSDPModule) for its in part.modules())]
     for part in parts:

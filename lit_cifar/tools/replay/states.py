@@ -1,4 +1,4 @@
-"""What a training holds: whether its ranks end with one model, and a resumed one goes on from its checkpoint."""
+"""Checks that the ranks of a training end with one model, and that a resumed one goes on from its checkpoint."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -12,8 +12,8 @@ from lit_cifar.tools.replay.digests import Digest, digest
 from lit_cifar.tools.replay.recording import names_of, state_digests
 from lit_cifar.tools.replay.verdict import Finding, Report
 
-KEY = "lit_cifar.replay"  # in a checkpoint
-States: TypeAlias = dict[str, tuple[int, float]]  # of `Digest`s, in types that a checkpoint may hold
+KEY = "lit_cifar.replay"  # entry of a checkpoint
+States: TypeAlias = dict[str, tuple[int, float]]  # `Digest`s, in types that a checkpoint may hold
 
 
 def gathered(value: Any) -> list[Any]:
@@ -31,7 +31,7 @@ def are_replicas(model: Any) -> bool:
 
 
 def compare_replicas(report: Report, module: nn.Module) -> None:
-    """All ranks must call this; rank 0 gets the findings."""
+    """Compare parameters at the end. All ranks must call this; rank 0 gets the findings."""
     if of_ranks := gathered({name: digest(parameter) for name, parameter in module.named_parameters()}):
         judge_replicas(report, of_ranks)
 
@@ -48,7 +48,7 @@ def judge_replicas(report: Report, of_ranks: Sequence[Mapping[str, Digest]]) -> 
 
 
 def states_of(trainer: pl.Trainer) -> States:
-    """Digests of what a training goes on from: values, states and settings of optimizers and schedules, counters."""
+    """Digests of a training's state: parameters, buffers, states and settings of optimizers and schedules, counters."""
     module, optimizers = trainer.lightning_module, trainer.optimizers
     names = names_of(module, optimizers)
     found = {name: digest(parameter) for parameter, name in names.items()}
@@ -71,13 +71,13 @@ def weights_of(module: nn.Module) -> dict[str, int]:
 
 
 def loaded_weights(module: nn.Module, state: Mapping[str, Any]) -> dict[str, int]:
-    """What they are when `module` has loaded that, in its own dtype; of those that are in `state` by the same name."""
+    """Digests of the weights in `state` that `module` has by the same name, in the module's dtypes."""
     own = {name: its for name, its in module.named_parameters() if name in state and state[name].shape == its.shape}
     return {name: digest(state[name].to(its.dtype)).bits for name, its in own.items()}
 
 
 def _kept_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those that a checkpoint holds."""
+    """The buffers that a checkpoint holds."""
     for path, its in module.named_modules():
         for name, buffer in its.named_buffers(recurse=False):
             if name not in its._non_persistent_buffers_set:
@@ -85,14 +85,14 @@ def _kept_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether two that are equal are written alike: an object's `repr` may have its address."""
+    """Whether equal values have equal `repr`: that of an object may contain its address."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str | Tensor)
 
 
 def differences(saved: Mapping[str, tuple[int, float]], now: States) -> Iterator[tuple[str, str]]:
-    """Name, and what is wrong with it."""
+    """Names, and their differences in words."""
     for name, its in saved.items():
         before = Digest(*its)
         if name not in now:
@@ -105,7 +105,7 @@ def differences(saved: Mapping[str, tuple[int, float]], now: States) -> Iterator
 
 
 def compare_resumed(report: Report, saved: Mapping[str, tuple[int, float]], trainer: pl.Trainer) -> None:
-    """All ranks must call this; rank 0 gets the findings."""
+    """Compare a resumed training with its checkpoint. All ranks must call this; rank 0 gets the findings."""
     now = states_of(trainer)
     report.counts["states"] = len(now)
     for rank, its in enumerate(gathered([*differences(saved, now)])):

@@ -1,4 +1,4 @@
-"""The batches of a step: who read what, with which random numbers, and whether the step is that of one joined batch."""
+"""The batches of a step: their readers, their random numbers, and whether the step is that of one joined batch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,15 +12,15 @@ from lit_cifar.tools.replay.digests import Surroundings, digest
 from lit_cifar.tools.replay.events import Call
 from lit_cifar.tools.replay.verdict import Finding, Report
 
-Generators: TypeAlias = tuple[int, ...]  # a digest of the state of each
+Generators: TypeAlias = tuple[int, ...]  # digests of their states
 _TOO_FEW = "whether ranks read the same, as batches hold too few values"
-_ENOUGH = 16  # values of a sample: fewer are easily equal by chance
-# Half of the digits of float32, in which a module may compute parts whatever it is given, as by `.float()`.
+_ENOUGH = 16  # fewest values of a sample: fewer are easily equal by chance
+# Half of the digits of float32, in which a module may compute parts whatever its input, such as by `.float()`.
 _BOUND = torch.finfo(torch.float32).eps ** 0.5
 
 
 def judge_batches(report: Report, step: int, calls: Mapping[int, Sequence[Call]]) -> None:
-    """The same samples on several ranks, and batches of different sizes; `calls` by rank."""
+    """Judge samples that several ranks read, and batches of different sizes; `calls` are by rank."""
     readers: dict[int, set[int]] = {}
     sizes = []
     samples = {rank: [sample for call in its for sample in sample_digests(call.inputs)] for rank, its in calls.items()}
@@ -48,7 +48,7 @@ def judge_batches(report: Report, step: int, calls: Mapping[int, Sequence[Call]]
 
 
 def judge_draws(report: Report, draws: Mapping[int, Sequence[Surroundings]], module: nn.Module) -> None:
-    """Random numbers that several ranks have drawn alike; `draws`: the generators of calls that used them, by rank."""
+    """Note random numbers that several ranks have drawn alike; `draws` are the generators of calls, by rank."""
     first = draws.get(0, [])
     has_dropout = any("Dropout" in type(its).__name__ for its in module.modules())
     so = ", so dropout has the same masks on them" if has_dropout else " inside their steps"
@@ -58,10 +58,10 @@ def judge_draws(report: Report, draws: Mapping[int, Sequence[Surroundings]], mod
 
 
 def judge_draws_between(report: Report, generators: Mapping[int, Sequence[tuple[Generators, Generators]]]) -> None:
-    """The same of what is drawn between steps, as by augmentation in the process itself.
+    """Note random numbers that several ranks draw alike between steps, such as by augmentation in the process itself.
 
-    `generators`: by rank, digests of their states at the beginning and at the end of each call of an epoch.
-    A loader draws a number too, when an epoch begins: only what is drawn before each of these steps is judged.
+    `generators` are digests of their states at the beginning and at the end of each call of an epoch, by rank. A loader
+    draws a number too, when an epoch begins: only draws before each of these steps are judged.
     """
     for rank, its in generators.items():
         for kind in range(len(its[0][0])):
@@ -72,7 +72,7 @@ def judge_draws_between(report: Report, generators: Mapping[int, Sequence[tuple[
 
 
 def batch_digest(call: Call) -> int:
-    """Of all that a call gets; 0 if that is too little to tell it from others."""
+    """Digest of a call's inputs; 0 if these are too few to tell them from others."""
     leaves = [leaf for leaf in tree_leaves(call.inputs) if isinstance(leaf, Tensor)]
     is_much = sum(torch.unique(leaf).numel() for leaf in leaves) >= _ENOUGH
     return hash(tuple(digest(leaf).bits for leaf in leaves)) if is_much else 0
@@ -93,13 +93,13 @@ def sample_digests(inputs: Any) -> Iterator[int]:
 class JoinedBatch:
     """Compares the mean of the gradients of a step's batches with the gradient of one batch that holds them all.
 
-    Both are computed in float64 and without autocast, so it is about mathematics and not about precision; and without
-    dropout and statistics of batches, which nobody expects to be equal. Each is computed by a copy of its own, so it
-    leaves nothing behind. Where a batch cannot be joined, random numbers are drawn, or a stranger's code raises an
-    error, nothing is said.
+    Both are computed in float64 and without autocast, so that precision plays no part; and without dropout and
+    statistics of batches, which nobody expects to be equal. Each is computed by a copy of its own, so nothing is left
+    behind. Nothing is reported where a batch cannot be joined, random numbers are drawn, or a stranger's code raises an
+    error.
 
     Args:
-        copied: Makes a copy of a LightningModule that logs nothing.
+        copied: A function that copies a LightningModule, so that the copy logs nothing.
     """
 
     def __init__(self, copied: Callable[[Any], Any], device: torch.device) -> None:
@@ -108,13 +108,13 @@ class JoinedBatch:
         self._has_begun = False
 
     def begin(self, module: nn.Module) -> None:
-        """To be called before the first call of a step, with what it begins with; later ones do nothing."""
+        """Copy `module` as it is before the first call of a step; later calls do nothing."""
         if self._has_begun:
             return
         self._has_begun = True
         try:
             its = self._copied(module).double()
-        except Exception:  # as of too little memory
+        except Exception:  # such as too little memory
             return
         for layer in its.modules():
             is_random = "Drop" in type(layer).__name__ or isinstance(layer, nn.MultiheadAttention)
@@ -123,7 +123,7 @@ class JoinedBatch:
         self._module = its
 
     def note(self, calls: Mapping[int, Sequence[Call]]) -> str:
-        """What there is to say after that step, an empty text if nothing is; `calls` by rank."""
+        """A note if the gradients of the step differ, otherwise an empty text; `calls` are by rank."""
         its = [call for of_rank in calls.values() for call in of_rank]
         try:
             return self._compared(its) if self._module is not None and len(its) > 1 else ""
@@ -163,7 +163,7 @@ class JoinedBatch:
 
 
 def joined(batches: Sequence[Any]) -> Any:
-    """One batch; an error where their tensors are not divided by samples, or what is no tensor differs."""
+    """Join batches. Raise an error where tensors are not divided by samples, or other values differ."""
     flat = [tree_flatten(batch) for batch in batches]
     if any(spec != flat[0][1] for _, spec in flat):
         raise ValueError("the batches hold unlike numbers of things")
@@ -179,7 +179,7 @@ def _joined(leaves: Sequence[Any]) -> Any:
 
 
 def _size(batch: Any) -> int:
-    """How many samples, or whatever its tensors are divided into."""
+    """Number of samples, or of whatever the batch's tensors are divided into."""
     (size,) = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
     return size
 

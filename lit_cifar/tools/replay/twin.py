@@ -1,4 +1,4 @@
-"""A copy of a module and its optimizers, that one process can train by itself."""
+"""A copy of a module and its optimizers that one process can train by itself."""
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,20 +27,20 @@ class Twin:
     module: nn.Module
     optimizers: list[Optimizer]
     call: Callable[..., Any]
-    sharded: bool = False  # in the run
-    may_be_part: bool = False  # nothing says that ranks should hold the same parameters
-    hook: str = ""  # the name of a communication hook, by which ranks average gradients in a way of its own
-    is_joined: bool = False  # in a `join()`, where ranks may have unlike numbers of batches
-    model_parallel_size: int = 1  # so many ranks of the run hold a replica together
-    # What the trainer does between backward pass and step, as clipping; None if a script does it, which is not known.
+    sharded: bool = False  # whether the run's module is sharded
+    may_be_part: bool = False  # whether ranks may hold different parts of a model
+    hook: str = ""  # name of a communication hook, which averages gradients in its own way
+    is_joined: bool = False  # whether it is in a `join()`, where ranks may have unlike numbers of batches
+    model_parallel_size: int = 1  # number of ranks of the run that hold a replica together
+    # The trainer's work between backward pass and step, such as clipping; None for a script, whose work is not known.
     before_step: Callable[[Optimizer], None] | None = None
-    loss_gradient: Callable[[], float] | None = None  # with which a backward pass begins, where that is known
+    loss_gradient: Callable[[], float] | None = None  # gradient at which a backward pass begins, where it is known
     progress: Callable[[dict[str, Any]], None] = lambda progress: None
-    own: Collection[Key] = ()  # attributes in which it is not as the run's module
+    own: Collection[Key] = ()  # attributes in which it differs from the run's module
 
     @torch.no_grad()
     def begin(self, start: Start) -> None:
-        """With what another rank has held."""
+        """Take the values that another rank begins with."""
         for parameter, name in names_of(self.module, self.optimizers).items():
             if name in start.values:
                 parameter.copy_(start.values[name])
@@ -54,7 +54,7 @@ class Twin:
 def fill(
     module: nn.Module, *, buffers: Mapping[str, Tensor], attributes: Attributes, but: Collection[Key] = ()
 ) -> None:
-    """With what another process had, `but` these attributes; `UnjudgeableError` if something has no place."""
+    """Set another process's values, `but` these attributes. Raise an `UnjudgeableError` if one has no place."""
     try:
         attributes.fill(module, but=but)
     except KeyError as error:
@@ -67,7 +67,7 @@ def fill(
 
 
 def what_cannot_be_judged(module: nn.Module, *, autocast: bool) -> list[str]:
-    """Reasons; `autocast`: whether the module computes under it."""
+    """Reasons why `module` cannot be judged; `autocast` tells whether it computes under autocast."""
     reasons = [*what_is_not_replayed(module, autocast=autocast)]
     if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in module.parameters()):
         reasons.append("a lazy layer has no parameters yet")
@@ -75,31 +75,31 @@ def what_cannot_be_judged(module: nn.Module, *, autocast: bool) -> list[str]:
 
 
 def communication_hook(model: Any) -> str:
-    """The name of that by which `DistributedDataParallel` averages gradients, empty without one."""
+    """The name of the hook by which `DistributedDataParallel` averages gradients, empty without one."""
     return " and ".join(getattr(hook, "__name__", str(hook)) for hook, _ in getattr(model, "_comm_hooks", ()))
 
 
 def twin_of(module: Module, optimizers: Sequence[Optimizer]) -> tuple[Module, list[Optimizer]]:
-    """Copies whose parameters are one another's as those of the originals are; `UnjudgeableError` if that cannot be.
+    """Copy a module and its optimizers, so that the copied optimizers hold the copy's parameters.
 
-    Of a sharded module every rank must call this.
+    Raise an `UnjudgeableError` if they cannot be copied. For a sharded module every rank must call this.
     """
     memo: dict[int, Any] = {id(group): group for group in process_groups()}  # which cannot be copied
     try:
         its = whole_copy(module, memo) if is_sharded(module) else copy.deepcopy(module, memo)
         copies = [_optimizer_copy(optimizer, memo) for optimizer in optimizers]
-    except Exception as error:  # of a stranger's code
+    except Exception as error:  # a stranger's code may raise anything
         raise UnjudgeableError(f"{type(module).__name__} cannot be copied: {error}") from error
     names = {name: parameter for parameter, name in names_of(module, optimizers).items()}
     for parameter, name in names_of(its, copies).items():
-        # What torch does not copy: a stranger's hooks, and gradients that are there already.
+        # torch does not copy a stranger's hooks, nor existing gradients.
         parameter._backward_hooks = copy.copy(names[name]._backward_hooks)
         parameter.grad = None if (gradient := names[name].grad) is None else whole(gradient).clone()
     return its, copies
 
 
 def _optimizer_copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """With all its attributes; `step` may be wrapped by a schedule, and hooks belong to the original."""
+    """Copy all attributes of an optimizer but `step`, which a schedule may wrap, and hooks."""
     its = object.__new__(type(optimizer))
     own = {name: value for name, value in vars(optimizer).items() if name != "step" and not name.endswith("_hooks")}
     vars(its).update({name: copy.deepcopy(value, memo) for name, value in own.items()})
@@ -110,7 +110,7 @@ def _optimizer_copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
 
 
 class TwinState:
-    """What a segment begins with."""
+    """The values at the beginning of a segment."""
 
     def __init__(self, twin: Twin) -> None:
         self._twin = twin
@@ -120,7 +120,7 @@ class TwinState:
         self._states = [self._copied(optimizer.state) for optimizer in twin.optimizers]
 
     def _copied(self, state: Any) -> Any:
-        """Its keys are the parameters themselves."""
+        """Copy a state, whose keys are the parameters themselves."""
         return copy.deepcopy(state, {id(its): its for its in self._parameters})
 
     @torch.no_grad()
@@ -135,9 +135,9 @@ class TwinState:
 
 @contextmanager
 def one_process(exchange: Handler, rank: Callable[[], int]) -> Iterator[None]:
-    """Without other ranks, which wait for this one: `exchange` answers in their place, to what has the rank `rank()`.
+    """Return a context without other ranks, which wait for this one: `exchange` answers in their place.
 
-    Everything that a replay touches is put back.
+    This process has the rank `rank()` meanwhile. All generators and settings that a replay touches are put back.
     """
     devices = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     own = [Surroundings.now(device) for device in (*devices, torch.device("cpu"))]

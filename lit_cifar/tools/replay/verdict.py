@@ -1,4 +1,4 @@
-"""What a replay has judged and found, as text and as JSON."""
+"""The findings and counts of a replay, as text and as JSON."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -20,7 +20,7 @@ COMPARED = (
     "states",
     "metrics",
 )
-_SHOWN = 5  # findings
+_SHOWN = 5  # most findings that are shown
 TAKEN = "taken as it is"  # the end of a note on what a replay follows without judging it
 
 
@@ -29,11 +29,11 @@ class Finding:
     """A place where the run did not do what one device would."""
 
     part: Part
-    step: int  # optimizer steps before it
-    rank: int | None  # None: of all
+    step: int  # number of optimizer steps before it
+    rank: int | None  # None for all ranks
     tensor: str
     text: str
-    epoch: int | None = None  # instead of a step
+    epoch: int | None = None  # stands in place of a step
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else f", rank {self.rank}"
@@ -43,32 +43,32 @@ class Finding:
 
 @dataclass
 class Report:
-    """The replay of some steps; or, with a `subject`, what was seen of an epoch or of a checkpoint."""
+    """Report on a replay of some steps; or, with a `subject`, on an epoch or a checkpoint."""
 
     strategy: str
     num_ranks: int
     precision: str
     first_step: int
     subject: str = ""
-    num_steps: int = 0  # that were judged
+    num_steps: int = 0  # number of steps that were judged
     findings: list[Finding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # true, and no mistake
+    notes: list[str] = field(default_factory=list)  # observations that are no mistakes
     abstained: list[str] = field(default_factory=list)  # reasons why something was not judged
-    not_looked_at: list[str] = field(default_factory=list)  # what other ways to start it judge too
+    not_looked_at: list[str] = field(default_factory=list)  # subjects that other ways to start a replay judge too
     error: str | None = None
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COMPARED, 0))
-    largest_share: float = 0.0  # of the bound, by a gradient averaged over ranks
+    largest_share: float = 0.0  # largest share of the bound that an averaged gradient takes
     seconds: float = 0.0
-    mebibytes: float = 0.0  # of the record on the disk
+    mebibytes: float = 0.0  # size of the record on the disk
 
     def note(self, text: str) -> None:
-        """Say it once."""
+        """Add a note, once."""
         if text not in self.notes:
             self.notes.append(text)
 
     @property
     def outcome(self) -> Outcome:
-        """A pass only if every part was judged that was looked at."""
+        """The outcome; a pass only if every part that was looked at was judged."""
         if self.error is not None:
             return "error"
         if self.findings:
@@ -76,7 +76,7 @@ class Report:
         return "abstain" if self.abstained or not any(self.counts.values()) else "pass"
 
     def lines(self) -> Iterator[str]:
-        """What was judged, a line for each part; then the first findings."""
+        """A line for each part that was judged; then the first findings."""
         of = self.subject or f"replay of {self.num_steps} steps from step {self.first_step}"
         ranks = "1 process" if self.num_ranks == 1 else f"{self.num_ranks} processes"
         yield f"{of}, {self.strategy} on {ranks}, {self.precision}: {self.outcome.upper()}"
@@ -85,7 +85,7 @@ class Report:
         yield from (f"  not judged: {reason}" for reason in self.abstained)
         yield from (f"  not looked at: {what}" for what in self.not_looked_at)
         first = {(its.part, its.rank, its.tensor, its.text): its for its in reversed(self.findings)}
-        findings = [its for its in self.findings if its in first.values()]  # once, where it is first so
+        findings = [its for its in self.findings if its in first.values()]  # each once, at its first step
         yield from (f"  {finding}" for finding in findings[:_SHOWN])
         if len(findings) > _SHOWN:
             yield f"  and {len(findings) - _SHOWN} more findings"
