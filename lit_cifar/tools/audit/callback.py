@@ -119,7 +119,7 @@ class ReplicaAudit(Callback):
         good = "checkpoints that were written until then are good: go on from the newest of them"
         message = "\n".join([f"{what}; after step {equal} they were equal", *map(str, found[:_MAX_LINES]), *more, good])
         if self.exclude:
-            for rank in {rank for its in found if its.num_others for rank in its.ranks}:
+            for rank in {rank for difference in found if difference.num_others for rank in difference.ranks}:
                 exclude(rank)
         if self.stop:
             raise ReplicaAuditError(message)

@@ -47,8 +47,8 @@ def why_not_repeated(trainer: Trainer) -> str:
         return "a GPU may add in another order each time: pass deterministic=True to the trainer"
     if any("Sync" in type(layer).__name__ and isinstance(layer, _BatchNorm) for layer in module.modules()):
         return "synchronised BatchNorm exchanges data inside of a step"
-    its: list[Any] = [strategy, *trainer.callbacks]  # type: ignore[attr-defined]
-    reasons = [getattr(one, "not_replayed", "") for one in its]
+    asked: list[Any] = [strategy, *trainer.callbacks]  # type: ignore[attr-defined]
+    reasons = [getattr(one, "not_replayed", "") for one in asked]
     reasons += what_cannot_be_judged(module, autocast="mixed" in str(trainer.precision))
     return next(filter(None, reasons), "")
 
@@ -146,8 +146,8 @@ class NeighborAudit:
     def _compared(self, own: Computation, sent: bytes) -> tuple[str, list[int]]:
         """The reason why this rank cannot repeat a computation, and the ranks from whose gradients its own differ."""
         try:
-            its = _from_bytes(sent, self.device)
-            return "", [its.rank] * (self._twin.repeat(its) != _numbers(its.gradients))
+            computation = _from_bytes(sent, self.device)
+            return "", [computation.rank] * (self._twin.repeat(computation) != _numbers(computation.gradients))
         except Exception as error:  # of a stranger's code: the training goes on
             return f"{type(error).__name__}: {error}".splitlines()[0], []
 
@@ -155,29 +155,29 @@ class NeighborAudit:
         """Let all ranks repeat their own batches, and then those whose gradients were not the same twice."""
         first, again = _numbers(own.gradients), [self._repeated(own) for _ in range(2)]
         of_own = _of_all((first, again))
-        unable = [rank for rank, (its, others) in enumerate(of_own) if others != [its, its]]
-        if len(unable) > 1 or any(its != others[0] for _, others in of_own for its in others):
+        unable = [rank for rank, (once, others) in enumerate(of_own) if others != [once, once]]
+        if len(unable) > 1 or any(repeat != others[0] for _, others in of_own for repeat in others):
             return [], f"rank {unable[0]} gets other gradients when it repeats its own batch"
         found: list[Difference] = []
         for suspect in unable or suspects[:_MOST_SUSPECTS]:
             sent = [_to_bytes(own) if suspect == own.rank else b""]
             dist.broadcast_object_list(sent, src=suspect)
-            its = _from_bytes(sent[0], self.device)
-            of_ranks = _of_all(first if suspect == own.rank else self._repeated(its))
+            other = _from_bytes(sent[0], self.device)
+            of_ranks = _of_all(first if suspect == own.rank else self._repeated(other))
             ranks = [*range(len(of_ranks))]
             if len(ranks) == 2 and unable:  # the suspect may have been wrong once: its repeat is the third result
                 ranks, of_ranks = [*ranks, suspect], [*of_ranks, of_own[suspect][1][0]]
-            if its.attributes.unknown and not _are_alike(of_ranks):
-                return [], f"{its.attributes.unknown[0]} of the module cannot be sent to another rank, and may differ"
+            if other.attributes.unknown and not _are_alike(of_ranks):
+                return [], f"{other.attributes.unknown[0]} of the module cannot be sent to another rank, and may differ"
             if (alone := who_stands_alone(of_ranks)) is None or (unable and alone != unable):
                 return [], "no majority gets the same, so a rank computes wrongly, or a step depends on its rank"
             found += unlike(ranks, of_ranks)
         return [*dict.fromkeys(found)], ""
 
-    def _repeated(self, its: Computation) -> Digests:
+    def _repeated(self, computation: Computation) -> Digests:
         """The gradients of a repeat; empty if the code cannot be repeated after all."""
         try:
-            return self._twin.repeat(its)
+            return self._twin.repeat(computation)
         except Exception:  # of a stranger's code
             return {}
 
@@ -188,7 +188,7 @@ def who_stands_alone(of_ranks: Sequence[Digests]) -> list[int] | None:
     Ranks that agree with one another and not with the majority are no fault of a processor: they compute by a different
     rule, or on processors of a different kind.
     """
-    values = [frozenset(its.items()) for its in of_ranks]
+    values = [frozenset(digests.items()) for digests in of_ranks]
     counted = Counter(values)
     common, number = counted.most_common(1)[0]
     others = [place for place, value in enumerate(values) if value != common]
@@ -197,7 +197,7 @@ def who_stands_alone(of_ranks: Sequence[Digests]) -> list[int] | None:
 
 
 def _are_alike(of_ranks: Sequence[Digests]) -> bool:
-    return all(its == of_ranks[0] for its in of_ranks)
+    return all(digests == of_ranks[0] for digests in of_ranks)
 
 
 def _of_all(value: Any) -> list[Any]:
@@ -227,25 +227,25 @@ class _Twin:
             alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
             aliases[parameter] = memo[id(parameter)] = alias
         self._copy = copy.deepcopy(self.module, memo)
-        self._view = TrainerView(self.trainer, [_without_steps(its, aliases) for its in self.trainer.optimizers])
+        self._view = TrainerView(self.trainer, [_without_steps(one, aliases) for one in self.trainer.optimizers])
         detach(self._copy, self._view, self)
 
-    def repeat(self, its: Computation) -> Digests:
+    def repeat(self, computation: Computation) -> Digests:
         """Repeat a computation. Return the digests of the gradients that this rank computes."""
-        fill(self._copy, buffers=its.buffers, attributes=its.attributes)
+        fill(self._copy, buffers=computation.buffers, attributes=computation.attributes)
         for parameter, alias in zip(self.module.parameters(), self._copy.parameters(), strict=True):
             alias._backward_hooks = copy.copy(parameter._backward_hooks)
         found: dict[str, Tensor] = {}
         handles = [*_observed(self._copy, found), *self._forgotten()]
         states = step_states(self.trainer)
-        self._view.follow(its.progress)
-        args, kwargs = tree_map(fresh_copy, its.inputs)
+        self._view.follow(computation.progress)
+        args, kwargs = tree_map(fresh_copy, computation.inputs)
         try:
-            with one_process(_refused, lambda: its.rank):
-                with its.surroundings.entered(self.trainer.strategy.root_device):
+            with one_process(_refused, lambda: computation.rank):
+                with computation.surroundings.entered(self.trainer.strategy.root_device):
                     outputs = self._copy.training_step(*args, **kwargs)
                 loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
-                loss.backward(its.loss_gradient)
+                loss.backward(computation.loss_gradient)
         except _BackwardEnded:
             pass
         finally:
@@ -257,7 +257,7 @@ class _Twin:
     def _forgotten(self) -> Any:
         for parameter in self._copy.parameters():
             if parameter.requires_grad:
-                yield parameter.register_post_accumulate_grad_hook(lambda its: setattr(its, "grad", None))
+                yield parameter.register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", None))
 
     def backward_inside(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Stand in for `manual_backward`, and end the step: its first backward pass is compared."""
@@ -278,10 +278,10 @@ def _refused(name: str, *_: Any, **__: Any) -> Any:
 
 def _without_steps(optimizer: Optimizer, aliases: Mapping[Tensor, nn.Parameter]) -> Optimizer:
     """A read-only copy of an optimizer, on which a module's calls in a step change nothing."""
-    its: Optimizer = object.__new__(type(optimizer))
+    copied: Optimizer = object.__new__(type(optimizer))
     groups = [{**group, "params": [aliases.get(p, p) for p in group["params"]]} for group in optimizer.param_groups]
-    vars(its).update(vars(optimizer), param_groups=groups, state={}, zero_grad=lambda set_to_none=True: None)
-    return its
+    vars(copied).update(vars(optimizer), param_groups=groups, state={}, zero_grad=lambda set_to_none=True: None)
+    return copied
 
 
 def _observed(module: nn.Module, found: dict[str, Tensor]) -> Any:
@@ -301,11 +301,11 @@ def _numbers(digests: Mapping[str, Tensor]) -> Digests:
     return dict(zip(digests, torch.stack([*digests.values()]).tolist(), strict=True))
 
 
-def _to_bytes(its: Computation) -> bytes:
+def _to_bytes(computation: Computation) -> bytes:
     """A computation as bytes; empty if it cannot be sent."""
     file = io.BytesIO()
     try:
-        torch.save(its, file)
+        torch.save(computation, file)
     except Exception:  # of a stranger's class
         return b""
     return file.getvalue()
@@ -315,8 +315,8 @@ def _from_bytes(sent: bytes, device: torch.device) -> Computation:
     """Load a computation. Batches may hold any objects; a rank of this very run has sent them."""
     if not sent:
         raise ValueError("a batch cannot be sent to another process")
-    its: Computation = torch.load(io.BytesIO(sent), map_location=device, weights_only=False)
-    return its
+    computation: Computation = torch.load(io.BytesIO(sent), map_location=device, weights_only=False)
+    return computation
 
 
 def _from_next(own: bytes) -> bytes:

@@ -66,18 +66,18 @@ class Held:
         found = self._found_in_buffers() if self._ignored is None else []
         digests = {name: digest(tensor) for name, tensor in self._tensors()}
         weights = torch.tensor([2 * crc32(name.encode()) + 1 for name in digests], device=self._device)
-        own = (torch.stack([its.to(self._device) for its in digests.values()]) * weights).sum()
+        own = (torch.stack([value.to(self._device) for value in digests.values()]) * weights).sum()
         least = torch.stack([own, ~own])  # the complement of the least complement is the largest
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._group)
         apart = (least[0] != ~least[1]).int()
         if self._group is not dist.group.WORLD:
             dist.all_reduce(apart, op=dist.ReduceOp.MAX)
         if apart.item():
-            found += self._compared({name: its.item() for name, its in digests.items()})
+            found += self._compared({name: value.item() for name, value in digests.items()})
         return found
 
     def _compared(self, digests: dict[str, Any]) -> list[Difference]:
-        found = [its for ranks, of_ranks in self._gathered(digests) for its in unlike(ranks, of_ranks)]
+        found = [difference for ranks, of_ranks in self._gathered(digests) for difference in unlike(ranks, of_ranks)]
         return [*dict.fromkeys(found)]
 
     def _gathered(self, value: Any) -> Iterator[tuple[Sequence[int], list[Any]]]:
@@ -93,9 +93,9 @@ class Held:
         now = {name: digest(buffer).item() for name, buffer in self._buffers()}
         self._ignored = set()
         found = []
-        for ranks, of_ranks in self._gathered({name: (its, its != self._first[name]) for name, its in now.items()}):
+        for ranks, of_ranks in self._gathered({name: (bits, bits != self._first[name]) for name, bits in now.items()}):
             for name in of_ranks[0]:
-                values = [its[name] for its in of_ranks]
+                values = [of_rank[name] for of_rank in of_ranks]
                 if len(set(values)) > 1:
                     self._ignored.add(name)
                     if 2 * sum(changed for _, changed in values) <= len(ranks):
@@ -108,8 +108,8 @@ class Held:
                 yield f"{name} (buffer)", buffer
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        names: dict[Tensor, str] = {its: name for name, its in self._module.named_parameters()}
-        yield from ((name, its) for its, name in names.items() if its not in self._left_out)
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._module.named_parameters()}
+        yield from ((name, parameter) for parameter, name in names.items() if parameter not in self._left_out)
         for optimizer in self._optimizers:
             if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
                 continue  # each rank holds a part
@@ -151,8 +151,8 @@ def _weights(number: int, device: torch.device) -> Tensor:
 def unlike(ranks: Sequence[int], of_ranks: Sequence[Mapping[str, Any]]) -> list[Difference]:
     """Tensors that are not the same on all ranks. Of two ranks that differ nobody can say which is right."""
     found = []
-    for name in dict.fromkeys(name for its in of_ranks for name in its):
-        values = [its.get(name) for its in of_ranks]
+    for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
+        values = [of_rank.get(name) for of_rank in of_ranks]
         (common, number), *others = Counter(values).most_common()
         if not others:
             continue
@@ -166,6 +166,6 @@ def unlike(ranks: Sequence[int], of_ranks: Sequence[Mapping[str, Any]]) -> list[
 
 def _own_statistics(module: nn.Module) -> Iterator[Tensor]:
     """The running statistics of layers that normalise each rank's part of a batch by itself."""
-    for its in module.modules():
-        if isinstance(its, nn.modules.batchnorm._NormBase) and not isinstance(its, nn.SyncBatchNorm):
-            yield from its.buffers(recurse=False)
+    for layer in module.modules():
+        if isinstance(layer, nn.modules.batchnorm._NormBase) and not isinstance(layer, nn.SyncBatchNorm):
+            yield from layer.buffers(recurse=False)

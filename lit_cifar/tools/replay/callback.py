@@ -223,7 +223,7 @@ class Replay(pl.Callback):
         folder = _folder_of(trainer)
         if trainer.is_global_zero:
             try:
-                folder.joinpath(RESULT).write_text(json.dumps([its.as_json() for its in self.reports], indent=1))
+                folder.joinpath(RESULT).write_text(json.dumps([each.as_json() for each in self.reports], indent=1))
             except OSError as error:
                 rank_zero_warn(f"{RESULT} cannot be written: {error}")
         if self.raises and report.outcome == "fail":
@@ -287,7 +287,7 @@ class _Window:
             module.to(device_of(self.module))
             before = dict(vars(module))
             module.use_forward_fn(self.mode.on_one_device(module.network))  # type: ignore[operator,arg-type]
-            self.twin.own = {("", name) for name, its in vars(module).items() if its is not before.get(name)}
+            self.twin.own = {("", name) for name, value in vars(module).items() if value is not before.get(name)}
 
     def _step(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         with self.trainer.precision_plugin.train_step_context():
@@ -336,8 +336,8 @@ def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
     if not mode_of(strategy).is_known:
         report.abstained.append(f"{type(strategy).__name__} is not known here: docs/replay.md lists those that are")
     report.abstained += what_cannot_be_judged(module, autocast="mixed" in str(trainer.precision))
-    its: list[Any] = [strategy, *trainer.callbacks]  # type: ignore[attr-defined]
-    reasons = [getattr(one, "not_replayed", None) for one in its]
+    asked: list[Any] = [strategy, *trainer.callbacks]  # type: ignore[attr-defined]
+    reasons = [getattr(one, "not_replayed", None) for one in asked]
     report.abstained += filter(None, reasons)
     return report
 

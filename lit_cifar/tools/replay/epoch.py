@@ -83,9 +83,9 @@ class ReadIds:
                 if iterator in self._of_iterator:
                     self._of_iterator[iterator].is_whole = True
                 raise
-            its = index if isinstance(index, list) else [index]
-            if all(isinstance(number, int) for number in its):
-                self._reading(iterator).batches.append(its)
+            numbers = index if isinstance(index, list) else [index]
+            if all(isinstance(number, int) for number in numbers):
+                self._reading(iterator).batches.append(numbers)
             return index
 
         self._replaced = patch.object(_BaseDataLoaderIter, "_next_index", next_index)
@@ -109,9 +109,9 @@ class ReadIds:
 
     def reading(self, loader: DataLoader[Any]) -> Reading:
         """All that `loader` has read since `forget`; its workers are asked for more than is trained."""
-        its = Reading(loader._index_sampler, loader.dataset)
-        its.batches = [b for one in self.readings if one.loader_sampler is its.loader_sampler for b in one.batches]
-        return its
+        found = Reading(loader._index_sampler, loader.dataset)
+        found.batches = [b for one in self.readings if one.loader_sampler is found.loader_sampler for b in one.batches]
+        return found
 
     def forget(self, loader: DataLoader[Any]) -> None:
         self.readings = [one for one in self.readings if one.loader_sampler is not loader._index_sampler]
@@ -124,10 +124,10 @@ def judge_epoch(
     """Judge the samples that ranks have read in an epoch; `before` are those of rank 0 in the epoch before."""
     own, num_ranks = of_ranks[0], len(of_ranks)
     is_apart = _are_apart(of_ranks)
-    samples = [[(rank * is_apart, number) for number in its.samples] for rank, its in enumerate(of_ranks)]
-    times = Counter(sample for its in samples for sample in its)
-    subsets = {frozenset(its.subset) for its in of_ranks}
-    num_samples = sum(its.size for its in of_ranks) if is_apart else len(frozenset().union(*subsets)) or own.size
+    samples = [[(rank * is_apart, number) for number in each.samples] for rank, each in enumerate(of_ranks)]
+    times = Counter(sample for each in samples for sample in each)
+    subsets = {frozenset(each.subset) for each in of_ranks}
+    num_samples = sum(each.size for each in of_ranks) if is_apart else len(frozenset().union(*subsets)) or own.size
     shared = _num_shared(samples)
     repeated, left_out = sum(times.values()) - len(times), num_samples - len(times)
     if num_ranks > 1 and shared >= len(times) / 2:
@@ -147,23 +147,23 @@ def judge_epoch(
             _found(report, "the order", "is that of the epoch before: call set_epoch on the sampler")
     elif is_order_of_epoch_0:
         _found(report, "the order", "is that of epoch 0: the sampler was asked for it before set_epoch was called")
-    if len({len(its.samples) for its in of_ranks}) > 1:
-        numbers = ", ".join(str(len(its.samples)) for its in of_ranks)
+    if len({len(each.samples) for each in of_ranks}) > 1:
+        numbers = ", ".join(str(len(each.samples)) for each in of_ranks)
         report.note(f"ranks read {numbers} samples; the mean over ranks weighs the ranks alike")
 
 
 def _are_apart(of_ranks: Sequence[Pass]) -> bool:
     """Whether each rank has a data set of its own, so that one number means different samples."""
-    whole = [its for its in of_ranks if not its.subset]
-    if len({its.size for its in whole}) > 1:
+    whole = [each for each in of_ranks if not each.subset]
+    if len({each.size for each in whole}) > 1:
         return True
-    read_alike = _num_shared([its.samples for its in whole]) >= len({n for its in whole for n in its.samples}) / 2
-    return read_alike and len({its.checksum for its in whole}) > 1
+    read_alike = _num_shared([each.samples for each in whole]) >= len({n for each in whole for n in each.samples}) / 2
+    return read_alike and len({each.checksum for each in whole}) > 1
 
 
 def _num_shared(of_ranks: Sequence[Sequence[Any]]) -> int:
     """Number of samples that several ranks read."""
-    readers = Counter(sample for its in of_ranks for sample in {*its})
+    readers = Counter(sample for samples in of_ranks for sample in {*samples})
     return sum(number > 1 for number in readers.values())
 
 
@@ -199,12 +199,12 @@ def judge_readings(report: Report, readings: Sequence[Reading]) -> None:
     before: dict[int, list[int]] = {}
     passes = gathered([(datasets.index(id(one.dataset)), one.pass_of()) for one in own])
     for number, epoch in enumerate(zip(*passes, strict=False)):
-        of_ranks = [its for _, its in epoch]
+        of_ranks = [of_rank for _, of_rank in epoch]
         dataset = epoch[0][0]
         judged = replace(report, findings=[])
         judge_epoch(judged, of_ranks, before=before.get(dataset, []))
         before[dataset] = of_ranks[0].samples
-        report.findings += [replace(its, epoch=number) for its in judged.findings]
+        report.findings += [replace(finding, epoch=number) for finding in judged.findings]
     if passes and not all(passes):
         report.not_looked_at.append("whole epochs, as no DataLoader was read to its end")
 
@@ -238,10 +238,10 @@ class Epochs:
     def _note_idle_schedules(self) -> None:
         """Note schedules that made no step in the epoch before: manual optimization must step them itself."""
         before, configs = self._schedules, self.trainer.lr_scheduler_configs
-        due = [its.scheduler for its in configs if its.frequency == 1 and not its.reduce_on_plateau]
-        self._schedules = {its: repr(its.state_dict()) for its in due if isinstance(its, LRScheduler)}
+        due = [config.scheduler for config in configs if config.frequency == 1 and not config.reduce_on_plateau]
+        self._schedules = {one: repr(one.state_dict()) for one in due if isinstance(one, LRScheduler)}
         was_whole = 0 < self._num_batches == self.trainer.num_training_batches
-        idle = [its for its, state in self._schedules.items() if was_whole and before.get(its) == state]
+        idle = [one for one, state in self._schedules.items() if was_whole and before.get(one) == state]
         if idle and not self._has_noted_schedules:
             self._has_noted_schedules = True
             report = empty_report(self.trainer, f"schedules of epoch {self.trainer.current_epoch - 1}")
@@ -273,7 +273,7 @@ class Epochs:
             of_ranks = gathered(reading.pass_of(self._num_batches))[:: self._each]
             report = empty_report(self.trainer, f"data of epoch {self.trainer.current_epoch}")
             if of_ranks:
-                report.counts["samples"] = len({sample for its in of_ranks for sample in its.samples})
+                report.counts["samples"] = len({sample for of_rank in of_ranks for sample in of_rank.samples})
                 if type(loader.sampler).__name__ == "DistributedSamplerWrapper" and vars(loader.sampler)["shuffle"]:
                     report.note("Lightning shuffles the order of your sampler: pass use_distributed_sampler=False")
                 first = is_order_of_epoch_0(loader, ids, self.trainer.current_epoch)
@@ -319,10 +319,10 @@ class Epochs:
     def end_evaluation(self) -> None:
         if self.evaluation is None:
             return
-        its, self.evaluation = self.evaluation, None
-        its.close()
+        evaluation, self.evaluation = self.evaluation, None
+        evaluation.close()
         read = gathered(self.evaluated())[:: self._each]
-        of_ranks = gathered(its.seen())[:: self._each]
+        of_ranks = gathered(evaluation.seen())[:: self._each]
         report = empty_report(self.trainer, f"evaluation after step {self.trainer.global_step}")
         if of_ranks:
             judge_evaluation(report, of_ranks, self.trainer.callback_metrics, read, self._offered())

@@ -54,11 +54,11 @@ class Evaluation:
     def seen(self) -> "Seen":
         """The result for this rank, after all batches."""
         kept = [name for name, number in self._updates().items() if number > self._counts.get(name, 0) > 0]
-        return Seen(self.logged, kept, {name: digest(its).bits for name, its in self.module.named_buffers()})
+        return Seen(self.logged, kept, {name: digest(buffer).bits for name, buffer in self.module.named_buffers()})
 
     def _updates(self) -> dict[str, int]:
         """Number of batches that each metric has counted."""
-        return {name: its.update_count for name, its in self.module.named_modules() if isinstance(its, Metric)}
+        return {name: metric.update_count for name, metric in self.module.named_modules() if isinstance(metric, Metric)}
 
     def _log(self, log: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         plain = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
@@ -93,24 +93,24 @@ def judge_evaluation(
     """
     of_ranks = [one.logged for one in seen]
     for name in of_ranks[0]:
-        its = [of_rank[name] for of_rank in of_ranks if name in of_rank]
+        of_name = [of_rank[name] for of_rank in of_ranks if name in of_rank]
         if name not in metrics:
             continue
-        num_samples = sum(one.num_samples for one in its)
-        true, logged = sum(one.total for one in its) / num_samples, float(metrics[name])
-        roundings = max(one.num_batches for one in its) + len(its) + 3
-        bound = gamma(roundings, torch.float32) * sum(one.magnitude for one in its) / num_samples
+        num_samples = sum(one.num_samples for one in of_name)
+        true, logged = sum(one.total for one in of_name) / num_samples, float(metrics[name])
+        roundings = max(one.num_batches for one in of_name) + len(of_name) + 3
+        bound = gamma(roundings, torch.float32) * sum(one.magnitude for one in of_name) / num_samples
         report.counts["samples"] = max(report.counts["samples"], num_samples)
         report.counts["metrics"] += 1
         if not _is_within(logged, true, bound):
-            own = its[0].total / its[0].num_samples
+            own = of_name[0].total / of_name[0].num_samples
             why = "ranks or batches of unequal size weigh alike"
             if _is_within(logged, own, bound):
                 why = "it is that of rank 0's samples alone, pass sync_dist=True"
             text = f"is logged as {logged:.9g}, the mean over all {num_samples} samples is {true:.9g}: {why}"
             report.findings.append(Finding("evaluation", report.first_step, None, name, text))
         num_read = sum(map(len, read))
-        if its[0].is_guessed and 0 < num_read < num_samples:
+        if of_name[0].is_guessed and 0 < num_read < num_samples:
             text = (
                 f"is weighted by batches of {num_samples} samples in all, as Lightning guesses, and {num_read} are read"
             )

@@ -90,7 +90,7 @@ def is_of_parts(name: str, tensors: Sequence[Any], outputs: Collection[Digest]) 
     """Whether parts of a model exchange data so: point to point, or by a broadcast of an output of a call."""
     if name != "broadcast":
         return name in _ONE_BY_ONE
-    return any(its.numel() > 1 and digest(its) in outputs for its in tree_leaves(tensors))
+    return any(tensor.numel() > 1 and digest(tensor) in outputs for tensor in tree_leaves(tensors))
 
 
 def completed(name: str, real: Any, group: Any, *args: Any, **kwargs: Any) -> tuple[Any, Exchange]:
@@ -132,39 +132,39 @@ def problem(exchanges: Sequence[Exchange]) -> str:
     Sums must lie within the bound of `ExactMean`. Tensors that are only moved must be the same bit for bit.
     """
     first = exchanges[0]
-    if len({(its.name, its.option) for its in exchanges}) > 1:
+    if len({(exchange.name, exchange.option) for exchange in exchanges}) > 1:
         return "is not the same collective on all ranks"
     if first.name == "alltoall_base":
         return ""  # parts may have any sizes; the sent tensors are compared
     if first.name == "allreduce" or first.name.endswith(("reduce_scatter", "reduce_scatter_base")):
         return _problem_of_sums(exchanges)
-    received = [_flat(its.received) for its in exchanges]
+    received = [_flat(exchange.received) for exchange in exchanges]
     if "allgather" in first.name:
-        expected = [torch.cat([_flat(its.sent) for its in exchanges])] * len(exchanges)
+        expected = [torch.cat([_flat(exchange.sent) for exchange in exchanges])] * len(exchanges)
     elif first.name == "alltoall":
-        expected = [_flat(parts) for parts in zip(*(its.sent for its in exchanges), strict=True)]
+        expected = [_flat(parts) for parts in zip(*(exchange.sent for exchange in exchanges), strict=True)]
     else:
         root = exchanges[int(first.option)]
         if first.name == "gather":
-            received, expected = [_flat(root.received)], [torch.cat([_flat(its.sent) for its in exchanges])]
+            received, expected = [_flat(root.received)], [torch.cat([_flat(exchange.sent) for exchange in exchanges])]
         elif first.name == "scatter":
             expected = [tensor.reshape(-1) for tensor in root.sent]
         else:  # broadcast
             expected = [_flat(root.sent)] * len(exchanges)
-    same = all(_same(its, mine) for its, mine in zip(received, expected, strict=True))
+    same = all(_same(got, mine) for got, mine in zip(received, expected, strict=True))
     return "" if same else "has given other values than were sent"
 
 
 def _problem_of_sums(exchanges: Sequence[Exchange]) -> str:
     first = exchanges[0]
-    sent = [_flat(its.sent) for its in exchanges]
+    sent = [_flat(exchange.sent) for exchange in exchanges]
     parts = [sent]
     if first.name != "allreduce":
-        parts = [list(chunks) for chunks in zip(*(its.chunk(len(exchanges)) for its in sent), strict=True)]
-    elif any(not _same(_flat(its.received), _flat(first.received)) for its in exchanges):
+        parts = [list(chunks) for chunks in zip(*(tensor.chunk(len(exchanges)) for tensor in sent), strict=True)]
+    elif any(not _same(_flat(exchange.received), _flat(first.received)) for exchange in exchanges):
         return "has given ranks different values"
-    results = [_flat(its.received) for its in exchanges]
-    found = [_problem_of_sum(its, result, first.option) for its, result in zip(parts, results, strict=False)]
+    results = [_flat(exchange.received) for exchange in exchanges]
+    found = [_problem_of_sum(part, result, first.option) for part, result in zip(parts, results, strict=False)]
     return next(filter(None, found), "")
 
 
@@ -172,8 +172,8 @@ def _problem_of_sum(sent: Sequence[Tensor], result: Tensor, reduction: str) -> s
     stacked = torch.stack([*sent])
     if reduction in ("SUM", "AVG") and result.is_floating_point():
         mean = ExactMean(len(sent))
-        for its in sent:
-            mean.add({"": its})
+        for tensor in sent:
+            mean.add({"": tensor})
         share = mean.share("", result, is_sum=reduction == "SUM")
         return "" if share <= 1 else f"has given another sum than of what was sent: {share:.3g} times the bound away"
     exact = {"SUM": stacked.sum(0), "MAX": stacked.amax(0), "MIN": stacked.amin(0)}

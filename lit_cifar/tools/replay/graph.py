@@ -72,7 +72,7 @@ class Outputs:
             following = node.next_functions
             if node.name() == _SINK:
                 following = following[place : place + 1]
-            news = {(its, number, call) for its, number in following if its is not None} - seen
+            news = {(upstream, number, call) for upstream, number in following if upstream is not None} - seen
             seen |= news
             waiting += news
         if beside:

@@ -32,14 +32,14 @@ class Hints:
         self._versions: dict[str, int] = {}  # versions of gradients at the last call or backward pass
         self._at_backward: tuple[Surroundings, dict[str, Digest]]
         self._watched = ExitStack()
-        self._watched.enter_context(_before(LRScheduler, "step", lambda its, *_, **__: self._scheduled.update([its])))
+        self._watched.enter_context(_before(LRScheduler, "step", lambda s, *_, **__: self._scheduled.update([s])))
         self._watched.enter_context(_before(torch.amp.GradScaler, "unscale_", self._unscaled))
 
     def close(self, names: Mapping[Tensor, str], optimizers: Sequence[Collection[Tensor]]) -> list[str]:
         """Return all texts; `optimizers` holds the parameters of each."""
         self._watched.close()
-        held = {names[its] for parameters in optimizers for its in parameters if its in names}
-        trained = {names[its] for its in names if its.requires_grad}
+        held = {names[parameter] for parameters in optimizers for parameter in parameters if parameter in names}
+        trained = {names[parameter] for parameter in names if parameter.requires_grad}
         if lost := sorted(self._reached - held):
             self._add(_some(lost, len(trained), "gets a gradient, and is in no optimizer"))
         if self._reached and (idle := sorted((held & trained) - self._reached)):
@@ -58,10 +58,10 @@ class Hints:
         """Look at frozen layers that normalise by the batch, and at gradients, when a call has ended."""
         if any(self._versions.get(name, version) != version for name, version in self._versions_now().items()):
             self._add("a call changes gradients of the pass before it, as by clipping too early")
-        for path, its in self.module.named_modules():
-            own = [*its.parameters(recurse=False)]
-            if own and its.training and not any(parameter.requires_grad for parameter in own):
-                names = [f"{path}.{name}".lstrip(".") for name, _ in its.named_buffers(recurse=False)]
+        for path, layer in self.module.named_modules():
+            own = [*layer.parameters(recurse=False)]
+            if own and layer.training and not any(parameter.requires_grad for parameter in own):
+                names = [f"{path}.{name}".lstrip(".") for name, _ in layer.named_buffers(recurse=False)]
                 if any(n in call.buffers and digest(call.buffers[n]).bits != call.buffers_after[n].bits for n in names):
                     self._add(f"{path} is frozen, and still changes its buffers: it needs eval mode")
 
@@ -81,7 +81,7 @@ class Hints:
         surroundings, buffers = self._at_backward
         if surroundings.has_drawn(self._device):
             self._add("a backward pass draws random numbers, as dropout that is computed again with other masks")
-        if changed := [name for name, its in self._buffers().items() if its.bits != buffers[name].bits]:
+        if changed := [name for name, found in self._buffers().items() if found.bits != buffers[name].bits]:
             self._add(f"a backward pass changes {changed[0]}, as statistics that count a batch twice")
         self._versions = {}
 
@@ -93,7 +93,7 @@ class Hints:
 
     def sent_beside(self, tensors: Sequence[Tensor]) -> None:
         """Look at tensors that ranks exchange outside of calls."""
-        if torch.is_grad_enabled() and any(its.grad_fn is not None for its in tensors):
+        if torch.is_grad_enabled() and any(tensor.grad_fn is not None for tensor in tensors):
             self._add("ranks exchange what a loss may be computed of, by a collective that no gradient passes")
 
     def _unscaled(self, scaler: Any, optimizer: Optimizer, *_: Any) -> None:
@@ -104,7 +104,7 @@ class Hints:
         return {name: digest(buffer) for name, buffer in self.module.named_buffers()}
 
     def _versions_now(self) -> dict[str, int]:
-        return {name: its.grad._version for name, its in self.module.named_parameters() if its.grad is not None}
+        return {name: p.grad._version for name, p in self.module.named_parameters() if p.grad is not None}
 
     def _add(self, text: str) -> None:
         self._texts[text] = None

@@ -16,9 +16,9 @@ from lit_cifar.tools.replay.recording import parameters_of
 from lit_cifar.tools.replay.verdict import Report
 
 
-def is_a(its: Any, *names: str) -> bool:
-    """Whether `value` has a class of one of these names: `lightning.pytorch` and `pytorch_lightning` have two of each."""
-    return any(kind.__name__ in names for kind in type(its).__mro__)
+def is_a(value: Any, *names: str) -> bool:
+    """Whether `value` has a class of one of these names; `lightning.pytorch` and `pytorch_lightning` share none."""
+    return any(kind.__name__ in names for kind in type(value).__mro__)
 
 
 def empty_report(trainer: pl.Trainer, subject: str = "") -> Report:
@@ -112,11 +112,11 @@ def detach(module: nn.Module, view: TrainerView, replayer: Repeats) -> None:
         return None
 
     schedule = SimpleNamespace(step=nothing, get_last_lr=lambda: [], state_dict=dict)
-    for its in module.modules():
-        if is_a(its, "LightningModule"):
-            wrapped = [_OptimizerView(optimizer, replayer, its) for optimizer in view.optimizers]
+    for part in module.modules():
+        if is_a(part, "LightningModule"):
+            wrapped = [_OptimizerView(optimizer, replayer, part) for optimizer in view.optimizers]
             views = wrapped[0] if len(wrapped) == 1 else wrapped
-            vars(its).update(
+            vars(part).update(
                 _trainer=view,
                 log=nothing,
                 log_dict=nothing,
@@ -130,11 +130,11 @@ def detach(module: nn.Module, view: TrainerView, replayer: Repeats) -> None:
 def quiet_copy(module: pl.LightningModule, *, view: TrainerView, replayer: Repeats) -> pl.LightningModule:
     """Make one more copy, which has no logger either."""
     kept = (view, replayer, *process_groups())
-    its = copy.deepcopy(module, {id(one): one for one in kept})
+    copied = copy.deepcopy(module, {id(one): one for one in kept})
     quiet = TrainerView(view._trainer, view.optimizers)
     vars(quiet).update(vars(view), logger=None, loggers=[])
-    detach(its, quiet, replayer)
-    return its
+    detach(copied, quiet, replayer)
+    return copied
 
 
 def has_own_backward(module: pl.LightningModule) -> bool:

@@ -53,7 +53,7 @@ class Recorder:
         self._is_synced, self._progress, self._by_engine = is_synced, progress, by_engine
         self._device = device_of(module)
         self._copies = copies
-        self._names = {its: name for its, name in names_of(module, self.optimizers).items() if its not in copies}
+        self._names = {p: name for p, name in names_of(module, self.optimizers).items() if p not in copies}
         self._in_first_replica = rank < model_parallel_size
         self._sharded = is_sharded(module)  # gradients then appear only after they have been averaged
         self._reasons: list[str] = []
@@ -82,7 +82,7 @@ class Recorder:
 
     def _save_start(self) -> None:
         values = {name: parameter.detach() for parameter, name in self._names.items()}
-        states = [{self._names[p]: its for p, its in o.state.items() if p in self._names} for o in self.optimizers]
+        states = [{self._names[p]: state for p, state in o.state.items() if p in self._names} for o in self.optimizers]
         self._save(Start(values, states), f"start-{self.rank}")
 
     def _hook_parameters(self) -> None:
@@ -191,7 +191,7 @@ class Recorder:
     def _exchange(self, name: str, real: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
         if self._exchanges is None or (self._sharded and is_of_fsdp()):
             if self._by_engine and self._exchanges is None:
-                outputs = {its for _, call in self._open for its in call.outputs}
+                outputs = {output for _, call in self._open for output in call.outputs}
                 self._beside |= is_of_parts(name, args[0], outputs)
                 if can_be_replayed(name):
                     self._hints.sent_beside(sent_by(name, args))
@@ -199,8 +199,8 @@ class Recorder:
         if not can_be_replayed(name):
             self._reasons.append(f"ranks exchange data inside a step by {name}, which is not replayed")
             return real(group, *args, **kwargs)
-        work, its = completed(name, real, group, *args, **kwargs)
-        self._exchanges.append(its)
+        work, exchange = completed(name, real, group, *args, **kwargs)
+        self._exchanges.append(exchange)
         return work
 
     def _before_backward(self, roots: list[Tensor]) -> None:
@@ -239,8 +239,8 @@ class Recorder:
         self._hints.reached(grads if self._sharded else self._local)
         values = {n: g.detach().clone() for n, g in grads.items()} if synced and self._in_first_replica else {}
         inside, fresh = self._depth > 0, [name for name, is_fresh in self._fresh.items() if is_fresh]
-        its = Backward(inside, synced, self._surroundings, self._local, fresh, self._grads, values, self._of_backward)
-        self._write(its)
+        event = Backward(inside, synced, self._surroundings, self._local, fresh, self._grads, values, self._of_backward)
+        self._write(event)
         self._surroundings, self._local, self._fresh = None, {}, {}
         if not inside:
             self._exchanges, self._of_backward = None, []
@@ -268,7 +268,7 @@ class Recorder:
         mine = [parameter for parameter in parameters_of(optimizer) if parameter in self._names]
         grads = {self._names[p]: whole(p.grad) for p in mine if p.grad is not None}
         found = {name: digest(gradient) for name, gradient in grads.items()}
-        changed = [name for name, its in found.items() if name not in self._grads or its.bits != self._grads[name].bits]
+        changed = [name for name, new in found.items() if name not in self._grads or new.bits != self._grads[name].bits]
         values = {name: grads[name].detach().clone() for name in changed} if self._in_first_replica else {}
         now = Surroundings.now(self._device)
         self._step = next(self._numbers), Step(self._depth > 0, number, now, groups, found, values, {})
@@ -280,7 +280,7 @@ class Recorder:
             return
         place, step = self._step
         step.after = state_digests(optimizer, self._names)
-        self._known = self._known | {name: its for name, its in step.after.items() if name in self._known}
+        self._known = self._known | {name: value for name, value in step.after.items() if name in self._known}
         self._write(step, place)
         self._step = None
         self.num_steps += 1
@@ -288,7 +288,7 @@ class Recorder:
 
     def _is_changed(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's gradients have changed since the last backward pass."""
-        pairs = [(self._names[its], its.grad) for its in parameters_of(optimizer) if its in self._names]
+        pairs = [(self._names[p], p.grad) for p in parameters_of(optimizer) if p in self._names]
         return any(
             gradient is not None and name in self._grads and digest(whole(gradient)).bits != self._grads[name].bits
             for name, gradient in pairs
@@ -347,7 +347,7 @@ def names_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Tensor,
 
 def state_digests(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Digests:
     """Digests of an optimizer's parameters, by name, and of its state, by "<name>: <key>"."""
-    found = {names[its]: digest(its) for its in parameters_of(optimizer) if its in names}
+    found = {names[parameter]: digest(parameter) for parameter in parameters_of(optimizer) if parameter in names}
     for parameter, state in optimizer.state.items():
         if parameter in names:
             found |= {f"{names[parameter]}: {key}": digest(value) for key, value in state.items()}

@@ -31,10 +31,10 @@ class ExactMean:
 
     def compared(self, reduced: Mapping[str, Tensor]) -> tuple[float, float]:
         """The factor between `reduced` and the mean, in least squares, and the share of the norm that this leaves."""
-        pairs = [(its.double(), self.totals[n] / self.num_ranks) for n, its in reduced.items() if n in self.totals]
+        pairs = [(value.double(), self.totals[n] / self.num_ranks) for n, value in reduced.items() if n in self.totals]
         square = sum(float(mean.square().sum()) for _, mean in pairs) or 1.0
-        factor = sum(float((its * mean).sum()) for its, mean in pairs) / square
-        left = sum(float((its - factor * mean).square().sum()) for its, mean in pairs)
+        factor = sum(float((value * mean).sum()) for value, mean in pairs) / square
+        left = sum(float((value - factor * mean).square().sum()) for value, mean in pairs)
         return factor, (left / square) ** 0.5
 
     def share(self, name: str, reduced: Tensor, *, is_sum: bool = False) -> float:

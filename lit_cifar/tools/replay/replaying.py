@@ -104,9 +104,9 @@ class Replayer:
     def run(self) -> None:
         """Replay every step, until the values of one are not those of the run."""
         segments = [self.record.segments(rank) for rank in range(self.record.num_ranks)]
-        is_uneven = len({len(its) for its in segments}) > 1
+        is_uneven = len({len(of_rank) for of_rank in segments}) > 1
         if is_uneven and not self.twin.is_joined:
-            steps = ", ".join(str(len(its)) for its in segments)
+            steps = ", ".join(str(len(of_rank)) for of_rank in segments)
             self._found("data", "the ranks", f"have made {steps} steps: all that follows is of different steps")
         with one_process(self._exchange, lambda: self._as_rank):
             try:
@@ -144,10 +144,10 @@ class Replayer:
             self._of_run = {n: p.grad for n, p in self._parameters.items() if self.twin.sharded and p.grad is not None}
             events = self._joined(of_ranks[rank : rank + self.twin.model_parallel_size])
             steps = [event for event in events if isinstance(event, Step)]
-            if any(len(its.groups) > len(self.twin.optimizers[its.optimizer].param_groups) for its in steps):
+            if any(len(step.groups) > len(self.twin.optimizers[step.optimizer].param_groups) for step in steps):
                 raise UnjudgeableError("an optimizer gets a new group of parameters in these steps: replay others")
             data[rank] = [event for event in events if isinstance(event, Call)]
-            exchanges[rank] = [its for event in events if not isinstance(event, Step) for its in event.exchanges]
+            exchanges[rank] = [one for event in events if not isinstance(event, Step) for one in event.exchanges]
             if rank == 0:
                 self._of_rank_0 = [e for e in events if isinstance(e, Step) or (isinstance(e, Backward) and e.synced)]
             # Without an exchange of data a rank has no reason to compute otherwise than rank 0.
@@ -160,8 +160,8 @@ class Replayer:
         judge_batches(self.report, self._step_number, data)
         judge_draws(self.report, self._draws, self.twin.module)
         for rank, calls in data.items():
-            self._generators.setdefault(rank, []).extend((its.surroundings.generators(), its.ended) for its in calls)
-        self._epochs |= {its.progress.get("current_epoch") for calls in data.values() for its in calls}
+            self._generators.setdefault(rank, []).extend((call.surroundings.generators(), call.ended) for call in calls)
+        self._epochs |= {call.progress.get("current_epoch") for calls in data.values() for call in calls}
         if self.joined is not None and (text := self.joined.note(data)) and not self.report.findings:
             self.report.note(text)
         self.report.num_steps += 1
@@ -172,12 +172,12 @@ class Replayer:
         """The events of ranks that hold a replica together, joined to those of the first rank."""
         joined, *others = [[self.record.load(path) for path in paths] for paths in of_ranks]
         first = self._rank
-        for place, its in enumerate(others, start=1):
+        for place, of_other in enumerate(others, start=1):
             self._rank = first + place
-            if [*map(type, its)] != [*map(type, joined)]:
+            if [*map(type, of_other)] != [*map(type, joined)]:
                 self._found("local computation", "this rank", f"made other passes and steps than rank {first}")
                 raise StopReplay
-            for event, other in zip(joined, its, strict=True):
+            for event, other in zip(joined, of_other, strict=True):
                 if isinstance(event, Call) and isinstance(other, Call):
                     if other.has_drawn and not other.progress.get("callbacks"):
                         raise UnjudgeableError("ranks that hold a replica together each draw their own random numbers")
@@ -207,18 +207,18 @@ class Replayer:
             names = ", ".join([*call.changed][:2]) + (" ..." if len(call.changed) > 2 else "")
             self.report.note(f"something beside the optimizer changes {names} between steps: {TAKEN}")
         self._are_parts |= self.twin.may_be_part and (call.beside or bool(call.exchanges))
-        for name, its in call.parameters.items():
+        for name, expected in call.parameters.items():
             mine = digest(self._parameters[name]) if name in self._parameters else None
-            if self._are_parts and self._rank and (mine is None or its.bits != mine.bits):
+            if self._are_parts and self._rank and (mine is None or expected.bits != mine.bits):
                 raise UnjudgeableError("ranks hold unlike parameters and send one another data, as parts of a model")
-            if self._differs("parameters", name, its, mine, "before the step"):
+            if self._differs("parameters", name, expected, mine, "before the step"):
                 self._events.clear()
                 return True
         self._fill(call)
         if self.joined is not None:
             self.joined.begin(self.twin.module)
         outputs, found, has_steps = self._outputs_of(call)
-        if [its.bits for its in found] != [its.bits for its in call.outputs] and not has_steps:
+        if [each.bits for each in found] != [each.bits for each in call.outputs] and not has_steps:
             self._fill(call)
             outputs, again, _ = self._outputs_of(call)
             if again != found:
@@ -229,13 +229,13 @@ class Replayer:
         self.report.counts["outputs"] += len(call.outputs)
         if len(found) != len(call.outputs):
             self._found("local computation", "the outputs", f"are {len(call.outputs)}, in the replay {len(found)}")
-        for place, (its, mine) in enumerate(zip(call.outputs, found, strict=False)):
+        for place, (expected, mine) in enumerate(zip(call.outputs, found, strict=False)):
             name = "the loss" if len(call.outputs) == 1 else f"output {place}"
-            self._differs("local computation", name, its, mine)
+            self._differs("local computation", name, expected, mine)
         buffers = dict(self.twin.module.named_buffers())
-        for name, its in call.buffers_after.items():
+        for name, expected in call.buffers_after.items():
             self.report.counts["buffers"] += 1
-            self._differs("local computation", name, its, digest(buffers[name]), "(buffer)")
+            self._differs("local computation", name, expected, digest(buffers[name]), "(buffer)")
         self._outputs.append((outputs, call.output_grads))
         return False
 
@@ -317,27 +317,27 @@ class Replayer:
         for name in dict.fromkeys([] if self.twin.sharded else [*event.local, *self._local]):
             pairs = zip(event.local.get(name, []), self._local.get(name, []), strict=False)
             self.report.counts["gradients"] += 1
-            self._has_gradients |= any(its.norm for its in event.local.get(name, []))
+            self._has_gradients |= any(each.norm for each in event.local.get(name, []))
             if len(event.local.get(name, [])) != len(self._local.get(name, [])):
                 self._wrong_locally.add(name)
                 self._found("local computation", name, "got a gradient in the run or in the replay, not in both")
-            elif first := next(((its, mine) for its, mine in pairs if its.bits != mine.bits), None):
+            elif first := next(((expected, mine) for expected, mine in pairs if expected.bits != mine.bits), None):
                 self._wrong_locally.add(name)
                 self._differs("local computation", name, *first, "(gradient)")
         self._local = {}
         if event.synced:
             self._reduced(event)
         else:
-            for name, its in event.grads.items():
+            for name, expected in event.grads.items():
                 gradient = self._parameters[name].grad
                 assert gradient is not None
-                self._differs("local computation", name, its, digest(gradient), "(accumulated gradient)")
+                self._differs("local computation", name, expected, digest(gradient), "(accumulated gradient)")
 
     def _note_zeroing(self, event: Backward) -> None:
         """Note gradients that did not add up between two steps, and those that add up beyond a step."""
         first, self._is_first_pass = self._is_first_pass, False
         grads = self._of_run if self.twin.sharded else {name: p.grad for name, p in self._parameters.items()}
-        left = {name for name, its in grads.items() if its is not None and its.any() and its.isfinite().all()}
+        left = {name for name, grad in grads.items() if grad is not None and grad.any() and grad.isfinite().all()}
         if first:
             self._kept = left - {*event.fresh}
         elif lost := sorted(left & {*event.fresh}):
@@ -351,25 +351,25 @@ class Replayer:
         """Stand in for a collective: compare what this rank sends, and let it receive the same as in the run."""
         if not self._exchanges or self._exchanges[0].name != name:
             raise UnjudgeableError(f"ranks exchange data by {name} in the replay, where the run did not")
-        its = self._exchanges.popleft()
+        exchange = self._exchanges.popleft()
         tensors = sent_by(name, args)
-        if [tensor.shape for tensor in its.sent] != [tensor.shape for tensor in tensors]:
+        if [tensor.shape for tensor in exchange.sent] != [tensor.shape for tensor in tensors]:
             raise UnjudgeableError(f"ranks exchange other sizes by {name} in the replay than in the run")
-        for sent, mine in zip(its.sent, tensors, strict=True):
+        for sent, mine in zip(exchange.sent, tensors, strict=True):
             self._differs("local computation", f"what {name} sends", digest(sent), digest(mine))
         with torch.no_grad():
-            for mine, received in zip(received_by(name, args), its.received, strict=True):
+            for mine, received in zip(received_by(name, args), exchange.received, strict=True):
                 mine.copy_(received)
         return Done()
 
     def _judge_exchanges(self, of_ranks: Mapping[int, Sequence[Exchange]]) -> None:
         """Judge the tensors that ranks received, given those that all of them sent."""
         self._rank = -1
-        for group in dict.fromkeys(tuple(its.group) for exchanges in of_ranks.values() for its in exchanges):
-            its = [[one for one in of_ranks[rank] if tuple(one.group) == group] for rank in group]
-            if len({len(one) for one in its}) > 1:
-                self._found("exchange", f"ranks {group}", f"took part in {[*map(len, its)]} collectives")
-            for place, same in enumerate(zip(*its, strict=False)):
+        for group in dict.fromkeys(tuple(exchange.group) for exchanges in of_ranks.values() for exchange in exchanges):
+            of_group = [[one for one in of_ranks[rank] if tuple(one.group) == group] for rank in group]
+            if len({len(one) for one in of_group}) > 1:
+                self._found("exchange", f"ranks {group}", f"took part in {[*map(len, of_group)]} collectives")
+            for place, same in enumerate(zip(*of_group, strict=False)):
                 self.report.counts["exchanges"] += len(same)
                 if text := problem(same):
                     self._found("exchange", f"{same[0].name} {place}", text)
@@ -383,21 +383,21 @@ class Replayer:
         num_replicas = self.record.num_ranks // self.twin.model_parallel_size
         mean = self._means.setdefault(place, ExactMean(num_replicas, self._before))
         mean.add({name: gradient for name, gradient in mine.items() if gradient is not None})
-        for name, its in event.grads.items():
-            self._is_not_of_rank_0(name, its, first.grads.get(name))
+        for name, expected in event.grads.items():
+            self._is_not_of_rank_0(name, expected, first.grads.get(name))
             if name in first.values:
                 self._parameters[name].grad = first.values[name].clone()
         if self.twin.sharded:
             self._of_run = {name: value.clone() for name, value in first.values.items()}
 
-    def _is_not_of_rank_0(self, name: str, its: Digest, first: Digest | None) -> bool:
-        if first is not None and its.bits == first.bits:
+    def _is_not_of_rank_0(self, name: str, expected: Digest, first: Digest | None) -> bool:
+        if first is not None and expected.bits == first.bits:
             return False
         if self.twin.hook:
             raise UnjudgeableError(f"the communication hook {self.twin.hook} leaves unlike gradients on the ranks")
         norm = "none" if first is None else f"one of norm {first.norm:.9g}"
         holder = self._holders.get(name, 0)
-        self._found("reduction", name, f"has a gradient of norm {its.norm:.9g}, on rank {holder} {norm}")
+        self._found("reduction", name, f"has a gradient of norm {expected.norm:.9g}, on rank {holder} {norm}")
         return True
 
     def _judge_reductions(self) -> None:
@@ -451,17 +451,17 @@ class Replayer:
         if kept := sorted(self._kept & {*event.grads}) if self.report.num_steps else []:
             self.report.note(f"the gradient of {kept[0]} is not zeroed after a step, so it is used again")
         unlike = False
-        for name, its in event.grads.items():
+        for name, expected in event.grads.items():
             gradient = self._parameters[name].grad
             if name in first.values and (self.twin.before_step is None or self._is_scaled_alike(gradient, first, name)):
                 mine = first.grads[name]
             else:
                 mine = digest(torch.zeros(()) if gradient is None else gradient)
-            if not self._differs("optimizer", name, its, mine, "(gradient that the optimizer used)"):
-                unlike |= self._is_not_of_rank_0(name, its, first.grads.get(name))
+            if not self._differs("optimizer", name, expected, mine, "(gradient that the optimizer used)"):
+                unlike |= self._is_not_of_rank_0(name, expected, first.grads.get(name))
             if name in first.values:
                 self._parameters[name].grad = first.values[name].clone()
-        for name in sorted({self._names[its] for its in parameters_of(optimizer)} - {*event.grads}):
+        for name in sorted({self._names[parameter] for parameter in parameters_of(optimizer)} - {*event.grads}):
             if self._parameters[name].grad is not None:
                 self._parameters[name].grad = None
                 if name in first.grads:
@@ -479,7 +479,7 @@ class Replayer:
         after = state_digests(optimizer, self._names)
         self.report.counts["states"] += len(event.after)
         self.report.counts["steps"] += int(self._rank == 0)
-        wrong = [self._differs("optimizer", name, its, after.get(name)) for name, its in event.after.items()]
+        wrong = [self._differs("optimizer", name, expected, after.get(name)) for name, expected in event.after.items()]
         return unlike or any(wrong)
 
     def _how(self, step: Step) -> str:
@@ -528,10 +528,10 @@ class Replayer:
             raise UnjudgeableError("training_step went another way in the replay than in the run")
         return event
 
-    def _differs(self, part: Part, name: str, its: Digest, mine: Digest | None, what: str = "") -> bool:
-        if mine is not None and its.bits == mine.bits:
+    def _differs(self, part: Part, name: str, expected: Digest, mine: Digest | None, what: str = "") -> bool:
+        if mine is not None and expected.bits == mine.bits:
             return False
-        self._found(part, name, f"{what} differs: {_norms(its, mine)}".strip())
+        self._found(part, name, f"{what} differs: {_norms(expected, mine)}".strip())
         return True
 
     def _found(self, part: Part, tensor: str, text: str) -> None:
@@ -539,10 +539,10 @@ class Replayer:
         self.report.findings.append(Finding(part, self._step_number, rank, tensor, text))
 
 
-def _norms(its: Digest, mine: Digest | None) -> str:
+def _norms(expected: Digest, mine: Digest | None) -> str:
     if mine is None:
         return "the replay has none"
-    if not (its.norm or mine.norm):
+    if not (expected.norm or mine.norm):
         return "it is another value"
-    same = "" if f"{its.norm:.9g}" != f"{mine.norm:.9g}" else ", elements differ"
-    return f"its norm is {its.norm:.9g}, in the replay {mine.norm:.9g}{same}"
+    same = "" if f"{expected.norm:.9g}" != f"{mine.norm:.9g}" else ", elements differ"
+    return f"its norm is {expected.norm:.9g}, in the replay {mine.norm:.9g}{same}"

@@ -29,8 +29,8 @@ def is_sharded(module: nn.Module) -> bool:
 def what_is_not_replayed(module: nn.Module, *, autocast: bool) -> Iterator[str]:
     """Reasons why the ranks of a sharded module do not each compute what one device computes."""
     divided = [parameter for parameter in module.parameters() if isinstance(parameter, DTensor)]
-    by_fsdp = {id(its) for part in module.modules() if isinstance(part, FSDPModule) for its in part.parameters()}
-    if any(id(its) not in by_fsdp or sum(place.is_shard() for place in its.placements) > 1 for its in divided):
+    by_fsdp = {id(p) for part in module.modules() if isinstance(part, FSDPModule) for p in part.parameters()}
+    if any(id(p) not in by_fsdp or sum(place.is_shard() for place in p.placements) > 1 for p in divided):
         yield "tensor parallelism adds up parts of each layer in an order of its own"
     for part in module.modules():
         group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
@@ -67,7 +67,7 @@ def whole_copy(module: Module, memo: dict[int, Any]) -> Module:
     FSDP's modules refuse `copy.deepcopy`, so they and those that hold them are copied here; all others know best how
     they are copied. `memo` is an argument of `copy.deepcopy`; it gets the copies of parameters.
     """
-    parts = [part for part in module.modules() if any(isinstance(its, FSDPModule) for its in part.modules())]
+    parts = [part for part in module.modules() if any(isinstance(inner, FSDPModule) for inner in part.modules())]
     for part in parts:
         kind: Any = type(part).__bases__[1] if isinstance(part, FSDPModule) else type(part)
         memo[id(part)] = object.__new__(kind)

@@ -40,10 +40,10 @@ def judge_replicas(report: Report, of_ranks: Sequence[Mapping[str, Digest]]) -> 
     """Compare every rank's parameters with those of rank 0."""
     first = of_ranks[0]
     report.counts["states"] += len(first) * (len(of_ranks) - 1)
-    for rank, its in enumerate(of_ranks[1:], start=1):
+    for rank, of_rank in enumerate(of_ranks[1:], start=1):
         for name in first:
-            if name in its and first[name].bits != its[name].bits:
-                text = f"at the end has the norm {its[name].norm:.9g}, on rank 0 {first[name].norm:.9g}"
+            if name in of_rank and first[name].bits != of_rank[name].bits:
+                text = f"at the end has the norm {of_rank[name].norm:.9g}, on rank 0 {first[name].norm:.9g}"
                 report.findings.append(Finding("parameters", report.first_step, rank, name, text))
 
 
@@ -57,13 +57,13 @@ def states_of(trainer: pl.Trainer) -> States:
     for number, optimizer in enumerate(optimizers):
         found |= state_digests(optimizer, names)
         for place, group in enumerate(optimizer.param_groups):
-            its = {key: value for key, value in group.items() if key != "params"}
-            settings |= {f"{key} of group {place} of optimizer {number}": value for key, value in its.items()}
+            own = {key: value for key, value in group.items() if key != "params"}
+            settings |= {f"{key} of group {place} of optimizer {number}": value for key, value in own.items()}
     for number, config in enumerate(trainer.lr_scheduler_configs):
         settings |= {f"{key} of schedule {number}": value for key, value in config.scheduler.state_dict().items()}
     settings |= {f"{key} of the scaler": value for key, value in trainer.precision_plugin.state_dict().items()}
     found |= {name: digest(value) for name, value in settings.items() if _is_plain(value)}
-    return {name: (its.bits, its.norm) for name, its in found.items()}
+    return {name: (value.bits, value.norm) for name, value in found.items()}
 
 
 def weights_of(module: nn.Module) -> dict[str, int]:
@@ -72,15 +72,15 @@ def weights_of(module: nn.Module) -> dict[str, int]:
 
 def loaded_weights(module: nn.Module, state: Mapping[str, Any]) -> dict[str, int]:
     """Digests of the weights in `state` that `module` has by the same name, in the module's dtypes."""
-    own = {name: its for name, its in module.named_parameters() if name in state and state[name].shape == its.shape}
-    return {name: digest(state[name].to(its.dtype)).bits for name, its in own.items()}
+    own = {name: p for name, p in module.named_parameters() if name in state and state[name].shape == p.shape}
+    return {name: digest(state[name].to(p.dtype)).bits for name, p in own.items()}
 
 
 def _kept_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The buffers that a checkpoint holds."""
-    for path, its in module.named_modules():
-        for name, buffer in its.named_buffers(recurse=False):
-            if name not in its._non_persistent_buffers_set:
+    for path, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
                 yield f"{path}.{name}".lstrip("."), buffer
 
 
@@ -93,8 +93,8 @@ def _is_plain(value: Any) -> bool:
 
 def differences(saved: Mapping[str, tuple[int, float]], now: States) -> Iterator[tuple[str, str]]:
     """Names, and their differences in words."""
-    for name, its in saved.items():
-        before = Digest(*its)
+    for name, saved_digest in saved.items():
+        before = Digest(*saved_digest)
         if name not in now:
             yield name, "was in the training that wrote the checkpoint and is not in this one"
         elif before.bits != now[name][0]:
@@ -108,5 +108,5 @@ def compare_resumed(report: Report, saved: Mapping[str, tuple[int, float]], trai
     """Compare a resumed training with its checkpoint. All ranks must call this; rank 0 gets the findings."""
     now = states_of(trainer)
     report.counts["states"] = len(now)
-    for rank, its in enumerate(gathered([*differences(saved, now)])):
-        report.findings += [Finding("resume", report.first_step, rank, name, text) for name, text in its]
+    for rank, of_rank in enumerate(gathered([*differences(saved, now)])):
+        report.findings += [Finding("resume", report.first_step, rank, name, text) for name, text in of_rank]

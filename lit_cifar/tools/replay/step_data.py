@@ -23,14 +23,14 @@ def judge_batches(report: Report, step: int, calls: Mapping[int, Sequence[Call]]
     """Judge samples that several ranks read, and batches of different sizes; `calls` are by rank."""
     readers: dict[int, set[int]] = {}
     sizes = []
-    samples = {rank: [sample for call in its for sample in sample_digests(call.inputs)] for rank, its in calls.items()}
+    samples = {rank: [sample for call in own for sample in sample_digests(call.inputs)] for rank, own in calls.items()}
     of_samples = all(samples.values())
     unit = "samples" if of_samples else "batches"
-    for rank, its in calls.items():
-        report.counts["batches"] += len(its)
+    for rank, own in calls.items():
+        report.counts["batches"] += len(own)
         report.counts["samples"] += len(samples[rank])
         sizes.append(len(samples[rank]))
-        for sample in samples[rank] if of_samples else filter(None, map(batch_digest, its)):
+        for sample in samples[rank] if of_samples else filter(None, map(batch_digest, own)):
             readers.setdefault(sample, set()).add(rank)
     if not readers and len(calls) > 1 and _TOO_FEW not in report.not_looked_at:
         report.not_looked_at.append(_TOO_FEW)
@@ -50,7 +50,7 @@ def judge_batches(report: Report, step: int, calls: Mapping[int, Sequence[Call]]
 def judge_draws(report: Report, draws: Mapping[int, Sequence[Surroundings]], module: nn.Module) -> None:
     """Note random numbers that several ranks have drawn alike; `draws` are the generators of calls, by rank."""
     first = draws.get(0, [])
-    has_dropout = any("Dropout" in type(its).__name__ for its in module.modules())
+    has_dropout = any("Dropout" in type(layer).__name__ for layer in module.modules())
     so = ", so dropout has the same masks on them" if has_dropout else " inside their steps"
     for rank, drawn in draws.items():
         if rank and any(torch.equal(a.cpu, b.cpu) for a, b in zip(first, drawn, strict=False)):
@@ -63,10 +63,10 @@ def judge_draws_between(report: Report, generators: Mapping[int, Sequence[tuple[
     `generators` are digests of their states at the beginning and at the end of each call of an epoch, by rank. A loader
     draws a number too, when an epoch begins: only draws before each of these steps are judged.
     """
-    for rank, its in generators.items():
-        for kind in range(len(its[0][0])):
-            begun, first = ([begin[kind] for begin, _ in one[1:]] for one in (its, generators[0]))
-            is_drawn = len(begun) > 1 and all(end[kind] != begin for (_, end), begin in zip(its, begun, strict=False))
+    for rank, each in generators.items():
+        for kind in range(len(each[0][0])):
+            begun, first = ([begin[kind] for begin, _ in one[1:]] for one in (each, generators[0]))
+            is_drawn = len(begun) > 1 and all(end[kind] != begin for (_, end), begin in zip(each, begun, strict=False))
             if rank and is_drawn and begun == first:
                 report.note("ranks draw the same random numbers between steps, so augmentation is equal on them")
 
@@ -113,20 +113,20 @@ class JoinedBatch:
             return
         self._has_begun = True
         try:
-            its = self._copied(module).double()
+            copied = self._copied(module).double()
         except Exception:  # such as too little memory
             return
-        for layer in its.modules():
+        for layer in copied.modules():
             is_random = "Drop" in type(layer).__name__ or isinstance(layer, nn.MultiheadAttention)
             if is_random or hasattr(layer, "running_mean"):
                 layer.training = False
-        self._module = its
+        self._module = copied
 
     def note(self, calls: Mapping[int, Sequence[Call]]) -> str:
         """A note if the gradients of the step differ, otherwise an empty text; `calls` are by rank."""
-        its = [call for of_rank in calls.values() for call in of_rank]
+        all_calls = [call for of_rank in calls.values() for call in of_rank]
         try:
-            return self._compared(its) if self._module is not None and len(its) > 1 else ""
+            return self._compared(all_calls) if self._module is not None and len(all_calls) > 1 else ""
         except Exception:
             return ""
         finally:
@@ -147,18 +147,18 @@ class JoinedBatch:
 
     def _gradient(self, batch: Any, first: Call) -> Tensor:
         """Of the loss of a batch, in one piece; all else is as in the first call."""
-        its = self._copied(self._module)
+        twin = self._copied(self._module)
         _, dtype, _ = first.surroundings.autocast
         own = replace(first.surroundings, autocast=(False, dtype, False), default_dtype=torch.float64)
         with own.entered(self._device):
             before = Surroundings.now(self._device)
-            result = its.training_step(*tree_map(_copied_as_double, (batch, *first.inputs[0][1:])), **first.inputs[1])
+            result = twin.training_step(*tree_map(_copied_as_double, (batch, *first.inputs[0][1:])), **first.inputs[1])
             loss = result["loss"] if isinstance(result, Mapping) else result
             loss.backward()
             after = Surroundings.now(self._device)
         if before.has_drawn(self._device) or (before.python, before.numpy) != (after.python, after.numpy):
             raise ValueError("random numbers are drawn, which are others for a joined batch")
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in its.parameters()]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in twin.parameters()]
         return torch.cat([gradient.reshape(-1) for gradient in grads])
 
 

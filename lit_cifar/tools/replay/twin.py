@@ -86,27 +86,27 @@ def twin_of(module: Module, optimizers: Sequence[Optimizer]) -> tuple[Module, li
     """
     memo: dict[int, Any] = {id(group): group for group in process_groups()}  # which cannot be copied
     try:
-        its = whole_copy(module, memo) if is_sharded(module) else copy.deepcopy(module, memo)
+        copied = whole_copy(module, memo) if is_sharded(module) else copy.deepcopy(module, memo)
         copies = [_optimizer_copy(optimizer, memo) for optimizer in optimizers]
     except Exception as error:  # a stranger's code may raise anything
         raise UnjudgeableError(f"{type(module).__name__} cannot be copied: {error}") from error
     names = {name: parameter for parameter, name in names_of(module, optimizers).items()}
-    for parameter, name in names_of(its, copies).items():
+    for parameter, name in names_of(copied, copies).items():
         # torch does not copy a stranger's hooks, nor existing gradients.
         parameter._backward_hooks = copy.copy(names[name]._backward_hooks)
         parameter.grad = None if (gradient := names[name].grad) is None else whole(gradient).clone()
-    return its, copies
+    return copied, copies
 
 
 def _optimizer_copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     """Copy all attributes of an optimizer but `step`, which a schedule may wrap, and hooks."""
-    its = object.__new__(type(optimizer))
+    copied = object.__new__(type(optimizer))
     own = {name: value for name, value in vars(optimizer).items() if name != "step" and not name.endswith("_hooks")}
-    vars(its).update({name: copy.deepcopy(value, memo) for name, value in own.items()})
-    for state in its.state.values():
+    vars(copied).update({name: copy.deepcopy(value, memo) for name, value in own.items()})
+    for state in copied.state.values():
         state.update({key: whole(value) for key, value in state.items() if isinstance(value, Tensor)})
-    vars(its).update({name: type(value)() for name, value in vars(optimizer).items() if name.endswith("_hooks")})
-    return its
+    vars(copied).update({name: type(value)() for name, value in vars(optimizer).items() if name.endswith("_hooks")})
+    return copied
 
 
 class TwinState:
@@ -115,13 +115,13 @@ class TwinState:
     def __init__(self, twin: Twin) -> None:
         self._twin = twin
         self._parameters = [*names_of(twin.module, twin.optimizers)]
-        self._values = [its.detach().clone() for its in self._parameters]
-        self._grads = [None if its.grad is None else its.grad.clone() for its in self._parameters]
+        self._values = [parameter.detach().clone() for parameter in self._parameters]
+        self._grads = [None if parameter.grad is None else parameter.grad.clone() for parameter in self._parameters]
         self._states = [self._copied(optimizer.state) for optimizer in twin.optimizers]
 
     def _copied(self, state: Any) -> Any:
         """Copy a state, whose keys are the parameters themselves."""
-        return copy.deepcopy(state, {id(its): its for its in self._parameters})
+        return copy.deepcopy(state, {id(parameter): parameter for parameter in self._parameters})
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -84,8 +84,8 @@ class Report:
         yield from (f"  note: {note}" for note in self.notes)
         yield from (f"  not judged: {reason}" for reason in self.abstained)
         yield from (f"  not looked at: {what}" for what in self.not_looked_at)
-        first = {(its.part, its.rank, its.tensor, its.text): its for its in reversed(self.findings)}
-        findings = [its for its in self.findings if its in first.values()]  # each once, at its first step
+        first = {(one.part, one.rank, one.tensor, one.text): one for one in reversed(self.findings)}
+        findings = [one for one in self.findings if one in first.values()]  # each once, at its first step
         yield from (f"  {finding}" for finding in findings[:_SHOWN])
         if len(findings) > _SHOWN:
             yield f"  and {len(findings) - _SHOWN} more findings"
