@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lit_cifar.errors import ReplicaAuditError
 from lit_cifar.tools.audit.callback import ReplicaAudit
 from lit_cifar.tools.audit.gradients import NeighborAudit, who_stands_alone
-from lit_cifar.tools.audit.replicas import Difference, digest, unlike
+from lit_cifar.tools.audit.replicas import Difference, device_digest, unlike
 from lit_cifar.tools.modes import SILENT
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64]
@@ -25,17 +25,17 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8
 def test_any_flipped_bit_changes_a_digest(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lit_cifar.tools.audit.replicas._CHUNK", 2)
     tensor = (torch.randn(3, 4, generator=torch.Generator().manual_seed(0)) * 50).abs().to(dtype)
-    whole = digest(tensor)
-    assert whole == digest(tensor.clone())
-    assert digest(tensor.view(-1)[1:]) == digest(tensor.view(-1)[1:].clone())
-    assert digest(tensor.t()) != whole
+    whole = device_digest(tensor)
+    assert whole == device_digest(tensor.clone())
+    assert device_digest(tensor.view(-1)[1:]) == device_digest(tensor.view(-1)[1:].clone())
+    assert device_digest(tensor.t()) != whole
     octets = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(torch.uint8).view(-1)
     for place in range(len(octets)):
         for bit in range(8):
             octets[place] ^= 1 << bit
-            assert digest(tensor) != whole
+            assert device_digest(tensor) != whole
             octets[place] ^= 1 << bit
-    assert digest(tensor) == whole
+    assert device_digest(tensor) == whole
 
 
 def test_a_majority_names_the_rank_that_is_wrong() -> None:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from lit_cifar.tools.audit.replicas import Difference, digest, unlike
+from lit_cifar.tools.audit.replicas import Difference, device_digest, unlike
 from lit_cifar.tools.replay.attributes import Attributes, attributes_of, is_plain
 from lit_cifar.tools.replay.digests import Surroundings
 from lit_cifar.tools.replay.exchange import process_groups
@@ -288,7 +288,7 @@ def _observed(module: nn.Module, found: dict[str, Tensor]) -> Any:
     """Yield hooks that put the digest of each parameter's gradient, before it is averaged, into `found`."""
 
     def note(name: str, gradient: Tensor) -> None:
-        found[name] = digest(gradient)
+        found[name] = device_digest(gradient)
 
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:

@@ -58,13 +58,13 @@ class Held:
         self._group = mode_of(strategy).data_group or dist.group.WORLD
         # Ranks that hold a replica together hold copies of tensors that others of them train, and these may be old.
         self._left_out = mode_of(strategy).trained_elsewhere() | {*_own_statistics(module)}
-        self._first = {name: digest(buffer).item() for name, buffer in self._buffers()}
+        self._first = {name: device_digest(buffer).item() for name, buffer in self._buffers()}
         self._ignored: set[str] | None = None  # buffers that each rank changes in its own way
 
     def differences(self) -> list[Difference]:
         """Tensors that are not the same in all replicas; every rank must call this and gets the same."""
         found = self._found_in_buffers() if self._ignored is None else []
-        digests = {name: digest(tensor) for name, tensor in self._tensors()}
+        digests = {name: device_digest(tensor) for name, tensor in self._tensors()}
         weights = torch.tensor([2 * crc32(name.encode()) + 1 for name in digests], device=self._device)
         own = (torch.stack([value.to(self._device) for value in digests.values()]) * weights).sum()
         least = torch.stack([own, ~own])  # the complement of the least complement is the largest
@@ -90,7 +90,7 @@ class Held:
 
     def _found_in_buffers(self) -> list[Difference]:
         """Differences of constant buffers. Buffers that most ranks have changed are statistics, which may differ."""
-        now = {name: digest(buffer).item() for name, buffer in self._buffers()}
+        now = {name: device_digest(buffer).item() for name, buffer in self._buffers()}
         self._ignored = set()
         found = []
         for ranks, of_ranks in self._gathered({name: (bits, bits != self._first[name]) for name, bits in now.items()}):
@@ -123,7 +123,7 @@ class Held:
                 yield name, buffer
 
 
-def digest(tensor: Tensor) -> Tensor:
+def device_digest(tensor: Tensor) -> Tensor:
     """An int64 on the tensor's device, (), which one flipped bit always changes.
 
     The tensor's bytes, eight of which are an integer, are added with odd weights that depend on their place, modulo

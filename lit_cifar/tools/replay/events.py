@@ -97,7 +97,7 @@ def _bits(inputs: Any) -> list[int]:
 
 
 @dataclass
-class Record:
+class Recording:
     """The events of all ranks in a folder."""
 
     folder: Path

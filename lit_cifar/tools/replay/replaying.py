@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
-from lit_cifar.tools.replay.events import Backward, Call, Event, Record, Step, Tensors, UnjudgeableError, join
+from lit_cifar.tools.replay.events import Backward, Call, Event, Recording, Step, Tensors, UnjudgeableError, join
 from lit_cifar.tools.replay.exchange import Done, Exchange, problem, received_by, sent_by
 from lit_cifar.tools.replay.recording import device_of, fresh_copy, names_of, parameters_of, state_digests
 from lit_cifar.tools.replay.reduction import ExactMean, gamma
@@ -38,7 +38,7 @@ def judge(
     Reasons not to judge, and errors of a stranger's code, are put into the report: the training goes on.
     """
     start = perf_counter()
-    record = Record(folder, report.num_ranks, device)
+    record = Recording(folder, report.num_ranks, device)
     reasons, hints = record.remarks()
     report.abstained += reasons
     report.notes += hints
@@ -74,7 +74,7 @@ def _abstain_where_it_may_be_chance(report: Report, device: torch.device, *, num
 class Replayer:
     """Replays a record on a twin, and writes findings into a report."""
 
-    def __init__(self, record: Record, twin: Twin, report: Report) -> None:
+    def __init__(self, record: Recording, twin: Twin, report: Report) -> None:
         self.record, self.twin, self.report = record, twin, report
         self._device = device_of(twin.module)
         self._names = names_of(twin.module, twin.optimizers)
