@@ -204,6 +204,7 @@ def judge_readings(report: Report, readings: Sequence[Reading]) -> None:
         judge_epoch(judged, of_ranks, before=before.get(dataset, []))
         before[dataset] = of_ranks[0].samples
         report.findings += [replace(its, epoch=number) for its in judged.findings]
+    report.not_looked_at.append("evaluations, and whether a schedule makes a step in each epoch")
     if passes and not all(passes):
         report.not_looked_at.append("whole epochs, as no DataLoader was read to its end")
 

@@ -54,7 +54,7 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # true, and no mistake
     abstained: list[str] = field(default_factory=list)  # reasons why something was not judged
-    not_looked_at: list[str] = field(default_factory=list)  # what other ways to start it judge too
+    not_looked_at: list[str] = field(default_factory=list)  # nothing here says anything of it
     error: str | None = None
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COMPARED, 0))
     largest_share: float = 0.0  # of the bound, by a gradient averaged over ranks
