@@ -61,7 +61,8 @@ def test_a_terminal_gets_a_bar_with_short_names_and_a_whole_line_per_epoch(
     parts = shown.replace("\n", "\r").split("\r")
     assert any("3/3" in part and (columns == 40 or "loss=" in part) for part in parts)
     for epoch in ("1/2", "2/2"):
-        assert any(re.match(rf"epoch {epoch}  done  loss [\d.]+  val [\d.]+  img/s \d+  \d+ s$", part) for part in parts)
+        line = rf"epoch {epoch}  done  loss [\d.]+  val [\d.]+  img/s \d+  \d+ s$"
+        assert any(re.match(line, part) for part in parts)
     assert "train/" not in shown
 
 

@@ -287,9 +287,16 @@ class Epochs:
         self._tell(self.trainer.strategy.broadcast(report))
 
     def begin_evaluation(self) -> None:
-        if self._evaluations_left:
+        if self._evaluations_left and not self.trainer.sanity_checking:
             self._evaluations_left -= 1
             self.evaluation = Evaluation(self.trainer.lightning_module)
+
+    def begin_batch(self, batch: Any, *_: Any) -> None:
+        if self.evaluation is not None:
+            self.evaluation.batch = batch
+
+    def end_batch(self, *_: Any) -> None:
+        self.begin_batch(None)
 
     def evaluated(self) -> list[int]:
         """The samples that this process has read for evaluations since the last call."""

@@ -9,16 +9,8 @@ Part: TypeAlias = Literal[
 ]
 Outcome: TypeAlias = Literal["pass", "fail", "abstain", "error"]
 COMPARED = (
-    "batches",
-    "samples",
-    "outputs",
-    "gradients",
-    "buffers",
-    "exchanges",
-    "reduced",
-    "steps",
-    "states",
-    "metrics",
+    *("batches", "samples", "outputs", "gradients", "buffers", "exchanges", "reduced"),
+    *("steps", "states", "metrics"),
 )
 _SHOWN = 5  # findings
 TAKEN = "taken as it is"  # the end of a note on what a replay follows without judging it
