@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lit_cifar.launch import startup
 from lit_cifar.launch.network_interfaces import LOOPBACK
-from lit_cifar.launch.node import die_with_parent, reserved_port, torchrun_variables
+from lit_cifar.launch.node import reserved_port, torchrun_variables
 from lit_cifar.launch.signals import EXIT_REFUSED, EXIT_STOPPED, ending, flush_streams
 
 _FAREWELL_S = 30.0  # time for the other ranks to end once one has failed, as under torchrun
@@ -93,7 +93,7 @@ class ForkedRanks:
         parent = os.getpid()
         if pid := os.fork():
             return pid
-        die_with_parent()  # the lock of the run folder is then free for the same command
+        startup.die_with_parent()  # the lock of the run folder is then free for the same command
         if os.getppid() != parent:
             os._exit(1)
         os.environ |= variables

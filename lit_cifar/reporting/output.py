@@ -52,6 +52,8 @@ def leave_out_banners() -> None:
     warnings.formatwarning = lambda *args, **kwargs: _own_form(*args) or form(*args, **kwargs)
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
+    # Lightning's CLI calls functions of which jsonargparse announces the end; PYTHONWARNINGS=error would end the run.
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"lightning\.pytorch\.cli$")
     for name, level in _LEVELS.items():
         logging.getLogger(name).setLevel(level)
     logging.getLogger(_ANY_CALLER).addFilter(_is_no_banner)
