@@ -54,9 +54,9 @@ def kill(pid: int, started: str, *, ranks: Collection[int] = ()) -> None:
     """
     if pid != os.getpid() and look_at(pid, started).state != "gone":
         with suppress(psutil.Error):
-            its = psutil.Process(pid)
-            words, children = its.cmdline(), its.children()
-            its.kill()
+            process = psutil.Process(pid)
+            words, children = process.cmdline(), its.children()
+            process.kill()
             for child in children:
                 with suppress(psutil.Error):
                     if child.cmdline() == words and child.pid not in ranks:

@@ -89,7 +89,7 @@ class NeighborAudit:
                 self._twin.refresh()
                 what = "a batch"
                 self._begin(args, kwargs)
-            except Exception as error:  # of a stranger's code: the training goes on
+            except Exception as error:  # a stranger's code: the training goes on
                 self.failure = f"{what} cannot be copied: {error}"
             outputs = real(*args, **kwargs)
             self._end(outputs)
@@ -148,7 +148,7 @@ class NeighborAudit:
         try:
             computation = _from_bytes(sent, self.device)
             return "", [computation.rank] * (self._twin.repeat(computation) != _numbers(computation.gradients))
-        except Exception as error:  # of a stranger's code: the training goes on
+        except Exception as error:  # a stranger's code: the training goes on
             return f"{type(error).__name__}: {error}".splitlines()[0], []
 
     def _judged(self, own: Computation, suspects: list[int]) -> tuple[list[Difference], str]:
@@ -178,7 +178,7 @@ class NeighborAudit:
         """The gradients of a repeat; empty if the code cannot be repeated after all."""
         try:
             return self._twin.repeat(computation)
-        except Exception:  # of a stranger's code
+        except Exception:  # a stranger's code may raise anything
             return {}
 
 
@@ -217,7 +217,7 @@ class _Twin:
         if places == self._places:
             return
         self._places, self._copy = places, None
-        memo: dict[int, Any] = {id(group): group for group in process_groups()}  # which cannot be copied
+        memo: dict[int, Any] = {id(group): group for group in process_groups()}  # groups cannot be copied
         aliases: dict[Tensor, nn.Parameter] = {}
         for parameter in self.module.parameters():
             alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
@@ -302,7 +302,7 @@ def _to_bytes(computation: Computation) -> bytes:
     file = io.BytesIO()
     try:
         torch.save(computation, file)
-    except Exception:  # of a stranger's class
+    except Exception:  # a stranger's class may raise anything
         return b""
     return file.getvalue()
 

@@ -50,7 +50,7 @@ class Backward:
     fresh: list[str]  # parameters that had no gradient before, or zeros
     grads: Digests  # digests of `.grad` afterwards
     values: Tensors  # these gradients themselves, where synced and in the first replica
-    exchanges: list[Exchange]  # with other ranks
+    exchanges: list[Exchange]  # exchanges with other ranks
 
 
 @dataclass

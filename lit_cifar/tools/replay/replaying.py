@@ -273,7 +273,7 @@ class Replayer:
                 outputs = [leaf for leaf in tree_leaves(self.twin.call(*args, **kwargs)) if isinstance(leaf, Tensor)]
         except (StopReplay, UnjudgeableError):
             raise
-        except Exception:  # of a stranger's code
+        except Exception:  # a stranger's code may raise anything
             self._abstain_where_attributes_are_unknown(call)
             raise
         if call.has_drawn:

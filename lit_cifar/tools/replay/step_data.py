@@ -146,7 +146,7 @@ class JoinedBatch:
         return text if _BOUND < share < float("inf") else ""
 
     def _gradient(self, batch: Any, first: Call) -> Tensor:
-        """Of the loss of a batch, in one piece; all else is as in the first call."""
+        """The gradient of the loss of a batch, in one piece; all else is as in the first call."""
         twin = self._copied(self._module)
         _, dtype, _ = first.surroundings.autocast
         own = replace(first.surroundings, autocast=(False, dtype, False), default_dtype=torch.float64)

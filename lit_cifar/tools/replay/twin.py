@@ -84,7 +84,7 @@ def twin_of(module: Module, optimizers: Sequence[Optimizer]) -> tuple[Module, li
 
     Raise an `UnjudgeableError` if they cannot be copied. For a sharded module every rank must call this.
     """
-    memo: dict[int, Any] = {id(group): group for group in process_groups()}  # which cannot be copied
+    memo: dict[int, Any] = {id(group): group for group in process_groups()}  # groups cannot be copied
     try:
         copied = whole_copy(module, memo) if is_sharded(module) else copy.deepcopy(module, memo)
         copies = [_optimizer_copy(optimizer, memo) for optimizer in optimizers]
