@@ -29,11 +29,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lit_cifar.checkpoint.format import naming
-from lit_cifar.checkpoint.sample_audit import AuditRecord
+from lit_cifar.cli.checkpoint_selection import StartingCheckpoint
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.dataset import Dataset
+from lit_cifar.data.sample_order import check_held_out, check_rest_of_epoch, order_settings
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.autotune import cpu_has_bf16
 from lit_cifar.models.blocks import check_network, unreached_parameters
@@ -227,14 +228,13 @@ def check_run(
     *,
     asked: Namespace,
     subcommand: str,
-    audit: AuditRecord | None,
+    start: StartingCheckpoint,
     replicas: Any,
 ) -> None:
     """Refuse a run that cannot work, and leave `data` set up.
 
-    `asked` are the arguments that all three were made from, `audit` is that of the checkpoint that a fit is resumed
-    from or that is validated, `replicas` are the callback of `--virtual_replicas`. The trainer's processes are not
-    started.
+    `asked` are the arguments that all three were made from, `replicas` are the callback of `--virtual_replicas`. The
+    trainer's processes are not started.
     """
     if trainer.world_size == 1 and asked.trainer.sync_batchnorm:
         rank_zero_warn("--trainer.sync_batchnorm=true has no effect with one process, which sees the whole batch")
@@ -276,9 +276,11 @@ def check_run(
     if subcommand == "fit":
         data.train_sampler().check()
         _check_intervals(trainer, data)
-    if audit is not None:
+    if start.order is not None:
         with naming(asked.ckpt_path):
-            (audit.check if subcommand == "fit" else audit.check_held_out)(data)
+            if start.within_epoch:
+                check_rest_of_epoch(start.order, order_settings(data))
+            check_held_out(start.order, order_settings(data))
 
 
 def _try_optimizer(module: LitResNet) -> Optimizer:
