@@ -39,6 +39,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.models.autotune import cpu_has_bf16
 from lit_cifar.models.blocks import check_network, unreached_parameters
 from lit_cifar.task.module import LitResNet
+from lit_cifar.task.optim import check_total_steps
 
 _MANY = 2**16  # of what there is a list
 # The least and the largest value of numbers that nobody else checks before the first step.
@@ -251,7 +252,7 @@ def check_run(
         if data.augmentation is not None and (side := data.augmentation.small_size):
             remedy = "leave out --data.small_size and --data.small_epochs"
             check_network(module.network, (3, side, side), num_classes=len(data.classes), remedy=remedy)
-        optimizer = _try_optimizer(module)
+        optimizer, scheduler = _try_optimizer(module)
         _check_averaging(trainer)
         if replicas is not None:
             _check_matrices(optimizer)
@@ -275,7 +276,7 @@ def check_run(
     _check_evaluation(trainer, data, subcommand)
     if subcommand == "fit":
         data.train_sampler().check()
-        _check_intervals(trainer, data)
+        check_total_steps(scheduler, _total_steps(trainer, _check_intervals(trainer, data)))
     if start.order is not None:
         with naming(asked.ckpt_path):
             if start.within_epoch:
@@ -283,8 +284,8 @@ def check_run(
             check_held_out(start.order, order_settings(data))
 
 
-def _try_optimizer(module: LitResNet) -> Optimizer:
-    """The user's optimizer, from which the schedule takes a step; the fit makes both anew."""
+def _try_optimizer(module: LitResNet) -> tuple[Optimizer, Any]:
+    """The user's optimizer, and the schedule, which takes a step; the fit makes both anew."""
     with as_config_error(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the schedule's step comes before the optimizer's
         optimizer = module.make_optimizer(module.network.parameters())
@@ -296,7 +297,7 @@ def _try_optimizer(module: LitResNet) -> Optimizer:
                 f"--model.lr_scheduler={type(scheduler).__name__} cannot take a step: {error}",
                 remedy="correct its arguments: --model.lr_scheduler.NAME=VALUE",
             ) from error
-    return optimizer
+    return optimizer, scheduler
 
 
 def _check_ghost_batches(asked: Any, batch_split: BatchSplit, batch_size: int) -> None:
@@ -331,8 +332,17 @@ def _check_reached(strategy: DDPStrategy, module: LitResNet) -> None:
         )
 
 
-def _check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> None:
+def _total_steps(trainer: Trainer, num_batches: int) -> float:
+    """The `estimated_stepping_batches` of epochs of so many: a Trainer says so once all processes have met."""
+    most = trainer.max_steps if trainer.max_steps >= 0 else math.inf
+    epochs = math.inf if trainer.max_epochs == -1 else max(trainer.max_epochs or 1, 1)
+    return min(most, -(-num_batches // trainer.accumulate_grad_batches) * epochs)
+
+
+def _check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> int:
     """Refuse an epoch of no batch or with a last step of fewer than are accumulated, and a validation that never comes.
+
+    Returns the number of batches of an epoch.
 
     Lightning would divide the gradients of that step by the full number, and take a smaller step.
     """
@@ -356,6 +366,7 @@ def _check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> None:
             f"--trainer.val_check_interval={interval} batches is longer than an epoch, which has {counted}",
             remedy=f"pass --trainer.val_check_interval={counted}, or --trainer.check_val_every_n_epoch=null too",
         )
+    return counted
 
 
 def _check_evaluation(trainer: Any, data: CIFAR10DataModule, subcommand: str) -> None:
