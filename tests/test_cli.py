@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -109,6 +110,17 @@ def test_a_process_ends_without_usable_streams(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr("sys.stderr", stream)
         monitor._say("rank 1 is late")
         flush_streams()
+
+
+def test_only_what_a_user_can_act_on_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others would end a run under PYTHONWARNINGS=error. Nothing is shuffled where the same batches are repeated."""
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "all")  # else it gives each once in a process
+    repeated = ["fit", *TINY, "--trainer.overfit_batches=2"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_here(*repeated, "--data.shuffle=false", f"--run_dir={tmp_path / 'a'}")
+    with pytest.warns(UserWarning, match="--data.shuffle has no effect"):
+        run_here(*repeated, f"--run_dir={tmp_path / 'b'}")
 
 
 def test_a_trial_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

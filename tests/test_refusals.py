@@ -21,7 +21,9 @@ REFUSED = {
     "--data.batchsize=3": ["batchsize", "did you mean --data.batch_size?", "--help"],
     "--model.optimizer.lr=-1": ["learning rate: -1"],
     "--trainer.max_epochs=-1": ["plans over the whole run, and this one has no end"],
-    "--model.lr_scheduler=OneCycleLR --model.lr_scheduler.max_lr=1 --model.lr_scheduler.total_steps=3": ["total_steps=5"],
+    "--model.lr_scheduler=OneCycleLR --model.lr_scheduler.max_lr=1 --model.lr_scheduler.total_steps=3": [
+        "total_steps=5"
+    ],
     "--trainer.limit_train_batches=0": ["--trainer.limit_train_batches=0 would train nothing"],
     "--trainer.accumulate_grad_batches=4 --trainer.limit_train_batches=6": ["=4 or --trainer.limit_train_batches=8"],
     "--trainer.accumulate_grad_batches=2 --trainer.overfit_batches=1": ["whole steps: --trainer.overfit_batches=2"],
