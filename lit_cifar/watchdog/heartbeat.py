@@ -55,7 +55,7 @@ def kill(pid: int, started: str, *, ranks: Collection[int] = ()) -> None:
     if pid != os.getpid() and look_at(pid, started).state != "gone":
         with suppress(psutil.Error):
             process = psutil.Process(pid)
-            words, children = process.cmdline(), its.children()
+            words, children = process.cmdline(), process.children()
             process.kill()
             for child in children:
                 with suppress(psutil.Error):
