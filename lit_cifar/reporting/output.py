@@ -30,7 +30,7 @@ _NOISE = (
     r"You passed .* AMP with fp16 is not supported on CPU",  # the command line refuses it
     r"Glyph \d+ .* missing from",  # a class name in letters that matplotlib's font lacks is drawn in boxes
     r"The dirpath has changed from",  # a test writes to a folder of its own, and ranks no checkpoints
-    r"You requested to overfit but enabled (train|val) dataloader shuffling",  # any loader that is not torch's causes it
+    r"You requested to overfit but enabled (train|val) dataloader shuffling",  # of loaders that are not torch's
     r"GPU available but not used",  # --trainer.accelerator=cpu is meant
     r"The `srun` command is available .* but is not used",  # every run on a login node of SLURM
     r"The number of training batches .* is smaller than the logging interval",  # every epoch is logged at its end
