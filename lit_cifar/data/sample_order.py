@@ -1,4 +1,4 @@
-"""What decides which image is used in which step. A checkpoint has it, and a run that goes on from it is compared."""
+"""Settings that decide which image is used in which step. Checkpoints hold them, to compare with a resumed run's."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _PUT_BACK = "put them back as they were, with an empty file in place of each pic
 
 
 def order_settings(data: Any) -> OrderSettings:
-    """The settings by the flags of `data`, the data module, once it is set up to fit or to validate."""
+    """The settings by the flags of the data module `data`, after its `setup` to fit or to validate."""
     sampler, listed = data.train_sampler(), data.source.listed
     held_out = 0 if data.source.own_val else data.val_size
     files = {f"{split} files": listed[split] for split in ("train", "val") if split in listed}
@@ -46,7 +46,7 @@ def check_held_out(then: OrderSettings, now: OrderSettings) -> None:
 
 
 def check_rest_of_epoch(then: OrderSettings, now: OrderSettings) -> None:
-    """Refuse to go on within an epoch that would have other batches. Which files are validated on does not matter."""
+    """Refuse to go on within an epoch whose batches would differ. The files to validate on may differ."""
     if then.get(_TRAIN) != now.get(_TRAIN):
         raise CheckpointError(
             "the checkpoint was written within an epoch; since then files to train on were added, removed or renamed, "
@@ -67,8 +67,8 @@ def check_rest_of_epoch(then: OrderSettings, now: OrderSettings) -> None:
 def _mixed(then: OrderSettings, now: OrderSettings) -> list[str]:
     """The settings by which images that were trained on would be validated on.
 
-    A smaller `val_size` holds out a part of the same ones. Files that the user has put into a folder to validate on
-    may be any, unless some to train on are gone.
+    A smaller `val_size` holds out a part of the same images. The user's folder to validate on may change, unless files
+    to train on are gone.
     """
     own, before = _VAL in now, then.get("val_size")
     names = _FILES if own else (*_FILES, "num_train", "seed", "val_size")

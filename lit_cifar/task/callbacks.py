@@ -51,8 +51,8 @@ ORDER = (
     "SameStart",  # ends a run whose processes would differ in what follows
     "StepBoundary",  # acts when the next batch has been fetched, and before anybody uses it
     "Watchdog",  # notes the phase that the next callbacks are in
-    "EpochMeans",  # has the means that others read
-    "",  # those that the user adds, unless they are of a kind below
+    "EpochMeans",  # computes the means that others read
+    "",  # the user's callbacks, unless they are of a kind below
     "VirtualReplicas",
     "Fingerprint",
     "ProgressBar",
@@ -69,7 +69,7 @@ ORDER = (
     "PredictionWriter",
     "RunReport",
     "SavedConfig",
-    "BestCheckpoint",  # those that save come last, because their state must be the last to change
+    "BestCheckpoint",  # callbacks that save come last, because their state must be the last to change
     "LastCheckpoint",
     "Checkpoint",  # the user's, after ours, because the summary of the run names the first one's files
 )
