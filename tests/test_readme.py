@@ -100,7 +100,7 @@ def check_program(args: list[str]) -> None:
             parser_of(args[0]).parse_args([arg.replace("RUN/config.yaml", "configs/quickstart.yaml") for arg in args])
 
 
-_TRAIN = {"articles", "recipes", "same_bits", "trials", "virtual_replicas"}
+_TRAIN = {"articles", "recipes", "same_bits", "trials"}
 
 
 def check_benchmark(script: str, args: list[str]) -> None:
