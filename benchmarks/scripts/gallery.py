@@ -38,15 +38,6 @@ def is_seen(row: dict[str, Any], noise: dict[str, float]) -> bool:
     return any(not abs(wrong[key] - right[key]) <= noise[key] for key in right)
 
 
-def in_words(row: dict[str, Any], noise: dict[str, float]) -> str:
-    """What the curves show."""
-    if row["with"] is None:
-        return "the trainer stops the run"
-    wrong, right = final(row["with"]), final(row["without"])
-    differences = ", ".join(f"{key} {wrong[key] - right[key]:+.3f}" for key in right)
-    return f"**another curve**: {differences}" if is_seen(row, noise) else f"nothing: {differences}"
-
-
 def smooth(losses: list[float], width: int = 10) -> list[float]:
     """The mean of each step and those before it, `width` at most; nan and inf stay where they are."""
     return [statistics.fmean(losses[max(0, i + 1 - width) : i + 1]) for i in range(len(losses))]
