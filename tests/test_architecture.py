@@ -20,6 +20,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 # Each part may import the parts before it.
 LAYERS = [
     {"errors"},
+    {"mode"},
     {"launch"},
     {"data", "watchdog"},
     {"models"},
@@ -27,7 +28,6 @@ LAYERS = [
     {"checkpoint"},
     {"task"},
     {"strategies"},
-    {"callbacks"},
     {"tools.modes", "tools.terminal", "tools.forked", "tools.replay", "tools.pytest_plugin"},
     {"tools.audit", "tools.export", "tools.verify"},
     {"tools.chaos", "tools.doctor", "tools.ray", "tools.report"},

@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_task import TinyData, TinyTask, read_events, tiny_trainer
 from torch import Tensor
 
-from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import Batch
+from lit_cifar.mode import Layout
 from lit_cifar.reporting import progress
 from lit_cifar.reporting.progress import METRIC, ProgressBar, Throughput
 
@@ -50,17 +50,19 @@ def test_a_log_file_gets_a_line_per_epoch_and_in_long_ones(
     assert "\r" not in out + err
 
 
-def test_a_terminal_gets_a_bar_with_short_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("columns", [80, 40])
+def test_a_terminal_gets_a_bar_with_short_names_and_a_whole_line_per_epoch(
+    columns: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda _: (columns, 24))
     fit(tmp_path, ProgressBar(refresh_rate=1))
     shown = capsys.readouterr().out
-    final = [part for part in shown.replace("\n", "\r").split("\r") if "3/3" in part and "val=" in part]
-
-    assert any(line.startswith("epoch 1/2 3/3 ") for line in final)
-    assert any(line.startswith("epoch 2/2 3/3 ") for line in final)
-    assert all(name in final[-1] for name in ("loss=", "val=", "img/s="))
+    parts = shown.replace("\n", "\r").split("\r")
+    assert any("3/3" in part and (columns == 40 or "loss=" in part) for part in parts)
+    for epoch in ("1/2", "2/2"):
+        line = rf"epoch {epoch}  done  loss [\d.]+  val [\d.]+  img/s \d+  \d+ s$"
+        assert any(re.match(line, part) for part in parts)
     assert "train/" not in shown
 
 
@@ -187,7 +189,8 @@ def test_only_steps_are_timed(settings: Any, steps: list[int], tmp_path: Path, c
 
 
 def test_images_of_all_ranks_count(tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "BatchSplit", SimpleNamespace(of=lambda strategy: BatchSplit(dp_size=4)))
+    four = SimpleNamespace(layout=Layout(data_parallel_size=4))
+    monkeypatch.setattr(progress, "mode_of", lambda strategy: four)
     assert measured(tmp_path, clock, log_every_n_steps=4) == [(3, 64.0), (7, 64.0), (11, 64.0)]
 
 

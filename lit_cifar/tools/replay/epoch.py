@@ -14,9 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Subset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from lit_cifar.mode import mode_of
 from lit_cifar.tools.replay.digests import checksum
 from lit_cifar.tools.replay.evaluation import Evaluation, judge_evaluation
-from lit_cifar.tools.replay.lightning_view import empty_report, num_together
+from lit_cifar.tools.replay.lightning_view import empty_report
 from lit_cifar.tools.replay.states import gathered
 from lit_cifar.tools.replay.verdict import Finding, Report
 
@@ -204,6 +205,7 @@ def judge_readings(report: Report, readings: Sequence[Reading]) -> None:
         judge_epoch(judged, of_ranks, before=before.get(dataset, []))
         before[dataset] = of_ranks[0].samples
         report.findings += [replace(its, epoch=number) for its in judged.findings]
+    report.not_looked_at.append("evaluations, and whether a schedule makes a step in each epoch")
     if passes and not all(passes):
         report.not_looked_at.append("whole epochs, as no DataLoader was read to its end")
 
@@ -220,7 +222,7 @@ class Epochs:
         self.resumed: Mapping[str, Any] = {}  # the `position` in the checkpoint that the training began with
         self.evaluation: Evaluation | None = None
         self._read = ReadIds()
-        self._each = num_together(trainer.strategy)
+        self._each = mode_of(trainer.strategy).model_parallel_size
         self._num_batches = self._batches_before = 0  # of this epoch: trained here, and before the checkpoint
         self._before: list[int] = []  # what rank 0 read in the epoch before
         self._epochs_left, self._evaluations_left = 2, 1
@@ -286,9 +288,16 @@ class Epochs:
         self._tell(self.trainer.strategy.broadcast(report))
 
     def begin_evaluation(self) -> None:
-        if self._evaluations_left:
+        if self._evaluations_left and not self.trainer.sanity_checking:
             self._evaluations_left -= 1
             self.evaluation = Evaluation(self.trainer.lightning_module)
+
+    def begin_batch(self, batch: Any, *_: Any) -> None:
+        if self.evaluation is not None:
+            self.evaluation.batch = batch
+
+    def end_batch(self, *_: Any) -> None:
+        self.begin_batch(None)
 
     def evaluated(self) -> list[int]:
         """The samples that this process has read for evaluations since the last call."""
