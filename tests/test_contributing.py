@@ -38,7 +38,7 @@ def succeeds(folder: Path, *arguments: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def test_ci_names_tests_that_exist() -> None:
