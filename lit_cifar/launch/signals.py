@@ -16,9 +16,9 @@ from typing import NoReturn
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from lit_cifar import internals
 from lit_cifar.errors import Stopped, printable
 
 EXIT_STOPPED = 128 + signal.SIGTERM
@@ -65,7 +65,7 @@ def signals_to_spawned(trainer: Trainer) -> Iterator[None]:
     While they are being started, and at a second Ctrl-C, they are killed at once.
     """
     launcher = trainer.strategy.launcher
-    if not isinstance(launcher, _MultiProcessingLauncher):
+    if not isinstance(launcher, internals.MultiProcessingLauncher):
         yield
         return
     keystrokes = Keystrokes()
@@ -101,7 +101,7 @@ def end_together(trainer: Trainer, message: str, *, status: int) -> NoReturn:
 
 def launched_by_lightning(trainer: Trainer) -> bool:
     """Whether Lightning's launcher has started this process as a copy of the user's."""
-    launches = isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher)
+    launches = isinstance(trainer.strategy.launcher, internals.SubprocessScriptLauncher)
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return launches and isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
 

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lit_cifar import internals
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.blocks import Partition, blocks_of
 from lit_cifar.strategies.device_copies import refuse_faulty_copies
@@ -171,6 +172,7 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
                 f"{type(model).__name__} has no {' and no '.join(missing)}.",
                 remedy="Use lit_cifar.LitResNet, or --trainer.strategy=ddp for any LightningModule.",
             )
+        internals.require(internals.MODES, f"--trainer.strategy={self.strategy_name}")
         super().connect(model)
 
     @override

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Optimizer
 from typing_extensions import override
 
+from lit_cifar import internals
 from lit_cifar.checkpoint.files import index_of, sync_tables
 from lit_cifar.checkpoint.sharded import read_parts, save_parts
 from lit_cifar.errors import ConfigError
@@ -312,7 +313,7 @@ class ShardedStrategy(MeshStrategy):
 
 # By precision, what autocast computes in; and in which layers. Of all others it takes the parameters as they are.
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-NARROW = (nn.modules.conv._ConvNd, nn.Linear)
+NARROW = (internals.ConvNd, nn.Linear)
 
 
 def shard(network: nn.Module, mesh: DeviceMesh, device: torch.device, *, dtype: torch.dtype | None = None) -> None:

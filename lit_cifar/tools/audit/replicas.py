@@ -13,6 +13,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lit_cifar import internals
+
 _CHUNK = 2**18  # words that are looked at together: 2 MiB of each of two intermediate results
 _FACTOR = 0x9E3779B1
 
@@ -165,5 +167,5 @@ def unlike(ranks: Sequence[int], of_ranks: Sequence[Mapping[str, Any]]) -> list[
 def _own_statistics(module: nn.Module) -> Iterator[Tensor]:
     """Running statistics that each rank takes of its own part of a batch."""
     for its in module.modules():
-        if isinstance(its, nn.modules.batchnorm._NormBase) and not isinstance(its, nn.SyncBatchNorm):
+        if isinstance(its, internals.NormBase) and not isinstance(its, nn.SyncBatchNorm):
             yield from its.buffers(recurse=False)

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, TypeAlias
 import lightning as L
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import Batch
+from lit_cifar.internals import keystr, tree_flatten_with_path
 from lit_cifar.tools.verify.record import difference
 
 # Environment variable: how often the job was launched; torchrun counts its own restarts.

@@ -10,17 +10,20 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 import psutil
 import torch
 
+from lit_cifar import internals
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.network_interfaces import LOOPBACK, addresses, loopback_interface
 from lit_cifar.launch.rendezvous import cluster_environment, given_port
 from lit_cifar.reporting.environment import PACKAGES, cpu_model, versions
 from lit_cifar.strategies.device_copies import copy_faults
 from lit_cifar.tools.doctor import ALL_MODES, COPY_MODES, PROCESS_MODES, Check, Finding, size_of
+from lit_cifar.tools.modes import MODES
 
 _SHM = Path("/dev/shm")
 _SHM_NEEDED = 2**27  # `ddp_spawn` hands the network over in it; a container has 2**26 unless asked for more
@@ -43,6 +46,7 @@ def look_at_machine(*, folder: Path) -> list[Check]:
         *(map(check_gpu, range(torch.cuda.device_count())) if torch.cuda.device_count() else [check_no_gpus()]),
         *check_mig(),
         Check("versions", shown),
+        check_internals(),
         *([check_shared_memory(shutil.disk_usage(_SHM).free)] if _SHM.exists() else []),
         check_disk(folder),
     ]
@@ -70,6 +74,16 @@ def check_gpu(index: int) -> Check:
     seen = f"{size_of(free)} of {size_of(total)}"
     busy = Finding(f"Of {name} {seen} are free: other processes use the rest.", "nvidia-smi   # shows which")
     return Check(name, f"{model}, {seen} free", [busy] if free < total / 2 else [])
+
+
+def check_internals() -> Check:
+    """Names inside torch and Lightning that a release may have changed, and the modes that need them."""
+    modes = {f"--trainer.strategy={name}": (name,) for name in ALL_MODES} | {internals.RUN: ALL_MODES}
+    modes[internals.MODES] = tuple(mode.name for mode in MODES if mode.name not in ("single", "ddp", "ddp_spawn"))
+    absent = [(its, modes.get(needs, ())) for needs in internals.NAMES for its in internals.missing(needs)]
+    findings = [Finding(f"{its.problem}.", its.remedy, needed_by) for its, needed_by in absent]
+    of = f"of torch {torch.__version__} and Lightning {metadata.version('lightning')}"
+    return Check("internals", f"{len(findings) or 'no'} name(s) {of} missing", findings)
 
 
 def check_mig() -> list[Check]:

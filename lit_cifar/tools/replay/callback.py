@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 
+from lit_cifar import internals
 from lit_cifar.tools.replay.epoch import Epochs
 from lit_cifar.tools.replay.events import UnjudgeableError
 from lit_cifar.tools.replay.lightning_view import (
@@ -116,7 +117,7 @@ class Replay(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loaded, self._weights, self._loaded = self._loaded, None, None
-        if _is_known(trainer.strategy):
+        if _is_known(trainer.strategy) and not [*internals.missing(internals.REPLAY)]:
             self._weights = (loaded, _NOT_LOADED) if loaded else None
             self._epochs = Epochs(trainer, partial(self._tell, trainer))
 

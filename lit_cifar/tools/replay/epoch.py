@@ -12,8 +12,8 @@ import lightning.pytorch as pl
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Subset
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from lit_cifar import internals
 from lit_cifar.tools.replay.digests import checksum
 from lit_cifar.tools.replay.evaluation import Evaluation, judge_evaluation
 from lit_cifar.tools.replay.lightning_view import empty_report, num_together
@@ -73,7 +73,7 @@ class ReadIds:
         self.readings: list[Reading] = []
         self._of_iterator: WeakKeyDictionary[Any, Reading] = WeakKeyDictionary()
         self._last: Reading | None = None
-        real: Any = vars(_BaseDataLoaderIter)["_next_index"]  # all loaders ask by it, also those with workers
+        real: Any = vars(internals.BaseDataLoaderIter)["_next_index"]  # all loaders ask by it, also those with workers
 
         def next_index(iterator: Any) -> Any:
             try:
@@ -87,7 +87,7 @@ class ReadIds:
                 self._reading(iterator).batches.append(its)
             return index
 
-        self._replaced = patch.object(_BaseDataLoaderIter, "_next_index", next_index)
+        self._replaced = patch.object(internals.BaseDataLoaderIter, "_next_index", next_index)
         self._replaced.start()
 
     def _reading(self, iterator: Any) -> Reading:

@@ -13,8 +13,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from lit_cifar import internals
+from lit_cifar.internals import tree_leaves
 from lit_cifar.tools.replay.digests import Digest, digest
 from lit_cifar.tools.replay.reduction import ExactMean
 
@@ -79,7 +80,7 @@ def _method(handler: Handler, name: str, real: Any) -> Any:
 
 def process_groups() -> list[Any]:
     """Those that this process has made or joined."""
-    return [*dist.distributed_c10d._world.pg_map]
+    return [*internals.world.pg_map]
 
 
 def can_be_replayed(name: str) -> bool:
@@ -104,11 +105,11 @@ def completed(name: str, real: Any, group: Any, *args: Any, **kwargs: Any) -> tu
 
 
 def sent_by(name: str, args: Sequence[Any]) -> list[Tensor]:
-    return tree_leaves(args[_PLACES[name][1]])
+    return [*tree_leaves(args[_PLACES[name][1]])]
 
 
 def received_by(name: str, args: Sequence[Any]) -> list[Tensor]:
-    return tree_leaves(args[_PLACES[name][0]])
+    return [*tree_leaves(args[_PLACES[name][0]])]
 
 
 def _option(args: Sequence[Any]) -> str:

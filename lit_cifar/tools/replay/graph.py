@@ -8,7 +8,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
+
+from lit_cifar import internals
+from lit_cifar.internals import tree_leaves
 
 # DDP passes all outputs through one node, with find_unused_parameters or a static graph: each comes out as it went in.
 _SINK = "_DDPSinkBackward"
@@ -20,7 +22,7 @@ def observed(before: Callable[[list[Tensor]], None], after: Callable[[], None]) 
 
     @wraps(real)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        outermost = torch._C._current_graph_task_id() == -1  # else it is a checkpoint's, a part of its call
+        outermost = internals.current_graph_task_id() == -1  # else it is a checkpoint's, a part of its call
         if outermost:
             before(tree_leaves(tensors))
         real(tensors, *args, **kwargs)
