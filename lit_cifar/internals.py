@@ -16,7 +16,7 @@ import torch
 from lit_cifar.errors import ConfigError
 
 # The newest releases with which the tests ran.
-_TRIED = {"torch": "2.15.0", "lightning": "2.6.6", "torchmetrics": "1.9.0", "jsonargparse": "4.53.0"}
+_TRIED = "pip install torch==2.15.0 torchvision==0.29.2 lightning==2.6.6 torchmetrics==1.9.0 jsonargparse==4.53.0"
 RUN, MODES, WATCHDOG, REPLAY = "every run", "every mode of lit_cifar", "the watchdog", "Replay"
 BATCHNORM = "synchronised BatchNorm"
 # By who needs them, in a user's words. Those that begin with a dot are where the one before them is. A torch of the
@@ -44,14 +44,13 @@ NAMES = {
     MODES: """lightning.pytorch.overrides.distributed._sync_module_states
         lightning.pytorch.strategies.DDPStrategy._configure_launcher ._reset_optimizers_and_schedulers ._timeout
         torch.Tensor._backward_hooks ._post_accumulate_grad_hooks torch.amp.GradScaler._unscale_grads_
-        torch.autograd.Variable._execution_engine""",
+        torch.autograd.Variable._execution_engine torch.nn.Module._buffers ._parameters""",
     "--trainer.strategy=mp": "lightning.fabric.utilities.device_dtype_mixin._update_properties",
     "--trainer.strategy=ddp_mp": """lightning.fabric.utilities.distributed._init_dist_connection
         lightning.pytorch.strategies.DDPStrategy._get_process_group_backend ._setup_model""",
     "--trainer.strategy=pp": """torch._subclasses.FakeTensorMode
         torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops<2.15 .backward_one_chunk
         .backward_weight_one_chunk .forward_one_chunk""",
-    "--trainer.strategy=tp": "torch.nn.Module._buffers ._parameters",
     "--trainer.strategy=fsdp2": "torch.nn.modules.conv._ConvNd",
     "host_gloo": "torch.distributed.ProcessGroup._register_backend",
     BATCHNORM: """lightning.pytorch.LightningModule._trainer torch.nn.modules.batchnorm._BatchNorm ._NormBase
@@ -74,13 +73,14 @@ NAMES = {
     "the speed of logging": "lightning.pytorch.LightningModule._current_fx_name",
     "the progress bar": """lightning.pytorch.callbacks.TQDMProgressBar._predict_progress_bar ._should_update
         ._test_progress_bar ._train_progress_bar ._val_progress_bar""",
-    "bench": "torch.utils._python_dispatch.TorchDispatchMode",
+    "bench": "torch.utils._python_dispatch.TorchDispatchMode torchvision.models.resnet.ResNet._make_layer",
 }
+NAMES["--trainer.strategy=ddp_pp"] = NAMES["--trainer.strategy=pp"]
 
 
 def __getattr__(name: str) -> Any:
     """The function or class of torch or Lightning that has this name, or the same with an underscore before it."""
-    for place, private, needs in _each():
+    for place, private, needs in each():
         if name in (private, private[1:]) and not inspect.isclass(owner := _found(place)):
             if not hasattr(owner, private):
                 raise _refusal(place, private, needs)
@@ -96,12 +96,12 @@ def require(*needs: str) -> None:
 
 def missing(*needs: str) -> Iterator[ConfigError]:
     """An error for each name that is not there, of those that these need, or of all."""
-    for place, name, needed_by in _each():
+    for place, name, needed_by in each():
         if (not needs or needed_by in needs) and not _has(_found(place), name):
             yield _refusal(place, name, needed_by)
 
 
-def _each() -> Iterator[tuple[str, str, str]]:
+def each() -> Iterator[tuple[str, str, str]]:
     """The place and name of each that this torch should have, and who needs it."""
     for needs, names in NAMES.items():
         place = ""
@@ -133,4 +133,4 @@ def _has(owner: Any, name: str) -> bool:
 def _refusal(place: str, name: str, needs: str) -> ConfigError:
     package = place.partition(".")[0]
     problem = f"{package} {metadata.version(package)} has no {place}.{name}, which {needs} needs"
-    return ConfigError(problem, remedy=f"pip install '{package}<={_TRIED[package]}'")
+    return ConfigError(problem, remedy=_TRIED)

@@ -23,7 +23,6 @@ from lit_cifar.launch.rendezvous import cluster_environment, given_port
 from lit_cifar.reporting.environment import PACKAGES, cpu_model, versions
 from lit_cifar.strategies.device_copies import copy_faults
 from lit_cifar.tools.doctor import ALL_MODES, COPY_MODES, PROCESS_MODES, Check, Finding, size_of
-from lit_cifar.tools.modes import MODES
 
 _SHM = Path("/dev/shm")
 _SHM_NEEDED = 2**27  # `ddp_spawn` hands the network over in it; a container has 2**26 unless asked for more
@@ -79,11 +78,11 @@ def check_gpu(index: int) -> Check:
 def check_internals() -> Check:
     """Names inside torch and Lightning that a release may have changed, and the modes that need them."""
     modes = {f"--trainer.strategy={name}": (name,) for name in ALL_MODES} | {internals.RUN: ALL_MODES}
-    modes[internals.MODES] = tuple(mode.name for mode in MODES if mode.name not in ("single", "ddp", "ddp_spawn"))
+    modes[internals.MODES] = tuple(name for name in ALL_MODES if name not in ("single", "ddp", "ddp_spawn"))
     absent = [(its, modes.get(needs, ())) for needs in internals.NAMES for its in internals.missing(needs)]
     findings = [Finding(f"{its.problem}.", its.remedy, needed_by) for its, needed_by in absent]
-    of = f"of torch {torch.__version__} and Lightning {metadata.version('lightning')}"
-    return Check("internals", f"{len(findings) or 'no'} name(s) {of} missing", findings)
+    of = f"inside torch {torch.__version__} and Lightning {metadata.version('lightning')}"
+    return Check("internals", f"{len(findings) or 'none'} of {len([*internals.each()])} names {of} missing", findings)
 
 
 def check_mig() -> list[Check]:
