@@ -81,8 +81,10 @@ def check_internals() -> Check:
     modes[internals.MODES] = tuple(name for name in ALL_MODES if name not in ("single", "ddp", "ddp_spawn"))
     absent = [(its, modes.get(needs, ())) for needs in internals.NAMES for its in internals.missing(needs)]
     findings = [Finding(f"{its.problem}.", its.remedy, needed_by) for its, needed_by in absent]
-    of = f"inside torch {torch.__version__} and Lightning {metadata.version('lightning')}"
-    return Check("internals", f"{len(findings) or 'none'} of {len([*internals.each()])} names {of} missing", findings)
+    count = len({(place, name) for place, name, _ in internals.each()})
+    of = f"names inside torch {torch.__version__} and Lightning {metadata.version('lightning')}"
+    seen = f"{len(findings)} of {count} {of} missing" if findings else f"all {count} {of} found"
+    return Check("internals", seen, findings)
 
 
 def check_mig() -> list[Check]:
