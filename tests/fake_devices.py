@@ -24,12 +24,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lit_cifar.callbacks import default_callbacks
 from lit_cifar.checkpoint.callbacks import StepBoundary
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.reporting.figures import EvaluationFigures
 from lit_cifar.reporting.run_report import RunReport
 from lit_cifar.strategies import DataParallelStrategy, LayerParallelStrategy
+from lit_cifar.task.callbacks import default_callbacks
 from lit_cifar.task.module import LitResNet
 
 SECOND = torch.device("meta", 1)

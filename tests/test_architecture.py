@@ -21,6 +21,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 LAYERS = [
     {"errors"},
     {"internals"},
+    {"mode"},
     {"launch"},
     {"data", "watchdog"},
     {"models"},
@@ -28,7 +29,6 @@ LAYERS = [
     {"checkpoint"},
     {"task"},
     {"strategies"},
-    {"callbacks"},
     {"tools.modes", "tools.terminal", "tools.forked", "tools.replay", "tools.pytest_plugin"},
     {"tools.audit", "tools.export", "tools.verify"},
     {"tools.chaos", "tools.doctor", "tools.ray", "tools.report"},

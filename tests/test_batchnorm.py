@@ -9,18 +9,18 @@ import torch
 from threads import on_ranks
 from torch import Tensor, nn
 
-from lit_cifar.data.batch_split import GhostBatches
+from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.ghost_batchnorm import GhostBatchNorm2d, normalise_apart
 from lit_cifar.strategies import ProcessSyncBatchNorm
 
 CUTS = [
     GhostBatches(),
-    GhostBatches(dp_size=2),
+    GhostBatches(data_parallel_size=2),
     GhostBatches(num_microbatches=3),
-    GhostBatches(replicas_per_rank=4),
-    GhostBatches(dp_size=2, accumulation=2),
-    GhostBatches(dp_size=2, replicas_per_rank=2, num_microbatches=2),
+    GhostBatches(local_replicas=4),
+    GhostBatches(data_parallel_size=2, accumulation=2),
+    GhostBatches(data_parallel_size=2, local_replicas=2, num_microbatches=2),
 ]
 # One that divides by all parts, and one that leaves the parts unequal.
 SIZES = [24, 17]
@@ -88,9 +88,9 @@ def test_evaluation_is_that_of_batchnorm(chunks: GhostBatches) -> None:
 def test_what_is_refused() -> None:
     """A chunk of one pixel, as by BatchNorm, and other layers."""
     with pytest.raises(ValueError, match="more than 1 value per channel"):
-        GhostBatchNorm2d(3, chunks=GhostBatches(dp_size=4))(torch.randn(4, 3, 1, 1))
+        GhostBatchNorm2d(3, chunks=GhostBatches(data_parallel_size=4))(torch.randn(4, 3, 1, 1))
     with pytest.raises(ConfigError, match="and Sequential has a BatchNorm1d"):
-        normalise_apart(nn.Sequential(nn.BatchNorm1d(2)), GhostBatches(dp_size=2))
+        normalise_apart(nn.Sequential(nn.BatchNorm1d(2)), GhostBatches(data_parallel_size=2))
 
 
 # ---------------------------------------------------------------- synchronised over processes

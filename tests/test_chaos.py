@@ -93,7 +93,7 @@ def test_what_one_process_does_alone_is_what_the_mode_does() -> None:
     """Flags alone: the same number of images normalised together."""
     alone = {mode.name: mode.flags[1] for mode in chosen_modes(["ddp", "pp", "fsdp2", "tp"], devices=2)}
     separate = "--model.ghost_batchnorm."
-    assert [name for name, flags in alone.items() if f"{separate}dp_size=2" in flags] == ["fsdp2"]
+    assert [name for name, flags in alone.items() if f"{separate}data_parallel_size=2" in flags] == ["fsdp2"]
     assert f"{separate}num_microbatches=2" in alone["pp"]
     assert not any(flag.startswith(separate) for flag in (*alone["ddp"], *alone["tp"]))
 

@@ -21,13 +21,13 @@ from lightning.pytorch import Callback
 
 import lit_cifar
 from lit_cifar import __version__
-from lit_cifar.callbacks import skip_idle_hooks
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.cli.main import CLI, MAY_NAME_STRATEGY, main
 from lit_cifar.launch import startup
 from lit_cifar.launch.signals import flush_streams
 from lit_cifar.reporting.environment import versions
 from lit_cifar.reporting.output import outlast_streams
+from lit_cifar.task.callbacks import skip_idle_hooks
 from lit_cifar.tools.commands import COMMANDS
 from lit_cifar.watchdog import monitor
 

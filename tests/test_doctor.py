@@ -22,12 +22,12 @@ from rich.console import Console
 
 from lit_cifar import LitResNet, strategies
 from lit_cifar.errors import ConfigError
+from lit_cifar.mode.table import MODES, Row
 from lit_cifar.tools.doctor import ALL_MODES, COPY_MODES, PROCESS_MODES, Check, Finding, command, machine
 from lit_cifar.tools.doctor.command import Examination, placed, print_page
 from lit_cifar.tools.doctor.measurement import OPERATIONS, SIZES, Measurement, fault, inputs, pattern
 from lit_cifar.tools.doctor.modes import ModeRow, cores_and_gpus, judge_modes, mode_table
 from lit_cifar.tools.doctor.ranks import Ranks, examine_ranks, lost_messages, probe_ranks, slow_ranks, wrong_results
-from lit_cifar.tools.modes import MODES, Mode
 
 CPU = torch.device("cpu")
 
@@ -300,7 +300,7 @@ def test_every_mode_runs_on_the_gpus_or_else_on_the_cpu(num_gpus: int, verdicts:
 
 
 @pytest.mark.parametrize("mode", MODES[1:], ids=lambda mode: mode.name)
-def test_the_counts_are_those_that_the_strategy_accepts(mode: Mode) -> None:
+def test_the_counts_are_those_that_the_strategy_accepts(mode: Row) -> None:
     accepted, module = [], LitResNet("resnet10")
     for num_devices in range(mode.min_devices, 9):
         with contextlib.suppress(ConfigError):

@@ -16,8 +16,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from tiny_task import CLASSES, Batches, TinyData, TinyTask, fake_trainer, read_events, tiny_trainer
 from torch import Tensor
 
-from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.pictures import FolderImages
+from lit_cifar.mode import Layout, Mode
 from lit_cifar.reporting.evaluation_tables import PerRankAccuracy, PredictionWriter, write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, log_chance, pooled
 
@@ -95,10 +95,12 @@ class Plain(TinyTask):
         return self(batch.images)
 
 
-class Replicas(SingleDeviceStrategy):
+class Replicas(Mode, SingleDeviceStrategy):
     """One process that pretends to compute each batch in chunks on three devices, as `dp` does."""
 
-    replicas_per_rank = 3
+    @property
+    def local_replicas(self) -> int:
+        return 3
 
     def replica_of(self, num_samples: int) -> Tensor:
         sizes = [len(chunk) for chunk in torch.arange(num_samples).chunk(3)]
@@ -260,7 +262,9 @@ def test_tables_of_several_processes_add_up_and_rank_0_writes(tmp_path: Path, ra
         trainer.strategy.reduce = lambda table, reduce_op: tables.append(table) or sum(tables)
         writer = PredictionWriter()
         writer.on_predict_epoch_start(trainer, task)
-        for index, batch in enumerate(Batches(data.sets["predict"], 3, BatchSplit(dp_size=3, dp_rank=rank))):
+        for index, batch in enumerate(
+            Batches(data.sets["predict"], 3, Layout(data_parallel_size=3, data_parallel_rank=rank))
+        ):
             own = batch._replace(images=batch.images.float())
             writer.on_predict_batch_end(trainer, task, task.predict_step(own, index), batch, index)
         assert not list(tmp_path.iterdir())

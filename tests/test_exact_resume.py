@@ -408,11 +408,11 @@ LONGER = [
     "--trainer.max_epochs=2",
     "--last_checkpoint.every_n_steps=1",
 ]
-SHARDS, MICROBATCHES = "--model.ghost_batchnorm.dp_size=2", "--model.ghost_batchnorm.num_microbatches=2"
+SHARDS, MICROBATCHES = "--model.ghost_batchnorm.data_parallel_size=2", "--model.ghost_batchnorm.num_microbatches=2"
 # Flags of a mode, processes it needs (0: it runs in this one, 1: it starts its own), and flags of what it equals.
 MODES: dict[str, tuple[list[str], int, list[str]]] = {
     "single": (mode_flags("single"), 0, []),
-    "dp": (mode_flags("dp"), 0, ["--model.ghost_batchnorm.replicas_per_rank=2"]),
+    "dp": (mode_flags("dp"), 0, ["--model.ghost_batchnorm.local_replicas=2"]),
     "mp": (mode_flags("mp"), 0, []),
     "ddp": (mode_flags("ddp"), 2, [SHARDS]),
     "ddp_spawn": (mode_flags("ddp_spawn"), 1, [SHARDS]),

@@ -17,10 +17,10 @@ from commands import TINY, counts, last_checkpoint, launch, mode_flags, run_here
 from torch import Tensor
 
 from lit_cifar.data.augment import Augmentation
-from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import ImageSet
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import TrainSampler
+from lit_cifar.mode import Layout
 from lit_cifar.models import build_resnet
 from lit_cifar.models.blocks import Partition
 from lit_cifar.strategies.mp import StagedForward
@@ -43,7 +43,7 @@ def test_batches_made_on_the_device_are_those_of_the_host(options: dict[str, int
     """The same bytes, with the largest keys."""
     pixels = torch.randint(0, 256, (40, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     images = ImageSet(pixels, torch.arange(40) % 10, tuple("abcdefghij"))
-    sampler = TrainSampler(num_samples=40, batch_size=16, batch_split=BatchSplit(), epoch=3)
+    sampler = TrainSampler(num_samples=40, batch_size=16, layout=Layout(), epoch=3)
     augmentation = Augmentation(seed=2**61, cutout=8, **options)
     there, here = (
         list(BatchLoader(place, sampler, augmentation=augmentation)) for place in (images.to(DEVICE), images)
@@ -62,7 +62,7 @@ RUNS = {
     "images on the host": (["--data.resident=host"], []),
     "two replicas": (
         mode_flags("DataParallelStrategy", 1, num_replicas=2),
-        ["--model.ghost_batchnorm.replicas_per_rank=2"],
+        ["--model.ghost_batchnorm.local_replicas=2"],
     ),
     "two stages, two microbatches": (
         mode_flags("LayerParallelStrategy", 1, num_stages=2, num_microbatches=2),

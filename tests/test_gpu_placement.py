@@ -6,8 +6,8 @@ import lightning as L
 import pytest
 import torch
 
-from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.errors import ConfigError
+from lit_cifar.mode import mode_of
 from lit_cifar.models import build_resnet
 from lit_cifar.strategies import DataParallelStrategy, OneDeviceDDPStrategy
 from lit_cifar.tools.modes import SizedMode, sized_modes
@@ -45,7 +45,7 @@ def test_parts_share_one_gpu_and_several_leave_every_mode_as_it_is() -> None:
 def test_a_mode_that_shares_a_gpu_computes_the_same(name: str, devices: int) -> None:
     mode = sized_modes(devices)[name]
     on = placed(mode, num_gpus=1)
-    assert (on.num_processes, on.batch_split()) == (mode.num_processes, mode.batch_split())
+    assert (on.num_processes, on.layout()) == (mode.num_processes, mode.layout())
     assert on.sync_batchnorm == mode.sync_batchnorm
 
 
@@ -75,7 +75,7 @@ def test_verify_puts_the_parts_of_a_mode_on_the_one_gpu(
 def test_one_device_stands_for_several() -> None:
     strategy = DataParallelStrategy(num_replicas=3)
     strategy.parallel_devices = [torch.device("cpu")]
-    assert BatchSplit.of(strategy).replicas_per_rank == 3
+    assert mode_of(strategy).layout.local_replicas == 3
     assert strategy.make_forward_fn(build_resnet("tiny", stem="imagenet")).num_replicas == 3  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"num_replicas=3.*\n.*num_replicas=4"):
         L.Trainer(accelerator="cpu", devices=2, strategy=DataParallelStrategy(num_replicas=3), logger=False)

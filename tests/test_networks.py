@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lit_cifar import LitResNet
 from lit_cifar.checkpoint.format import load_weights
-from lit_cifar.data.batch_split import GhostBatches
+from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import Whitening, build_network
 from lit_cifar.models.blocks import Partition, balanced, measure
@@ -159,7 +159,7 @@ def test_flop_of_a_block_by_hand() -> None:
 
 def test_cuts_do_not_depend_on_the_state_of_the_network_which_stays() -> None:
     plain, changed = (build_resnet("tiny", stem="imagenet") for _ in range(2))
-    changed = normalise_apart(changed, GhostBatches(dp_size=2)).double().eval().requires_grad_(False)
+    changed = normalise_apart(changed, GhostBatches(data_parallel_size=2)).double().eval().requires_grad_(False)
     before = {key: tensor.clone() for key, tensor in changed.state_dict().items()}
     assert measure(changed, IMAGE) == measure(plain, IMAGE)
     assert not changed.training

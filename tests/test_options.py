@@ -1,11 +1,11 @@
-"""Options for GPUs in every mode: each cell in docs/gpu-options.md works, or is refused with its reason.
+"""Options in every mode: each works, or is refused in the words of the table that docs/gpu-options.md shows.
 
 `test_cli` has options that do not go together.
 """
 
-import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,60 +15,59 @@ from short_fits import losses
 from verifying import TINY as CUT
 
 from lit_cifar.cli.main import CLI
-from lit_cifar.data.batch_split import GhostBatches
+from lit_cifar.data.ghost_batches import GhostBatches
+from lit_cifar.mode import refusals
 from lit_cifar.tools.verify import verify
 from lit_cifar.tools.verify.command import References
 from lit_cifar.tools.verify.launcher import Configuration, Launcher
 from lit_cifar.tools.verify.record import EXACT_BOUND, Record
 from lit_cifar.tools.verify.runs import Outcome
 
-PAGE = Path(__file__).parents[1] / "docs" / "gpu-options.md"
 DEVICES = {"single": 1, "ddp_mp": 4, "ddp_pp": 4}
+
+
+def mode_name(name: str) -> str:
+    """What `--modes` calls it."""
+    return "single" if name == "single_device" else name
+
 
 # ---------------------------------------------------------------- the table
 
 
-def table() -> dict[tuple[str, str], str]:
-    """What the page says of every option and mode: "yes", "GPU", or the letter of a reason why not."""
-    lines = PAGE.read_text().splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    begin, end = (next(i for i, row in enumerate(rows) if word in row) for word in ("one device", "reason"))
-    (_, *names), _, *rest = rows[begin:end]
-    return {
-        (" ".join(re.findall(r"--[^`]+", option)), name.strip("`").replace("one device", "single")): cell
-        for option, *cells in rest
-        for name, cell in zip(names, cells, strict=True)
-    }
+FROM_REFUSALS = {
+    (option, name): row
+    for option in dict.fromkeys(row.option for row in refusals.TABLE)
+    for name in refusals.NAMES
+    if (row := refusals.refusal_of(option, name)) is not None
+}
+IN_THIS_FILE = [
+    *refusals.OTHERS,
+    *(f"--model.{words}" for words in ("compile=true", "compile=cuda_graphs", "optimizer.fused=true")),
+]
 
 
-def reasons() -> dict[str, str]:
-    """By letter, the words that a refusal begins with."""
-    return dict(re.findall(r'^\| \(([a-z])\) \| "(.+?)" \|', PAGE.read_text(), flags=re.MULTILINE))
-
-
-CELLS = table()
-
-
-def test_the_table_is_whole() -> None:
-    options, names = {option for option, _ in CELLS}, [name for option, name in CELLS if "compile=true" in option]
-    assert names == ["single", "dp", "ddp", "ddp_spawn", "mp", "ddp_mp", "pp", "ddp_pp", "fsdp2", "tp"]
-    assert len(CELLS) == len(options) * len(names)
-    cells = {"d" if cell == "GPU" else cell.strip("()") for cell in CELLS.values()}
-    assert cells == {"yes", *reasons()}
-    for words in ("channels_last", "compile", "fused", "bf16-mixed", "16-mixed", "bf16-true", "64-true", "benchmark"):
-        assert any(words in option for option in options)
-
-
-REFUSED = [pytest.param(*key, cell, id=" ".join(key)) for key, cell in CELLS.items() if cell != "yes"]
-
-
-@pytest.mark.parametrize(("option", "mode", "cell"), REFUSED)
-def test_a_refusal_is_the_documented_one(option: str, mode: str, cell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("option", "name"), [pytest.param(*key, id=" ".join(key)) for key in FROM_REFUSALS if key[1] != "single_device"]
+)
+def test_an_option_is_refused_in_the_words_of_the_table(
+    option: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the CPU, and before any process is started."""
     monkeypatch.setattr(CLI, "_run_subcommand", CLI._check)
-    said = refused("fit", *TINY, *mode_flags(mode, DEVICES.get(mode, 2)), *option.split())
-    expected = f"{option} {reasons()['d']}" if cell == "GPU" else reasons()[cell.strip("()")]
-    assert expected in " ".join(said.split())
+    said = " ".join(refused("fit", *TINY, *mode_flags(name, DEVICES.get(name, 2)), *option.split()).split())
+    row = FROM_REFUSALS[option, name]
+    optimizer = "MuonSGD" if "Muon" in option else "NesterovSGD"
+    assert row.problem.format(option=option, mode=name, optimizer=optimizer, parts=4) in said
+    assert row.remedy in said
+
+
+@pytest.mark.parametrize("option", refusals.NEED_GPU)
+@pytest.mark.parametrize("name", ["single_device", "ddp"])
+def test_what_needs_a_gpu_says_so(option: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CLI, "_run_subcommand", CLI._check)
+    assert f"{option} needs a GPU" in " ".join(
+        refused("fit", *TINY, *mode_flags(mode_name(name), 2), *option.split()).split()
+    )
 
 
 # ---------------------------------------------------------------- what works
@@ -77,9 +76,10 @@ def test_a_refusal_is_the_documented_one(option: str, mode: str, cell: str, monk
 def works(*endings: str) -> list[Any]:
     """Each option whose flags end so, and the modes in which it works; the whole table takes many minutes."""
     modes: dict[str, list[str]] = {}
-    for (option, mode), cell in CELLS.items():
-        if cell == "yes" and option.endswith(endings):
-            modes.setdefault(option, []).append(mode)
+    for option, name in product(IN_THIS_FILE, refusals.NAMES):
+        takes = refusals.refusal_of(option, name) is None and option not in refusals.NEED_GPU
+        if takes and option.endswith(endings):
+            modes.setdefault(option, []).append(mode_name(name))
     return [pytest.param(*item, id=item[0], marks=pytest.mark.exhaustive) for item in modes.items()]
 
 

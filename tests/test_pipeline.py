@@ -17,7 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchmetrics import Metric
 
 from analysis.stage_timeline import bubble_formula, bubbles, read_timeline, replay
-from lit_cifar.data.batch_split import BatchSplit, GhostBatches
+from lit_cifar.data.ghost_batches import GhostBatches
+from lit_cifar.mode import Layout, mode_of
 from lit_cifar.strategies import PipelineStrategy
 from lit_cifar.strategies.pipeline import Schedule, ScheduleName
 from lit_cifar.task.module import LitResNet
@@ -44,22 +45,26 @@ def trainer(devices: int, strategy: PipelineStrategy | str) -> L.Trainer:
 
 
 @pytest.mark.parametrize(
-    ("devices", "strategy", "batch_split"),
+    ("devices", "strategy", "layout"),
     [
-        (2, "pp", BatchSplit(num_microbatches=4)),
-        (5, "pp", BatchSplit(num_microbatches=5)),
-        (3, PipelineStrategy(schedule="ZBVZeroBubble"), BatchSplit(num_microbatches=5)),
-        (5, PipelineStrategy(num_microbatches=6), BatchSplit(num_microbatches=6)),
-        (4, "ddp_pp", BatchSplit(dp_size=2, num_microbatches=4)),
-        (4, PipelineStrategy(num_stages=4, schedule="ZBVZeroBubble"), BatchSplit(dp_size=2, num_microbatches=4)),
-        (3, PipelineStrategy(num_stages=1, num_microbatches=1), BatchSplit(dp_size=3)),
+        (2, "pp", Layout(model_parallel_size=2, num_microbatches=4)),
+        (5, "pp", Layout(model_parallel_size=5, num_microbatches=5)),
+        (3, PipelineStrategy(schedule="ZBVZeroBubble"), Layout(model_parallel_size=3, num_microbatches=5)),
+        (5, PipelineStrategy(num_microbatches=6), Layout(model_parallel_size=5, num_microbatches=6)),
+        (4, "ddp_pp", Layout(data_parallel_size=2, model_parallel_size=2, num_microbatches=4)),
+        (
+            4,
+            PipelineStrategy(num_stages=4, schedule="ZBVZeroBubble"),
+            Layout(data_parallel_size=2, model_parallel_size=2, num_microbatches=4),
+        ),
+        (3, PipelineStrategy(num_stages=1, num_microbatches=1), Layout(data_parallel_size=3)),
     ],
 )
-def test_a_pipeline_reads_one_part(devices: int, strategy: PipelineStrategy | str, batch_split: BatchSplit) -> None:
+def test_a_pipeline_reads_one_part(devices: int, strategy: PipelineStrategy | str, layout: Layout) -> None:
     made = trainer(devices, strategy).strategy
-    assert BatchSplit.of(made) == batch_split
+    assert mode_of(made).layout == layout
     assert isinstance(made, PipelineStrategy)
-    assert made.strategy_name == ("pp" if batch_split.dp_size == 1 else "ddp_pp")
+    assert made.strategy_name == ("pp" if layout.data_parallel_size == 1 else "ddp_pp")
 
 
 def test_a_process_makes_its_own_two_groups_alone_with_the_runs_time_limit(

@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_task import TinyData, TinyTask, read_events, tiny_trainer
 from torch import Tensor
 
-from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import Batch
+from lit_cifar.mode import Layout
 from lit_cifar.reporting import progress
 from lit_cifar.reporting.progress import METRIC, ProgressBar, Throughput
 
@@ -187,7 +187,8 @@ def test_only_steps_are_timed(settings: Any, steps: list[int], tmp_path: Path, c
 
 
 def test_images_of_all_ranks_count(tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "BatchSplit", SimpleNamespace(of=lambda strategy: BatchSplit(dp_size=4)))
+    four = SimpleNamespace(layout=Layout(data_parallel_size=4))
+    monkeypatch.setattr(progress, "mode_of", lambda strategy: four)
     assert measured(tmp_path, clock, log_every_n_steps=4) == [(3, 64.0), (7, 64.0), (11, 64.0)]
 
 

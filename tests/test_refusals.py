@@ -52,7 +52,7 @@ REFUSED = {
     "--trainer.strategy=dp --trainer.devices=2 --trainer.sync_batchnorm=true": ["Drop --trainer.sync_batchnorm"],
     "--trainer.strategy=mp --trainer.devices=10": ["10 stages of a network of 6 blocks"],
     "--trainer.strategy=LayerParallelStrategy --trainer.strategy.cuts=[layer9.0] --trainer.devices=2": ["'layer9.0'"],
-    "--trainer.strategy=dp --trainer.devices=2 --model.ghost_batchnorm.dp_size=2": ["--trainer.devices=1"],
+    "--trainer.strategy=dp --trainer.devices=2 --model.ghost_batchnorm.data_parallel_size=2": ["--trainer.devices=1"],
     "--trainer.strategy=pp --trainer.devices=2 --data.batch_size=14": ["4 microbatches", "--data.batch_size=16"],
     "--data.val_size=96": ["--data.val_size=9"],
     "--data.num_train=97": ["--data.drop_last=true"],
@@ -264,7 +264,7 @@ SIZES = [
     "limit_val_batches=0.5",
     "--model.num_classes=0",
     "--model.image_size=-1",
-    f"--model.ghost_batchnorm.accumulation=2 --model.ghost_batchnorm.dp_size={10**12}",
+    f"--model.ghost_batchnorm.accumulation=2 --model.ghost_batchnorm.data_parallel_size={10**12}",
 ]
 
 

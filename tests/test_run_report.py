@@ -51,7 +51,7 @@ def test_environment_says_what_ran_and_not_where(tmp_path: Path) -> None:
     assert {"lightning", "torchvision", "torchmetrics", "lit-cifar"} <= found["versions"].keys()
     assert found["strategy"] == "single_device"
     assert found["device"] == "cpu"
-    assert found["world_size"] == found["layout"]["dp_size"] == 1
+    assert found["world_size"] == found["layout"]["data_parallel_size"] == 1
     assert found["precision"] == "32-true"
     assert found["data"] == "tiny"
     assert found["started"].endswith("+00:00")
@@ -89,7 +89,7 @@ def lines_of(*, batch_size: int, accumulation: int = 1, **strategy: Any) -> list
 
 def test_plan_divides_the_global_batch_and_ends_with_what_the_mode_splits() -> None:
     table = Partition.of(build_resnet("resnet10"), IMAGE, num_stages=2).table(["process 0", "process 1"])
-    lines = lines_of(batch_size=128, accumulation=4, replicas_per_rank=2, split_lines=lambda: table)
+    lines = lines_of(batch_size=128, accumulation=4, local_replicas=2, split_lines=lambda: table)
     assert lines == [
         "model       resnet10, imagenet stem, 4.91 M parameters",
         "data        CIFAR-10: 50,000 images to train on",

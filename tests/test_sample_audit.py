@@ -28,18 +28,18 @@ from lit_cifar.checkpoint.sample_audit import (
     write_epoch,
 )
 from lit_cifar.data import Batch, CIFAR10DataModule
-from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.datamodule import order_settings
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError, SampleAuditError
+from lit_cifar.mode import Layout
 
 CPU = torch.device("cpu")
 
 
 def sampler_of(num_ranks: int = 1, *, rank: int = 0, epoch: int = 3, **settings: Any) -> TrainSampler:
     """100 samples in batches of 24: the last one has four."""
-    batch_split = BatchSplit(dp_size=num_ranks, dp_rank=rank)
-    return TrainSampler(**({"num_samples": 100, "batch_size": 24} | settings), batch_split=batch_split, epoch=epoch)
+    layout = Layout(data_parallel_size=num_ranks, data_parallel_rank=rank)
+    return TrainSampler(**({"num_samples": 100, "batch_size": 24} | settings), layout=layout, epoch=epoch)
 
 
 def tallies_of(num_ranks: int = 1, *, loader_steps: int | None = None, step: int = 0, **settings: Any) -> list[Tally]:
@@ -417,7 +417,7 @@ def test_a_run_that_loses_samples_is_stopped(saved: Path, tmp_path: Path, monkey
     """It reads as if there were another process, or begins a resumed epoch anew."""
     iterate = TrainSampler.__iter__
     monkeypatch.setattr(
-        TrainSampler, "__iter__", lambda self: iterate(replace(self, batch_split=BatchSplit(dp_size=2)))
+        TrainSampler, "__iter__", lambda self: iterate(replace(self, layout=Layout(data_parallel_size=2)))
     )
     with pytest.raises(SampleAuditError, match=r"of epoch 0 fails after 5 of 5 optimizer steps\nmissing: 40 samples"):
         fit(tmp_path / "first", max_epochs=1)

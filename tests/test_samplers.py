@@ -14,11 +14,12 @@ from short_fits import data, fit, short
 
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.augment import Augmentation
-from lit_cifar.data.batch_split import BatchSplit, GhostBatches
+from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import _BLOCK_ON_DEVICE, BatchLoader
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
 from lit_cifar.errors import CheckpointError, ConfigError
+from lit_cifar.mode import Layout, mode_of
 
 NUM_RANKS = [1, 2, 3, 4, 7]
 
@@ -26,29 +27,28 @@ NUM_RANKS = [1, 2, 3, 4, 7]
 
 
 @pytest.mark.parametrize(
-    ("trainer", "batch_split"),
+    ("trainer", "layout"),
     [
-        ({"devices": 1}, BatchSplit()),
-        ({"devices": 4, "strategy": "ddp_spawn"}, BatchSplit(dp_size=4)),
-        ({"devices": 2, "strategy": "ddp", "num_nodes": 3}, BatchSplit(dp_size=6)),
-        ({"devices": 2, "strategy": "dp"}, BatchSplit(replicas_per_rank=2)),
+        ({"devices": 1}, Layout()),
+        ({"devices": 4, "strategy": "ddp_spawn"}, Layout(data_parallel_size=4)),
+        ({"devices": 2, "strategy": "ddp", "num_nodes": 3}, Layout(data_parallel_size=6)),
+        ({"devices": 2, "strategy": "dp"}, Layout(local_replicas=2)),
     ],
 )
-def test_batch_split_is_known_before_processes_start(trainer: dict[str, object], batch_split: BatchSplit) -> None:
+def test_batch_split_is_known_before_processes_start(trainer: dict[str, object], layout: Layout) -> None:
     strategy = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **trainer).strategy
-    assert BatchSplit.of(strategy) == batch_split
+    assert mode_of(strategy).layout == layout
 
 
 def test_replicas_multiply_and_microbatches_are_pieces_of_them() -> None:
-    strategy = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 3, "rank": 2}, replicas_per_rank=2)
-    strategy.num_microbatches = 4
-    batch_split = BatchSplit.of(strategy)
-    assert batch_split == BatchSplit(dp_size=3, dp_rank=2, replicas_per_rank=2, num_microbatches=4)
-    assert batch_split.num_replicas == 6
-    assert batch_split.ghost_batches(accumulation=5) == GhostBatches(
-        dp_size=3, accumulation=5, replicas_per_rank=2, num_microbatches=4
+    strategy = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 3, "rank": 2})
+    assert mode_of(strategy).layout == Layout(data_parallel_size=3, data_parallel_rank=2)
+    layout = Layout(data_parallel_size=3, data_parallel_rank=2, local_replicas=2, num_microbatches=4)
+    assert layout.num_replicas == 6
+    assert GhostBatches.of(layout, accumulation=5) == GhostBatches(
+        data_parallel_size=3, accumulation=5, local_replicas=2, num_microbatches=4
     )
-    for field in ("dp_size", "accumulation", "replicas_per_rank", "num_microbatches"):
+    for field in ("data_parallel_size", "accumulation", "local_replicas", "num_microbatches"):
         with pytest.raises(ValueError, match=f"{field}=0"):
             GhostBatches(**{field: 0})
 
@@ -58,24 +58,24 @@ def test_replicas_multiply_and_microbatches_are_pieces_of_them() -> None:
     [
         ({}, 4, [[[0, 1, 2, 3]]]),
         # Shards are interleaved.
-        ({"dp_size": 2}, 5, [[[0, 2, 4]], [[1, 3]]]),
-        ({"dp_size": 4}, 3, [[[0]], [[1]], [[2]]]),
+        ({"data_parallel_size": 2}, 5, [[[0, 2, 4]], [[1, 3]]]),
+        ({"data_parallel_size": 4}, 3, [[[0]], [[1]], [[2]]]),
         # Accumulation steps take turns around the shards, and come one after the other.
         ({"accumulation": 2}, 5, [[[0, 2, 4], [1, 3]]]),
-        ({"dp_size": 2, "accumulation": 2}, 6, [[[0, 4], [2]], [[1, 5], [3]]]),
+        ({"data_parallel_size": 2, "accumulation": 2}, 6, [[[0, 4], [2]], [[1, 5], [3]]]),
         # Replicas of one process get neighbours, as many each as `Tensor.chunk` gives: 5 over 4 leave the last without.
-        ({"replicas_per_rank": 4}, 5, [[[0, 1]], [[2, 3]], [[4]]]),
-        ({"replicas_per_rank": 2, "dp_size": 2}, 8, [[[0, 2]], [[4, 6]], [[1, 3]], [[5, 7]]]),
-        ({"replicas_per_rank": 2, "accumulation": 2}, 8, [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]),
+        ({"local_replicas": 4}, 5, [[[0, 1]], [[2, 3]], [[4]]]),
+        ({"local_replicas": 2, "data_parallel_size": 2}, 8, [[[0, 2]], [[4, 6]], [[1, 3]], [[5, 7]]]),
+        ({"local_replicas": 2, "accumulation": 2}, 8, [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]),
         # Microbatches get neighbours, as many each as `Tensor.tensor_split` gives.
         ({"num_microbatches": 4}, 5, [[[0, 1], [2], [3], [4]]]),
         ({"num_microbatches": 4}, 2, [[[0], [1]]]),
-        ({"num_microbatches": 2, "dp_size": 2}, 8, [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]),
+        ({"num_microbatches": 2, "data_parallel_size": 2}, 8, [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]),
         ({"num_microbatches": 2, "accumulation": 2}, 8, [[[0, 2], [4, 6], [1, 3], [5, 7]]]),
-        ({"num_microbatches": 2, "replicas_per_rank": 2}, 8, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
-        ({"dp_size": 2, "replicas_per_rank": 2, "num_microbatches": 2, "accumulation": 2}, 0, []),
+        ({"num_microbatches": 2, "local_replicas": 2}, 8, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
+        ({"data_parallel_size": 2, "local_replicas": 2, "num_microbatches": 2, "accumulation": 2}, 0, []),
         # Synchronised ranks share a chunk for each accumulation step.
-        ({"dp_size": 2, "accumulation": 2, "synchronised": True}, 7, [[[0, 1, 4, 5], [2, 3, 6]]]),
+        ({"data_parallel_size": 2, "accumulation": 2, "synchronised": True}, 7, [[[0, 1, 4, 5], [2, 3, 6]]]),
     ],
 )
 def test_chunks(cut: dict[str, int], num_samples: int, positions: list[list[list[int]]]) -> None:
@@ -89,8 +89,8 @@ def test_chunks(cut: dict[str, int], num_samples: int, positions: list[list[list
 def train_parts(num_ranks: int, *, epoch: int = 0, **settings: object) -> list[list[BatchIds]]:
     """The parts of every rank, by loader step."""
     given = {"num_samples": 1000, "batch_size": 168} | settings
-    splits = [BatchSplit(dp_size=num_ranks, dp_rank=rank) for rank in range(num_ranks)]
-    samplers = [TrainSampler(**given, batch_split=split) for split in splits]
+    splits = [Layout(data_parallel_size=num_ranks, data_parallel_rank=rank) for rank in range(num_ranks)]
+    samplers = [TrainSampler(**given, layout=split) for split in splits]
     for sampler in samplers:
         sampler.set_epoch(epoch)
     return [list(step) for step in zip(*samplers, strict=True)]
@@ -137,8 +137,8 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
 
 def sampler_from(start: int, *, accumulation: int = 2) -> TrainSampler:
     """The second of two ranks' sampler, six optimizer steps an epoch, whose epoch 3 begins at `start`."""
-    batch_split, behind = BatchSplit(dp_size=2, dp_rank=1), [start * accumulation, 0]
-    settings = {"num_samples": 1000, "batch_size": 168, "batch_split": batch_split, "accumulation": accumulation}
+    layout, behind = Layout(data_parallel_size=2, data_parallel_rank=1), [start * accumulation, 0]
+    settings = {"num_samples": 1000, "batch_size": 168, "layout": layout, "accumulation": accumulation}
     return TrainSampler(**settings, behind=lambda: behind.pop(0))
 
 
@@ -178,11 +178,17 @@ def images_of(num: int, size: int = 1) -> ImageSet:
     "sampler",
     [
         TrainSampler(
-            num_samples=50, batch_size=12, accumulation=2, batch_split=BatchSplit(dp_size=2, dp_rank=1), epoch=3
+            num_samples=50,
+            batch_size=12,
+            accumulation=2,
+            layout=Layout(data_parallel_size=2, data_parallel_rank=1),
+            epoch=3,
         ),
-        TrainSampler(num_samples=50, batch_size=12, batch_split=BatchSplit(), drop_last=True),
-        EvaluationSampler(num_samples=50, batch_size=12, batch_split=BatchSplit(dp_size=3, dp_rank=2)),
-        EvaluationSampler(num_samples=1, batch_size=12, batch_split=BatchSplit(dp_size=3, dp_rank=2)),  # nothing here
+        TrainSampler(num_samples=50, batch_size=12, layout=Layout(), drop_last=True),
+        EvaluationSampler(num_samples=50, batch_size=12, layout=Layout(data_parallel_size=3, data_parallel_rank=2)),
+        EvaluationSampler(
+            num_samples=1, batch_size=12, layout=Layout(data_parallel_size=3, data_parallel_rank=2)
+        ),  # nothing here
     ],
 )
 def test_batches_that_are_made_together_are_those_made_one_by_one(
@@ -201,7 +207,7 @@ def test_batches_that_are_made_together_are_those_made_one_by_one(
 def test_a_gpu_is_asked_a_few_times_in_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is resident is augmented in few blocks: no step starts an operator, but for the first of a block."""
     monkeypatch.setattr("lit_cifar.data.loader._BLOCK_ON_HOST", _BLOCK_ON_DEVICE)
-    sampler = TrainSampler(num_samples=1000, batch_size=10, batch_split=BatchSplit())
+    sampler = TrainSampler(num_samples=1000, batch_size=10, layout=Layout())
     loader = iter(BatchLoader(images_of(1000, size=8), sampler, augmentation=Augmentation(seed=1)))
     next(loader)
     with Operators() as operators:
@@ -221,24 +227,24 @@ def test_a_loader_without_a_trainer_cannot_be_resumed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "batch_split", "accumulation", "cut", "nearest"),
+    ("batch_size", "layout", "accumulation", "cut", "nearest"),
     [
-        (128, BatchSplit(dp_size=3), 1, "3 replicas", "126 129"),
-        (100, BatchSplit(dp_size=2, replicas_per_rank=4), 1, "8 replicas", "96 104"),
-        (100, BatchSplit(dp_size=4), 3, "4 replicas x 3 accumulation steps", "96 108"),
-        (2, BatchSplit(dp_size=4), 1, "4 replicas", "4"),
-        (100, BatchSplit(dp_size=2, num_microbatches=4), 1, "2 replicas x 4 microbatches", "96 104"),
-        (100, BatchSplit(num_microbatches=4), 3, "1 replica x 3 accumulation steps x 4 microbatches", "96 108"),
-        (9, BatchSplit(num_microbatches=4), 1, "1 replica x 4 microbatches of at least 2 samples", "8 12"),
-        (3, BatchSplit(dp_size=2, num_microbatches=4), 1, "2 replicas x 4 microbatches", "16"),
-        (0, BatchSplit(), 1, "", "128"),
-        (-3, BatchSplit(dp_size=3, num_microbatches=2), 1, "", "132"),
+        (128, Layout(data_parallel_size=3), 1, "3 replicas", "126 129"),
+        (100, Layout(data_parallel_size=2, local_replicas=4), 1, "8 replicas", "96 104"),
+        (100, Layout(data_parallel_size=4), 3, "4 replicas x 3 accumulation steps", "96 108"),
+        (2, Layout(data_parallel_size=4), 1, "4 replicas", "4"),
+        (100, Layout(data_parallel_size=2, num_microbatches=4), 1, "2 replicas x 4 microbatches", "96 104"),
+        (100, Layout(num_microbatches=4), 3, "1 replica x 3 accumulation steps x 4 microbatches", "96 108"),
+        (9, Layout(num_microbatches=4), 1, "1 replica x 4 microbatches of at least 2 samples", "8 12"),
+        (3, Layout(data_parallel_size=2, num_microbatches=4), 1, "2 replicas x 4 microbatches", "16"),
+        (0, Layout(), 1, "", "128"),
+        (-3, Layout(data_parallel_size=3, num_microbatches=2), 1, "", "132"),
     ],
 )
 def test_a_batch_that_does_not_divide_names_the_nearest_that_do(
-    batch_size: int, batch_split: BatchSplit, accumulation: int, cut: str, nearest: str
+    batch_size: int, layout: Layout, accumulation: int, cut: str, nearest: str
 ) -> None:
-    settings = {"num_samples": 1344, "batch_split": batch_split, "accumulation": accumulation}
+    settings = {"num_samples": 1344, "layout": layout, "accumulation": accumulation}
     with pytest.raises(ConfigError) as error:
         TrainSampler(**settings, batch_size=batch_size).check()
     assert (f"does not divide among {cut}" if cut else "at least a sample") in error.value.problem
@@ -248,20 +254,20 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_do(
 
 
 @pytest.mark.parametrize(
-    ("rest", "batch_split", "accumulation", "fine"),
+    ("rest", "layout", "accumulation", "fine"),
     [
-        *((rest, BatchSplit(dp_size=2), 1, rest not in (1, 3)) for rest in (0, 4, 3, 1)),
+        *((rest, Layout(data_parallel_size=2), 1, rest not in (1, 3)) for rest in (0, 4, 3, 1)),
         # 13 samples in chunks of 4 leave one replica a single sample, though 13 is more than 4 x 2.
-        *((rest, BatchSplit(replicas_per_rank=4), 1, rest in (14, 8, 9)) for rest in (13, 14, 5, 8, 9, 3)),
+        *((rest, Layout(local_replicas=4), 1, rest in (14, 8, 9)) for rest in (13, 14, 5, 8, 9, 3)),
         # One sample for each microbatch of four, or too few for all of them.
-        *((rest, BatchSplit(num_microbatches=4), 1, rest not in (4, 7)) for rest in (0, 4, 7, 8, 9)),
-        *((rest, BatchSplit(num_microbatches=4), 2, rest == 17) for rest in (12, 17)),
-        *((rest, BatchSplit(dp_size=2, num_microbatches=4), 1, rest != 15) for rest in (15, 16, 17)),
-        (12, BatchSplit(replicas_per_rank=2, num_microbatches=4), 1, False),
+        *((rest, Layout(num_microbatches=4), 1, rest not in (4, 7)) for rest in (0, 4, 7, 8, 9)),
+        *((rest, Layout(num_microbatches=4), 2, rest == 17) for rest in (12, 17)),
+        *((rest, Layout(data_parallel_size=2, num_microbatches=4), 1, rest != 15) for rest in (15, 16, 17)),
+        (12, Layout(local_replicas=2, num_microbatches=4), 1, False),
     ],
 )
-def test_every_chunk_needs_two_samples(rest: int, batch_split: BatchSplit, accumulation: int, fine: bool) -> None:
-    settings = {"batch_size": 64, "batch_split": batch_split, "accumulation": accumulation}
+def test_every_chunk_needs_two_samples(rest: int, layout: Layout, accumulation: int, fine: bool) -> None:
+    settings = {"batch_size": 64, "layout": layout, "accumulation": accumulation}
     TrainSampler(num_samples=64 + rest, **settings, drop_last=True).check()
     with pytest.raises(ConfigError, match="leaves none of 60"):
         TrainSampler(num_samples=60, **settings, drop_last=True).check()

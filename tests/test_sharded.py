@@ -198,7 +198,8 @@ def test_the_model_axis_is_cut_first(placements: Any, coordinate: list[int], row
 def test_sizes(sizes: tuple[int | None, int | None], devices: int, num_replicas: int, name: str) -> None:
     strategy = ShardedStrategy(*sizes)
     trainer(devices=devices, strategy=strategy)
-    assert (strategy.num_replicas, strategy.processes_per_replica) == (num_replicas, devices // num_replicas)
+    layout = strategy.layout
+    assert (layout.data_parallel_size, layout.model_parallel_size) == (num_replicas, devices // num_replicas)
     assert strategy.distributed_sampler_kwargs == {"num_replicas": num_replicas, "rank": 0}
     assert strategy.strategy_name == name
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import lit_cifar.strategies.mp
 from lit_cifar import LitResNet, internals
-from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.errors import ConfigError
+from lit_cifar.mode import Layout, mode_of
 from lit_cifar.models import build_resnet
 from lit_cifar.models.blocks import Partition
 from lit_cifar.strategies import DataParallelStrategy, DDPLayerParallelStrategy, LayerParallelStrategy
@@ -239,7 +239,7 @@ def test_plan_names_the_devices_of_every_process() -> None:
     assert "cuda 0 " in first
     assert "cuda 1 " in second
     assert other == "process 1: the same on cuda 2, cuda 3"
-    assert BatchSplit.of(strategy) == BatchSplit(dp_size=2, num_microbatches=2)
+    assert mode_of(strategy).layout == Layout(data_parallel_size=2, num_microbatches=2)
 
 
 def test_nccl_is_tied_to_none_of_the_devices_and_waits_on_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

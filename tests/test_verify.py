@@ -20,7 +20,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 from verifying import settings
 
-from lit_cifar.data.batch_split import GhostBatches
+from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.modes import chosen, sized_modes
@@ -375,7 +375,11 @@ def test_a_tolerance_is_measured_once_for_each_normalisation(tmp_path: Path, mon
     in_float32.config["trainer"]["precision"] = "32-true"
     with ThreadPoolExecutor(1) as pool:
         references = References(Launcher(in_float32, 2, tmp_path), pool)
-        for chunks in (GhostBatches(dp_size=2, num_microbatches=2), GhostBatches(num_microbatches=4), GhostBatches()):
+        for chunks in (
+            GhostBatches(data_parallel_size=2, num_microbatches=2),
+            GhostBatches(num_microbatches=4),
+            GhostBatches(),
+        ):
             references.start(chunks)
     apart = "one device, 4 x 16 images normalised apart"
     assert titles == [
@@ -552,7 +556,14 @@ def test_what_a_replay_takes_is_wrong_without_own_callbacks(callbacks: list[str]
 def test_parts_of_a_ragged_batch_count_by_samples(weights: tuple[float, float], wrong: int, tmp_path: Path) -> None:
     (tmp_path / "trace").mkdir()
     for rank, (size, weight) in enumerate(zip((3, 2), weights, strict=True)):
-        line = {"when": "step 1", "rank": rank, "dp_rank": rank, "ids": [], "counted": {}, "parts": [[size, weight]]}
+        line = {
+            "when": "step 1",
+            "rank": rank,
+            "data_parallel_rank": rank,
+            "ids": [],
+            "counted": {},
+            "parts": [[size, weight]],
+        }
         (tmp_path / "trace" / f"samples{rank}.jsonl").write_text(json.dumps(line))
     assert len(Record(tmp_path).weight_problems()) == wrong
 

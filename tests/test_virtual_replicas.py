@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from lit_cifar import CIFAR10DataModule
 from lit_cifar.checkpoint import exact_resume
-from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.errors import ConfigError
+from lit_cifar.mode import mode_of
 from lit_cifar.reporting.environment import cpu_model
 from lit_cifar.strategies import LayerParallelStrategy, PipelineStrategy, parts
 from lit_cifar.strategies.parts import Parts, _buckets
@@ -132,7 +132,7 @@ def test_gradients_are_clipped_as_torch_clips_them(clip_val: float) -> None:
 )
 def test_a_mode_refuses_parts_that_it_cannot_have(strategy: Any, devices: int, text: str) -> None:
     trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **SILENT)
-    parts = Parts(4, num_processes=BatchSplit.of(trainer.strategy).dp_size)
+    parts = Parts(4, num_processes=mode_of(trainer.strategy).layout.data_parallel_size)
     with pytest.raises(ConfigError, match=text):
         trainer.strategy.use_parts(parts)  # type: ignore[attr-defined]
 

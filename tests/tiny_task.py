@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
-from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import Batch, ImageSet
+from lit_cifar.mode import Layout, mode_of
 
 CLASSES = ("T-shirt/top", "disc plain", "cat")
 
@@ -54,21 +54,21 @@ class TinyData(LightningDataModule):
         return batch._replace(images=batch.images.float())
 
     def _batches(self, split: str) -> "Batches":
-        return Batches(self.sets[split], self.batch_size, BatchSplit.of(self.trainer.strategy))
+        return Batches(self.sets[split], self.batch_size, mode_of(self.trainer.strategy).layout)
 
 
 class Batches:
     """Positions r, r + R, ... on rank r; every rank gets as many batches, the last ones may be empty."""
 
-    def __init__(self, images: ImageSet, batch_size: int, batch_split: BatchSplit) -> None:
-        self.images, self.batch_split = images, batch_split
-        self.size = batch_size // batch_split.dp_size
+    def __init__(self, images: ImageSet, batch_size: int, layout: Layout) -> None:
+        self.images, self.layout = images, layout
+        self.size = batch_size // layout.data_parallel_size
 
     def __len__(self) -> int:
-        return math.ceil(math.ceil(len(self.images) / self.batch_split.dp_size) / self.size)
+        return math.ceil(math.ceil(len(self.images) / self.layout.data_parallel_size) / self.size)
 
     def __iter__(self) -> Iterator[Batch]:
-        mine = torch.arange(len(self.images))[self.batch_split.dp_rank :: self.batch_split.dp_size]
+        mine = torch.arange(len(self.images))[self.layout.data_parallel_rank :: self.layout.data_parallel_size]
         for start in range(0, len(self) * self.size, self.size):
             ids = mine[start : start + self.size]
             yield Batch(self.images.images[ids], self.images.labels[ids], ids, 1.0)

@@ -32,14 +32,14 @@ CHUNKS = "--model.ghost_batchnorm."
 # What each overlay of configs/modes equals.
 EQUALS = {
     "single": [],
-    "dp": [CHUNKS + "replicas_per_rank=2"],
-    "ddp": [CHUNKS + "dp_size=2"],
-    "ddp_spawn": [CHUNKS + "dp_size=2"],
+    "dp": [CHUNKS + "local_replicas=2"],
+    "ddp": [CHUNKS + "data_parallel_size=2"],
+    "ddp_spawn": [CHUNKS + "data_parallel_size=2"],
     "mp": [],
-    "ddp_mp": [CHUNKS + "dp_size=2"],
+    "ddp_mp": [CHUNKS + "data_parallel_size=2"],
     "pp": [CHUNKS + "num_microbatches=4"],
-    "ddp_pp": [CHUNKS + "dp_size=2", CHUNKS + "num_microbatches=4"],
-    "fsdp2": [CHUNKS + "dp_size=2"],
+    "ddp_pp": [CHUNKS + "data_parallel_size=2", CHUNKS + "num_microbatches=4"],
+    "fsdp2": [CHUNKS + "data_parallel_size=2"],
     "tp": [],
 }
 HERE = Path(__file__).parent

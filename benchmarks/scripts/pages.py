@@ -13,11 +13,14 @@ import sys
 from collections import Counter
 from pathlib import Path
 from statistics import median
+from string import ascii_lowercase
 from typing import Any, TypeAlias
 
 import gallery
 import silent_bugs as bugs
 from figures import PLANTED, farthest, mistakes
+
+from lit_cifar.mode import refusals
 
 HERE = Path(__file__).parents[1]
 FAULTS = {"kill": "SIGKILL", "term": "SIGTERM", "stop": "SIGSTOP", "truncate": "truncated checkpoints"}
@@ -528,6 +531,27 @@ def same_bits() -> Values:
     return values
 
 
+def options() -> Values:
+    """Which options work in which mode: the table of refusals."""
+    options = dict.fromkeys([*refusals.OTHERS, *(row.option for row in refusals.TABLE)])
+    letters = {row: f"({letter})" for row, letter in zip(refusals.TABLE, ascii_lowercase, strict=False)}
+
+    def cell(option: str, name: str) -> str:
+        if (row := refusals.refusal_of(option, name)) is not None:
+            return letters[row]
+        return "GPU" if option in refusals.NEED_GPU else "yes"
+
+    shown = {"mode": "NAME", "parts": 4}
+    return {
+        "options": [[f"`{option}`", *(cell(option, name) for name in refusals.NAMES)] for option in options],
+        "refusals": [
+            [letter, f"{row.problem.format(option=row.option, optimizer=optimizer, **shown)}; {row.remedy}"]
+            for row, letter in letters.items()
+            for optimizer in ["MuonSGD" if "Muon" in row.option else "NesterovSGD"]
+        ],
+    }
+
+
 def filled(place: re.Match[str], values: Values) -> str:
     """The place with what the record says now."""
     start, name, old, end = place.groups()
@@ -557,6 +581,7 @@ def main(*, check: bool) -> int:
         | on_one_gpu()
         | on_one_h200()
         | same_bits()
+        | options()
     )
     wrong = 0
     for page in [HERE.parent / "README.md", *HERE.parent.glob("docs/*.md"), *HERE.rglob("*.md")]:

@@ -32,7 +32,7 @@ SETTINGS = [
 
 def flags_of(*, seed: int, processes: int, set_epoch: bool) -> list[str]:
     """Of `fit`. With N processes of `ddp` each step has the same samples; BatchNorm normalises N parts, as here."""
-    parts = [f"--model.ghost_batchnorm.dp_size={processes}"] if processes > 1 else []
+    parts = [f"--model.ghost_batchnorm.data_parallel_size={processes}"] if processes > 1 else []
     return [
         f"--seed_everything={seed}",
         f"--data.seed={seed}",

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn
@@ -27,6 +27,7 @@ from lit_cifar.checkpoint.files import BEST, LAST, CheckpointFiles
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError
 from lit_cifar.launch.signals import EXIT_STOPPED, Keystrokes, end_together, stop_signals
+from lit_cifar.mode import mode_of
 from lit_cifar.reporting.run_folder import run_folder
 
 _MAX_IDS = 64
@@ -200,11 +201,9 @@ class LastCheckpoint(callbacks.Checkpoint):
         """
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        strategy: Any = trainer.strategy
-        with failing_together(trainer, behind=True):
-            strategy.saves_parts = self.sharded
+        in_parts = mode_of(trainer.strategy).saving_in_parts() if self.sharded else nullcontext()
+        with failing_together(trainer, behind=True), in_parts:
             trainer.save_checkpoint(self._folder / LAST)
-            strategy.saves_parts = False
         self.newest = self._folder / LAST
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
 

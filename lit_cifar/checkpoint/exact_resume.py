@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from lit_cifar.checkpoint.format import METRICS, POSITION
-from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.launch.signals import end_together
+from lit_cifar.mode import mode_of
 from lit_cifar.reporting.environment import cpu_model
 
 
@@ -130,7 +130,9 @@ class ExactResume(Callback):
         position = Position(**checkpoint[POSITION])
         position.write(checkpoint["loops"]["fit_loop"], accumulation=trainer.accumulate_grad_batches)
         if position.started:
-            _restore(pl_module, checkpoint[METRICS], dp_rank=BatchSplit.of(trainer.strategy).dp_rank)
+            _restore(
+                pl_module, checkpoint[METRICS], data_parallel_rank=mode_of(trainer.strategy).layout.data_parallel_rank
+            )
         self._resumed = position
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -208,7 +210,7 @@ def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
     loader: Any = trainer.train_dataloader
     sampler: TrainSampler = loader.sampler
     # As many as in a batch: for others a compiled network would be compiled once more.
-    num_images = sampler.batch_size // (sampler.batch_split.dp_size * sampler.accumulation)
+    num_images = sampler.batch_size // (sampler.layout.data_parallel_size * sampler.accumulation)
     shape: tuple[int, ...] = pl_module.image_shape  # type: ignore[assignment]
     blank = torch.zeros(num_images, *shape, device=pl_module.device)
     with trainer.precision_plugin.train_step_context():
@@ -258,7 +260,7 @@ def _collect(trainer: Trainer, pl_module: LightningModule) -> dict[str, dict[str
     }
 
 
-def _restore(pl_module: LightningModule, collected: dict[str, dict[str, Tensor]], *, dp_rank: int) -> None:
+def _restore(pl_module: LightningModule, collected: dict[str, dict[str, Tensor]], *, data_parallel_rank: int) -> None:
     """Restore what `_collect` has found: the first rank gets all of it."""
     for name, metric in _metrics(pl_module):
         if name not in collected:
@@ -267,4 +269,4 @@ def _restore(pl_module: LightningModule, collected: dict[str, dict[str, Tensor]]
         counts: dict[str, Any] = metric.metric_state
         for key, state in counts.items():
             found = collected[name][key].to(state.device)
-            setattr(metric, key, found if dp_rank == 0 else torch.zeros_like(state))
+            setattr(metric, key, found if data_parallel_rank == 0 else torch.zeros_like(state))

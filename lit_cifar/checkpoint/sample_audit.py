@@ -119,7 +119,7 @@ class Plan:
         self.epoch, self.num_steps = sampler.epoch, sampler.num_batches
         self.num_samples, self.accumulation = sampler.num_samples, sampler.accumulation
         self._order, self._batch_size = sampler.order(), sampler.batch_size
-        self._dp_size = sampler.batch_split.dp_size
+        self._data_parallel_size = sampler.layout.data_parallel_size
 
     def due(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         """The ids that all ranks together read in loader steps `first` to `last` - 1, and their optimizer steps from 1.
@@ -130,7 +130,7 @@ class Plan:
         order = self._order[begin * self._batch_size : end * self._batch_size]
         positions = torch.arange(len(order))
         step, position = positions // self._batch_size + begin, positions % self._batch_size
-        turn = step * self.accumulation + position // self._dp_size % self.accumulation
+        turn = step * self.accumulation + position // self._data_parallel_size % self.accumulation
         due = (first <= turn) & (turn < last)
         return order[due], step[due] + 1
 
@@ -162,7 +162,7 @@ class Tally:
         self.num_uses = 0
         self.uses = torch.zeros(sampler.num_samples, dtype=torch.int64, device=device)
         self._one = torch.ones((), dtype=torch.int64, device=device)
-        if step and sampler.batch_split.dp_rank == 0:
+        if step and sampler.layout.data_parallel_rank == 0:
             self.uses += self.plan.uses(self.loader_steps).to(device)
             self.num_uses = self.plan.num_due(self.loader_steps)
 

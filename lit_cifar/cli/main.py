@@ -22,7 +22,6 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instant
 from torch.distributed import is_torchelastic_launched
 
 from lit_cifar import __version__, internals
-from lit_cifar.callbacks import NoProfiler, default_callbacks, place, skip_idle_hooks
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.exact_resume import Fingerprint, SameStart
 from lit_cifar.checkpoint.files import CheckpointFiles, reporting_disk
@@ -39,13 +38,13 @@ from lit_cifar.cli.preflight import (
 )
 from lit_cifar.cli.usage_errors import PROGRAM, Parser, as_config_error, check_command, cli_exit
 from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.datamodule import open_dataset
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.rendezvous import as_list, check_processes, count_processes, resolve_world_size
 from lit_cifar.launch.restarts import ForkedRanks
 from lit_cifar.launch.signals import handlers_put_back, signals_to_spawned
 from lit_cifar.launch.startup import exit_with_parent
+from lit_cifar.mode import Layout, mode_of
 from lit_cifar.models import DEFAULT_ARCH
 from lit_cifar.reporting.figures import EvaluationFigures
 from lit_cifar.reporting.loggers import logger_below, run_loggers
@@ -60,6 +59,7 @@ from lit_cifar.reporting.run_folder import (
     process_rank,
 )
 from lit_cifar.reporting.run_report import RunReport
+from lit_cifar.task.callbacks import NoProfiler, default_callbacks, place, skip_idle_hooks
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.audit import ReplicaAudit
 from lit_cifar.tools.commands import COMMANDS
@@ -231,8 +231,8 @@ class CLI(LightningCLI):
         strategy = asked.strategy if isinstance(asked.strategy, str) else instantiate_class((), asked.strategy)
         sizes = {name: asked[name] for name in ("accelerator", "devices", "num_nodes")}
         trainer = L.Trainer(strategy=strategy, **sizes, **SILENT)
-        batch_split = BatchSplit.of(trainer.strategy)
-        num_chunks: int = batch_split.num_replicas * batch_split.num_microbatches * asked.accumulate_grad_batches
+        layout = mode_of(trainer.strategy).layout
+        num_chunks: int = layout.num_replicas * layout.num_microbatches * asked.accumulate_grad_batches
         return max(1, batch_size // num_chunks)
 
     def instantiate_classes(self) -> None:
@@ -305,7 +305,7 @@ class CLI(LightningCLI):
         """Whether so many ranks can share each batch, each with a replica of its own."""
         sampler = replace(
             self.datamodule.train_sampler(),
-            batch_split=BatchSplit(dp_size=num_ranks),
+            layout=Layout(data_parallel_size=num_ranks),
             accumulation=config["accumulate_grad_batches"],
         )
         try:

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed import is_torchelastic_launched
 from torch.optim import Optimizer
@@ -32,9 +32,10 @@ from lit_cifar.checkpoint.format import naming
 from lit_cifar.checkpoint.sample_audit import AuditRecord
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.dataset import Dataset
 from lit_cifar.errors import ConfigError
+from lit_cifar.mode import Layout, mode_of
+from lit_cifar.mode.refusals import refuse
 from lit_cifar.models.autotune import cpu_has_bf16
 from lit_cifar.models.blocks import check_network, unreached_parameters
 from lit_cifar.task.module import LitResNet
@@ -242,9 +243,9 @@ def check_run(
     _check_precision(trainer, asked.trainer, compiles=module.compiles)
     if module.cuda_graphs:
         _check_cuda_graphs(trainer, has_parts=replicas is not None)
-    batch_split = BatchSplit.of(trainer.strategy)
+    layout = mode_of(trainer.strategy).layout
     if asked.model.ghost_batchnorm is not None:
-        _check_ghost_batches(asked.model.ghost_batchnorm, batch_split, data.batch_size)
+        _check_ghost_batches(asked.model.ghost_batchnorm, layout, data.batch_size)
     if module.header.network is not None:
         check_network(module.network, module.image_shape, num_classes=len(data.classes))
     if subcommand == "fit":
@@ -252,20 +253,19 @@ def check_run(
             remedy = "leave out --data.small_size and --data.small_epochs"
             check_network(module.network, (3, side, side), num_classes=len(data.classes), remedy=remedy)
         optimizer = _try_optimizer(module)
-        _check_averaging(trainer)
+        if any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            refuse("--trainer.callbacks+=EMAWeightAveraging", mode_of(trainer.strategy))
         if replicas is not None:
             _check_matrices(optimizer)
         if module.header.network is not None and isinstance(trainer.strategy, DDPStrategy):
             _check_reached(trainer.strategy, module)
-            if trainer.strategy._start_method in ("spawn", "forkserver"):  # torch does not send hooks to processes
+            start_method = mode_of(trainer.strategy).start_method
+            if start_method in ("spawn", "forkserver"):  # torch does not send hooks to processes
                 from lit_cifar.strategies.base import check_gradient_hooks
 
-                check_gradient_hooks(module, strategy=f"ddp_{trainer.strategy._start_method}")
-        if asked.last_checkpoint.sharded and not getattr(trainer.strategy, "takes_parts", False):
-            raise ConfigError(
-                "--last_checkpoint.sharded=true: only --trainer.strategy=fsdp2 has parts of a network in its processes",
-                remedy="leave it out",
-            )
+                check_gradient_hooks(module, strategy=f"ddp_{start_method}")
+        if asked.last_checkpoint.sharded:
+            refuse("--last_checkpoint.sharded=true", mode_of(trainer.strategy))
     trainer.strategy.connect(module)  # a strategy that splits the network does so here
     data.trainer = trainer
     data.prepare_data()
@@ -297,10 +297,10 @@ def _try_optimizer(module: LitResNet) -> Optimizer:
     return optimizer
 
 
-def _check_ghost_batches(asked: Any, batch_split: BatchSplit, batch_size: int) -> None:
-    if batch_split != BatchSplit():
+def _check_ghost_batches(asked: Any, layout: Layout, batch_size: int) -> None:
+    if layout != Layout():
         raise ConfigError(
-            f"--model.ghost_batchnorm computes on one device what a mode does, and this run has a mode: {batch_split}",
+            f"--model.ghost_batchnorm computes on one device what a mode does, and this run has a mode: {layout}",
             remedy="leave it out, or leave out --trainer.strategy and pass --trainer.devices=1",
         )
     sizes = {name: size for name, size in vars(asked).items() if name != "synchronised"}
@@ -383,19 +383,6 @@ def _check_callbacks(trainer: Any, *, timed: bool) -> None:
             raise ConfigError(f"--trainer.callbacks: {kind.__name__} {reason}", remedy=remedy)
 
 
-def _check_averaging(trainer: Trainer) -> None:
-    """Refuse a callback that would average a part of the weights."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    averages = any(isinstance(callback, WeightAveraging) for callback in callbacks)
-    own = hasattr(trainer.strategy, "processes_per_replica")  # weights or buffers that are not as in `ddp`
-    spawned = getattr(trainer.strategy, "_start_method", None) in ("spawn", "forkserver")
-    if averages and (own or spawned):
-        raise ConfigError(
-            "a callback averages weights, of which a process has parts here, or cannot be sent to spawned processes",
-            remedy="leave it out, or pass --trainer.strategy=ddp, without --model.compile=cuda_graphs",
-        )
-
-
 def _check_precision(trainer: Trainer, asked: Namespace, *, compiles: bool) -> None:
     """Refuse a precision that Lightning has replaced by another one, and a network that cannot be compiled."""
     if str(asked.precision).startswith("16") and trainer.precision == "bf16-mixed":
@@ -420,11 +407,7 @@ def _check_precision(trainer: Trainer, asked: Namespace, *, compiles: bool) -> N
 def _check_cuda_graphs(trainer: Trainer, *, has_parts: bool) -> None:
     """Refuse CUDA graphs where there is no GPU, and where gradients are kept while the next batch passes."""
     flag = "--model.compile=cuda_graphs"
-    if not (isinstance(trainer.strategy, SingleDeviceStrategy) or hasattr(trainer.strategy, "takes_cuda_graphs")):
-        raise ConfigError(
-            f"{flag} is for one GPU and for --trainer.strategy=ddp: messages between kernels cannot be part of a graph",
-            remedy="pass --model.compile=true",
-        )
+    refuse(flag, mode_of(trainer.strategy))
     batches = trainer.accumulate_grad_batches
     if batches > 1 or has_parts:
         other = f"--trainer.accumulate_grad_batches={batches}" if batches > 1 else "--virtual_replicas"

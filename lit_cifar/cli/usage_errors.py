@@ -46,6 +46,10 @@ _TYPES = {
 }
 
 
+# Names that keys of `--model.ghost_batchnorm` had.
+_RENAMED = {"dp_size": "data_parallel_size", "replicas_per_rank": "local_replicas"}
+
+
 class Parser(LightningArgumentParser):
     """Reports what is wrong in a few lines, not the three hundred options that exist."""
 
@@ -65,6 +69,7 @@ class Parser(LightningArgumentParser):
             # Options are long and begin alike, so the cutoff is higher than for single words.
             near = get_close_matches(found[1], self._option_string_actions, n=1, cutoff=0.75)
             guess = near[0] if near else None
+        guess = next((new for old, new in _RENAMED.items() if re.search(rf"\b{old}\b", message)), guess)
         help = f"see {_program()} --help"
         refuse(problem, remedy=help if guess is None else f"did you mean {guess}? {help}")
 
@@ -101,7 +106,7 @@ def as_config_error() -> Iterator[None]:
 def _config_error_of(error: Exception) -> ConfigError:
     """An error of Lightning or torch about an argument, with our remedy where we know one."""
     if "invalid strategy name" in str(error):
-        from lit_cifar.tools.modes import MODES  # and all strategies with it
+        from lit_cifar.mode.table import MODES
 
         modes = ["auto", *(mode.name for mode in MODES if mode.name != "single")]
         problem = str(error).split(". ")[0]

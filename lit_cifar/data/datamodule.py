@@ -16,13 +16,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_cifar.data.augment import Augmentation
-from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.dataset import Dataset, Split
 from lit_cifar.data.encoded_pictures import EncodedImages
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
 from lit_cifar.errors import CheckpointError, ConfigError, nearest
+from lit_cifar.mode import Layout, mode_of
 
 if TYPE_CHECKING:
     from lit_cifar.data.pictures import FolderImages
@@ -310,9 +310,9 @@ class CIFAR10DataModule(L.LightningDataModule):
         return images.subset((~held_out).nonzero()[:, 0]), images.subset(held_out.nonzero()[:, 0])
 
     @property
-    def batch_split(self) -> BatchSplit:
+    def layout(self) -> Layout:
         """The trainer's strategy's; without a trainer, as in a notebook, there is one replica."""
-        return BatchSplit() if self.trainer is None else BatchSplit.of(self.trainer.strategy)
+        return Layout() if self.trainer is None else mode_of(self.trainer.strategy).layout
 
     def train_sampler(self) -> TrainSampler:
         # Then every epoch has the same batches. Lightning can turn off the shuffling of a DataLoader alone.
@@ -320,7 +320,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         return TrainSampler(
             num_samples=len(self.sets["train"]),
             batch_size=self.batch_size,
-            batch_split=self.batch_split,
+            layout=self.layout,
             accumulation=1 if self.trainer is None else self.trainer.accumulate_grad_batches,
             seed=self.seed,
             shuffle=self.shuffle and not overfits,
@@ -382,7 +382,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         return EvaluationSampler(
             num_samples=len(self.sets[split]),
             batch_size=self.eval_batch_size,
-            batch_split=self.batch_split,
+            layout=self.layout,
             pad=self.pad_eval and split != "predict",
         )
 
@@ -393,7 +393,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         """The images of `split` where `resident` wants them."""
         images = self.sets[split]
         if isinstance(images, EncodedImages) and self.trainer is not None:
-            images = replace(images, num_processes=getattr(self.trainer.strategy, "num_processes", 1))
+            images = replace(images, num_processes=mode_of(self.trainer.strategy).num_local_processes)
         device = images.images.device if self.trainer is None else self.trainer.strategy.root_device
         if self.resident == "device" and device.type == "cpu":
             rank_zero_warn("--data.resident=device has no effect on the CPU: the host's memory is the device's")

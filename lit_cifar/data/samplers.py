@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.counter_rng import Purpose, keyed_permutation
+from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
+from lit_cifar.mode import Layout
 
 
 class BatchIds(NamedTuple):
@@ -33,7 +34,7 @@ class TrainSampler:
 
     num_samples: int
     batch_size: int  # samples per optimizer step, over all replicas and accumulation steps
-    batch_split: BatchSplit  # which part of a batch this process reads
+    layout: Layout  # which part of a batch this process reads
     accumulation: int = 1  # loader steps per optimizer step (`accumulate_grad_batches`)
     seed: int = 0  # key of the permutation
     shuffle: bool = True  # off, every epoch is in the order of the ids
@@ -72,16 +73,16 @@ class TrainSampler:
 
     def _whole(self) -> Iterator[BatchIds]:
         order = self.order()
-        num_parts = self.accumulation * self.batch_split.dp_size
+        num_parts = self.accumulation * self.layout.data_parallel_size
         for batch in torch.split(order, self.batch_size)[: self.num_batches]:
             for step in range(self.accumulation):
-                ids = batch[step * self.batch_split.dp_size + self.batch_split.dp_rank :: num_parts]
+                ids = batch[step * self.layout.data_parallel_size + self.layout.data_parallel_rank :: num_parts]
                 yield BatchIds(ids, len(ids) * num_parts / len(batch))
 
     def check(self) -> None:
         """Refuse sizes that cannot be cut evenly, or leave fewer than two samples to be normalised together."""
-        size, microbatches = self.batch_size, self.batch_split.num_microbatches
-        parts = self.batch_split.num_replicas * self.accumulation * microbatches
+        size, microbatches = self.batch_size, self.layout.num_microbatches
+        parts = self.layout.num_replicas * self.accumulation * microbatches
         # A replica may make do with one sample, a microbatch needs two.
         least = 2 * parts if microbatches > 1 else parts
         if size < 1:
@@ -102,7 +103,7 @@ class TrainSampler:
                 remedy="lower --data.batch_size, or pass --data.drop_last=false",
             )
         rest = 0 if self.drop_last else self.num_samples % size
-        replicas = self.batch_split.ghost_batches(accumulation=self.accumulation).positions(rest)
+        replicas = GhostBatches.of(self.layout, accumulation=self.accumulation).positions(rest)
         if any(len(chunk) < 2 for chunks in replicas for chunk in chunks):
             raise ConfigError(
                 f"the last batch of an epoch has {rest} of {self.num_samples} images for {self._cut}; each needs 2",
@@ -111,7 +112,7 @@ class TrainSampler:
 
     @property
     def _cut(self) -> str:
-        replicas, microbatches = self.batch_split.num_replicas, self.batch_split.num_microbatches
+        replicas, microbatches = self.layout.num_replicas, self.layout.num_microbatches
         steps = f" x {self.accumulation} accumulation steps" if self.accumulation > 1 else ""
         pieces = f" x {microbatches} microbatches" if microbatches > 1 else ""
         return f"{replicas} replica{'s' if replicas > 1 else ''}{steps}{pieces}"
@@ -125,22 +126,22 @@ class EvaluationSampler:
     # Samples per step over all ranks, rounded up to a multiple of their number. In the last step a rank may be left
     # with none.
     batch_size: int
-    batch_split: BatchSplit  # which part of a batch this process reads
+    layout: Layout  # which part of a batch this process reads
     # Repeat the first samples until all ranks have equally many, as torch's DistributedSampler does. The counts are
     # then too high; for study.
     pad: bool = False
 
     def _ids(self) -> Tensor:
-        missing = -self.num_samples % self.batch_split.dp_size if self.pad else 0
+        missing = -self.num_samples % self.layout.data_parallel_size if self.pad else 0
         return torch.arange(self.num_samples + missing) % self.num_samples
 
     @property
     def _step(self) -> int:
-        return -(-self.batch_size // self.batch_split.dp_size) * self.batch_split.dp_size
+        return -(-self.batch_size // self.layout.data_parallel_size) * self.layout.data_parallel_size
 
     def __len__(self) -> int:
         return -(-len(self._ids()) // self._step)
 
     def __iter__(self) -> Iterator[BatchIds]:
         for batch in torch.split(self._ids(), self._step):
-            yield BatchIds(batch[self.batch_split.dp_rank :: self.batch_split.dp_size], 1.0)
+            yield BatchIds(batch[self.layout.data_parallel_rank :: self.layout.data_parallel_size], 1.0)

@@ -25,7 +25,7 @@ from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import ParallelStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from typing_extensions import override
@@ -38,6 +38,7 @@ from lit_cifar.launch.network_interfaces import (
     loopback_interface,
     named_interface,
 )
+from lit_cifar.mode import mode_of
 
 _PLACE = "lit_cifar/place"  # key in the store of torchrun's agent: where rank 0 listens
 _MEETING_TIMEOUT_S = 300.0
@@ -54,27 +55,26 @@ def resolve_world_size(config: dict[str, Any]) -> None:
     `config`, the arguments of a Trainer, is changed in place. Its strategy is made, or a registered name.
     """
     strategy = _made(config["strategy"])
-    if getattr(strategy, "is_single_process", False):  # it refuses others itself
+    if mode_of(strategy).is_single_process:  # it refuses others itself
         return
     if TorchElasticEnvironment.detect():
         _follow_torchrun(config, strategy)
     plugins = as_list(config["plugins"])
-    given = [*plugins, getattr(strategy, "cluster_environment", None)]
+    given = [*plugins, strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None]
     if not any(isinstance(plugin, ClusterEnvironment) for plugin in given):
         config["plugins"] = [*plugins, cluster_environment(num_nodes=config["num_nodes"])]
 
 
 def count_processes(config: dict[str, Any]) -> int:
     """How many processes the arguments of a Trainer ask for on this machine; counted without a look at its GPUs."""
-    strategy, devices = _made(config["strategy"]), config["devices"]
-    starts_itself = isinstance(strategy, DDPStrategy) and strategy._start_method != "popen"
-    if starts_itself or getattr(strategy, "is_single_process", False) or config["num_nodes"] != 1:
+    mode, devices = mode_of(_made(config["strategy"])), config["devices"]
+    if mode.start_method != "popen" or mode.is_single_process or config["num_nodes"] != 1:
         raise ConfigError(
             f"--max_restarts starts the processes of one machine, and --trainer.strategy={config['strategy']} on "
             f"{config['num_nodes']} machine(s) has one, or starts them itself",
             remedy="leave it out, or pass --trainer.strategy=ddp",
         )
-    count, each = None if devices == "auto" else _count(devices), getattr(strategy, "devices_per_process", 1)
+    count, each = None if devices == "auto" else _count(devices), mode.devices_per_process
     if not count or count % each:
         raise ConfigError(
             f"--max_restarts with --trainer.devices={devices}: it must be said how many processes there are, and each "
@@ -93,13 +93,15 @@ def check_processes(trainer: Trainer, *, rank: int) -> None:
             "one process, which is rank 0",
             remedy=f"unset {' '.join(given or _RANKS)}, or pass --trainer.strategy=ddp and --trainer.devices=N",
         )
-    environment = getattr(trainer.strategy, "cluster_environment", None)
+    strategy = trainer.strategy
+    environment = strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None
     if trainer.world_size > 1 and isinstance(environment, LocalEnvironment):
         environment.check()
 
 
 def _follow_torchrun(config: dict[str, Any], strategy: Strategy | None) -> None:
-    if isinstance(strategy, DDPStrategy) and strategy._start_method != "popen":
+    mode = mode_of(strategy)
+    if mode.start_method != "popen":
         raise ConfigError(
             f"--trainer.strategy={config['strategy']} starts processes itself, and torchrun has already started them",
             remedy="pass --trainer.strategy=ddp, or start it with python in place of torchrun",
@@ -110,7 +112,7 @@ def _follow_torchrun(config: dict[str, Any], strategy: Strategy | None) -> None:
             f"{total} processes on {machines} machines, but {processes} on this one: machines must have equally many",
             remedy="start torchrun with the same --nproc-per-node on every machine",
         )
-    each = getattr(strategy, "devices_per_process", 1)
+    each = mode.devices_per_process
     _follow(config, "devices", processes * each, started=f"--nproc-per-node={processes}")
     _follow(config, "num_nodes", machines, started=f"{machines} machine(s)")
 

@@ -16,6 +16,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lit_cifar import internals
@@ -101,9 +102,13 @@ def end_together(trainer: Trainer, message: str, *, status: int) -> NoReturn:
 
 def launched_by_lightning(trainer: Trainer) -> bool:
     """Whether Lightning's launcher has started this process as a copy of the user's."""
-    launches = isinstance(trainer.strategy.launcher, internals.SubprocessScriptLauncher)
-    environment = getattr(trainer.strategy, "cluster_environment", None)
-    return launches and isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
+    strategy = trainer.strategy
+    return (
+        isinstance(strategy, ParallelStrategy)
+        and isinstance(strategy.launcher, internals.SubprocessScriptLauncher)
+        and isinstance(strategy.cluster_environment, LightningEnvironment)
+        and trainer.local_rank > 0
+    )
 
 
 def flush_streams() -> None:

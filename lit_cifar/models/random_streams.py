@@ -16,8 +16,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.counter_rng import Purpose, key_of
+from lit_cifar.mode import mode_of
 from lit_cifar.models.blocks import blocks_of
 
 
@@ -42,10 +42,10 @@ class RandomStreams(Callback):
         self._handles: list[RemovableHandle] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._split = BatchSplit.of(trainer.strategy)
+        self._split = mode_of(trainer.strategy).layout
         _now.on_cuda = trainer.strategy.root_device.type == "cuda"
         # Networks of this package draw nothing, replicas of `dp` pass in threads, and torch.compile traces no seeding.
-        in_turn = self._split.replicas_per_rank == 1 or pl_module.virtual_replicas is not None
+        in_turn = self._split.local_replicas == 1 or pl_module.virtual_replicas is not None
         if pl_module.header.network is not None and in_turn and not pl_module.compiles:  # type: ignore[union-attr]
             self._handles = [
                 module.register_forward_pre_hook(partial(_begin_block, number))
@@ -55,8 +55,8 @@ class RandomStreams(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         seed: int = trainer.datamodule.seed  # type: ignore[attr-defined]  # Lightning's own omission
         _now.step = key_of(seed, Purpose.NETWORK, trainer.global_step)
-        accumulation, size = trainer.accumulate_grad_batches, self._split.dp_size
-        _now.first = batch_idx % accumulation * size + self._split.dp_rank  # as `TrainSampler` cuts a batch
+        accumulation, size = trainer.accumulate_grad_batches, self._split.data_parallel_size
+        _now.first = batch_idx % accumulation * size + self._split.data_parallel_rank  # as `TrainSampler` cuts a batch
         _now.distance = accumulation * size
         begin_part()
 

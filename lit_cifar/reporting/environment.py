@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
 
 from lit_cifar import __version__
-from lit_cifar.data.batch_split import BatchSplit
+from lit_cifar.mode import mode_of
 
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "numpy")
 SOURCE = Path(__file__).resolve().parents[1]
@@ -30,11 +29,11 @@ def environment(trainer: Trainer, *, data_name: str) -> dict[str, Any]:
         "cpu": {"model": cpu_model(), "cores": os.cpu_count(), "threads_per_process": torch.get_num_threads()},
         "gpus": gpu_names(),
         "data": data_name,
-        "strategy": strategy_name(trainer),
+        "strategy": mode_of(trainer.strategy).name,
         "device": trainer.strategy.root_device.type,
         "world_size": trainer.world_size,
         "num_nodes": trainer.num_nodes,
-        "layout": asdict(BatchSplit.of(trainer.strategy)),
+        "layout": asdict(mode_of(trainer.strategy).layout),
         "precision": str(trainer.precision),
     }
 
@@ -51,15 +50,6 @@ def start_and_versions() -> dict[str, Any]:
 
 def gpu_names() -> list[str]:
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-
-
-def strategy_name(trainer: Trainer) -> str:
-    """The name that `--trainer.strategy` takes, where the strategy has one; else its class's."""
-    strategy = trainer.strategy
-    if type(strategy) is DDPStrategy:
-        start_method = getattr(strategy, "_start_method", None) or "popen"
-        return "ddp" if start_method == "popen" else f"ddp_{start_method}"
-    return str(getattr(strategy, "strategy_name", type(strategy).__name__))
 
 
 def versions() -> dict[str, str]:

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
 
-from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import Batch
+from lit_cifar.mode import Layout, mode_of
 from lit_cifar.reporting.files import replace_csv, replace_split
 from lit_cifar.reporting.loggers import log_to_tensorboard
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, pooled
@@ -67,7 +67,7 @@ class PerRankAccuracy(EvaluationCallback):
 
     def __init__(self) -> None:
         self.counts: dict[str, list[AccuracyCount]] = {}
-        self._batch_split = BatchSplit()
+        self._layout = Layout()
         self._tally = torch.zeros(0, 2, dtype=torch.int64)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -78,8 +78,8 @@ class PerRankAccuracy(EvaluationCallback):
         self._print(trainer, "test")
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._batch_split = BatchSplit.of(trainer.strategy)
-        self._tally = torch.zeros(self._batch_split.num_replicas, 2, dtype=torch.int64, device=pl_module.device)
+        self._layout = mode_of(trainer.strategy).layout
+        self._tally = torch.zeros(self._layout.num_replicas, 2, dtype=torch.int64, device=pl_module.device)
 
     def _count(self, trainer: Trainer, logits: Tensor, batch: Batch) -> None:
         ranks = self._ranks_of_samples(trainer, len(batch.labels))
@@ -89,10 +89,10 @@ class PerRankAccuracy(EvaluationCallback):
 
     def _ranks_of_samples(self, trainer: Trainer, num_samples: int) -> Tensor:
         """The rank that computed each sample of this process's batch; int64, (num_samples,)."""
-        if self._batch_split.replicas_per_rank == 1:
-            return torch.full((num_samples,), self._batch_split.dp_rank, device=self._tally.device)
-        replicas: Tensor = trainer.strategy.replica_of(num_samples)  # type: ignore[attr-defined]
-        return self._batch_split.dp_rank * self._batch_split.replicas_per_rank + replicas
+        if self._layout.local_replicas == 1:
+            return torch.full((num_samples,), self._layout.data_parallel_rank, device=self._tally.device)
+        replicas = mode_of(trainer.strategy).replica_of(num_samples)
+        return self._layout.data_parallel_rank * self._layout.local_replicas + replicas
 
     def _finish(self, trainer: Trainer, pl_module: LightningModule, split: Split) -> None:
         summed = trainer.strategy.reduce(self._tally, reduce_op="sum")

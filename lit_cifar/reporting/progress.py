@@ -10,8 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
-from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import Batch
+from lit_cifar.mode import mode_of
 
 METRIC = "train/images_per_s"
 # Later names win. Within an epoch the bar shows the last step's loss and accuracy, at its end those of the whole epoch.
@@ -41,7 +41,7 @@ class Throughput(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._warmup_left = self.warmup_steps
-        self._num_ranks = BatchSplit.of(trainer.strategy).dp_size
+        self._num_ranks = mode_of(trainer.strategy).layout.data_parallel_size
         self._reset()
         self._started_at = None
         self._logged_step = trainer.global_step

@@ -10,9 +10,9 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.errors import printable
-from lit_cifar.reporting.environment import environment, strategy_name
+from lit_cifar.mode import Layout, mode_of
+from lit_cifar.reporting.environment import environment
 from lit_cifar.reporting.evaluation_tables import PREDICTIONS
 from lit_cifar.reporting.output import leave_out_banners, outlast_streams
 from lit_cifar.reporting.run_folder import run_folder
@@ -79,7 +79,7 @@ class RunReport(Callback):
 
 
 def opening_lines(trainer: Trainer, pl_module: LightningModule, datamodule: Any) -> list[str]:
-    """Model, data, global batch and mode of a fit, a line each, and those of `Strategy.split_lines()`.
+    """Model, data, global batch and mode of a fit, a line each, and those of `Mode.split_lines()`.
 
     This is called on rank 0 alone and before `Strategy.setup`, so `split_lines()` must neither communicate nor need
     what `setup` makes.
@@ -89,8 +89,8 @@ def opening_lines(trainer: Trainer, pl_module: LightningModule, datamodule: Any)
     num_parameters = sum(parameter.numel() for parameter in pl_module.parameters())
     sizes = {"train on": datamodule.sets["train"], "validate": datamodule.sets.get("val", ())}
     images = ", ".join(f"{len(images):,} images to {purpose}" for purpose, images in sizes.items() if len(images))
-    division = _division(datamodule.batch_size, BatchSplit.of(trainer.strategy), trainer.accumulate_grad_batches)
-    split = trainer.strategy.split_lines() if hasattr(trainer.strategy, "split_lines") else []
+    division = _division(datamodule.batch_size, mode_of(trainer.strategy).layout, trainer.accumulate_grad_batches)
+    split = mode_of(trainer.strategy).split_lines()
     return [
         _line("model", f"{model}, {num_parameters / 1e6:.2f} M parameters"),
         _line("data", f"{datamodule.name}: {images}"),
@@ -112,15 +112,15 @@ def _read(datamodule: Any) -> list[str]:
 def _mode(trainer: Trainer) -> str:
     processes = counted(trainer.world_size, "process", "processes")
     device = trainer.strategy.root_device.type
-    return _line("mode", f"{strategy_name(trainer)}: {processes}, {device}, {trainer.precision}")
+    return _line("mode", f"{mode_of(trainer.strategy).name}: {processes}, {device}, {trainer.precision}")
 
 
-def _division(batch_size: int, batch_split: BatchSplit, accumulated: int) -> str:
+def _division(batch_size: int, layout: Layout, accumulated: int) -> str:
     """How the global batch is divided, e.g. "64 = 2 replicas x 4 microbatches x 8 images per optimizer step"."""
-    share = batch_size / (batch_split.num_replicas * batch_split.num_microbatches * accumulated)
-    microbatches = f" x {batch_split.num_microbatches} microbatches" if batch_split.num_microbatches > 1 else ""
+    share = batch_size / (layout.num_replicas * layout.num_microbatches * accumulated)
+    microbatches = f" x {layout.num_microbatches} microbatches" if layout.num_microbatches > 1 else ""
     steps = f" x {accumulated} accumulated" if accumulated > 1 else ""
-    replicas = counted(batch_split.num_replicas, "replica")
+    replicas = counted(layout.num_replicas, "replica")
     return f"{batch_size} = {replicas}{microbatches} x {share:g}{steps} images per optimizer step"
 
 

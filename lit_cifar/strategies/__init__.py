@@ -1,10 +1,8 @@
-"""The only code that decides what goes to which device and process: strategies, registered under their short names.
+"""The only code that decides what goes to which device and process: strategies, which register their short names.
 
 Importing this package makes `Trainer(strategy="dp")` work. The command line does it if one of them may be asked for.
 `ddp` and `ddp_spawn` are Lightning's own; `ProcessSyncBatchNorm` gives them synchronised BatchNorm on the CPU too.
 """
-
-from lightning.pytorch.strategies import StrategyRegistry
 
 from lit_cifar.launch import signals as signals  # a process leaves its groups at exit
 from lit_cifar.strategies.ddp_flat import FlatDDPStrategy
@@ -35,13 +33,3 @@ __all__ = [
     "ProcessSyncBatchNorm",
     "ShardedStrategy",
 ]
-
-for _strategy in (
-    DataParallelStrategy,
-    LayerParallelStrategy,
-    DDPLayerParallelStrategy,
-    PipelineStrategy,
-    ShardedStrategy,
-    FlatDDPStrategy,
-):
-    _strategy.register_strategies(StrategyRegistry)

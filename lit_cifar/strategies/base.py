@@ -1,27 +1,24 @@
 """Base of the modes that replace the module's forward by a function of their own, and what they ask of a module."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable
 from itertools import chain
-from typing import Any, ClassVar, Literal, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, StrategyRegistry
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lit_cifar import internals
 from lit_cifar.errors import ConfigError
+from lit_cifar.mode import ForwardFn, Mode, NoRecorder
+from lit_cifar.mode.refusals import refuse
 from lit_cifar.models.blocks import Partition, blocks_of
 from lit_cifar.strategies.device_copies import refuse_faulty_copies
 from lit_cifar.strategies.parts import Parts, WholeBatch
-
-# What takes the network's place. Not an `nn.Module`: as an attribute of one it would become its child, and every name
-# in a checkpoint would change.
-ForwardFn = Callable[[Tensor], Tensor]
 
 
 class RunsNetwork(Protocol):
@@ -35,21 +32,6 @@ class RunsNetwork(Protocol):
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss of each sample, (n,), from `logits` (n, C) and `labels` (n,); `pp` alone asks for it."""
-
-
-# "backward_input" and "backward_weight" are the two halves into which zero-bubble schedules cut backward.
-WorkKind = Literal["forward", "backward", "backward_input", "backward_weight"]
-
-
-class NoRecorder:
-    """What stages report their work to. This one keeps nothing; that of `lit_cifar.tools.bench.timeline` does."""
-
-    def span(self, kind: WorkKind, **what: Any) -> AbstractContextManager[None]:
-        """Around some work; `what` are stage, microbatch, worker and device."""
-        return nullcontext()
-
-    def follow_backward(self, output: Tensor, given: Tensor, **what: Any) -> None:
-        """Autograd will work from `output` of a stage back to what it was `given`."""
 
 
 def compiles(module: object) -> bool:
@@ -101,7 +83,7 @@ def check_gradient_hooks(network: nn.Module, *, strategy: str, also_accumulated:
             )
 
 
-class CustomForwardStrategy(ParallelStrategy, ABC):
+class CustomForwardStrategy(Mode, ParallelStrategy, ABC):
     """From `setup` to `teardown` the module's `forward` calls a function that the subclass makes.
 
     A subclass must name this before the Lightning strategy that it also derives from, whose methods this one extends.
@@ -112,10 +94,6 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
     needs: ClassVar[list[str]] = ["network", "use_forward_fn"]  # what a module must have, see `RunsNetwork`
     # What passes through it: the batch, or with `--virtual_replicas` its parts one by one.
     parts: WholeBatch = WholeBatch()
-    # `on_one_device(network)` returns what one device runs in its place, with a whole copy of the network.
-    # `Replay` compares with it. None in modes whose steps one device cannot repeat bit for bit.
-    on_one_device: Callable[[nn.Module], ForwardFn] | None = None
-    has_own_step = False  # whether gradients are computed in `training_step` here, around the module's
 
     @abstractmethod
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
@@ -150,13 +128,8 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
 
     def check(self) -> None:
         """Raise a `ConfigError` if sizes and flags contradict each other; subclasses extend this."""
-
-    def refuse_sync_batchnorm(self, reason: str) -> None:
-        if self._layer_sync is not None:
-            raise ConfigError(
-                f"--trainer.sync_batchnorm=true has no effect on --trainer.strategy={self.strategy_name}: {reason}.",
-                remedy="Drop --trainer.sync_batchnorm, or use --trainer.strategy=ddp.",
-            )
+        if self.synchronises_batchnorm:
+            refuse("--trainer.sync_batchnorm=true", self)
 
     @override
     def _configure_launcher(self) -> None:
@@ -187,12 +160,13 @@ class CustomForwardStrategy(ParallelStrategy, ABC):
             self.module.use_forward_fn(None)
         super().teardown()
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """A second registration, by a reloaded module, replaces the first."""
-        for name, sizes in (cls.registered or {cls.strategy_name: {}}).items():
-            strategy_registry.register(name, cls, description=cls.__doc__, override=True, **sizes)
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Register the class under the names that it gives itself, in place of one that was there before."""
+        super().__init_subclass__(**kwargs)
+        own = vars(cls)
+        for name, sizes in own.get("registered", {own.get("strategy_name"): {}}).items():
+            if name is not None:
+                StrategyRegistry.register(name, cls, description=cls.__doc__, override=True, **sizes)
 
 
 class CutStrategy(CustomForwardStrategy, ABC):
@@ -209,7 +183,7 @@ class CutStrategy(CustomForwardStrategy, ABC):
     def __init__(self, *, cuts: list[str] | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.cuts = cuts
-        self.recorder = NoRecorder()
+        self.recorder: NoRecorder = NoRecorder()
 
     def cut(self, num_stages: int, *, may_share: bool = False) -> None:
         """Cut the network of the module; `may_share` if stages may have a tensor together.

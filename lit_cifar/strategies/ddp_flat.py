@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lit_cifar.mode import ForwardFn
 from lit_cifar.models.compiled import Compiled
-from lit_cifar.strategies.base import ForwardFn, compiles
+from lit_cifar.strategies.base import compiles
 from lit_cifar.strategies.mesh import AveragingStrategy, parameters_of
 
 
@@ -25,8 +26,6 @@ class FlatDDPStrategy(AveragingStrategy):
     """
 
     strategy_name = "ddp_flat"
-    takes_cuda_graphs = True
-    processes_per_replica = 1
 
     @override
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:

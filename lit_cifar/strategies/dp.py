@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from typing_extensions import override
 
-from lit_cifar.errors import ConfigError
+from lit_cifar.mode import ForwardFn
+from lit_cifar.mode.refusals import refuse
 from lit_cifar.models.random_streams import begin_part
-from lit_cifar.strategies.base import ForwardFn, SingleProcessStrategy, compiles
+from lit_cifar.strategies.base import SingleProcessStrategy, compiles
 
 
 class EmulatedReplicas:
@@ -116,10 +117,12 @@ class DataParallelStrategy(SingleProcessStrategy):
         self.num_replicas = num_replicas
 
     @property
-    def replicas_per_rank(self) -> int:
-        """Replicas over which the process divides each batch, known once the Trainer is made (see `BatchSplit.of`)."""
+    @override
+    def local_replicas(self) -> int:
+        """Replicas over which the process divides each batch, known once the Trainer is made (see `Layout.of`)."""
         return len(self.devices) if self.num_replicas is None else self.num_replicas
 
+    @override
     def replica_of(self, num_samples: int) -> Tensor:
         """Which replica processes each sample of a batch of `num_samples`: int64, (num_samples,).
 
@@ -127,8 +130,8 @@ class DataParallelStrategy(SingleProcessStrategy):
         at the end may get none. 5 samples over 4 replicas are cut into 2, 2, 1.
         """
         if self.parts.one_by_one:  # sample i is in part i modulo their number, and the replicas take turns
-            return torch.arange(num_samples) % self.replicas_per_rank
-        samples_per_chunk = max(1, -(-num_samples // self.replicas_per_rank))
+            return torch.arange(num_samples) % self.local_replicas
+        samples_per_chunk = max(1, -(-num_samples // self.local_replicas))
         return torch.arange(num_samples) // samples_per_chunk
 
     @override
@@ -154,7 +157,7 @@ class DataParallelStrategy(SingleProcessStrategy):
         def run(images: Tensor) -> Tensor:
             before = {name: buffer.clone() for name, buffer in network.named_buffers()}
             outputs = []
-            for replica, chunk in enumerate(images.chunk(self.replicas_per_rank)):
+            for replica, chunk in enumerate(images.chunk(self.local_replicas)):
                 if replica:
                     begin_part(replica)
                 buffers = {name: buffer.clone() for name, buffer in before.items()} if replica else {}
@@ -166,21 +169,16 @@ class DataParallelStrategy(SingleProcessStrategy):
     @property
     @override
     def copying_devices(self) -> list[list[torch.device]]:
-        each = self.replicas_per_rank // len(self.devices)
+        each = self.local_replicas // len(self.devices)
         return [[device for device in self.devices for _ in range(each)]]
 
     @override
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
         if compiles(model):
-            raise ConfigError(
-                "--model.compile=true: --trainer.strategy=dp runs copies of the network in threads, and torch.compile "
-                "would run the first one in all of them",
-                remedy="leave it out, or use --trainer.strategy=ddp",
-            )
+            refuse("--model.compile=true", self)
 
     @override
     def check(self) -> None:
         super().check()
-        self.check_divides("num_replicas", self.replicas_per_rank)
-        self.refuse_sync_batchnorm("each replica normalises its own chunk of the batch")
+        self.check_divides("num_replicas", self.local_replicas)

@@ -8,6 +8,7 @@ together are torch's documented composition of the two.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain
 from pathlib import Path
@@ -28,9 +29,11 @@ from lit_cifar import internals
 from lit_cifar.checkpoint.files import index_of, sync_tables
 from lit_cifar.checkpoint.sharded import read_parts, save_parts
 from lit_cifar.errors import ConfigError
+from lit_cifar.mode import ForwardFn
+from lit_cifar.mode.refusals import refuse
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.compiled import Compiled
-from lit_cifar.strategies.base import ForwardFn, at_least_one, check_untied, compiles
+from lit_cifar.strategies.base import at_least_one, check_untied, compiles
 from lit_cifar.strategies.mesh import MeshStrategy, at_once, local_part, parameters_of, place
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.state_dicts import full, part_of
@@ -68,19 +71,31 @@ class ShardedStrategy(MeshStrategy):
         self.tensor_parallel_size = tensor_parallel_size
         self.strategy_name = "tp" if data_parallel_size == 1 else "fsdp2"
         self._whole: nn.Module | None = None
-        self.saves_parts = False  # of what is saved next
+        self._saving_in_parts = False
 
     @property
     @override
-    def processes_per_replica(self) -> int:
+    def model_parallel_size(self) -> int:
         if self.tensor_parallel_size is not None:
             return self.tensor_parallel_size
         return max(1, self.all_processes // (self.data_parallel_size or 1))
 
     @property
-    def takes_parts(self) -> bool:
-        """Whether it writes and reads checkpoints in parts; those on both axes of the mesh have not been tried."""
-        return self.tensor_parallel_size == 1
+    @override
+    def name(self) -> str:
+        """The registered name; "fsdp2-tp" along both axes of the mesh, which has none."""
+        if self.data_parallel_size != 1 and self.tensor_parallel_size != 1:
+            return "fsdp2-tp"
+        return self.strategy_name
+
+    @contextmanager
+    @override
+    def saving_in_parts(self) -> Iterator[None]:
+        self._saving_in_parts = True
+        try:
+            yield
+        finally:
+            self._saving_in_parts = False
 
     @override
     def check(self) -> None:
@@ -96,7 +111,7 @@ class ShardedStrategy(MeshStrategy):
                 remedy=f"pass --trainer.devices={product}, or other sizes",
             )
         super().check()
-        if self._layer_sync is not None and self.num_replicas == 1 < self.all_processes:
+        if self._layer_sync is not None and self.layout.data_parallel_size == 1 < self.all_processes:
             rank_zero_warn(
                 f"--trainer.sync_batchnorm=true has no effect on --trainer.strategy={self.strategy_name} with one "
                 "replica: it sees the whole batch"
@@ -109,14 +124,10 @@ class ShardedStrategy(MeshStrategy):
         if self.data_parallel_size != 1:
             check_untied(network, (blocks_of(network) or {}).values(), strategy=self.strategy_name)
         if self.tensor_parallel_size != 1:
-            check_divisible(network, self.processes_per_replica, self.num_replicas, strategy=self.strategy_name)
+            check_divisible(network, self.layout, strategy=self.strategy_name)
             check_untied(network, network.modules(), strategy=self.strategy_name, recurse=False)
-            if compiles(model):
-                raise ConfigError(
-                    f"--model.compile=true: the layers of --trainer.strategy={self.strategy_name} exchange their "
-                    "parameters for local parts and send messages while they run, which torch.compile cannot trace",
-                    remedy="leave it out, or use --trainer.strategy=fsdp2",
-                )
+        if compiles(model):
+            refuse("--model.compile=true", self)
         make_optimizer = getattr(model, "make_optimizer", None)
         if make_optimizer is not None:
             self._check_optimizer(make_optimizer(network.parameters()))
@@ -125,12 +136,7 @@ class ShardedStrategy(MeshStrategy):
     def use_parts(self, parts: Parts) -> None:
         """Refuse where the bits would differ."""
         name = f"--virtual_replicas={parts.num_parts}"
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"{name}: --trainer.strategy={self.strategy_name} divides sums inside layers, which then round by the "
-                "number of processes",
-                remedy="leave it out, or pass --trainer.strategy=fsdp2",
-            )
+        refuse("--virtual_replicas=4", self, parts=parts.num_parts)
         if self.all_processes == 1:
             raise ConfigError(
                 f"{name}: FSDP2 on one process does not reduce gradients, but adds them one after the other",
@@ -147,19 +153,11 @@ class ShardedStrategy(MeshStrategy):
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
         if getattr(optimizer, "steps_matrices", False):
-            raise ConfigError(
-                f"--model.optimizer={type(optimizer).__name__} multiplies whole matrices, and "
-                f"--trainer.strategy={self.strategy_name} gives each process parts of them",
-                remedy="pass another optimizer, or --trainer.strategy=ddp",
-            )
+            refuse("--model.optimizer=lit_cifar.MuonSGD", self, optimizer=type(optimizer).__name__)
         # These fused kernels have no sharding strategy for DTensors up to torch 2.15; those of Adam and AdamW have.
         fused = any(group.get("fused") for group in optimizer.param_groups)
         if fused and isinstance(optimizer, SGD | Adagrad):
-            raise ConfigError(
-                f"--model.optimizer.fused=true: torch cannot step parts of tensors with a fused "
-                f"{type(optimizer).__name__}, and --trainer.strategy={self.strategy_name} makes such parts",
-                remedy="pass --model.optimizer.fused=false, or --model.optimizer=AdamW, which can",
-            )
+            refuse("--model.optimizer.fused=true", self, optimizer=type(optimizer).__name__)
 
     @override
     def model_to_device(self) -> None:
@@ -236,8 +234,8 @@ class ShardedStrategy(MeshStrategy):
         for name, parameter in network.named_parameters():
             total += parameter.numel()
             dim = getattr(placed[name], "dim", None)
-            part = parameter if dim is None else parameter.chunk(self.processes_per_replica, dim)[0]
-            held += part.chunk(self.num_replicas)[0].numel()
+            part = parameter if dim is None else parameter.chunk(self.model_parallel_size, dim)[0]
+            held += part.chunk(self.layout.data_parallel_size)[0].numel()
         return [
             f"a process holds {held / 1e6:.2f} of {total / 1e6:.2f} M parameters, and as much of gradients and of each "
             "optimizer state"
@@ -258,13 +256,13 @@ class ShardedStrategy(MeshStrategy):
         self.use_first_buffers()
         assert self.lightning_module is not None
         state = self.lightning_module.state_dict()
-        return state if self.saves_parts else full(state)
+        return state if self._saving_in_parts else full(state)
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if not self.saves_parts:
+        if not self._saving_in_parts:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         sync_tables(Path(filepath).parent.parent)
@@ -273,7 +271,7 @@ class ShardedStrategy(MeshStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         load = super().load_checkpoint
-        if not self.takes_parts:
+        if self.tensor_parallel_size != 1:
             return load(checkpoint_path, weights_only)
         folder = self.broadcast(Path(checkpoint_path))  # the first process knows it
         read_index = lambda: load(index_of(folder), weights_only)  # noqa: E731
@@ -289,7 +287,7 @@ class ShardedStrategy(MeshStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = super().optimizer_state(optimizer)
-        return state if self.saves_parts else full(state)
+        return state if self._saving_in_parts else full(state)
 
     @override
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Base of the modes in which several processes hold one replica together: a 2-D mesh of the processes.
 
 The first axis, "data", runs over replicas, the second, "model", over the processes that hold one replica. Process
-`d * processes_per_replica + m` has the coordinates (d, m). So the processes of a replica are neighbours, mostly on one
+`d * model_parallel_size + m` has the coordinates (d, m). So the processes of a replica are neighbours, mostly on one
 machine.
 
 Every collective that counts or averages samples runs along "data" only: the processes of a replica have read the same
@@ -56,18 +56,8 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         self._failed = False
 
     @property
-    @abstractmethod
-    def processes_per_replica(self) -> int:
-        """Size of the "model" axis; known once the Trainer is made."""
-
-    @property
     def all_processes(self) -> int:
         return self.num_nodes * self.num_processes
-
-    @property
-    def num_replicas(self) -> int:
-        """Size of the "data" axis; known once the Trainer is made."""
-        return self.all_processes // self.processes_per_replica
 
     @abstractmethod
     def share_of_norm(self, gradient: Tensor) -> float:
@@ -82,6 +72,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         """The part of an optimizer's whole `state_dict()` that this process needs."""
 
     @property
+    @override
     def data_group(self) -> dist.ProcessGroup:
         """The processes that hold the same part of different replicas."""
         return self.mesh.get_group("data")
@@ -94,7 +85,8 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_replicas, "rank": self.global_rank // self.processes_per_replica}
+        each = self.model_parallel_size
+        return {"num_replicas": self.all_processes // each, "rank": self.global_rank // each}
 
     @override
     def connect(self, model: L.LightningModule) -> None:
@@ -111,7 +103,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._failed = False
-        self.mesh = make_mesh(self.root_device.type, model_size=self.processes_per_replica, timeout=self._timeout)
+        self.mesh = make_mesh(self.root_device.type, model_size=self.model_parallel_size, timeout=self._timeout)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -229,9 +221,10 @@ class AveragingStrategy(MeshStrategy):
             self._average = True
 
     @property
+    @override
     def averages_gradients(self) -> bool:
         """Whether this backward pass ends with the average over the replicas."""
-        return self._average and self.num_replicas > 1 and not self.parts.one_by_one
+        return self._average and self.layout.data_parallel_size > 1 and not self.parts.one_by_one
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -247,11 +240,12 @@ class AveragingStrategy(MeshStrategy):
     def average_gradients(self) -> None:
         gradients = [parameter.grad for parameter in self.trained_parameters() if parameter.grad is not None]
         if gradients:
-            at_once(lambda flat: dist.all_reduce(flat.div_(self.num_replicas), group=self.data_group), gradients)
+            num_replicas = self.layout.data_parallel_size
+            at_once(lambda flat: dist.all_reduce(flat.div_(num_replicas), group=self.data_group), gradients)
 
     @override
     def share_of_norm(self, gradient: Tensor) -> float:
-        return 1 / self.num_replicas
+        return 1 / self.layout.data_parallel_size
 
 
 def make_mesh(device_type: str, *, model_size: int, timeout: timedelta | None) -> DeviceMesh:

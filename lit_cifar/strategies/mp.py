@@ -20,9 +20,10 @@ from typing_extensions import override
 
 from lit_cifar import internals
 from lit_cifar.errors import ConfigError
+from lit_cifar.mode import ForwardFn, NoRecorder
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.random_streams import begin_part, begin_stage
-from lit_cifar.strategies.base import CutStrategy, ForwardFn, NoRecorder, SingleProcessStrategy, at_least_one, compiles
+from lit_cifar.strategies.base import CutStrategy, SingleProcessStrategy, at_least_one, compiles
 from lit_cifar.strategies.parts import Parts
 
 
@@ -96,8 +97,13 @@ class StagedStrategy(CutStrategy, ABC):
 
     def __init__(self, *, num_stages: int | None = None, num_microbatches: int = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.num_microbatches = num_microbatches
+        self._num_microbatches = num_microbatches
         self._num_stages = num_stages
+
+    @property
+    @override
+    def num_microbatches(self) -> int:
+        return self._num_microbatches
 
     @property
     def num_stages(self) -> int:
@@ -252,6 +258,7 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
         super().__init__(num_stages=num_stages, **kwargs)
 
     @property
+    @override
     def devices_per_process(self) -> int:
         return self.num_stages
 

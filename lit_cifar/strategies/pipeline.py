@@ -19,11 +19,11 @@ from torch.func import functional_call
 
 from lit_cifar import internals
 from lit_cifar.errors import ConfigError
+from lit_cifar.mode import NoRecorder, WorkKind
 from lit_cifar.models.blocks import Partition
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.memory_format import PlainGradient, PlainOutput
 from lit_cifar.models.random_streams import begin_part, begin_stage
-from lit_cifar.strategies.base import NoRecorder, WorkKind
 from lit_cifar.strategies.parts import Parts, WholeBatch
 
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]

@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.mode import ForwardFn
 from lit_cifar.models.random_streams import begin_part
-from lit_cifar.strategies.base import CutStrategy, ForwardFn, compiles
+from lit_cifar.strategies.base import CutStrategy, compiles
 from lit_cifar.strategies.mesh import AveragingStrategy, loss_scale, parameters_of
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.pipeline import (
@@ -67,7 +68,7 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
 
     @property
     @override
-    def processes_per_replica(self) -> int:
+    def model_parallel_size(self) -> int:
         if self.num_stages is None:
             return self.all_processes
         return max(1, self.num_stages // stages_per_process(self.schedule_name))
@@ -75,14 +76,15 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
     @property
     def strategy_name(self) -> str:  # type: ignore[override]  # the base class has a constant
         """The registered name for these sizes."""
-        return "pp" if self.processes_per_replica == self.all_processes else "ddp_pp"
+        return "pp" if self.model_parallel_size == self.all_processes else "ddp_pp"
 
     @property
     def schedule(self) -> Schedule:
         """Who holds which stage; known once the Trainer is made."""
-        return Schedule(name=self.schedule_name, num_processes=self.processes_per_replica)
+        return Schedule(name=self.schedule_name, num_processes=self.model_parallel_size)
 
     @property
+    @override
     def num_microbatches(self) -> int:
         """Of a batch; known once the Trainer is made."""
         usual = max(4, self.schedule.fewest_microbatches)
@@ -99,14 +101,13 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
                 remedy=f"pass --trainer.strategy.num_stages={max(each, self.num_stages // each * each)}",
             )
         super().check()
-        if self.all_processes % (each := self.processes_per_replica):
+        if self.all_processes % (each := self.model_parallel_size):
             raise ConfigError(
                 f"--trainer.strategy={self.strategy_name} with {each} processes for each pipeline does not divide "
                 f"{self.all_processes} processes",
                 remedy=f"pass --trainer.devices={max(self.all_processes // each, 1) * each}, or other num_stages",
             )
         self.schedule.check(self.num_microbatches)
-        self.refuse_sync_batchnorm("a pipeline normalises each microbatch by itself")
 
     @override
     def use_parts(self, parts: Parts) -> None:
@@ -191,8 +192,8 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
 
         return run
 
-    def copies(self) -> set[Tensor]:
-        """What other processes train: here are copies, which may be old."""
+    @override
+    def trained_elsewhere(self) -> set[Tensor]:
         stages = [stage.module(self.module.network) for stage in self.partition.stages]
         others = [stage for index, stage in enumerate(stages) if index not in self.pipeline.stages]
         return {tensor for stage in others for tensor in (*stage.parameters(), *stage.buffers())}
@@ -229,7 +230,7 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         """The state of all parameters, as one device would save it; every process must call this."""
         # Adagrad begins with a state of every parameter; here it moves on for this process's parameters alone.
         own = self.part_of_state(super().optimizer_state(optimizer), optimizer)
-        parts: list[Any] = [None] * self.processes_per_replica
+        parts: list[Any] = [None] * self.model_parallel_size
         dist.all_gather_object(parts, full(own["state"]), group=self.model_group)
         merged = {index: entry for part in parts for index, entry in part.items()}
         return {**own, "state": dict(sorted(merged.items()))}

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.mode import Layout
 from lit_cifar.models.blocks import SplitKind, num_tensor_parts, tensor_split_of
 from lit_cifar.models.memory_format import with_plain_gradient
 from lit_cifar.strategies.mesh import place
@@ -29,8 +30,8 @@ from lit_cifar.strategies.mesh import place
 _SPLIT_DIM: dict[SplitKind, int] = {"columns": 0, "channels": 0, "rows": 1, "head": 1}
 
 
-def check_divisible(network: nn.Module, num_processes: int, num_replicas: int, *, strategy: str) -> None:
-    """Raise a `ConfigError` unless the layers of `network` can be split over so many processes of each replica."""
+def check_divisible(network: nn.Module, layout: Layout, *, strategy: str) -> None:
+    """Raise a `ConfigError` unless the layers of `network` can be split over the processes of each replica."""
     num_parts = num_tensor_parts(network)
     if not num_parts:
         raise ConfigError(
@@ -39,12 +40,12 @@ def check_divisible(network: nn.Module, num_processes: int, num_replicas: int, *
             remedy="Give its blocks an attribute tensor_split (see lit_cifar.models.blocks), or use\n"
             "--trainer.strategy=fsdp2, which takes any network.",
         )
-    if num_parts % num_processes:
+    if num_parts % (num_processes := layout.model_parallel_size):
         possible = max(size for size in range(1, num_processes + 1) if num_parts % size == 0)
         raise ConfigError(
             f"--trainer.strategy={strategy} cannot divide the layers of {type(network).__name__}, which have "
             f"{num_parts} parts, among {num_processes} processes",
-            remedy=f"pass --trainer.devices={possible * num_replicas}, or another size of the model axis",
+            remedy=f"pass --trainer.devices={possible * layout.data_parallel_size}, or another size of the model axis",
         )
 
 

@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
+from lit_cifar.mode import mode_of
 from lit_cifar.models.random_streams import begin_part
 from lit_cifar.strategies.base import CustomForwardStrategy, compiles
 from lit_cifar.strategies.fsdp2 import ShardedStrategy, reduce_in_tree
@@ -98,7 +98,7 @@ class VirtualReplicas(Callback):
             )
         _check_mode(name, strategy)
         _check_kernels(name, strategy.root_device)
-        if num_parts % (replicas := BatchSplit.of(strategy).num_replicas):
+        if num_parts % (replicas := mode_of(strategy).layout.num_replicas):
             raise ConfigError(
                 f"{name} cannot be divided among {replicas} replicas",
                 remedy="change --trainer.devices, so that there are "
@@ -110,7 +110,7 @@ class VirtualReplicas(Callback):
                 "in another order",
                 remedy="leave out the latter: the parts of a batch pass one after the other already",
             )
-        if getattr(strategy, "_layer_sync", None) is not None and BatchSplit.of(strategy).dp_size > 1:
+        if mode_of(strategy).synchronises_batchnorm and mode_of(strategy).layout.data_parallel_size > 1:
             raise ConfigError(
                 f"{name} with --trainer.sync_batchnorm=true would normalise parts of several processes together",
                 remedy="leave out the latter: each part is normalised by itself",
@@ -119,7 +119,7 @@ class VirtualReplicas(Callback):
         self._divide(strategy)
 
     def _divide(self, strategy: Strategy, *, group: dist.ProcessGroup | None = None) -> None:
-        self._parts = Parts(self.num_parts, num_processes=BatchSplit.of(strategy).dp_size, group=group)
+        self._parts = Parts(self.num_parts, num_processes=mode_of(strategy).layout.data_parallel_size, group=group)
         if isinstance(strategy, CustomForwardStrategy):
             strategy.use_parts(self._parts)
 
@@ -129,7 +129,7 @@ class VirtualReplicas(Callback):
         if strategy.root_device.type == "cpu":
             torch.set_num_threads(1)  # their number decides how oneDNN divides a sum
         self._are_microbatches = isinstance(strategy, PipelineStrategy)
-        self._divide(strategy, group=getattr(strategy, "data_group", None))
+        self._divide(strategy, group=mode_of(strategy).data_group)
         pl_module.virtual_replicas = self  # type: ignore[assignment]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

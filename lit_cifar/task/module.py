@@ -30,7 +30,7 @@ from lit_cifar.checkpoint.format import (
     strip_prefix,
 )
 from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.data.batch_split import GhostBatches
+from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.models import DEFAULT_ARCH, Arch, Stem, Whitening, build_network, stem_of

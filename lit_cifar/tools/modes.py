@@ -1,4 +1,4 @@
-"""The one table of modes: what each splits, on how many devices, with which flags, and which computation it equals."""
+"""The modes with sizes and flags for a number of devices, and which computation on one device each equals."""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -8,10 +8,12 @@ import lightning as L
 
 from lit_cifar import strategies
 from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.data.batch_split import BatchSplit, GhostBatches
+from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.rendezvous import cluster_environment
+from lit_cifar.mode import Layout, mode_of
+from lit_cifar.mode.table import MODES
 from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 from lit_cifar.task.module import LitResNet
 
@@ -19,56 +21,6 @@ Sizes = dict[str, int | str]
 # Arguments of a Trainer that prints and writes nothing.
 SILENT: dict[str, Any] = dict.fromkeys(
     ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mode:
-    name: str  # as in `--trainer.strategy` and `configs/modes/`; "single" is one device without a strategy
-    splits: str  # what is divided, and over what
-    processes: str  # number of processes, from N devices and S stages
-    min_devices: int = 2  # the smallest number of devices among which the mode divides the work
-    multiple_of: int = 1  # what divides a number of devices that the strategy accepts
-    divisor_of: int = 0  # what such a number divides
-
-    @property
-    def has_processes(self) -> bool:
-        return self.processes != "1"
-
-    def counts(self, num_devices: int) -> list[int]:
-        """The numbers of devices, up to `num_devices`, that the mode can use."""
-        counts = range(self.min_devices, (1 if self.name == "single" else num_devices) + 1)
-        return [count for count in counts if count % self.multiple_of == self.divisor_of % count == 0]
-
-    def flags(self, num_devices: int) -> list[str]:
-        strategy = [] if self.name == "single" else [f"--trainer.strategy={self.name}"]
-        return [*strategy, f"--trainer.devices={num_devices}"]
-
-
-MODES = (
-    Mode(name="single", splits="nothing: the reference", processes="1", min_devices=1),
-    Mode(name="dp", splits="the batch, over devices of one process", processes="1"),
-    Mode(name="ddp", splits="the batch, over processes", processes="N"),
-    Mode(name="ddp_spawn", splits="the same, started by multiprocessing", processes="N"),
-    Mode(name="mp", splits="the layers, over devices of one process", processes="1"),
-    Mode(
-        name="ddp_mp",
-        splits="batch over processes, layers over the devices of each",
-        processes="N / S",
-        min_devices=4,
-        multiple_of=2,
-    ),
-    Mode(name="pp", splits="the layers, over processes", processes="N"),
-    Mode(
-        name="ddp_pp",
-        splits="the batch over pipelines, the layers along each",
-        processes="N",
-        min_devices=4,
-        multiple_of=2,
-    ),
-    Mode(name="fsdp2", splits="parameters, gradients and optimizer state", processes="N"),
-    # 64 channels have the first blocks of `fit`'s own network.
-    Mode(name="tp", splits="the tensors inside layers", processes="N", divisor_of=64),
 )
 
 
@@ -93,13 +45,13 @@ class SizedMode:
 
     def ghost_batches(self, *, accumulation: int) -> GhostBatches:
         """How the mode cuts a global batch into the chunks that BatchNorm normalises together."""
-        chunks = self.batch_split().ghost_batches(accumulation=accumulation)
+        chunks = GhostBatches.of(self.layout(), accumulation=accumulation)
         if not self.sync_batchnorm:
             return chunks
         return replace(chunks, synchronised=True) if accumulation > 1 else GhostBatches()
 
-    def batch_split(self) -> BatchSplit:
-        return BatchSplit.of(self._trainer().strategy)
+    def layout(self) -> Layout:
+        return mode_of(self._trainer().strategy).layout
 
     def check(
         self, module: LitResNet, data: CIFAR10DataModule, sampler: TrainSampler, *, num_parts: int | None
@@ -110,7 +62,7 @@ class SizedMode:
         """
         trainer = self._trainer()
         trainer.strategy.connect(module)
-        replace(sampler, batch_split=BatchSplit.of(trainer.strategy)).check()
+        replace(sampler, layout=mode_of(trainer.strategy).layout).check()
         if num_parts is not None:
             VirtualReplicas(num_parts).check(trainer, data)
 
@@ -122,7 +74,7 @@ class SizedMode:
 
     @property
     def num_processes(self) -> int:
-        return int(getattr(self._trainer().strategy, "num_processes", 1))
+        return mode_of(self._trainer().strategy).num_local_processes
 
     @property
     def num_ranks(self) -> int:
@@ -153,24 +105,22 @@ def sized_modes(devices: int) -> dict[str, SizedMode]:
     pipeline: Sizes = {"num_stages": devices, "num_microbatches": microbatches, "schedule": "1F1B"}
     pipelines: Sizes = {"num_stages": stages, "num_microbatches": 2, "schedule": "GPipe"}
     replicas: Sizes = {"num_stages": stages, "num_microbatches": 1}
-    found = [
-        SizedMode(name="single", strategy="auto", devices=1),
-        of(name="dp", strategy="dp"),
-        of(name="ddp", strategy="ddp"),
-        of(name="ddp_flat", strategy="ddp_flat"),
-        of(name="ddp-sync", strategy="ddp", sync_batchnorm=True),
-        of(name="ddp_spawn", strategy="ddp_spawn"),
-        of(name="mp", strategy="mp"),
-        of(name="mp-micro", strategy="LayerParallelStrategy", sizes=layers),
-        of(name="ddp_mp", strategy="DDPLayerParallelStrategy", sizes=replicas),
-        of(name="pp", strategy="PipelineStrategy", sizes=pipeline),
-        of(name="ddp_pp", strategy="PipelineStrategy", sizes=pipelines),
-        of(name="fsdp2", strategy="fsdp2"),
-        of(name="tp", strategy="tp"),
-    ]
+    sized = {
+        "single": SizedMode(name="single", strategy="auto", devices=1),
+        "ddp_mp": of(name="ddp_mp", strategy="DDPLayerParallelStrategy", sizes=replicas),
+        "pp": of(name="pp", strategy="PipelineStrategy", sizes=pipeline),
+        "ddp_pp": of(name="ddp_pp", strategy="PipelineStrategy", sizes=pipelines),
+    }
+    variants = {
+        "ddp": [of(name="ddp_flat", strategy="ddp_flat"), of(name="ddp-sync", strategy="ddp", sync_batchnorm=True)],
+        "mp": [of(name="mp-micro", strategy="LayerParallelStrategy", sizes=layers)],
+    }
     if devices >= 4:  # with fewer it is one of the two
         sizes: Sizes = {"data_parallel_size": devices // 2, "tensor_parallel_size": 2}
-        found.append(of(name="fsdp2-tp", strategy="ShardedStrategy", sizes=sizes))
+        variants["tp"] = [of(name="fsdp2-tp", strategy="ShardedStrategy", sizes=sizes)]
+    found: list[SizedMode] = []
+    for row in MODES:
+        found += [sized.get(row.name) or of(name=row.name, strategy=row.name), *variants.get(row.name, [])]
     return {mode.name: mode for mode in found}
 
 

@@ -75,7 +75,7 @@ def _unweighted_batch(site: Site, iterate: Any, sampler: TrainSampler) -> Iterat
 @mutation("every process reads the first part of the data", "ddp", CIFAR10DataModule, "train_sampler")
 def _duplicated_shard(site: Site, make: Any, datamodule: CIFAR10DataModule) -> TrainSampler:
     sampler: TrainSampler = make(datamodule)
-    return replace(sampler, batch_split=replace(sampler.batch_split, dp_rank=0))
+    return replace(sampler, layout=replace(sampler.layout, data_parallel_rank=0))
 
 
 @mutation("each process augments with a seed of its own", "ddp", Augmentation, "draw")
@@ -98,7 +98,7 @@ def _no_batchnorm_sync(site: Site) -> None:
 @mutation("evaluation is padded with repeated samples", "ddp", EvaluationSampler, "_ids")
 def _padded_evaluation(site: Site, ids: Any, sampler: EvaluationSampler) -> Tensor:
     order: Tensor = ids(sampler)
-    return torch.cat([order, order[: -len(order) % sampler.batch_split.dp_size]])
+    return torch.cat([order, order[: -len(order) % sampler.layout.data_parallel_size]])
 
 
 @mutation("one sample is evaluated twice, another never", "ddp", EvaluationSampler, "_ids")

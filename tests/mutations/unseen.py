@@ -218,7 +218,7 @@ def _own_confusion(site: Site, start: Any) -> None:
 
 @mutation("the counts of replicas are swapped", "dp")
 def _ranks_in_reverse(site: Site) -> None:
-    last = site.trainer.strategy.replicas_per_rank - 1
+    last = site.trainer.strategy.local_replicas - 1
     site.replace(site.trainer.strategy, "replica_of", lambda replica_of, num_samples: last - replica_of(num_samples))
 
 
@@ -344,8 +344,8 @@ def _momenta_of_neighbours(site: Site, split: Any, state: dict[str, Any], optimi
 
 
 @mutation("each rank resumes with the counts of all", "ddp", exact_resume, "_restore")
-def _counts_of_all(site: Site, restore: Any, module: Any, collected: Any, *, dp_rank: int) -> None:
-    restore(module, collected, dp_rank=0)
+def _counts_of_all(site: Site, restore: Any, module: Any, collected: Any, *, data_parallel_rank: int) -> None:
+    restore(module, collected, data_parallel_rank=0)
 
 
 # Lightning-AI/pytorch-lightning#20185
@@ -404,7 +404,7 @@ def _epoch_ahead(site: Site, save: Any, checkpoint: dict[str, Any]) -> None:
 # huggingface/transformers#34191
 @mutation("a ragged batch is divided by the full size", "fsdp2", TrainSampler, "__iter__")
 def _as_if_full(site: Site, iterate: Any, sampler: TrainSampler) -> Iterator[BatchIds]:
-    num_parts = sampler.accumulation * sampler.batch_split.dp_size
+    num_parts = sampler.accumulation * sampler.layout.data_parallel_size
     for part in iterate(sampler):
         yield part._replace(weight=len(part.ids) * num_parts / sampler.batch_size)
 
@@ -564,7 +564,7 @@ def _mean_of_replicas(site: Site, original: Any, logits: Tensor, labels: Tensor)
     losses: Tensor = original(logits, labels)
     if not logits.requires_grad:
         return losses
-    chunks = losses.chunk(site.trainer.strategy.replicas_per_rank)
+    chunks = losses.chunk(site.trainer.strategy.local_replicas)
     return torch.cat([chunk * (len(losses) / len(chunks) / len(chunk)) for chunk in chunks])
 
 

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_cifar.errors import ConfigError, ReplicaAuditError
 from lit_cifar.launch.restarts import exclude
+from lit_cifar.mode import mode_of
 
 if TYPE_CHECKING:
     from lit_cifar.tools.audit.gradients import NeighborAudit
@@ -61,7 +62,7 @@ class ReplicaAudit(Callback):
         if not (reason := what_is_not_held_twice(trainer)):
             self._held = Held(trainer, pl_module)
             self._begin_to_repeat(trainer, pl_module)
-        elif not hasattr(trainer.strategy, "num_replicas"):  # of modes that have it, the user knows
+        elif not mode_of(trainer.strategy).is_own:  # of modes that have it, the user knows
             rank_zero_info(f"replicas are not compared: {reason}")
 
     def _begin_to_repeat(self, trainer: Trainer, module: LightningModule) -> None:
@@ -69,7 +70,7 @@ class ReplicaAudit(Callback):
 
         if not (reason := why_not_repeated(trainer)):
             self._gradients = NeighborAudit(trainer, module)
-        elif not hasattr(trainer.strategy, "num_replicas"):
+        elif not mode_of(trainer.strategy).is_own:
             rank_zero_info(f"gradients are not compared: {reason}")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:

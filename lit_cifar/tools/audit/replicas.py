@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lit_cifar import internals
+from lit_cifar.mode import mode_of
 
 _CHUNK = 2**18  # words that are looked at together: 2 MiB of each of two intermediate results
 _FACTOR = 0x9E3779B1
@@ -39,10 +39,11 @@ def what_is_not_held_twice(trainer: Trainer) -> str:
     strategy: Any = trainer.strategy
     if any(hasattr(parameter, "placements") for parameter in trainer.lightning_module.parameters()):
         return "the processes hold parts of the parameters"
-    if getattr(strategy, "num_replicas", 2) == 1:
-        return "the processes hold one replica together"
-    if not isinstance(strategy.model, DistributedDataParallel) and not hasattr(strategy, "data_group"):
+    mode = mode_of(strategy)
+    if not mode.is_known:
         return f"what {type(strategy).__name__} holds in each process is not known here"
+    if mode.layout.data_parallel_size == 1:
+        return "the processes hold one replica together"
     if getattr(strategy, "_model_averager", None) or len(getattr(strategy.model, "_comm_hooks", [])):
         return "a communication hook may let them differ"
     return ""
@@ -55,9 +56,9 @@ class Held:
         strategy: Any = trainer.strategy
         self._module, self._optimizers = module, trainer.optimizers
         self._device = strategy.root_device
-        self._group = getattr(strategy, "data_group", None) or dist.group.WORLD
+        self._group = mode_of(strategy).data_group or dist.group.WORLD
         # Of ranks that hold a replica together each holds copies of what others train, and they may be old.
-        self._left_out = {*(strategy.copies() if hasattr(strategy, "copies") else ()), *_own_statistics(module)}
+        self._left_out = mode_of(strategy).trained_elsewhere() | {*_own_statistics(module)}
         self._first = {name: digest(buffer).item() for name, buffer in self._buffers()}
         self._ignored: set[str] | None = None  # buffers that each rank changes in its own way
 

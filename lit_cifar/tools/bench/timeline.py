@@ -19,7 +19,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies.base import NoRecorder, WorkKind
+from lit_cifar.mode import NoRecorder, WorkKind, mode_of
 
 FILE = "timeline.json"
 _LETTERS: dict[WorkKind, str] = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
@@ -214,9 +214,10 @@ class Timeline(Callback):
 
 def observe_stages(trainer: Trainer, recorder: NoRecorder) -> bool:
     """Let the stages of the trainer's strategy, which it makes later, report to `recorder`; False if it has none."""
-    if not hasattr(trainer.strategy, "recorder"):
+    mode = mode_of(trainer.strategy)
+    if mode.recorder is None:
         return False
-    trainer.strategy.recorder = recorder
+    mode.recorder = recorder
     return True
 
 

@@ -20,9 +20,9 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import Batch
 from lit_cifar.internals import keystr, tree_flatten_with_path
+from lit_cifar.mode import mode_of
 from lit_cifar.tools.verify.record import difference
 
 # Environment variable: how often the job was launched; torchrun counts its own restarts.
@@ -41,7 +41,7 @@ class LoggedStep(NamedTuple):
 
     start: Start
     rank: int
-    dp_rank: int  # which part of each batch it reads; several processes may read the same
+    data_parallel_rank: int  # which part of each batch it reads; several processes may read the same
     epoch: int  # from 0
     step: int  # optimizer step, from 0 at the start of the whole training
     ids: list[int]
@@ -66,8 +66,8 @@ class SampleLog(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         start = int(os.environ[LAUNCH]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        rank, dp_rank = trainer.global_rank, BatchSplit.of(trainer.strategy).dp_rank
-        line = LoggedStep(start, rank, dp_rank, trainer.current_epoch, self._step, batch.ids.tolist())
+        rank, data_parallel_rank = trainer.global_rank, mode_of(trainer.strategy).layout.data_parallel_rank
+        line = LoggedStep(start, rank, data_parallel_rank, trainer.current_epoch, self._step, batch.ids.tolist())
         with (self.folder / f"rank{rank}.jsonl").open("ab", buffering=0) as file:
             file.write(json.dumps(line).encode() + b"\n")
 
@@ -142,16 +142,18 @@ def effective(lines: Iterable[LoggedStep]) -> tuple[Batches, list[str]]:
     read: dict[tuple[StepKey, Start], dict[tuple[int, int], list[int]]] = {}
     for line in lines:
         by_rank = read.setdefault(((line.epoch, line.step), line.start), {})
-        by_rank.setdefault((line.dp_rank, line.rank), []).extend(line.ids)
+        by_rank.setdefault((line.data_parallel_rank, line.rank), []).extend(line.ids)
     last_run = dict(sorted(read))
     batches: Batches = {key: [] for key in last_run}
     problems = []
     for key, start in last_run.items():
-        for dp_rank, ranks in groupby(sorted(read[key, start].items()), key=lambda item: item[0][0]):
+        for data_parallel_rank, ranks in groupby(sorted(read[key, start].items()), key=lambda item: item[0][0]):
             first, *others = (ids for _, ids in ranks)
             batches[key] += first
             if any(ids != first for ids in others):
-                problems.append(f"{_words(key)}: the processes of data-parallel rank {dp_rank} read different samples")
+                problems.append(
+                    f"{_words(key)}: the processes of data-parallel rank {data_parallel_rank} read different samples"
+                )
     return batches, problems
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lit_cifar.tools.modes import MODES
+from lit_cifar.mode.table import MODES
 
 ALL_MODES = tuple(mode.name for mode in MODES)
 PROCESS_MODES = tuple(mode.name for mode in MODES if mode.has_processes)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from lit_cifar.mode.table import MODES, Row
 from lit_cifar.reporting.run_report import counted
 from lit_cifar.tools.doctor import Finding
-from lit_cifar.tools.modes import MODES, Mode
 from lit_cifar.tools.terminal import CommandParser, console, table
 
 # More stages than devices take the form with the class: a short name takes no arguments.
@@ -36,7 +36,7 @@ def main(args: list[str]) -> int:
 
 @dataclass(frozen=True)
 class ModeRow:
-    mode: Mode
+    mode: Row
     accelerator: str | None  # where it runs: "cuda", "cpu", or None if it does not or should not
     verdict: str  # in words: with what, or why not
     command: str  # what to type to run it there, or what mends the machine
@@ -56,7 +56,7 @@ def mode_table(num_cores: int, num_gpus: int) -> list[ModeRow]:
     return [_row(mode, num_cores, num_gpus) for mode in MODES]
 
 
-def _row(mode: Mode, num_cores: int, num_gpus: int) -> ModeRow:
+def _row(mode: Row, num_cores: int, num_gpus: int) -> ModeRow:
     command = " ".join(["python -m lit_cifar fit", *mode.flags(mode.min_devices)])
     if mode.name == "mp" and num_gpus == 1:
         return ModeRow(mode, "cuda", "yes, all stages on the one GPU", _STAGES_ON_ONE_GPU)

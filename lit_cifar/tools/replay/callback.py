@@ -11,11 +11,10 @@ from typing import Any
 from unittest.mock import patch
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch.nn.parallel import DistributedDataParallel
 
 from lit_cifar import internals
+from lit_cifar.mode import mode_of
 from lit_cifar.tools.replay.epoch import Epochs
 from lit_cifar.tools.replay.events import UnjudgeableError
 from lit_cifar.tools.replay.lightning_view import (
@@ -24,9 +23,7 @@ from lit_cifar.tools.replay.lightning_view import (
     detach,
     empty_report,
     has_own_backward,
-    is_a,
     load_step_states,
-    num_together,
     progress_of,
     quiet_copy,
     step_states,
@@ -117,7 +114,7 @@ class Replay(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loaded, self._weights, self._loaded = self._loaded, None, None
-        if _is_known(trainer.strategy) and not [*internals.missing(internals.REPLAY)]:
+        if mode_of(trainer.strategy).is_known and not [*internals.missing(internals.REPLAY)]:
             self._weights = (loaded, _NOT_LOADED) if loaded else None
             self._epochs = Epochs(trainer, partial(self._tell, trainer))
 
@@ -185,7 +182,7 @@ class Replay(pl.Callback):
             self._tell(trainer, trainer.strategy.broadcast(report))
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._window is not None and not self._window.has_own_step:
+        if self._window is not None and not self._window.mode.has_own_step:
             self._window.recorder.backward_ended()
 
     def on_train_batch_end(
@@ -246,8 +243,7 @@ class _Window:
         self.trainer, self.module, self.folder, self.report = trainer, module, folder, report
         self.first_step = trainer.global_step
         strategy: Any = trainer.strategy
-        self.has_own_step = getattr(strategy, "has_own_step", False)
-        self.num_together = num_together(strategy)
+        self.mode = mode_of(strategy)
         # The trainer counts the steps of all optimizers that manual optimization calls.
         self.steps_per_count = 1 if module.automatic_optimization else max(len(trainer.optimizers), 1)
         self.twin: Twin | None = None
@@ -258,13 +254,13 @@ class _Window:
             rank=trainer.global_rank,
             module=module,
             optimizers=trainer.optimizers,
-            is_synced=partial(_is_synced, trainer.strategy),
+            is_synced=lambda: self.mode.averages_gradients,
             progress=partial(progress_of, trainer),
-            num_together=self.num_together,
-            copies=strategy.copies() if self.has_own_step else (),
+            model_parallel_size=self.mode.model_parallel_size,
+            copies=self.mode.trained_elsewhere(),
         )
         self._replaced = ExitStack()
-        if self.has_own_step:
+        if self.mode.has_own_step:
             step = self.recorder.recorded(self.recorder.unobserved(strategy.training_step))
             end = self.recorder.ended_by(strategy.post_backward)
             self._replaced.enter_context(patch.multiple(strategy, training_step=step, post_backward=end))
@@ -282,16 +278,16 @@ class _Window:
         self.twin = Twin(
             module,
             optimizers,
-            partial(self._step, module) if self.has_own_step else module.training_step,
+            partial(self._step, module) if self.mode.has_own_step else module.training_step,
             is_sharded(self.module),
             hook=communication_hook(self.trainer.strategy.model),
-            num_together=self.num_together,
+            model_parallel_size=self.mode.model_parallel_size,
             before_step=partial(before_step, module, self.trainer),
         )
-        if (on_one_device := getattr(self.trainer.strategy, "on_one_device", None)) is not None:
+        if self.mode.on_one_device is not None:
             module.to(device_of(self.module))
             before = dict(vars(module))
-            module.use_forward_fn(on_one_device(module.network))  # type: ignore[operator]
+            module.use_forward_fn(self.mode.on_one_device(module.network))  # type: ignore[operator,arg-type]
             self.twin.own = {("", name) for name, its in vars(module).items() if its is not before.get(name)}
 
     def _step(self, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -321,7 +317,7 @@ class _Window:
         if self.module.automatic_optimization and not has_own_backward(self.module):
             twin.loss_gradient = lambda: view.loss_scale / self.trainer.accumulate_grad_batches
             is_alone = self.trainer.world_size * self.trainer.accumulate_grad_batches == 1
-            if not is_alone and not twin.sharded and not getattr(self.trainer.strategy, "on_one_device", None):
+            if not is_alone and not twin.sharded and self.mode.on_one_device is None:
                 copied = partial(quiet_copy, view=view, replayer=replayer)
                 replayer.joined = JoinedBatch(copied, device_of(self.module))
         detach(twin.module, view, replayer)
@@ -331,26 +327,14 @@ class _Window:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _is_known(strategy: Strategy) -> bool:
-    """One device, ddp, FSDP2, or one that says what one device computes; no other that starts its processes so.
-
-    The last replaces the forward pass of `module.network`, and has a method `on_one_device`.
-    """
-    if getattr(strategy, "on_one_device", None) is not None:
-        return True
-    if is_a(strategy, "DDPStrategy"):
-        return isinstance(strategy.model, DistributedDataParallel) and strategy.root_device == device_of(strategy.model)
-    return is_a(strategy, "SingleDeviceStrategy", "ModelParallelStrategy")
-
-
 def _each_rank_holds_all(trainer: pl.Trainer) -> bool:
     """Weights and optimizer states."""
-    return num_together(trainer.strategy) == 1 and not is_sharded(trainer.lightning_module)
+    return mode_of(trainer.strategy).model_parallel_size == 1 and not is_sharded(trainer.lightning_module)
 
 
 def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
     strategy, report = trainer.strategy, empty_report(trainer)
-    if not _is_known(strategy):
+    if not mode_of(strategy).is_known:
         report.abstained.append(f"{type(strategy).__name__} is not known here: docs/replay.md lists those that are")
     report.abstained += what_cannot_be_judged(module, autocast="mixed" in str(trainer.precision))
     its: list[Any] = [strategy, *trainer.callbacks]  # type: ignore[attr-defined]
@@ -375,10 +359,3 @@ def _folder_for_all(trainer: pl.Trainer, report: Report) -> Path | None:
             report.abstained.append(f"there is no place for the record: {error}")
     made, report.abstained = trainer.strategy.broadcast((made, report.abstained))
     return Path(made) if made else None
-
-
-def _is_synced(strategy: Strategy) -> bool:
-    if getattr(strategy, "averages_gradients", False):
-        return True
-    model = strategy.model
-    return isinstance(model, DistributedDataParallel) and bool(model.require_backward_grad_sync)

@@ -14,9 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Subset
 
 from lit_cifar import internals
+from lit_cifar.mode import mode_of
 from lit_cifar.tools.replay.digests import checksum
 from lit_cifar.tools.replay.evaluation import Evaluation, judge_evaluation
-from lit_cifar.tools.replay.lightning_view import empty_report, num_together
+from lit_cifar.tools.replay.lightning_view import empty_report
 from lit_cifar.tools.replay.states import gathered
 from lit_cifar.tools.replay.verdict import Finding, Report
 
@@ -220,7 +221,7 @@ class Epochs:
         self.resumed: Mapping[str, Any] = {}  # the `position` in the checkpoint that the training began with
         self.evaluation: Evaluation | None = None
         self._read = ReadIds()
-        self._each = num_together(trainer.strategy)
+        self._each = mode_of(trainer.strategy).model_parallel_size
         self._num_batches = self._batches_before = 0  # of this epoch: trained here, and before the checkpoint
         self._before: list[int] = []  # what rank 0 read in the epoch before
         self._epochs_left, self._evaluations_left = 2, 1

@@ -21,11 +21,6 @@ def is_a(its: Any, *names: str) -> bool:
     return any(kind.__name__ in names for kind in type(its).__mro__)
 
 
-def num_together(strategy: Any) -> int:
-    """How many ranks, neighbours, hold a replica together, and read the same samples."""
-    return getattr(strategy, "processes_per_replica", 1)
-
-
 def empty_report(trainer: pl.Trainer, subject: str = "") -> Report:
     return Report(
         strategy=type(trainer.strategy).__name__,

@@ -41,7 +41,7 @@ class Recorder:
         is_synced: Callable[[], bool],
         progress: Callable[[], dict[str, Any]] = dict,
         by_engine: bool = False,
-        num_together: int = 1,
+        model_parallel_size: int = 1,
         copies: Collection[Tensor] = (),
     ) -> None:
         """`by_engine`: the end of a backward pass is seen by itself; else `backward_ended` is called.
@@ -54,7 +54,7 @@ class Recorder:
         self._device = device_of(module)
         self._copies = copies
         self._names = {its: name for its, name in names_of(module, self.optimizers).items() if its not in copies}
-        self._in_first_replica = rank < num_together
+        self._in_first_replica = rank < model_parallel_size
         self._sharded = is_sharded(module)  # then gradients appear when they have been averaged, with no hook before
         self._reasons: list[str] = []
         self._numbers = count()

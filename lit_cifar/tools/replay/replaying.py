@@ -54,7 +54,7 @@ def judge(
             report.abstained.append(str(reason))
         except Exception as error:
             report.error = f"the replay ended by {type(error).__name__}: {error}"
-        num_replicas = 1 if twin.hook else report.num_ranks // twin.num_together
+        num_replicas = 1 if twin.hook else report.num_ranks // twin.model_parallel_size
         _abstain_where_it_may_be_chance(report, device, num_replicas=num_replicas)
     report.seconds = perf_counter() - start
 
@@ -137,12 +137,12 @@ class Replayer:
         data: dict[int, list[Call]] = {}
         exchanges: dict[int, list[Exchange]] = {}
         wrong = False
-        for rank in range(0, len(of_ranks), self.twin.num_together):
+        for rank in range(0, len(of_ranks), self.twin.model_parallel_size):
             before.restore()
             self._rank, self._shared = rank, 0
             self._outputs, self._local, self._is_first_pass = [], {}, True
             self._of_run = {n: p.grad for n, p in self._parameters.items() if self.twin.sharded and p.grad is not None}
-            events = self._joined(of_ranks[rank : rank + self.twin.num_together])
+            events = self._joined(of_ranks[rank : rank + self.twin.model_parallel_size])
             steps = [event for event in events if isinstance(event, Step)]
             if any(len(its.groups) > len(self.twin.optimizers[its.optimizer].param_groups) for its in steps):
                 raise UnjudgeableError("an optimizer gets a new group of parameters in these steps: replay others")
@@ -380,7 +380,7 @@ class Replayer:
         """Add this rank's gradients to the exact mean, and go on with those of the run."""
         place, first = self._next_shared(Backward)
         mine = {name: self._parameters[name].grad for name in event.grads}
-        num_replicas = self.record.num_ranks // self.twin.num_together
+        num_replicas = self.record.num_ranks // self.twin.model_parallel_size
         mean = self._means.setdefault(place, ExactMean(num_replicas, self._before))
         mean.add({name: gradient for name, gradient in mine.items() if gradient is not None})
         for name, its in event.grads.items():
@@ -505,7 +505,7 @@ class Replayer:
         A sum of n rounded numbers is rarely more than a few sqrt(n) u off: N. Higham and T. Mary, A new approach to
         probabilistic rounding error analysis, 2019.
         """
-        if not (self.twin.sharded or self.twin.num_together > 1) or gradient is None:
+        if not (self.twin.sharded or self.twin.model_parallel_size > 1) or gradient is None:
             return False
         number = sum(parameter.numel() for parameter in self._parameters.values())
         bound = 8 * number**0.5 * torch.finfo(gradient.dtype).eps / 2 * gradient.abs()

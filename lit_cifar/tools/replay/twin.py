@@ -32,7 +32,7 @@ class Twin:
     may_be_part: bool = False  # nothing says that ranks should hold the same parameters
     hook: str = ""  # the name of a communication hook, by which ranks average gradients in a way of its own
     is_joined: bool = False  # in a `join()`, where ranks may have unlike numbers of batches
-    num_together: int = 1  # so many ranks of the run hold a replica together
+    model_parallel_size: int = 1  # so many ranks of the run hold a replica together
     # What the trainer does between backward pass and step, as clipping; None if a script does it, which is not known.
     before_step: Callable[[Optimizer], None] | None = None
     loss_gradient: Callable[[], float] | None = None  # with which a backward pass begins, where that is known

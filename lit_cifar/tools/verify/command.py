@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.table import Column, Table
 
-from lit_cifar.data.batch_split import GhostBatches
+from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.ghost_batchnorm import normalises_batches
 from lit_cifar.reporting.run_folder import process_rank
@@ -331,7 +331,7 @@ class Verifier:
         settings = self.launcher.settings
         if settings.num_parts is not None or not self._draws_random_numbers:
             return None
-        whole = mode.batch_split().ghost_batches(accumulation=settings.accumulation) == GhostBatches()
+        whole = GhostBatches.of(mode.layout(), accumulation=settings.accumulation) == GhostBatches()
         if whole and mode.num_processes == 1:  # it passes a batch as one device does, and draws the same
             return None
         return VerifiedMode(mode.name, settings.in_words(self.ghost_batches_of(mode)), problems=[RANDOM])

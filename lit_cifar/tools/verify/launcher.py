@@ -15,12 +15,12 @@ import lightning as L
 import torch
 import yaml  # type: ignore[import-untyped]
 
-from lit_cifar.callbacks import default_callbacks
 from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.data.batch_split import GhostBatches
+from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.resnet import SHAPES
+from lit_cifar.task.callbacks import default_callbacks
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.modes import SILENT, SizedMode
 from lit_cifar.tools.terminal import names_config, refuse_owned, say, without_devices
@@ -188,7 +188,7 @@ class Configuration:
             return f"one device, {self.num_parts} virtual replicas"
         num_chunks = chunks.accumulation
         if not chunks.synchronised:
-            num_chunks *= chunks.dp_size * chunks.replicas_per_rank * chunks.num_microbatches
+            num_chunks *= chunks.data_parallel_size * chunks.local_replicas * chunks.num_microbatches
         if num_chunks == 1:
             return "one device"
         return f"one device, {num_chunks} x {self.batch_size // num_chunks} images normalised apart"

@@ -67,7 +67,7 @@ class Record:
     def step(self, number: int) -> Step:
         """The step's whole tensors; those that one process has whole stay on disk until they are used."""
         processes = [_load(path) for path in self._files(f"step{number}-*.pt")]
-        losses = {process["dp_rank"]: process["loss"] for process in processes}
+        losses = {process["data_parallel_rank"]: process["loss"] for process in processes}
         loss = {"loss": torch.tensor(sum(losses.values()) / len(losses), dtype=torch.float64)}
         return {"loss": loss, **_put_together(process["pieces"] for process in processes)}
 
@@ -98,7 +98,7 @@ class Record:
 
     def first_of_ranks(self, by_process: Mapping[int, T]) -> list[T]:
         """What the first process of each data-parallel rank has, in the order of these ranks."""
-        ranks = {line["rank"]: line["dp_rank"] for line in self._lines("samples")}
+        ranks = {line["rank"]: line["data_parallel_rank"] for line in self._lines("samples")}
         first = {ranks[process]: value for process, value in sorted(by_process.items(), reverse=True)}
         return [value for _, value in sorted(first.items())]
 
@@ -133,7 +133,7 @@ class Record:
         """Ids by moment ("step 1", "epoch 0") and data-parallel rank: a list for each process."""
         found: dict[str, dict[int, list[list[int]]]] = {}
         for line in self._lines("samples"):
-            found.setdefault(line["when"], {}).setdefault(line["dp_rank"], []).append(line["ids"])
+            found.setdefault(line["when"], {}).setdefault(line["data_parallel_rank"], []).append(line["ids"])
         return found
 
     def count_problems(self) -> list[str]:
@@ -149,7 +149,7 @@ class Record:
         """Steps in whose mean loss a part of the batch does not count by its number of samples."""
         steps: dict[str, dict[int, list[tuple[int, float]]]] = {}
         for line in self._lines("samples"):
-            steps.setdefault(line["when"], {})[line["dp_rank"]] = line["parts"]
+            steps.setdefault(line["when"], {})[line["data_parallel_rank"]] = line["parts"]
         problems = []
         for when, of_ranks in steps.items():
             parts = [part for its in of_ranks.values() for part in its]

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric, Metric
 
-from lit_cifar.data.batch_split import BatchSplit
 from lit_cifar.data.images import Batch
+from lit_cifar.mode import mode_of
 from lit_cifar.models.ghost_batchnorm import GhostBatchNorm2d
 from lit_cifar.strategies.mesh import local_part
 
@@ -113,7 +113,7 @@ class Trace(Logits):
         self._write_own(trainer, f"step {self._step}", self._own_state(trainer, pl_module))
         self._write_samples(trainer, "step", f"step {self._step}", parts=self._parts)
         self._parts = []
-        step = {"dp_rank": BatchSplit.of(trainer.strategy).dp_rank, "loss": float(self._loss)}
+        step = {"data_parallel_rank": mode_of(trainer.strategy).layout.data_parallel_rank, "loss": float(self._loss)}
         self._save(trainer, "step", step | {"pieces": pieces_of(trainer, pl_module)})
         self._loss = 0.0
 
@@ -144,7 +144,7 @@ class Trace(Logits):
             own = self._own_state(trainer, pl_module) | metrics_state(trainer.callback_metrics)
             self._write_own(trainer, "end", own, same=True)
             teardown()
-            replica = "" if self._one_model else f"replica {BatchSplit.of(trainer.strategy).dp_rank}"
+            replica = "" if self._one_model else f"replica {mode_of(trainer.strategy).layout.data_parallel_rank}"
             self._write_own(trainer, "whole network", _state(_tensors(pl_module), replica=replica))
 
         trainer.strategy.teardown = written_before_and_after  # type: ignore[method-assign]
@@ -174,8 +174,13 @@ class Trace(Logits):
         counted: Mapping[str, int] | None = None,
         parts: Iterable[tuple[int, float]] = (),
     ) -> None:
-        dp_rank = BatchSplit.of(trainer.strategy).dp_rank
-        line = {"when": when, "rank": trainer.global_rank, "dp_rank": dp_rank, "ids": self._ids[period]}
+        data_parallel_rank = mode_of(trainer.strategy).layout.data_parallel_rank
+        line = {
+            "when": when,
+            "rank": trainer.global_rank,
+            "data_parallel_rank": data_parallel_rank,
+            "ids": self._ids[period],
+        }
         self._append(trainer, "samples", line | {"counted": counted or {}, "parts": [*parts]})
         self._ids[period] = []
 
@@ -226,7 +231,7 @@ def pieces_of(trainer: Any, module: nn.Module) -> Pieces:
 
     Of tensors that every replica has, only the first replica writes its own: all others are compared bit for bit.
     """
-    first = BatchSplit.of(trainer.strategy).dp_rank == 0
+    first = mode_of(trainer.strategy).layout.data_parallel_rank == 0
     return {
         kind: {name: _piece(tensor) for name, tensor in of_kind.items() if first or _part(tensor)}
         for kind, of_kind in kinds(held(trainer, module)).items()
@@ -252,9 +257,7 @@ def kinds(values: Iterable[tuple[str, str, Any]]) -> dict[str, dict[str, Tensor]
 
 def held(trainer: Any, module: nn.Module) -> Iterator[tuple[str, str, Any]]:
     """Name, kind and value of all that this process itself trains with: of a pipeline its own stages, elsewhere all."""
-    pipeline = getattr(trainer.strategy, "pipeline", None)
-    modules = [module] if pipeline is None else pipeline.stages.values()
-    own = {tensor for part in modules for tensor in (*part.parameters(), *part.buffers())}
+    own = {*module.parameters(), *module.buffers()} - mode_of(trainer.strategy).trained_elsewhere()
     yield from (found for found in _tensors(module) if found[2] in own)
     names: dict[Tensor, str] = {parameter: _plain(name) for name, parameter in module.named_parameters()}
     for optimizer in trainer.optimizers:
@@ -303,8 +306,10 @@ def own_state(trainer: Any, module: nn.Module, *, one_model: bool) -> State:
     the first one before anybody uses them.
     """
     strategy = trainer.strategy
-    apart = not one_model and getattr(strategy, "_layer_sync", None) is None
-    return _state(held(trainer, module), replica=f"replica {BatchSplit.of(strategy).dp_rank}" if apart else "")
+    apart = not one_model and not mode_of(strategy).synchronises_batchnorm
+    return _state(
+        held(trainer, module), replica=f"replica {mode_of(strategy).layout.data_parallel_rank}" if apart else ""
+    )
 
 
 def _state(values: Iterable[tuple[str, str, Any]], *, replica: str) -> State:

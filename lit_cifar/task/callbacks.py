@@ -1,16 +1,15 @@
-"""The callbacks of every run, and the order in which they are called."""
+"""The callbacks of a run, and the order in which they are called."""
 
 from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Any
 
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint, StepBoundary
-from lit_cifar.checkpoint.exact_resume import ExactResume, SameStart
+from lit_cifar.checkpoint.callbacks import StepBoundary
+from lit_cifar.checkpoint.exact_resume import ExactResume
 from lit_cifar.checkpoint.sample_audit import SampleAudit
 from lit_cifar.launch.malloc_tuning import KeepFreedMemory
 from lit_cifar.models.random_streams import RandomStreams
@@ -18,7 +17,6 @@ from lit_cifar.reporting.evaluation_tables import ConfusionCounts, PerRankAccura
 from lit_cifar.reporting.progress import Throughput
 from lit_cifar.reporting.run_report import RunReport
 from lit_cifar.task.metrics import EpochMeans
-from lit_cifar.watchdog.callback import Watchdog
 
 _IN_EVERY_STEP = (
     "on_train_batch_start",
@@ -48,16 +46,39 @@ def default_callbacks() -> list[Callback]:
     ]
 
 
-def place(callback: Callback) -> int:
-    """Sort key of callbacks: `StepBoundary`, then the watchdog, which notes phases, then `EpochMeans`, then all others.
+# All callbacks of a run, by the names of their classes, in the order in which they are called.
+ORDER = (
+    "SameStart",  # ends a run whose processes would differ in what follows
+    "StepBoundary",  # acts when the next batch has been fetched, and before anybody uses it
+    "Watchdog",  # notes the phase that the next callbacks are in
+    "EpochMeans",  # has the means that others read
+    "",  # those that the user adds, unless they are of a kind below
+    "VirtualReplicas",
+    "Fingerprint",
+    "ProgressBar",
+    "EvaluationFigures",
+    "ReplicaAudit",
+    "KeepFreedMemory",
+    "RandomStreams",
+    "ExactResume",
+    "SampleAudit",
+    "LearningRateMonitor",
+    "Throughput",
+    "PerRankAccuracy",
+    "ConfusionCounts",
+    "PredictionWriter",
+    "RunReport",
+    "SavedConfig",
+    "BestCheckpoint",  # those that save come last, because their state must be the last to change
+    "LastCheckpoint",
+    "Checkpoint",  # the user's, after ours, because the summary of the run names the first one's files
+)
 
-    `SameStart` comes before them: it ends runs whose processes would differ in what follows. Those that save come last,
-    because their state must be the last to change. Ours come before other checkpoint callbacks, because the run's
-    summary names the first one's files.
-    """
-    kinds: tuple[Any, ...] = (SameStart, StepBoundary, Watchdog, EpochMeans, BestCheckpoint, LastCheckpoint, Checkpoint)
-    places = (0, 1, 2, 3, 5, 6, 7)
-    return next((place for place, kind in zip(places, kinds, strict=True) if isinstance(callback, kind)), 4)
+
+def place(callback: Callback) -> int:
+    """Sort key of callbacks: where their class, or the nearest base class that is listed, stands in `ORDER`."""
+    named = (ORDER.index(kind.__name__) for kind in type(callback).__mro__ if kind.__name__ in ORDER)
+    return next(named, ORDER.index(""))
 
 
 def skip_idle_hooks(callbacks: Iterable[Callback]) -> None:

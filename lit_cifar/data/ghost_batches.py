@@ -1,0 +1,65 @@
+"""How a global batch is cut into what the layers normalise together: plain arithmetic, without a process group."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lit_cifar.mode import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class GhostBatches:
+    """How a global batch is cut into chunks that pass through the layers together, and so are normalised together.
+
+    The fields are flags of `--model.ghost_batchnorm`.
+
+    Attributes:
+        data_parallel_size: The data-parallel size R: rank r takes the positions r, r + R, ... of what is left to cut.
+        accumulation: Steps over which a batch is accumulated; step `a` comes before step `a + 1`.
+        local_replicas: Into how many the replicas of one rank then divide it, by `Tensor.chunk`.
+        num_microbatches: Into how many a replica then divides its part, by `Tensor.tensor_split`.
+        synchronised: Whether the ranks of an accumulation step are normalised together.
+    """
+
+    data_parallel_size: int = 1
+    accumulation: int = 1
+    local_replicas: int = 1
+    num_microbatches: int = 1
+    synchronised: bool = False
+
+    @classmethod
+    def of(cls, layout: Layout, *, accumulation: int = 1) -> "GhostBatches":
+        """How a mode cuts a global batch that is accumulated over `accumulation` steps."""
+        return cls(
+            data_parallel_size=layout.data_parallel_size,
+            accumulation=accumulation,
+            local_replicas=layout.local_replicas,
+            num_microbatches=layout.num_microbatches,
+        )
+
+    def __post_init__(self) -> None:
+        if min(self.data_parallel_size, self.accumulation, self.local_replicas, self.num_microbatches) < 1:
+            raise ValueError(f"not a way to cut a batch: {self}")
+
+    def positions(self, num_samples: int) -> list[list[Tensor]]:
+        """For each replica the chunks that it normalises, in their order; positions in the batch, int64, not empty."""
+        if self.synchronised:
+            step_of = torch.arange(num_samples) // self.data_parallel_size % self.accumulation
+            steps = [(step_of == step).nonzero().flatten() for step in range(self.accumulation)]
+            return [[step for step in steps if len(step)]]
+        replicas = [
+            list(self._of_replica(torch.arange(num_samples), rank, replica))
+            for rank in range(self.data_parallel_size)
+            for replica in range(self.local_replicas)
+        ]
+        return [chunks for chunks in replicas if chunks]
+
+    def _of_replica(self, batch: Tensor, rank: int, replica: int) -> Iterator[Tensor]:
+        for step in range(self.accumulation):
+            part = batch[step * self.data_parallel_size + rank :: self.accumulation * self.data_parallel_size]
+            # `chunk` may return fewer than asked for, the last replicas then have no samples.
+            own = part.chunk(self.local_replicas)[replica : replica + 1]
+            for samples in own:
+                yield from (piece for piece in samples.tensor_split(self.num_microbatches) if len(piece))

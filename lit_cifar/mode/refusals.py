@@ -1,0 +1,129 @@
+"""What a mode refuses: one table, option by mode. The command line, the tests and docs/gpu-options.md read it.
+
+What depends on sizes, on the network or on a library is refused where it is known; Lightning's messages cover the rest.
+"""
+
+from dataclasses import dataclass
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.mode import Mode
+from lit_cifar.mode.table import MODES
+
+NAMES = tuple("single_device" if row.name == "single" else row.name for row in MODES)
+# Options that docs/gpu-options.md lists beside those that a mode refuses.
+OTHERS = (
+    "--model.channels_last=true",
+    "--trainer.precision=bf16-mixed",
+    "--trainer.precision=16-mixed",
+    "--trainer.precision=bf16-true",
+    "--trainer.precision=16-true",
+    "--trainer.precision=64-true",
+    "--trainer.benchmark=true",
+    "--trainer.deterministic=true",
+)
+NEED_GPU = ("--model.compile=cuda_graphs", "--trainer.precision=16-mixed")
+_DDP = "leave it out, or use --trainer.strategy=ddp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """An option that some modes refuse.
+
+    Attributes:
+        option: The option, as a user types it.
+        modes: Names of the modes that refuse it.
+        all_but: Or names of the modes that alone take it; any other strategy refuses it then.
+        problem: What is said: "{option}", "{mode}" and other names in braces are filled in.
+        remedy: What can be passed instead.
+    """
+
+    option: str
+    modes: tuple[str, ...] = ()
+    all_but: tuple[str, ...] = ()
+    problem: str
+    remedy: str = _DDP
+
+    def is_of(self, name: str) -> bool:
+        """Whether the mode of this name refuses the option."""
+        return name not in self.all_but if self.all_but else name in self.modes
+
+
+TABLE = (
+    Refusal(
+        option="--model.compile=true",
+        modes=("dp",),
+        problem="{option}: --trainer.strategy={mode} runs copies of the network in threads, and torch.compile would "
+        "run the first one in all of them",
+    ),
+    Refusal(
+        option="--model.compile=true",
+        modes=("tp", "fsdp2-tp"),
+        problem="{option}: the layers of --trainer.strategy={mode} exchange their parameters for local parts and send "
+        "messages while they run, which torch.compile cannot trace",
+        remedy="leave it out, or use --trainer.strategy=fsdp2",
+    ),
+    Refusal(
+        option="--model.compile=cuda_graphs",
+        all_but=("single_device", "ddp", "ddp_flat"),
+        problem="{option} is for one GPU and for --trainer.strategy=ddp: messages between kernels cannot be part of a "
+        "graph",
+        remedy="pass --model.compile=true",
+    ),
+    Refusal(
+        option="--model.optimizer.fused=true",
+        modes=("fsdp2", "tp", "fsdp2-tp"),
+        problem="{option}: torch cannot step parts of tensors with a fused {optimizer}, and --trainer.strategy={mode} "
+        "makes such parts",
+        remedy="pass --model.optimizer.fused=false, or --model.optimizer=AdamW, which can",
+    ),
+    Refusal(
+        option="--model.optimizer=lit_cifar.MuonSGD",
+        modes=("fsdp2", "tp", "fsdp2-tp"),
+        problem="--model.optimizer={optimizer} multiplies whole matrices, and --trainer.strategy={mode} gives each "
+        "process parts of them",
+        remedy="pass another optimizer, or --trainer.strategy=ddp",
+    ),
+    Refusal(
+        option="--trainer.sync_batchnorm=true",
+        modes=("dp",),
+        problem="{option} has no effect on --trainer.strategy={mode}: each replica normalises its own chunk of the "
+        "batch",
+    ),
+    Refusal(
+        option="--trainer.sync_batchnorm=true",
+        modes=("pp", "ddp_pp"),
+        problem="{option} has no effect on --trainer.strategy={mode}: a pipeline normalises each microbatch by itself",
+    ),
+    Refusal(
+        option="--virtual_replicas=4",
+        modes=("tp", "fsdp2-tp"),
+        problem="--virtual_replicas={parts}: --trainer.strategy={mode} divides sums inside layers, which then round "
+        "by the number of processes",
+        remedy="leave it out, or pass --trainer.strategy=fsdp2",
+    ),
+    Refusal(
+        option="--last_checkpoint.sharded=true",
+        all_but=("fsdp2",),
+        problem="{option}: only --trainer.strategy=fsdp2 has parts of a network in its processes",
+        remedy="leave it out",
+    ),
+    Refusal(
+        option="--trainer.callbacks+=EMAWeightAveraging",
+        modes=("ddp_spawn", "ddp_forkserver", "ddp_flat", "pp", "ddp_pp", "fsdp2", "tp", "fsdp2-tp"),
+        problem="a callback averages weights, of which a process has parts here, or cannot be sent to spawned "
+        "processes",
+        remedy="leave it out, or pass --trainer.strategy=ddp, without --model.compile=cuda_graphs",
+    ),
+)
+
+
+def refusal_of(option: str, name: str) -> Refusal | None:
+    """The row of the table by which the mode of this name refuses `option`."""
+    return next((row for row in TABLE if row.option == option and row.is_of(name)), None)
+
+
+def refuse(option: str, mode: Mode, **names: object) -> None:
+    """Raise the `ConfigError` of the table if `mode` refuses `option`; `names` fill in the text."""
+    if (row := refusal_of(option, mode.name)) is not None:
+        shown = {"option": option, "mode": mode.name.removesuffix("-tp"), **names}
+        raise ConfigError(row.problem.format(**shown), remedy=row.remedy)
