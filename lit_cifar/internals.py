@@ -32,6 +32,7 @@ NAMES = {
         lightning.pytorch.loops.evaluation_loop._EvaluationLoop._has_run
         lightning.pytorch.loops.fit_loop._FitLoop._restarting
         lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._batches_that_stepped ._broadcast_sigterm_tensor
+        lightning.pytorch.plugins.precision.Precision.clip_grad_by_norm
         lightning.pytorch.strategies.DDPStrategy._ddp_kwargs ._layer_sync ._start_method
         lightning.pytorch.strategies.launchers._MultiProcessingLauncher ._SubprocessScriptLauncher
         lightning.pytorch.trainer.connectors.signal_connector._SignalConnector.register_signal_handlers

@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lit_cifar import internals
-from lit_cifar.internals import tree_map
 from lit_cifar.tools.audit.replicas import Difference, digest, unlike
 from lit_cifar.tools.replay.attributes import Attributes, attributes_of, is_plain
 from lit_cifar.tools.replay.digests import Surroundings
@@ -101,7 +100,7 @@ class NeighborAudit:
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.own = own = Computation(
             rank=self.trainer.global_rank,
-            inputs=tree_map(fresh_copy, (args, kwargs)),
+            inputs=internals.tree_map(fresh_copy, (args, kwargs)),
             surroundings=Surroundings.now(self.device),
             buffers={name: buffer.detach().clone() for name, buffer in self.module.named_buffers()},
             attributes=Attributes.of(self.module),
@@ -239,7 +238,7 @@ class _Twin:
         handles = [*_observed(self._copy, found), *self._forgotten()]
         states = step_states(self.trainer)
         self._view.follow(its.progress)
-        args, kwargs = tree_map(fresh_copy, its.inputs)
+        args, kwargs = internals.tree_map(fresh_copy, its.inputs)
         try:
             with one_process(_refused, lambda: its.rank):
                 with its.surroundings.entered(self.trainer.strategy.root_device):

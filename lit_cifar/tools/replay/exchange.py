@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lit_cifar import internals
-from lit_cifar.internals import tree_leaves
 from lit_cifar.tools.replay.digests import Digest, digest
 from lit_cifar.tools.replay.reduction import ExactMean
 
@@ -91,7 +90,7 @@ def is_of_parts(name: str, tensors: Sequence[Any], outputs: Collection[Digest]) 
     """Whether parts of a model exchange data so: one by one, or by a broadcast of what a call has returned."""
     if name != "broadcast":
         return name in _ONE_BY_ONE
-    return any(its.numel() > 1 and digest(its) in outputs for its in tree_leaves(tensors))
+    return any(its.numel() > 1 and digest(its) in outputs for its in internals.tree_leaves(tensors))
 
 
 def completed(name: str, real: Any, group: Any, *args: Any, **kwargs: Any) -> tuple[Any, Exchange]:
@@ -105,11 +104,11 @@ def completed(name: str, real: Any, group: Any, *args: Any, **kwargs: Any) -> tu
 
 
 def sent_by(name: str, args: Sequence[Any]) -> list[Tensor]:
-    return [*tree_leaves(args[_PLACES[name][1]])]
+    return [*internals.tree_leaves(args[_PLACES[name][1]])]
 
 
 def received_by(name: str, args: Sequence[Any]) -> list[Tensor]:
-    return [*tree_leaves(args[_PLACES[name][0]])]
+    return [*internals.tree_leaves(args[_PLACES[name][0]])]
 
 
 def _option(args: Sequence[Any]) -> str:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from lit_cifar import internals
-from lit_cifar.internals import tree_leaves
 
 # DDP passes all outputs through one node, with find_unused_parameters or a static graph: each comes out as it went in.
 _SINK = "_DDPSinkBackward"
@@ -24,7 +23,7 @@ def observed(before: Callable[[list[Tensor]], None], after: Callable[[], None]) 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         outermost = internals.current_graph_task_id() == -1  # else it is a checkpoint's, a part of its call
         if outermost:
-            before(tree_leaves(tensors))
+            before(internals.tree_leaves(tensors))
         real(tensors, *args, **kwargs)
         if outermost:
             after()
