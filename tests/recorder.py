@@ -90,6 +90,14 @@ class WritePids(L.Callback):
             draft.replace(self.folder / f"rank{trainer.global_rank}")
 
 
+class MeetOn(FailOn):
+    """In a collective operation that the other ranks do not take part in."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
+        if trainer.global_rank == self.rank and trainer.global_step == self.step:
+            torch.distributed.barrier()
+
+
 class HangOn(FailOn):
     """Hangs there, in Python."""
 

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -111,6 +112,17 @@ def test_a_process_ends_without_usable_streams(monkeypatch: pytest.MonkeyPatch) 
         flush_streams()
 
 
+def test_only_what_a_user_can_act_on_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others would end a run under PYTHONWARNINGS=error. Nothing is shuffled where the same batches are repeated."""
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "all")  # else it gives each once in a process
+    repeated = ["fit", *TINY, "--trainer.overfit_batches=2"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_here(*repeated, "--data.shuffle=false", f"--run_dir={tmp_path / 'a'}")
+    with pytest.warns(UserWarning, match="--data.shuffle has no effect"):
+        run_here(*repeated, f"--run_dir={tmp_path / 'b'}")
+
+
 def test_a_trial_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the errors promise; nor does a logger of the user's own."""
     monkeypatch.chdir(tmp_path)
@@ -192,7 +204,6 @@ REFUSED_LATER = {
     "test --ckpt_path={} --autotune=true": ["--autotune=true is for training"],
     "test --ckpt_path=best": ["no checkpoint best"],  # Lightning's word for that of this process
     **{command: ["untrained", "--ckpt_path"] for command in ("validate", "test", "predict")},
-    "fit --trainer.max_epochs=-1": ["no end"],
     "fit --trainer.callbacks+=lit_cifar.tools.bench.timeline.Timeline": ["records stages"],
     "fit --best_checkpoint.monitor=abc": ["abc", "--help"],
     "fit --trainer.limit_val_batches=0.5": ["limit_val_batches=0.5 of 1 val batch", "--trainer.limit_val_batches=1"],

@@ -166,9 +166,9 @@ def test_a_script_resumes_on_two_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "sizes", "settings", "says"),
     [
-        ("own", {"seed": 1}, {}, "within an epoch with seed=0; .* would have seed=1"),
-        ("foreign", {"batch_size": 32}, {}, "batch_size=16; .* batch_size=32"),  # which has fewer steps in an epoch
-        ("foreign", {}, {"accumulate_grad_batches": 2}, "with steps=1; .* steps=0"),
+        ("own", {"shuffle": False}, {}, "within an epoch with --data.shuffle=true; --data.shuffle=false would order"),
+        ("foreign", {"batch_size": 32}, {}, "batch_size=16; .*batch_size=32"),  # which has fewer steps in an epoch
+        ("foreign", {}, {"accumulate_grad_batches": 2}, "after 1 optimizer steps, which accumulate_grad_batches=2"),
     ],
 )
 def test_a_script_that_would_cut_the_epoch_otherwise_is_refused(
@@ -178,6 +178,37 @@ def test_a_script_that_would_cut_the_epoch_otherwise_is_refused(
     fit_script(make(kind), tmp_path, callbacks=[Watch(file, 1)])
     with pytest.raises(CheckpointError, match=says):
         fit_script(make(kind), tmp_path, data(**sizes), resume=file, **settings)
+
+
+@short
+@pytest.mark.filterwarnings("ignore:the training before had lr_scheduler.total_steps")
+@pytest.mark.parametrize(
+    ("changed", "given"),
+    [
+        ({"seed": 1}, "--data.seed=1"),
+        ({"num_train": 50}, "--data.num_train=50"),
+        ({"val_size": 12}, "--data.val_size=12"),
+        ({"val_size": 4, "shuffle": False}, None),
+    ],
+)
+def test_a_script_does_not_validate_on_what_it_was_trained_on(
+    changed: dict[str, Any], given: str | None, tmp_path: Path
+) -> None:
+    """Between two epochs, where the order may be another, and when a checkpoint is validated; a test may be any."""
+    file = tmp_path / "end.ckpt"
+    trainer = fit_script(make("own"), tmp_path)
+    trainer.save_checkpoint(file)
+    again = data(**changed)
+    trainer.test(make("own"), again, ckpt_path=file, verbose=False)
+    for go_on in (
+        lambda: fit_script(make("own"), tmp_path, again, resume=file, max_epochs=2),
+        lambda: trainer.validate(make("own"), again, ckpt_path=file, verbose=False),
+    ):
+        if given is None:
+            go_on()
+            continue
+        with pytest.raises(CheckpointError, match=f"trained on would be validated on: {given}\n"):
+            go_on()
 
 
 @short

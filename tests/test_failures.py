@@ -14,6 +14,7 @@ import pytest
 from commands import TINY, callback, graded, mode_flags
 from processes import is_running, marked
 
+from lit_cifar.launch.signals import EXIT_STOPPED
 from lit_cifar.tools.chaos.job import wait_until
 from lit_cifar.tools.forked import ForkedRun
 
@@ -65,8 +66,8 @@ class Run:
         files = [self._folder / f"rank{rank}" for rank in range(self._num_ranks)]
         while not all(file.exists() for file in files):
             assert self._run.wait(0.1) is None, self._stderr.read_text()
-        (first,) = map(psutil.Process, self._run.pids)
-        self._all = [first, *first.children(recursive=True)]
+        (self.first,) = map(psutil.Process, self._run.pids)
+        self._all = [self.first, *self.first.children(recursive=True)]
         return [int(file.read_text()) for file in files]
 
     def wait(self, timeout_s: float) -> str:
@@ -133,6 +134,26 @@ def test_a_main_thread_that_hangs_is_found_and_shown(mode: str, rank: int, tmp_p
     assert "after 8 optimizer steps, phase: training step" in message
     assert "recorder.py" in message
     assert run.status() == 1
+
+
+@pytest.mark.parametrize(("mode", "asked"), graded(slow=[("ddp", 1)], exhaustive=[("ddp", 0), ("ddp_spawn", 1)]))
+def test_a_request_to_stop_is_answered_though_all_wait(mode: str, asked: int, tmp_path: Path) -> None:
+    with Run(tmp_path, *MODES[mode], *callback("recorder.MeetOn", rank=1, step=8), num_ranks=2) as run:
+        pids = run.pids()
+        time.sleep(5)  # they come to wait meanwhile
+        os.kill(pids[asked], signal.SIGTERM)
+        stderr = run.wait(60)
+    assert "no rank can answer SIGTERM, so all end, and nothing is saved" in stderr
+    assert run.status() == EXIT_STOPPED
+
+
+@pytest.mark.slow
+def test_no_spawned_rank_outlives_its_parent(tmp_path: Path) -> None:
+    """Which holds the lock of the run folder, so that the same command may come again."""
+    with Run(tmp_path, *MODES["ddp_spawn"], num_ranks=2) as run:
+        run.pids()
+        run.first.kill()
+        run.wait(1)
 
 
 @pytest.mark.parametrize("mode", graded(slow=["ddp", "pp"], exhaustive=["ddp_spawn"]))

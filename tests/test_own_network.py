@@ -187,7 +187,7 @@ def test_pictures_of_any_size_in_folders_of_any_name(tmp_path: Path) -> None:
     names = ["$0_$5", "C#", "C++", r"caf\xe9", r"tab\t\x1b[31m", "x" * 200]
     with (run / "confusion.csv").open(newline="", encoding="utf-8") as file:
         assert next(csv.reader(file)) == ["split", "class", *names]
-    assert last_checkpoint(run)["sample_audit"]["settings"]["dataset"] == f"folder of {', '.join(names)}"
+    assert last_checkpoint(run)["CIFAR10DataModule"]["dataset"] == f"folder of {', '.join(names)}"
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert [name for name in names if not re.search(rf"{re.escape(name)}: \d+ of \d+", page)] == []
     assert read_events(run).Tags()["images"] == ["val/confusion", "val/wrong"]

@@ -148,6 +148,24 @@ def test_links_to_pictures_that_are_there_too_are_counted(tmp_path: Path) -> Non
     assert len(PictureFolders.of(tmp_path).files("val")) == 1
 
 
+def test_pictures_of_two_splits_are_counted(tmp_path: Path) -> None:
+    """By any kind of link, also to a whole class; by their names they may be of another one."""
+    root = make(tmp_path, "train/cat 3", "train/dog 2", "val/cat 1", "test/cat 1")
+    (root / "val" / "cat" / "link.png").symlink_to(root / "train" / "cat" / "0.png")
+    (root / "val" / "cat" / "same.png").hardlink_to(root / "train" / "cat" / "1.png")
+    (root / "val" / "dog").symlink_to("../train/dog")
+    (root / "test" / "dog").mkdir()
+    (root / "test" / "dog" / "7.png").symlink_to(root / "val" / "cat" / "0.png")
+    folders = PictureFolders.of(root)
+    assert len(folders.files("train")) == 5
+    with pytest.warns(
+        UserWarning, match="^4 files are both in .*/train and in .*/val, by links: nothing that is measured"
+    ):
+        assert len(folders.files("val")) == 5
+    with pytest.warns(UserWarning, match="^1 files are both in .*/val and in .*/test, by links"):
+        assert len(folders.files("test")) == 2
+
+
 def test_what_was_found_is_told(tmp_path: Path) -> None:
     """With what is beside it, and why there is nothing to test on; of many classes the fewest and the most pictures."""
     draw_pictures(tmp_path / "train" / "cat", 17)

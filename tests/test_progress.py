@@ -50,17 +50,19 @@ def test_a_log_file_gets_a_line_per_epoch_and_in_long_ones(
     assert "\r" not in out + err
 
 
-def test_a_terminal_gets_a_bar_with_short_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("columns", [80, 40])
+def test_a_terminal_gets_a_bar_with_short_names_and_a_whole_line_per_epoch(
+    columns: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda _: (columns, 24))
     fit(tmp_path, ProgressBar(refresh_rate=1))
     shown = capsys.readouterr().out
-    final = [part for part in shown.replace("\n", "\r").split("\r") if "3/3" in part and "val=" in part]
-
-    assert any(line.startswith("epoch 1/2 3/3 ") for line in final)
-    assert any(line.startswith("epoch 2/2 3/3 ") for line in final)
-    assert all(name in final[-1] for name in ("loss=", "val=", "img/s="))
+    parts = shown.replace("\n", "\r").split("\r")
+    assert any("3/3" in part and (columns == 40 or "loss=" in part) for part in parts)
+    for epoch in ("1/2", "2/2"):
+        line = rf"epoch {epoch}  done  loss [\d.]+  val [\d.]+  img/s \d+  \d+ s$"
+        assert any(re.match(line, part) for part in parts)
     assert "train/" not in shown
 
 

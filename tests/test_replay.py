@@ -573,6 +573,19 @@ def test_a_layer_that_begins_to_learn_within_the_steps_is_not_judged(tmp_path: P
 
 
 @pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning")
+def test_what_a_copy_lacks_is_no_error_of_the_replay(tmp_path: Path) -> None:
+    class Weighted(Task):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.closure = lambda outputs: outputs
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.closure(super().training_step(batch, batch_idx))
+
+    trained(tmp_path, watch := Replay(2), make=Weighted, max_steps=2)
+    assert watch.reports[-1].abstained == ["closure of the module cannot be written down, and may have changed"]
+
+
+@pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning")
 def test_a_failure_can_end_the_training(tmp_path: Path) -> None:
     class Scaled(pl.Callback):
         def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:

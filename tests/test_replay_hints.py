@@ -206,6 +206,7 @@ def test_the_epochs_of_a_loop_are_judged() -> None:
     (right,) = loops(sampler=None)
     (wrong,) = loops(sampler=DistributedSampler(range(20), num_replicas=1, rank=0))
     assert (right.outcome, right.notes) == ("pass", [])
+    assert right.not_looked_at == ["evaluations, and whether a schedule makes a step in each epoch"]
     assert [str(its) for its in wrong.findings] == [
         "data: epoch 1: the order is that of the epoch before: call set_epoch on the sampler"
     ]
@@ -228,6 +229,7 @@ def test_samples_that_are_not_evaluated_are_noted(offered: int, noted: bool) -> 
     report = Report("ddp", 2, "32-true", 0, subject="evaluation")
     judge_evaluation(report, [Seen({}, [], {})] * 2, {}, [[0], [1]], offered)
     assert report.notes == [f"2 of {offered} samples are evaluated, as with drop_last"] * noted
+    assert not report.not_looked_at  # no value was logged
 
 
 @pytest.mark.parametrize(
@@ -239,6 +241,7 @@ def test_a_mean_that_is_no_number_is_logged_as_such(logged: str, value: str, is_
     own = Logged(float(value), abs(float(value)), 1, 1)
     judge_evaluation(report, [Seen({"auc": own}, [], {})], {"auc": torch.tensor(float(logged))}, [[0]])
     assert report.outcome == ("pass" if is_right else "fail")
+    assert report.not_looked_at == ["whether each logged value is a mean over samples, whatever the size of batches"]
 
 
 @pytest.mark.parametrize("is_guessed", [True, False])

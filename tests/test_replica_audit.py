@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_cifar.errors import ReplicaAuditError
+from lit_cifar.mode import Mode
 from lit_cifar.tools.audit.callback import ReplicaAudit
 from lit_cifar.tools.audit.gradients import NeighborAudit, who_stands_alone
 from lit_cifar.tools.audit.replicas import Difference, digest, unlike
@@ -255,6 +256,12 @@ class Elsewhere:
     model, root_device = torch.nn.Linear(2, 2), torch.device("cpu")
 
 
+class OwnElsewhere(Mode):
+    """One of this package, whose page says what it holds."""
+
+    model, root_device, is_known = torch.nn.Linear(2, 2), torch.device("cpu"), False
+
+
 def test_where_nothing_is_held_twice_a_foreign_strategy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("lit_cifar.tools.audit.callback.rank_zero_info", said.append)
@@ -262,7 +269,7 @@ def test_where_nothing_is_held_twice_a_foreign_strategy_is_named(monkeypatch: py
     audit = ReplicaAudit()
     audit.on_train_start(trainer, Elsewhere.model)
     assert said == ["replicas are not compared: what Elsewhere holds in each process is not known here"]
-    trainer.strategy.num_replicas = 1
+    trainer.strategy = OwnElsewhere()
     audit.on_train_start(trainer, Elsewhere.model)
     assert len(said) == 1
     audit.on_save_checkpoint(trainer, Elsewhere.model, {})

@@ -35,7 +35,7 @@ NUM_RANKS = [1, 2, 3, 4, 7]
         ({"devices": 2, "strategy": "dp"}, Layout(local_replicas=2)),
     ],
 )
-def test_batch_split_is_known_before_processes_start(trainer: dict[str, object], layout: Layout) -> None:
+def test_the_layout_is_known_before_processes_start(trainer: dict[str, object], layout: Layout) -> None:
     strategy = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **trainer).strategy
     assert mode_of(strategy).layout == layout
 

@@ -49,6 +49,7 @@ from lit_cifar.watchdog.diagnosis import (
     diagnose_judge,
     notice,
     notice_of_judge,
+    unanswered,
     updated,
 )
 from lit_cifar.watchdog.heartbeat import Heartbeat, Sight, first_heartbeat
@@ -170,6 +171,27 @@ LATE: list[tuple[int | None, list[Peer]]] = [
     (None, [peer(0, over=True, heard_at=99), peer(1, idle_s=11)]),  # nobody waits for it
     (None, [peer(0, over=True), peer(1, idle_s=30)]),  # it waited for one that has finished
 ]
+
+
+@pytest.mark.parametrize(
+    ("stopped", "of_rank_1"),
+    [
+        (True, {"asked": signal.SIGTERM}),
+        (True, {"asked": signal.SIGTERM, "idle_s": 90, "expected_s": FIRST_TIME_S}),
+        (False, {}),
+        (False, {"asked": signal.SIGTERM, "stack": "a"}),  # one collective, which may be slow
+        (False, {"asked": signal.SIGTERM, "waits": False, "works": True}),
+        (False, {"asked": signal.SIGTERM, "waits": False}),  # it sleeps, and will answer
+        (False, {"asked": signal.SIGTERM, "idle_s": 9}),
+    ],
+)
+def test_who_is_asked_to_stop_is_not_waited_for_where_none_gets_on(stopped: bool, of_rank_1: dict[str, Any]) -> None:
+    waiting: dict[str, Any] = {"idle_s": 11, "waits": True}
+    verdict = unanswered(
+        {0: peer(0, stack="a", **waiting), 1: peer(1, **{"stack": "b", **waiting, **of_rank_1})}, now=100.0
+    )
+    assert (verdict is not None) == stopped
+    assert verdict is None or (verdict.kind, "SIGTERM" in verdict.message) == ("stopped", True)
 
 
 def told(verdict: Verdict | None) -> tuple[int, str, int] | None:
@@ -384,6 +406,19 @@ def in_fork(target: Callable[[], object], *, daemon: bool = False) -> BaseProces
     process = multiprocessing.get_context("fork").Process(target=target, daemon=daemon)
     process.start()
     return process
+
+
+def test_who_is_killed_takes_its_workers_along_and_no_other_rank() -> None:
+    code = "import os, time; print(os.fork() and os.fork(), flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        for _ in range(3):
+            rank.stdout.readline()
+        worker, other = psutil.Process(rank.pid).children()
+        process.kill(rank.pid, process.start_time(rank.pid), ranks=[rank.pid, other.pid])
+        psutil.wait_procs([worker], timeout=5)
+        assert (is_running(worker), is_running(other)) == (False, True)
+        other.kill()
 
 
 def matches_a_bad_pattern() -> None:
@@ -789,7 +824,7 @@ def test_who_ends_waits_for_others(other: Sight, culprit: Peer, waits: bool, mon
     watch, slept = Pair().watches[0], []
     watch._peers[1] = replace(watch._peers[1], sight=other)
     monkeypatch.setattr(watch_module, "time", SimpleNamespace(sleep=slept.append))
-    monkeypatch.setattr(process, "kill", lambda pid, started: None)
+    monkeypatch.setattr(process, "kill", lambda pid, started, ranks: None)
     verdict = verdict_of(peer(0), culprit if other.state != "running" else replace(culprit, answered=True))
     assert verdict is not None
     watch._conclude(verdict)

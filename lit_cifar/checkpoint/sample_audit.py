@@ -8,7 +8,7 @@ with its ids in rising order. So two runs have the same digest if, and only if, 
 samples, whatever the number of processes, the accumulation or the mode, and however often they were interrupted.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.data.datamodule import OrderSettings, order_settings
 from lit_cifar.data.images import Batch
 from lit_cifar.data.samplers import TrainSampler
-from lit_cifar.errors import ConfigError, SampleAuditError, printable
+from lit_cifar.errors import CheckpointError, SampleAuditError
 from lit_cifar.reporting.files import read_csv, replace_csv
 from lit_cifar.reporting.run_folder import run_folder
 
@@ -33,8 +31,6 @@ _COLUMNS = ("epoch", "steps", "samples", "digest")
 _KEY = "sample_audit"
 _USE = 2**32  # the low half of a tally's entry has room for the step
 _MAX_IDS = 10
-_TRAIN, _VAL = _FILES = ("train files", "val files")  # settings that are no flags: digests of lists of files
-_PUT_BACK = "put them back as they were, with an empty file in place of each picture that could not be read then"
 
 
 class SampleAudit(Callback):
@@ -51,18 +47,15 @@ class SampleAudit(Callback):
         self._tally, self._start, self._digest = None, EMPTY, EMPTY
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        record = AuditRecord.read(checkpoint)
-        data = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
-        if trainer.state.fn == TrainerFn.VALIDATING and record is not None and isinstance(data, CIFAR10DataModule):
-            record.check_held_out(data)
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        record = AuditRecord.read(checkpoint)
         if record is None:
             rank_zero_warn("the checkpoint has no sample audit: the samples of its epoch are not checked")
             return
-        record.check(data)
-        self._start, self._digest = record.start, record.digest
-        self._tally = _tally(trainer, record.epoch, step=record.step)
+        tally = _tally(trainer, record.epoch, step=record.step)
+        record.check(tally.plan)
+        self._tally, self._start, self._digest = tally, record.start, record.digest
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start with this epoch. Lightning does not call this for one that is resumed in the middle."""
@@ -94,8 +87,7 @@ class SampleAudit(Callback):
         if tally is None:
             return
         self._prove(trainer, tally, loader_steps=tally.loader_steps)
-        settings = order_settings(trainer.datamodule)  # type: ignore[attr-defined]
-        AuditRecord(tally.plan.epoch, tally.proven, self._start, self._digest, settings).write(checkpoint)
+        AuditRecord(tally.plan.epoch, tally.proven, self._start, self._digest).write(checkpoint)
 
     def _prove(self, trainer: Trainer, tally: "Tally", *, loader_steps: int) -> None:
         """Compare what all processes have used since the last time with the plan; every process must call this.
@@ -201,7 +193,6 @@ class AuditRecord:
     step: int  # whole optimizer steps taken in it
     start: str  # digest before the epoch's first step
     digest: str  # digest after its latest step
-    settings: OrderSettings  # of the data module
 
     def write(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[_KEY] = asdict(self)
@@ -209,73 +200,17 @@ class AuditRecord:
     @classmethod
     def read(cls, checkpoint: dict[str, Any]) -> "AuditRecord | None":
         found = checkpoint.get(_KEY)
-        if found is None:
-            return None
-        settings = {name: printable(v) if isinstance(v, str) else v for name, v in found["settings"].items()}
-        return cls(**found | {"settings": settings})
+        return None if found is None else cls(*(found[field.name] for field in fields(cls)))
 
-    def check(self, data: Any) -> None:
-        """Refuse to resume in the middle of an epoch unless this run's plan for it begins with what was used.
-
-        And `check_held_out`. `data` is the run's data module.
-        """
-        if not self.step:
-            self.check_held_out(data)
-            return
-        settings = order_settings(data)
-        written = f"the checkpoint was written after {self.step} optimizer steps of epoch {self.epoch}"
-        if self.settings.get(_TRAIN, settings.get(_TRAIN)) != settings.get(_TRAIN):
-            raise ConfigError(
-                f"{written}; since then files to train on were added, removed or renamed, or others can be read",
-                remedy=_PUT_BACK,
-            )
-        names = [name for name, value in settings.items() if name not in _FILES and self.settings.get(name) != value]
-        if names:
-            then = _flags({name: value for name, value in self.settings.items() if name in names})
-            # Between two epochs the order may change, what is held out may not.
-            other = "start a new training" if self._mixed(data) else "resume a checkpoint from between two epochs"
-            raise ConfigError(
-                f"{written} with {then}; {_flags({name: settings[name] for name in names})} would order the rest of "
-                "it otherwise",
-                remedy=f"pass {then}, or {other}",
-            )
-        sampler = data.train_sampler()
-        sampler.set_epoch(self.epoch)
-        due = Plan(sampler).due(0, self.step * sampler.accumulation)
+    def check(self, plan: Plan) -> None:
+        """Refuse to go on unless this run's plan for the epoch begins with what was used."""
+        due = plan.due(0, self.step * plan.accumulation)
         if chain(self.start, *due, first=0, last=self.step) != self.digest:
-            raise ConfigError(
-                f"{written}, whose samples are not those that the same settings give here",
+            raise CheckpointError(
+                f"the samples of {self.step} optimizer steps of epoch {self.epoch}, after which the checkpoint was "
+                "written, are not those that the same settings give here",
                 remedy="resume with the version of lit_cifar that wrote it, or a checkpoint from between two epochs",
             )
-        self.check_held_out(data)
-
-    def _mixed(self, data: Any) -> list[str]:
-        """The settings by which images that were trained on would be validated on.
-
-        A smaller `val_size` holds out a part of the same ones. Files that the user has put into a folder to validate on
-        may be any, unless some to train on are gone.
-        """
-        now, then, own = order_settings(data), self.settings, data.source.own_val
-        names = _FILES if own else (*_FILES, "num_train", "seed", "val_size")
-        others = [name for name in names if then.get(name) != now.get(name)]
-        if "val_size" in others and str(then.get("val_size")).isdecimal() and int(then["val_size"]) > data.val_size:
-            others.remove("val_size")
-        return [] if not data.val_size or (own and (len(others) == 1 or _TRAIN not in then)) else others
-
-    def check_held_out(self, data: Any) -> None:
-        """Refuse to validate on images that were trained on."""
-        now, then, others = order_settings(data), self.settings, self._mixed(data)
-        if not others:
-            return
-        reason = "files were added, removed or moved, or others can be read, or it is of an earlier release"
-        remedy = _PUT_BACK
-        if not {*_FILES} & {*others}:
-            reason, given = (_flags({name: each[name] for name in others if name in each}) for each in (now, then))
-            remedy = f"pass {given}"
-        raise ConfigError(
-            f"images that the checkpoint was trained on would be validated on: {reason}",
-            remedy=f"{remedy}, or start a new training",
-        )
 
 
 def failure(uses: Tensor, plan: Plan, *, loader_steps: int) -> SampleAuditError:
@@ -325,8 +260,3 @@ def _listed(mask: Tensor) -> str:
     ids = mask.nonzero().flatten().tolist()
     more = ", ..." if len(ids) > _MAX_IDS else ""
     return f"{len(ids)} samples, ids {', '.join(map(str, ids[:_MAX_IDS]))}{more}"
-
-
-def _flags(settings: OrderSettings) -> str:
-    values = {name: str(value).lower() if isinstance(value, bool) else value for name, value in settings.items()}
-    return " ".join(f"--data.{name}={value}" for name, value in values.items())

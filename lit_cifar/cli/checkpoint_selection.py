@@ -23,10 +23,10 @@ from lit_cifar.checkpoint.format import (
     naming,
     read_checkpoint,
 )
-from lit_cifar.checkpoint.sample_audit import AuditRecord
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.dataset import Dataset
+from lit_cifar.data.sample_order import OrderSettings
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.reporting.run_folder import process_rank
 from lit_cifar.task.module import LitResNet
@@ -40,7 +40,8 @@ class StartingCheckpoint:
 
     def __init__(self, subcommand: str, config: Namespace) -> None:
         self.position: dict[str, Any] = {}  # of the run that is resumed in its own folder; empty for a new run
-        self.audit: AuditRecord | None = None  # of a training that is resumed or validated
+        self.order: OrderSettings | None = None  # of the samples of a training that is resumed or validated
+        self.within_epoch = False  # whether its position is
         self.has_weights_alone = False  # with which the network starts
         self.start = Start(None, "no checkpoint")
         self._content: dict[str, Any] | None = None
@@ -70,12 +71,17 @@ class StartingCheckpoint:
         if self.has_weights_alone:
             return
         if self._subcommand in ("fit", "validate"):
-            self.audit = AuditRecord.read(self._content)
+            found = self._content.get(CIFAR10DataModule.__qualname__)  # as Lightning calls it
+            self.order = found if isinstance(found, dict) else None
+            if self.order is None:
+                rank_zero_warn("the checkpoint does not say which images it was trained on: they are not compared")
+        position = self._content.get(POSITION, {})
         if fits:
+            self.within_epoch = position.get("step", 0) > 0
             with naming(path):
-                _check_length(self._content.get(POSITION, {}), self._config.trainer)
+                _check_length(position, self._config.trainer)
         if resumes:
-            self.position = self._content.get(POSITION, {})
+            self.position = position
 
     def name_classes(self, data: Dataset) -> None:
         """Let `data` do without the pictures of the training, if the checkpoint names their classes."""

@@ -342,7 +342,7 @@ class CLI(LightningCLI):
             self.datamodule,
             asked=self._arguments,
             subcommand=subcommand,
-            audit=self._start.audit,
+            start=self._start,
             replicas=self._replicas,
         )
         if subcommand == "fit" and (self._arguments.ckpt_path is None or self._start.has_weights_alone):

@@ -29,16 +29,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lit_cifar.checkpoint.format import naming
-from lit_cifar.checkpoint.sample_audit import AuditRecord
+from lit_cifar.cli.checkpoint_selection import StartingCheckpoint
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.dataset import Dataset
+from lit_cifar.data.sample_order import check_held_out, check_rest_of_epoch, order_settings
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import Layout, mode_of
 from lit_cifar.mode.refusals import refuse
 from lit_cifar.models.autotune import cpu_has_bf16
 from lit_cifar.models.blocks import check_network, unreached_parameters
 from lit_cifar.task.module import LitResNet
+from lit_cifar.task.optim import check_total_steps
 
 _MANY = 2**16  # of what there is a list
 # The least and the largest value of numbers that nobody else checks before the first step.
@@ -228,14 +230,13 @@ def check_run(
     *,
     asked: Namespace,
     subcommand: str,
-    audit: AuditRecord | None,
+    start: StartingCheckpoint,
     replicas: Any,
 ) -> None:
     """Refuse a run that cannot work, and leave `data` set up.
 
-    `asked` are the arguments that all three were made from, `audit` is that of the checkpoint that a fit is resumed
-    from or that is validated, `replicas` are the callback of `--virtual_replicas`. The trainer's processes are not
-    started.
+    `asked` are the arguments that all three were made from, `replicas` are the callback of `--virtual_replicas`. The
+    trainer's processes are not started.
     """
     if trainer.world_size == 1 and asked.trainer.sync_batchnorm:
         rank_zero_warn("--trainer.sync_batchnorm=true has no effect with one process, which sees the whole batch")
@@ -252,7 +253,7 @@ def check_run(
         if data.augmentation is not None and (side := data.augmentation.small_size):
             remedy = "leave out --data.small_size and --data.small_epochs"
             check_network(module.network, (3, side, side), num_classes=len(data.classes), remedy=remedy)
-        optimizer = _try_optimizer(module)
+        optimizer, scheduler = _try_optimizer(module)
         if any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             refuse("--trainer.callbacks+=EMAWeightAveraging", mode_of(trainer.strategy))
         if replicas is not None:
@@ -275,14 +276,16 @@ def check_run(
     _check_evaluation(trainer, data, subcommand)
     if subcommand == "fit":
         data.train_sampler().check()
-        _check_intervals(trainer, data)
-    if audit is not None:
+        check_total_steps(scheduler, _total_steps(trainer, _check_intervals(trainer, data)))
+    if start.order is not None:
         with naming(asked.ckpt_path):
-            (audit.check if subcommand == "fit" else audit.check_held_out)(data)
+            if start.within_epoch:
+                check_rest_of_epoch(start.order, order_settings(data))
+            check_held_out(start.order, order_settings(data))
 
 
-def _try_optimizer(module: LitResNet) -> Optimizer:
-    """The user's optimizer, from which the schedule takes a step; the fit makes both anew."""
+def _try_optimizer(module: LitResNet) -> tuple[Optimizer, Any]:
+    """The user's optimizer, and the schedule, which takes a step; the fit makes both anew."""
     with as_config_error(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the schedule's step comes before the optimizer's
         optimizer = module.make_optimizer(module.network.parameters())
@@ -294,7 +297,7 @@ def _try_optimizer(module: LitResNet) -> Optimizer:
                 f"--model.lr_scheduler={type(scheduler).__name__} cannot take a step: {error}",
                 remedy="correct its arguments: --model.lr_scheduler.NAME=VALUE",
             ) from error
-    return optimizer
+    return optimizer, scheduler
 
 
 def _check_ghost_batches(asked: Any, layout: Layout, batch_size: int) -> None:
@@ -329,8 +332,17 @@ def _check_reached(strategy: DDPStrategy, module: LitResNet) -> None:
         )
 
 
-def _check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> None:
+def _total_steps(trainer: Trainer, num_batches: int) -> float:
+    """The `estimated_stepping_batches` of epochs of so many: a Trainer says so once all processes have met."""
+    most = trainer.max_steps if trainer.max_steps >= 0 else math.inf
+    epochs = math.inf if trainer.max_epochs == -1 else max(trainer.max_epochs or 1, 1)
+    return min(most, -(-num_batches // trainer.accumulate_grad_batches) * epochs)
+
+
+def _check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> int:
     """Refuse an epoch of no batch or with a last step of fewer than are accumulated, and a validation that never comes.
+
+    Returns the number of batches of an epoch.
 
     Lightning would divide the gradients of that step by the full number, and take a smaller step.
     """
@@ -339,6 +351,8 @@ def _check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> None:
     counted = min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
     overfits = trainer.overfit_batches  # type: ignore[attr-defined]  # Lightning's own omission
     flag = "--trainer.overfit_batches" if overfits else "--trainer.limit_train_batches"
+    if overfits and data.shuffle:
+        rank_zero_warn("--trainer.overfit_batches has the same batches in each epoch: --data.shuffle has no effect")
     _check_share(flag, limit, num_batches)
     if counted % accumulation and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         whole = counted // accumulation * accumulation
@@ -354,6 +368,7 @@ def _check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> None:
             f"--trainer.val_check_interval={interval} batches is longer than an epoch, which has {counted}",
             remedy=f"pass --trainer.val_check_interval={counted}, or --trainer.check_val_every_n_epoch=null too",
         )
+    return counted
 
 
 def _check_evaluation(trainer: Any, data: CIFAR10DataModule, subcommand: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
@@ -20,14 +21,13 @@ from lit_cifar.data.dataset import Dataset, Split
 from lit_cifar.data.encoded_pictures import EncodedImages
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import BatchLoader
+from lit_cifar.data.sample_order import OrderSettings, check_held_out, check_rest_of_epoch, order_settings
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
 from lit_cifar.errors import CheckpointError, ConfigError, nearest
 from lit_cifar.mode import Layout, mode_of
 
 if TYPE_CHECKING:
     from lit_cifar.data.pictures import FolderImages
-
-OrderSettings = dict[str, int | str]
 
 # The class of each, which is imported when it is asked for.
 DATASETS = {
@@ -193,7 +193,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         )
         self.augmentation = drawn if augment else None
         self.sets: dict[str, ImageSet] = {}
-        self._resumed: dict[str, Any] = {}  # `state_dict` of the run that wrote the checkpoint
+        self._resumed: OrderSettings = {}  # `state_dict` of the run that wrote the checkpoint
         self.folder: FolderImages | None = None
         self._prepared = False
         given = {"padding": padding, "reflect": reflect, "alternate_flips": alternate_flips, "cutout": cutout}
@@ -336,7 +336,10 @@ class CIFAR10DataModule(L.LightningDataModule):
         return order_settings(self) | {"steps": self._trained() // self.trainer.accumulate_grad_batches}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse to validate on images that the run was trained on which wrote the checkpoint."""
         self._resumed = state_dict
+        if self.trainer is not None and self.trainer.state.fn in (TrainerFn.FITTING, TrainerFn.VALIDATING):
+            check_held_out(state_dict, order_settings(self))
 
     def _trained(self) -> int:
         """Batches of the epoch by the Trainer's count."""
@@ -349,14 +352,14 @@ class CIFAR10DataModule(L.LightningDataModule):
         if not self.trainer.fit_loop.restarted_mid_epoch:
             return 0
         behind = self._trained()
-        now = order_settings(self) | {"steps": behind // self.trainer.accumulate_grad_batches}
-        if not behind:  # all batches were trained on, and the next epoch begins
-            now["steps"] = self._resumed.get("steps", 0)
-        if other := [name for name, value in self._resumed.items() if now.get(name) != value]:
-            then, here = (", ".join(f"{name}={of[name]}" for name in other) for of in (self._resumed, now))
+        if self._resumed:
+            check_rest_of_epoch(self._resumed, order_settings(self))
+        # Without any behind all were trained on, and the next epoch begins.
+        if behind and self._resumed.get("steps") not in (None, behind // self.trainer.accumulate_grad_batches):
             raise CheckpointError(
-                f"the checkpoint was written within an epoch with {then}; the rest of it would have {here}",
-                remedy="pass what the run that wrote it was given, accumulate_grad_batches too",
+                f"the checkpoint was written within an epoch after {self._resumed['steps']} optimizer steps, which "
+                f"accumulate_grad_batches={self.trainer.accumulate_grad_batches} would cut otherwise",
+                remedy="pass the accumulate_grad_batches of the run that wrote it",
             )
         return behind
 
@@ -420,24 +423,6 @@ class CIFAR10DataModule(L.LightningDataModule):
         centre = images[:, :, border : border + size, border : border + size]
         mean, std = (_channel_values(values, images.device) for values in (self.source.mean, self.source.std))
         return centre.to(torch.float32, copy=True).sub_(mean).div_(std)
-
-
-def order_settings(data: Any) -> OrderSettings:
-    """All that decides which image is used in which step, by the flags of `data`, the data module, and by files."""
-    sampler: TrainSampler = data.train_sampler()
-    listed = data.source.listed
-    held_out = 0 if data.source.own_val else data.val_size
-    files = {f"{split} files": listed[split] for split in ("train", "val") if split in listed}
-    return files | {
-        "dataset": data.dataset,
-        "num_train": sampler.num_samples + held_out,
-        "val_size": held_out,
-        "batch_size": sampler.batch_size,
-        "seed": sampler.seed,
-        "shuffle": sampler.shuffle,
-        "frozen_order": sampler.frozen,
-        "drop_last": sampler.drop_last,
-    }
 
 
 @cache

@@ -7,15 +7,16 @@ import os
 import re
 import shlex
 import stat
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 from unicodedata import normalize
 
+import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
+from numpy.typing import NDArray
 
 from lit_cifar.data.dataset import Split
 from lit_cifar.errors import DataError, nearest, printable
@@ -47,6 +48,7 @@ class PictureFolders:
     splits: dict[Split, Path]  # those of `root` that are for one
     classes: dict[str, Path]  # folders of pictures to train on, by the printable names of their classes, sorted by name
     unused: list[str]  # what else is beside these, relative to `root`
+    _places: dict[Split, NDArray[np.int64]] = field(default_factory=dict)  # of the files of each split that was listed
 
     @classmethod
     def of(cls, root: Path) -> "PictureFolders":
@@ -77,22 +79,35 @@ class PictureFolders:
                 remedy=(f"rename it to {meant}, " if meant else "")
                 + "move it away, or put pictures of it beside those to train on",
             )
-        by_class, places = [], Counter[int]()
+        by_class, places = [], []
         for label, name in enumerate(self.classes):
             if name in of_split:
                 files = list_files(of_split[name], remedy=_CLASS_WANTED)
                 _check_within(of_split[name], files, self.classes)
-                places.update(place for *_, place in files.values() if place)
+                places += [place for *_, place in files.values() if place]
                 listed = [(f"{of_split[name].name}/{path}", found[:2]) for path, found in files.items()]
                 by_class.append([File(path, label, version) for path, version in listed])
         if not by_class:
             raise DataError(f"{folder} holds no folders of classes", remedy=f"put pictures into {folder}/CLASS/")
-        if again := places.total() - len(places):
-            rank_zero_warn(
-                f"{again:,} of {places.total():,} files in {printable(str(folder))} are links to others there: these "
-                "pictures count more than once, and may be both trained and validated on"
-            )
+        self._tell_again(split, places)
         return [file for turn in zip_longest(*by_class) for file in turn if file is not None]
+
+    def _tell_again(self, split: Split, places: list[int]) -> None:
+        """Warn of files of `split`, in these `places`, that are there twice or in another split that was listed."""
+        own = self._places[split] = np.unique(np.array(places, dtype=np.int64))
+        here = printable(str(self.folder(split)))
+        for other, theirs in self._places.items():
+            if other == split and (again := len(places) - len(own)):
+                rank_zero_warn(
+                    f"{again:,} of {len(places):,} files in {here} are links to others there: these pictures count "
+                    "more than once, and may be both trained and validated on"
+                )
+            elif other != split and (again := len(np.intersect1d(own, theirs, assume_unique=True))):
+                there = printable(str(self.folder(other)))
+                rank_zero_warn(
+                    f"{again:,} files are both in {there} and in {here}, by links: nothing that is measured on them is "
+                    "of new pictures"
+                )
 
 
 def _split_of(name: str) -> Split | None:
@@ -252,7 +267,7 @@ def _scan(
                 yield prefix + entry.name, (0, 0, 0)
                 continue
             if stat.S_ISREG(found.st_mode):
-                place = found.st_dev << 64 | found.st_ino
+                place = hash((found.st_dev, found.st_ino))
                 yield prefix + entry.name, (found.st_size, found.st_mtime_ns, place)
             elif stat.S_ISDIR(found.st_mode):
                 target = Path(entry.path).resolve()

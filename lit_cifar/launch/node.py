@@ -3,9 +3,7 @@
 For schedulers that have an agent of their own on each machine. This file is all that the agent imports.
 """
 
-import ctypes
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -13,10 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from lit_cifar.launch.network_interfaces import address_of, loopback_interface, named_interface
+from lit_cifar.launch.startup import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _PIPE_BYTES = 2**20
-_libc = ctypes.CDLL(None)
 
 
 class NodeProcesses:
@@ -102,11 +99,6 @@ def reserved_port(address: str) -> Iterator[int]:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind((address, 0))
         yield reserved.getsockname()[1]
-
-
-def die_with_parent() -> None:
-    """Have the kernel end this process together with the thread that has started it."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _new(pipe: int) -> bytes:

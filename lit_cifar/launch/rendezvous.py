@@ -159,7 +159,8 @@ def cluster_environment(*, num_nodes: int = 1) -> ClusterEnvironment:
     if num_tasks > 1:
         raise ConfigError(
             f"a cluster has {num_tasks} tasks for this job, and they were not started by torchrun",
-            remedy="let it start torchrun, one task on each machine: see configs/cluster/slurm.sh",
+            remedy="let it start torchrun, one task on each machine: see configs/cluster/slurm.sh; in a shell of "
+            "salloc's: export SLURM_JOB_NAME=bash",
         )
     if num_nodes > 1:
         raise ConfigError(

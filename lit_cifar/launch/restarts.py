@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lit_cifar.launch import startup
 from lit_cifar.launch.network_interfaces import LOOPBACK
-from lit_cifar.launch.node import die_with_parent, reserved_port, torchrun_variables
+from lit_cifar.launch.node import reserved_port, torchrun_variables
 from lit_cifar.launch.signals import EXIT_STOPPED, ending, flush_streams
 
 _USERS_MISTAKE = 2  # exit status
@@ -93,7 +93,7 @@ class ForkedRanks:
         parent = os.getpid()
         if pid := os.fork():
             return pid
-        die_with_parent()  # and so give back the lock of the run folder before the same command comes again
+        startup.die_with_parent()  # and so give back the lock of the run folder before the same command comes again
         if os.getppid() != parent:
             os._exit(1)
         os.environ |= variables

@@ -3,14 +3,17 @@
 That is looked at before the imports that take seconds: during these the parent may be killed, and files are opened.
 """
 
+import ctypes
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
 from functools import cache
 
 PARENT_PID = os.getppid()
+_PR_SET_PDEATHSIG = 1
 
 # By then a watchdog has noticed it and has reported more.
 _GRACE_S = 10.0
@@ -44,10 +47,19 @@ def exit_with_parent() -> None:
 
     Lightning's launcher, torch.multiprocessing and torchrun's agent end the processes that they have started, unless
     they are killed themselves. Their processes would then continue, or wait half an hour for others that never start.
+    One that is spawned ends at once: its parent is no rank that a watchdog could report, and holds the run folder.
     """
-    spawned_by = multiprocessing.parent_process()
-    launcher = PARENT_PID if spawned_by is None else spawned_by.pid
-    threading.Thread(target=_follow, args=(launcher,), name="watchdog-launcher", daemon=True).start()
+    if (spawned_by := multiprocessing.parent_process()) is None:
+        threading.Thread(target=_follow, args=(PARENT_PID,), name="watchdog-launcher", daemon=True).start()
+        return
+    die_with_parent()
+    if os.getppid() != spawned_by.pid:
+        os._exit(1)
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process together with the thread that has started it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _follow(launcher: int) -> None:

@@ -30,7 +30,7 @@ _NOISE = (
     r"You passed .* AMP with fp16 is not supported on CPU",  # refused
     r"Glyph \d+ .* missing from",  # a class name in letters that matplotlib's font lacks is drawn in boxes
     r"The dirpath has changed from",  # a test writes to a folder of its own, and ranks no checkpoints
-    r"You requested to overfit but enabled val dataloader shuffling",  # nobody shuffles it
+    r"You requested to overfit but enabled (train|val) dataloader shuffling",  # of any loader that is not torch's
     r"GPU available but not used",  # --trainer.accelerator=cpu is meant
     r"The `srun` command is available .* but is not used",  # on every login node of SLURM, in every run
     r"The number of training batches .* is smaller than the logging interval",  # every epoch is logged at its end
@@ -52,6 +52,8 @@ def leave_out_banners() -> None:
     warnings.formatwarning = lambda *args, **kwargs: _own_form(*args) or form(*args, **kwargs)
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
+    # Lightning's CLI calls functions of which jsonargparse announces the end; PYTHONWARNINGS=error would end the run.
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"lightning\.pytorch\.cli$")
     for name, level in _LEVELS.items():
         logging.getLogger(name).setLevel(level)
     logging.getLogger(_ANY_CALLER).addFilter(_is_no_banner)

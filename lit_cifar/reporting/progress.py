@@ -104,7 +104,7 @@ def _finish_queued_work(pl_module: LightningModule) -> None:
 
 
 class ProgressBar(TQDMProgressBar):
-    """Shows epoch, loss, accuracy and images per second; the line of a finished epoch remains.
+    """Shows epoch, loss, accuracy and images per second; a line remains of a finished epoch.
 
     The bar is updated every `refresh_rate` steps, but at most twice a second, because the host waits for a GPU to have
     the values. If stdout is not a terminal there is no bar: a line is printed after each epoch, and at least every
@@ -116,7 +116,6 @@ class ProgressBar(TQDMProgressBar):
 
     # All of it in 80 columns, where the bar itself is what gives way.
     BAR_FORMAT = "{desc} {n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}"
-    DONE_FORMAT = "{desc} {n_fmt}/{total_fmt} {bar} {elapsed}{postfix}"
 
     def __init__(self, *, refresh_rate: int = 10, line_every_s: float = 60.0) -> None:
         super().__init__(refresh_rate=refresh_rate, leave=True)
@@ -164,13 +163,11 @@ class ProgressBar(TQDMProgressBar):
         return True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the values of the whole epoch and keep the line."""
-        metrics = _short(trainer.callback_metrics, EPOCH_NAMES)
-        self.train_progress_bar.bar_format = self.DONE_FORMAT
-        self.train_progress_bar.set_postfix(metrics)
+        """Put a line with the values of the whole epoch in the bar's place: a narrow terminal would cut a bar off."""
+        self.train_progress_bar.leave = False
         self.train_progress_bar.close()
-        if self._writes_lines:
-            self._write_line(trainer, metrics, "done")
+        if self._writes_lines or self.is_enabled:
+            self._write_line(trainer, _short(trainer.callback_metrics, EPOCH_NAMES), "done")
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         # Of this step, while the run logs them at its log points only.

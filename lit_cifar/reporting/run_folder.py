@@ -31,8 +31,7 @@ class RunLock:
     This relies on `flock`. The kernel releases the lock when the process ends, also by SIGKILL, and programs that the
     process starts do not inherit it. On NFS Linux turns it into a lock of the server. Other machines then see it, and
     the server releases it when the holder's machine has been silent for a while; some wait until that machine is back.
-    On a file system without locks the run only warns. Not covered: processes of `ddp_spawn` end ten seconds after their
-    parent if that is killed by SIGKILL.
+    On a file system without locks the run only warns.
     """
 
     def __init__(self) -> None:

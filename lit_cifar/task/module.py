@@ -39,7 +39,7 @@ from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.memory_format import follow_parameters, plain
 from lit_cifar.models.random_streams import RandomStreams
 from lit_cifar.task.metrics import EpochMeans, EvaluationMetrics, MeanLoss, TopAccuracy
-from lit_cifar.task.optim import NesterovSGD, Recipe, WarmupDecay, keep_saved_types
+from lit_cifar.task.optim import NesterovSGD, Recipe, WarmupDecay, check_total_steps, keep_saved_types
 
 LRScaling = Literal["none", "linear", "sqrt"]
 
@@ -305,14 +305,10 @@ class LitResNet(L.LightningModule):
         self._recipe = Recipe(optimizer)
         scheduler = self.make_lr_scheduler(optimizer)
         when: dict[str, Any] = {"monitor": "val/loss"} if isinstance(scheduler, ReduceLROnPlateau) else {}
+        total_steps = self.trainer.estimated_stepping_batches
+        check_total_steps(scheduler, total_steps)
         if isinstance(scheduler, WarmupDecay):
-            scheduler.set_total_steps(self._total_steps())
-        elif isinstance(scheduler, OneCycleLR) and scheduler.total_steps < self.trainer.estimated_stepping_batches:
-            raise ConfigError(
-                f"OneCycleLR is planned for {scheduler.total_steps} steps, and this run has "
-                f"{self.trainer.estimated_stepping_batches}",
-                remedy=f"pass --model.lr_scheduler.total_steps={self.trainer.estimated_stepping_batches}",
-            )
+            scheduler.set_total_steps(int(total_steps))
         if isinstance(scheduler, WarmupDecay | OneCycleLR | CyclicLR):
             when = {"interval": "step"}
         self._recipe.add(optimizer, scheduler)
@@ -338,15 +334,6 @@ class LitResNet(L.LightningModule):
             f"learning rate x {factor:.4g} = {optimizer.param_groups[0]['lr']:.4g}: {self.lr_scaling} scaling from a "
             f"global batch of {self.base_batch_size} to {batch_size}"
         )
-
-    def _total_steps(self) -> int:
-        total = self.trainer.estimated_stepping_batches
-        if total == float("inf"):
-            raise ConfigError(
-                "WarmupDecay plans over the whole run, and this one has no end",
-                remedy="set --trainer.max_epochs or --trainer.max_steps, or choose another --model.lr_scheduler",
-            )
-        return int(total)
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]

@@ -10,7 +10,9 @@ from typing import Any, Literal
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+from lit_cifar.errors import ConfigError
 
 _OF_RATE = ("base_lrs", "_last_lr")  # in the state of a schedule
 # Of a parameter group: by which kernels a step is computed, not what it is.
@@ -78,6 +80,24 @@ class WarmupDecay(LRScheduler):
             return (step + 1) / (rise + 1)
         fallen = min((step - rise) / max(self.total_steps - rise, 1), 1.0)
         return (1 + math.cos(math.pi * fallen)) / 2 if self.decay == "cosine" else 1 - fallen
+
+
+def check_total_steps(scheduler: Any, total_steps: float) -> None:
+    """Refuse a schedule that is planned over a whole run if that has more steps, or no end (infinity)."""
+    ends = total_steps != math.inf
+    if isinstance(scheduler, WarmupDecay) and not ends:
+        raise ConfigError(
+            "WarmupDecay plans over the whole run, and this one has no end",
+            remedy="set --trainer.max_epochs or --trainer.max_steps, or choose another --model.lr_scheduler",
+        )
+    if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < total_steps:
+        planned = scheduler.total_steps
+        raise ConfigError(
+            f"OneCycleLR is planned for {planned} steps, and this run has {total_steps if ends else 'no end'}",
+            remedy=f"pass --model.lr_scheduler.total_steps={total_steps}"
+            if ends
+            else f"pass --trainer.max_steps={planned}",
+        )
 
 
 def keep_saved_types(optimizer: Optimizer) -> None:

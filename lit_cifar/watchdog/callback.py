@@ -26,28 +26,15 @@ if TYPE_CHECKING:
 
 # The phase that the main thread enters with each hook. A hook that is not here belongs to the phase before it.
 PHASES = {
-    "on_train_start": "starting the training",
     "on_train_epoch_start": "starting an epoch",
-    "on_train_batch_start": "training step",
     "on_before_backward": "backward",
     "on_before_optimizer_step": "optimizer step",
-    "on_train_batch_end": "between training steps",
     "on_train_epoch_end": "ending an epoch",
-    "on_train_end": "ending the training",
     "on_save_checkpoint": "saving a checkpoint",
-    "on_validation_start": "starting the validation",
-    "on_validation_batch_start": "validation step",
-    "on_validation_batch_end": "between validation steps",
-    "on_validation_end": "ending the validation",
-    "on_test_start": "starting the test",
-    "on_test_batch_start": "test step",
-    "on_test_batch_end": "between test steps",
-    "on_test_end": "ending the test",
-    "on_predict_start": "starting to predict",
-    "on_predict_batch_start": "prediction step",
-    "on_predict_batch_end": "between prediction steps",
-    "on_predict_end": "ending the prediction",
 }
+for _stage, _name in ("train", "training"), ("validation", "validation"), ("test", "test"), ("predict", "prediction"):
+    PHASES |= {f"on_{_stage}_start": f"starting the {_name}", f"on_{_stage}_end": f"ending the {_name}"}
+    PHASES |= {f"on_{_stage}_batch_start": f"{_name} step", f"on_{_stage}_batch_end": f"between {_name} steps"}
 _MAX_TRACEBACK_LINES = 12
 _LEAST_TIMEOUT_S = 5.0  # several heartbeats, of which one may be late
 

@@ -1,8 +1,9 @@
 """Which process has caused the end of a run: arithmetic on heartbeats and states, without processes or clocks."""
 
 import math
+import signal
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -19,8 +20,8 @@ _MAX_LINES = 12
 _MAX_OTHERS = 7
 
 # Its process is gone, it sends no heartbeats, it has raised an exception, or its main thread makes no progress.
-# "late": one of the last two, for so short a time that the run goes on.
-Kind = Literal["killed", "silent", "failed", "hung", "late"]
+# "late": one of the last two, for so short a time that the run goes on. "stopped": late, in a run that is to stop.
+Kind = Literal["killed", "silent", "failed", "hung", "late", "stopped"]
 
 
 class Verdict(NamedTuple):
@@ -125,11 +126,25 @@ def notice(peers: Mapping[int, Peer], *, now: float) -> Verdict | None:
         return None
     culprit, why = _of_late(watched)
     others_wait = any(peer.beat.waits or peer.beat.events > culprit.beat.events for peer in watched.values())
-    apart = all(peer.beat.waits for peer in watched.values()) and len({*map(_place, watched.values())}) > 1
-    first_time = culprit.beat.expected_s == FIRST_TIME_S and not apart
+    first_time = culprit.beat.expected_s == FIRST_TIME_S and not _wait_apart(watched.values())
     if (culprit.beat.works and not others_wait) or (first_time and (culprit.beat.works or culprit.beat.waits)):
         return None
     return _hangs("late", culprit, why)
+
+
+def unanswered(peers: Mapping[int, Peer], *, now: float) -> Verdict | None:
+    """The end of a run in which a rank was asked to stop and none gets on to answer: they wait in different places."""
+    watched = {rank: peer for rank, peer in peers.items() if not peer.beat.over}
+    asked = max((peer.beat.asked for peer in watched.values()), default=0)
+    if not asked or not _wait_apart(watched.values()) or notice(peers, now=now) is None:
+        return None
+    culprit, why = _of_late(watched)
+    name = signal.Signals(asked).name
+    return _hangs("stopped", culprit, f"{why}; no rank can answer {name}, so all end, and nothing is saved")
+
+
+def _wait_apart(watched: Collection[Peer]) -> bool:
+    return all(peer.beat.waits for peer in watched) and len({*map(_place, watched)}) > 1
 
 
 def diagnose_judge(peers: Mapping[int, Peer], *, me: int, now: float, patience: Patience) -> Verdict | None:
@@ -265,5 +280,5 @@ def _loop(peer: Peer) -> Hashable:
 
 def _hangs(kind: Kind, culprit: Peer, why: str) -> Verdict:
     beat = culprit.beat
-    what = f"{'is late' if kind == 'late' else 'hangs'}: no progress for {beat.idle_s:.0f} s"
+    what = f"{'hangs' if kind == 'hung' else 'is late'}: no progress for {beat.idle_s:.0f} s"
     return _verdict(culprit, kind, f"{what} at {beat.place or beat.phase} ({why})", lines=beat.stack)

@@ -2,13 +2,14 @@
 
 import json
 import os
-import signal
 import socket
-from collections.abc import Iterable
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+import psutil
 
 from lit_cifar.launch.signals import ending
 from lit_cifar.watchdog.activity import FIRST_TIME_S
@@ -46,11 +47,20 @@ def look_at(pid: int, started: str) -> Sight:
     return Sight("stopped" if fields[_STATE] == "T" else "running")
 
 
-def kill(pid: int, started: str) -> None:
-    """Kill another process, if it is still the one that was started at `started`."""
+def kill(pid: int, started: str, *, ranks: Collection[int] = ()) -> None:
+    """Kill another process, if it is still the one that was started at `started`, and those that it has forked.
+
+    A worker of a data loader that hangs would stay. Other `ranks`, which may be forked too, end by themselves.
+    """
     if pid != os.getpid() and look_at(pid, started).state != "gone":
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+        with suppress(psutil.Error):
+            its = psutil.Process(pid)
+            words, children = its.cmdline(), its.children()
+            its.kill()
+            for child in children:
+                with suppress(psutil.Error):
+                    if child.cmdline() == words and child.pid not in ranks:
+                        child.kill()
 
 
 def _stat(pid: int) -> list[str]:
@@ -83,6 +93,7 @@ class Heartbeat:
     failure: str = ""  # the end of the traceback with which the main thread failed, or ""
     quiet: bool = False  # whether the process itself prints the message about its failure
     order: int = 0  # number of failures when this one was reported, itself included; 0 without one
+    asked: int = 0  # the number of a signal by which it was asked to stop
     over: bool = False  # whether the main thread has finished and need not be watched any more
     seen: dict[int, Sight] = field(default_factory=dict)  # other ranks on its machine
     verdict: tuple[Any, ...] = ()  # of rank 0, the judge: the fields of its `Verdict`, once there is one
@@ -113,7 +124,8 @@ def first_heartbeat(rank: int) -> Heartbeat:
 class Mates:
     """The other ranks on this machine, except those in another container, which cannot be seen from here."""
 
-    def __init__(self, everyone: Iterable[Heartbeat], own: Heartbeat) -> None:
+    def __init__(self, everyone: Collection[Heartbeat], own: Heartbeat) -> None:
+        self._pids = {beat.pid for beat in everyone}
         others = [beat for beat in everyone if beat.host == own.host and beat.rank != own.rank]
         # One that has sent a heartbeat and is not found is in another container.
         self._beats = {beat.rank: beat for beat in others if look_at(beat.pid, beat.started).state != "gone"}
@@ -145,4 +157,4 @@ class Mates:
     def kill(self, rank: int) -> None:
         """Kill it, if it is one of them and still there."""
         if rank in self._beats:
-            kill(self._beats[rank].pid, self._beats[rank].started)
+            kill(self._beats[rank].pid, self._beats[rank].started, ranks=self._pids)

@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 
 from lit_cifar import internals
 from lit_cifar.errors import printable
-from lit_cifar.launch.signals import flush_streams
+from lit_cifar.launch.signals import EXIT_STOPPED, flush_streams, hear_signals, newest_request
 from lit_cifar.launch.startup import kill_workers
 from lit_cifar.watchdog.activity import Activity, PhaseTimer
 from lit_cifar.watchdog.diagnosis import (
@@ -30,6 +30,7 @@ from lit_cifar.watchdog.diagnosis import (
     diagnose_judge,
     notice,
     notice_of_judge,
+    unanswered,
     updated,
 )
 from lit_cifar.watchdog.heartbeat import Heartbeat, Mates, Sight
@@ -60,6 +61,7 @@ def start_monitor(trainer: Trainer, *, timeout_s: float, hang_timeout_s: float) 
         store_host=host_of_store(),
     )
     _come_before_observer(watch)
+    hear_signals()
     watch.start()
     return watch
 
@@ -129,7 +131,7 @@ class Monitor(threading.Thread):
         self._failure = ""
         self._quiet = False
         self._over = self._told = False
-        self._number = 0
+        self._number = self._asked = 0
         self._stack, self._worker = Stack(), ""
         self._look_after_s = min(patience.silent_s, NOTICE_S) / 2  # without progress, or silent
         self._noticed: set[tuple[int, int]] = set()  # ranks, and their phases, that have been named as late
@@ -241,11 +243,12 @@ class Monitor(threading.Thread):
         self._peers = updated(self._peers, beats, sights, now=self._silence.listened_s)
 
     def _judge_all(self) -> Verdict | None:
-        verdict = diagnose(self._peers, now=self._silence.listened_s, patience=self._patience)
+        now = self._silence.listened_s
+        verdict = diagnose(self._peers, now=now, patience=self._patience) or unanswered(self._peers, now=now)
         if verdict is not None:
             self._board.exchange(replace(self._beat({}), verdict=verdict), wait_s=_FAREWELL_S)
         else:
-            self._tell(notice(self._peers, now=self._silence.listened_s))
+            self._tell(notice(self._peers, now=now))
         return verdict
 
     def _tell(self, late: Verdict | None) -> None:
@@ -284,6 +287,7 @@ class Monitor(threading.Thread):
 
     def _beat(self, sights: dict[int, Sight]) -> Heartbeat:
         self._number += 1
+        self._asked = newest_request() or self._asked
         moment = self.progress.moment
         return replace(
             self._own,
@@ -299,6 +303,7 @@ class Monitor(threading.Thread):
             works=self._activity.works,
             failure=self._failure,
             quiet=self._quiet,
+            asked=self._asked,
             over=self._over,
             seen=sights,
         )
@@ -319,12 +324,12 @@ class Monitor(threading.Thread):
             # It cannot end itself. When it is killed its connections close, and main threads that wait for it continue.
             # The process that serves the store is not killed now: torch would print a page about the lost store.
             self.mates.kill(verdict.rank)
-        if (verdict.kind, verdict.rank) != ("hung", self._own.rank):
+        if verdict.kind != "stopped" and (verdict.kind, verdict.rank) != ("hung", self._own.rank):
             time.sleep(self._grace_s)
             self.mates.kill(verdict.rank)
         flush_streams()
         kill_workers()
-        self._end(1)
+        self._end(EXIT_STOPPED if verdict.kind == "stopped" else 1)
 
     def _close(self) -> None:
         if not self._concluded.is_set():

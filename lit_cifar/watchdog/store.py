@@ -110,18 +110,15 @@ def _keys(world_size: int) -> list[str]:
 
 def meet(rank: int, world_size: int) -> tuple[HeartbeatStore, list[Heartbeat]]:
     """This process's board for the heartbeats of a new run, and the first heartbeat of every rank, which waits here."""
-    store, run = connect(), uuid.uuid4().hex
+    # A connection of its own to the store at which this process has met the others.
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store, run = TCPStore(address, port, is_master=False, wait_for_workers=False), uuid.uuid4().hex
     if rank == 0:
         prepare(store, run=run, world_size=world_size)
     gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, (run, first_heartbeat(rank)))
     board = HeartbeatStore(store, run=gathered[0][0], rank=rank, world_size=world_size)
     return board, [beat for _, beat in gathered]
-
-
-def connect() -> TCPStore:
-    """A connection of its own to the store at which this process has met the others."""
-    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
 
 
 def host_of_store() -> int | None:

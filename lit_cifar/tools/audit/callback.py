@@ -57,21 +57,17 @@ class ReplicaAudit(Callback):
         self._step = self._equal = self._repeated = trainer.global_step
         if not self.every_n_steps or trainer.world_size == 1:
             return
-        from lit_cifar.tools.audit.replicas import Held, what_is_not_held_twice  # one process needs none of it
+        from lit_cifar.tools.audit.gradients import NeighborAudit, why_not_repeated  # one process needs none of it
+        from lit_cifar.tools.audit.replicas import Held, what_is_not_held_twice
 
-        if not (reason := what_is_not_held_twice(trainer)):
+        what, reason = "replicas", what_is_not_held_twice(trainer)
+        if not reason:
             self._held = Held(trainer, pl_module)
-            self._begin_to_repeat(trainer, pl_module)
-        elif not mode_of(trainer.strategy).is_own:  # of modes that have it, the user knows
-            rank_zero_info(f"replicas are not compared: {reason}")
-
-    def _begin_to_repeat(self, trainer: Trainer, module: LightningModule) -> None:
-        from lit_cifar.tools.audit.gradients import NeighborAudit, why_not_repeated
-
-        if not (reason := why_not_repeated(trainer)):
-            self._gradients = NeighborAudit(trainer, module)
-        elif not mode_of(trainer.strategy).is_own:
-            rank_zero_info(f"gradients are not compared: {reason}")
+            what, reason = "gradients", why_not_repeated(trainer)
+        if not reason:
+            self._gradients = NeighborAudit(trainer, pl_module)
+        elif not mode_of(trainer.strategy).is_own:  # of our own the page says it
+            rank_zero_info(f"{what} are not compared: {reason}")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self._gradients is not None and self._is_due(trainer, since=self._repeated):

@@ -166,7 +166,7 @@ class NeighborAudit:
             ranks = [*range(len(of_ranks))]
             if len(ranks) == 2 and unable:  # who may have been wrong once: what it gets now is the third
                 ranks, of_ranks = [*ranks, suspect], [*of_ranks, of_own[suspect][1][0]]
-            if its.attributes.unknown and not _are_alike(of_ranks):
+            if its.attributes.unknown and any(one != of_ranks[0] for one in of_ranks):
                 return [], f"{its.attributes.unknown[0]} of the module cannot be sent to another rank, and may differ"
             if (alone := who_stands_alone(of_ranks)) is None or (unable and alone != unable):
                 return [], "no majority gets the same, so a rank computes wrongly, or a step depends on its rank"
@@ -193,10 +193,6 @@ def who_stands_alone(of_ranks: Sequence[Digests]) -> list[int] | None:
     others = [place for place, value in enumerate(values) if value != common]
     is_clear = 2 * number > len(values) and all(counted[values[place]] == 1 for place in others)
     return others if is_clear else None
-
-
-def _are_alike(of_ranks: Sequence[Digests]) -> bool:
-    return all(its == of_ranks[0] for its in of_ranks)
 
 
 def _of_all(value: Any) -> list[Any]:

@@ -3,7 +3,7 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -118,34 +118,6 @@ class Replay(pl.Callback):
             self._weights = (loaded, _NOT_LOADED) if loaded else None
             self._epochs = Epochs(trainer, partial(self._tell, trainer))
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._epochs is not None:
-            self._epochs.begin()
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._epochs is not None:
-            self._epochs.end()
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._epochs is not None and not trainer.sanity_checking:
-            self._epochs.begin_evaluation()
-
-    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._epochs is not None:
-            self._epochs.evaluated()
-
-    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
-        if self._epochs is not None and self._epochs.evaluation is not None:
-            self._epochs.evaluation.batch = batch
-
-    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if self._epochs is not None and self._epochs.evaluation is not None:
-            self._epochs.evaluation.batch = None
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._epochs is not None:
-            self._epochs.end_evaluation()
-
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._epochs is not None:
             self._epochs.close()
@@ -234,6 +206,27 @@ class Replay(pl.Callback):
         self._judged += 1
         if self.stop and self._judged == len(self.at):
             trainer.should_stop = True
+
+
+def _told(note: Callable[..., object]) -> Callable[..., None]:
+    def hook(self: Replay, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        if self._epochs is not None:
+            note(self._epochs, *args)
+
+    return hook
+
+
+_NOTES: dict[str, Callable[..., object]] = {
+    "on_train_epoch_start": Epochs.begin,
+    "on_train_epoch_end": Epochs.end,
+    "on_sanity_check_end": Epochs.evaluated,
+    "on_validation_start": Epochs.begin_evaluation,
+    "on_validation_batch_start": Epochs.begin_batch,
+    "on_validation_batch_end": Epochs.end_batch,
+    "on_validation_end": Epochs.end_evaluation,
+}
+for _hook, _note in _NOTES.items():
+    setattr(Replay, _hook, _told(_note))
 
 
 class _Window:

@@ -205,6 +205,7 @@ def judge_readings(report: Report, readings: Sequence[Reading]) -> None:
         judge_epoch(judged, of_ranks, before=before.get(dataset, []))
         before[dataset] = of_ranks[0].samples
         report.findings += [replace(its, epoch=number) for its in judged.findings]
+    report.not_looked_at.append("evaluations, and whether a schedule makes a step in each epoch")
     if passes and not all(passes):
         report.not_looked_at.append("whole epochs, as no DataLoader was read to its end")
 
@@ -287,9 +288,16 @@ class Epochs:
         self._tell(self.trainer.strategy.broadcast(report))
 
     def begin_evaluation(self) -> None:
-        if self._evaluations_left:
+        if self._evaluations_left and not self.trainer.sanity_checking:
             self._evaluations_left -= 1
             self.evaluation = Evaluation(self.trainer.lightning_module)
+
+    def begin_batch(self, batch: Any, *_: Any) -> None:
+        if self.evaluation is not None:
+            self.evaluation.batch = batch
+
+    def end_batch(self, *_: Any) -> None:
+        self.begin_batch(None)
 
     def evaluated(self) -> list[int]:
         """The samples that this process has read for evaluations since the last call."""

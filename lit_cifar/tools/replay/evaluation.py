@@ -115,6 +115,8 @@ def judge_evaluation(
                 f"is weighted by batches of {num_samples} samples in all, as Lightning guesses, and {num_read} are read"
             )
             report.notes.append(f"{name} {text}: pass batch_size to self.log")
+    if report.counts["metrics"]:
+        report.not_looked_at.append("whether each logged value is a mean over samples, whatever the size of batches")
     distinct = {sample for ids in read for sample in ids}
     if repeated := sum(map(len, read)) - len(distinct):
         report.notes.append(f"{repeated} of {len(distinct)} samples are evaluated again: a sampler's padding")

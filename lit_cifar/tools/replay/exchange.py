@@ -20,18 +20,10 @@ from lit_cifar.tools.replay.reduction import ExactMean
 
 # Methods of a process group, to which all functions of torch.distributed come down: the arguments that hold what is
 # received and what is sent.
-_PLACES = {
-    "allreduce": (0, 0),
-    "broadcast": (0, 0),
-    "allgather": (0, 1),
-    "_allgather_base": (0, 1),
-    "reduce_scatter": (0, 1),
-    "_reduce_scatter_base": (0, 1),
-    "alltoall": (0, 1),
-    "alltoall_base": (0, 1),
-    "scatter": (0, 1),
-    "gather": (0, 1),
-}
+_MOVED = ("allgather", "_allgather_base", "alltoall", "alltoall_base", "scatter", "gather")
+_PLACES = {"allreduce": (0, 0), "broadcast": (0, 0)} | dict.fromkeys(
+    (*_MOVED, "reduce_scatter", "_reduce_scatter_base"), (0, 1)
+)
 _NOT_REPLAYED = (
     *("allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce_coalesced", "recv", "recv_anysource"),
     *("reduce", "reduce_scatter_tensor_coalesced", "send"),

@@ -223,7 +223,8 @@ class Replayer:
             outputs, again, _ = self._outputs_of(call)
             if again != found:
                 raise UnjudgeableError(
-                    "two replays of a step differ, so a kernel is not deterministic: pass deterministic=True"
+                    "two replays of a step differ, as by a kernel that is not deterministic (pass deterministic=True), "
+                    "or by the time"
                 )
             self._abstain_where_something_else_may_have_changed(call)
         self.report.counts["outputs"] += len(call.outputs)
@@ -241,14 +242,17 @@ class Replayer:
 
     def _abstain_where_something_else_may_have_changed(self, call: Call) -> None:
         """Loss or outputs are others in the replay. In the process that made them there is no other reason."""
-        if call.attributes.unknown:
-            names = ", ".join(call.attributes.unknown[:3])
-            raise UnjudgeableError(f"{names} of the module cannot be written down, and may have changed")
+        self._abstain_where_attributes_are_unknown(call)
         if not self._rank:
             raise UnjudgeableError(
                 "rank 0 does not get its own result again, so a step depends on what is not written down, as a global "
                 "value, or a layer that takes the place of another one"
             )
+
+    def _abstain_where_attributes_are_unknown(self, call: Call) -> None:
+        if call.attributes.unknown:
+            names = ", ".join(call.attributes.unknown[:3])
+            raise UnjudgeableError(f"{names} of the module cannot be written down, and may have changed")
 
     def _fill(self, call: Call) -> None:
         """Buffers, attributes and counters as they were."""
@@ -264,8 +268,14 @@ class Replayer:
         waiting = len(self._events)
         args, kwargs = tree_map(fresh_copy, call.inputs)
         self._exchanges = deque(call.exchanges)
-        with call.surroundings.entered(self._device):
-            outputs = [leaf for leaf in tree_leaves(self.twin.call(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        try:
+            with call.surroundings.entered(self._device):
+                outputs = [leaf for leaf in tree_leaves(self.twin.call(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        except (StopReplay, UnjudgeableError):
+            raise
+        except Exception:  # of a stranger's code
+            self._abstain_where_attributes_are_unknown(call)
+            raise
         if call.has_drawn:
             self._draws.setdefault(self._rank, []).append(call.surroundings)
         return outputs, [digest(leaf) for leaf in outputs], len(self._events) < waiting

@@ -9,16 +9,8 @@ Part: TypeAlias = Literal[
 ]
 Outcome: TypeAlias = Literal["pass", "fail", "abstain", "error"]
 COMPARED = (
-    "batches",
-    "samples",
-    "outputs",
-    "gradients",
-    "buffers",
-    "exchanges",
-    "reduced",
-    "steps",
-    "states",
-    "metrics",
+    *("batches", "samples", "outputs", "gradients", "buffers", "exchanges", "reduced"),
+    *("steps", "states", "metrics"),
 )
 _SHOWN = 5  # findings
 TAKEN = "taken as it is"  # the end of a note on what a replay follows without judging it
@@ -54,7 +46,7 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # true, and no mistake
     abstained: list[str] = field(default_factory=list)  # reasons why something was not judged
-    not_looked_at: list[str] = field(default_factory=list)  # what other ways to start it judge too
+    not_looked_at: list[str] = field(default_factory=list)  # nothing here says anything of it
     error: str | None = None
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COMPARED, 0))
     largest_share: float = 0.0  # of the bound, by a gradient averaged over ranks
