@@ -21,7 +21,7 @@ from lit_cifar import LitResNet
 from lit_cifar.errors import ConfigError
 from lit_cifar.tools import bench
 from lit_cifar.tools.bench import Row, Settings, command, interleaved, mode_speed, overhead
-from lit_cifar.tools.bench.overhead import COUNTERS, PlainLoop, Small
+from lit_cifar.tools.bench.overhead import COUNTERS, InTurn, PlainLoop, Small
 from lit_cifar.tools.bench.step_trace import STAGE, STEP
 from lit_cifar.tools.bench.trace import RankStep, chrome_trace, draw, on_one_clock
 
@@ -68,6 +68,17 @@ def test_the_plain_loop_computes_what_fit_computes(
     ((loss, accuracy),) = loop.logged
     assert loss == pytest.approx(float(trainer.callback_metrics["train/loss"]))
     assert accuracy == pytest.approx(float(trainer.callback_metrics["train/acc"]))
+
+
+@short
+def test_turns_go_on_in_the_next_epoch(tmp_path: Path) -> None:
+    """Of 3 turns of 3 steps in each of 3 epochs the first two are not timed."""
+    both = InTurn(str(tmp_path / "turns.json"), steps=3)
+    sizes = {"num_train": 88, "batch_size": 8}
+    fit(LitResNet(network=Small()), tmp_path, data(**sizes), callbacks=[both], max_epochs=3, log_every_n_steps=3)
+    found = json.loads((tmp_path / "turns.json").read_text())
+    assert [ours > 0 and plain > 0 for ours, plain in found["turns"]] == [True] * 7
+    assert all(count > 0 for counts in found["counts"].values() for count in counts)
 
 
 ROWS = {  # rounds, units, and between what the values of the last row lie

@@ -33,10 +33,12 @@ def added(title: str, folder: Path) -> list[str]:
     return command
 
 
-def succeeds(folder: Path, *arguments: str) -> None:
+def succeeds(folder: Path, *arguments: str) -> str:
+    """What the command prints."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
 
 
 def test_ci_names_tests_that_exist() -> None:
@@ -58,6 +60,17 @@ def test_what_is_added_is_verified(title: str, modes: int, tmp_path: Path) -> No
     succeeds(tmp_path, *added(title, tmp_path), *SMALL, *arch, "--trainer.accelerator=cpu", "--json", "found.json")
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert [row["passed"] for row in rows] == [True] * modes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_an_added_mode_is_judged_by_replay(tmp_path: Path) -> None:
+    added("A mode", tmp_path)
+    flags = [flag for flag in TINY if not flag.startswith("--trainer.max_epochs")]
+    flags += ["--trainer.strategy=ddp_scatter", "--trainer.devices=2", "--trainer.callbacks+=lit_cifar.Replay"]
+    words = ["-m", "lit_cifar", "fit", *flags, "--trainer.max_epochs=1", f"--run_dir={tmp_path / 'run'}"]
+    said = succeeds(tmp_path, *words)
+    assert "ScatterStrategy on 2 processes, 32-true: PASS" in said
 
 
 @pytest.mark.slow

@@ -7,8 +7,6 @@ import subprocess
 import sys
 import time
 import tomllib
-import warnings
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,7 +21,7 @@ from test_readme import check_benchmark, check_program
 sys.path.insert(0, str(SCRIPTS))
 
 from gpu_visit import __main__ as leader
-from gpu_visit import callbacks, processes
+from gpu_visit import processes
 from gpu_visit.plans import PLANS, Plan
 from gpu_visit.report import Report
 from gpu_visit.step import FailedError, Step, Visit
@@ -198,20 +196,6 @@ def test_the_wheels_cover_what_the_package_needs() -> None:
     assert {f"{each[1]}{each[2]}" for each in floors if each and each[1] not in of_the_machine} == there
 
 
-def test_warnings_about_waits_are_noted_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch gives them on a GPU."""
-    modes: list[str] = []
-    monkeypatch.setattr("torch.cuda.set_sync_debug_mode", modes.append)
-    places: Counter[str] = Counter()
-    with callbacks.warned_of(places):
-        for text in ("called a synchronizing CUDA operation (Triggered internally ...)", "another") * 2:
-            warnings.warn(text, stacklevel=1)
-    assert modes == ["warn", "default"]
-    ((place, count),) = places.items()
-    assert count == 2
-    assert place.startswith("tests/test_gpu_visit.py:")
-
-
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1300)
 def test_all_steps_run_on_a_cpu(tmp_path: Path) -> None:
@@ -223,5 +207,5 @@ def test_all_steps_run_on_a_cpu(tmp_path: Path) -> None:
     assert [step["status"] for step in results["steps"]] == ["ok"] * len(PLANS)
     assert done.returncode == 0, done.stderr
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names >= {"summary.md", "results.json", "log.txt", "trace.json.gz", "articles.json", "virtual-replicas.json"}
+    assert names >= {"summary.md", "results.json", "log.txt", "trace.json.gz", "articles.json"}
     assert {"recipe-fast_9_epochs.json", "default-metrics.csv"} <= names

@@ -100,8 +100,7 @@ def check_program(args: list[str]) -> None:
             parser_of(args[0]).parse_args([arg.replace("RUN/config.yaml", "configs/quickstart.yaml") for arg in args])
 
 
-_TRAIN = {"articles", "gallery", "loss_curves", "recipes", "same_bits", "shuffling", "trials", "virtual_replicas"}
-_TRAIN |= {"audit_cost", "step_parts"}
+_TRAIN = {"articles", "recipes", "same_bits", "trials"}
 
 
 def check_benchmark(script: str, args: list[str]) -> None:
@@ -156,7 +155,7 @@ def test_commands_parse(words: tuple[str, ...], capsys: pytest.CaptureFixture[st
         "python -m lit_cifar chaos --faults 20 --no_such=1",
         "python -m lit_cifar modes all",
         "torchrun --standalone --nproc-per-node=2 -m lit_cifar fit --model.no_such=1",
-        "python benchmarks/scripts/loss_curves.py losses.json --model.no_such=1",
+        "python benchmarks/scripts/trials.py default trials.json --model.no_such=1",
         "INTERFACE=ib0 sbatch configs/cluster/no_such.sh",
         "pytest -m slow --part=12/11",
         "make all",

@@ -1,4 +1,4 @@
-"""Small networks as users write them, for `verify_clean.py`: each has something that a mode could stumble over.
+"""Small networks as users write them, for `replay_clean.py`: each has something that a mode could stumble over.
 
 Each is a chain of blocks for images of any size, with layers that `tp` can split.
 """

@@ -1,4 +1,4 @@
-"""Fill README, docs and records with numbers of the recorded files: `python benchmarks/scripts/pages.py [--check]`.
+"""Fill README and docs with numbers of the recorded files: `python benchmarks/scripts/pages.py [--check]`.
 
 A place is `<!--n:NAME-->9e-14<!--/n-->` within a line, or a table between two such lines. Of a table the two lines of
 its header stay, and columns at the right that the record lacks. `--check` writes nothing and names what would change.
@@ -17,7 +17,6 @@ from string import ascii_lowercase
 from typing import Any, TypeAlias
 
 import gallery
-import silent_bugs as bugs
 from figures import PLANTED, farthest, mistakes
 
 from lit_cifar.mode import refusals
@@ -48,216 +47,85 @@ def largest(row: dict[str, Any]) -> float:
 
 def verified() -> Values:
     """Every mode beside one device: ResNet34, other networks, and runs that are right."""
-    two, four = ({row["mode"]: row for row in read(f"verify/2026-11-20/devices{n}_float64.json")} for n in (2, 4))
-    names = [f"verify/2026-11-22-networks/{name}_devices{{}}.json" for name in ("vit_tiny", "wide_resnet50_2")]
-    vit, wide = ([row for n in (2, 4) for row in read(name.format(n))] for name in names)
+    names = [f"{name}_devices{n}" for name in ("vit_tiny", "wide_resnet50_2") for n in (2, 4)]
+    networks = [row for name in names for row in read(f"verify/2026-11-22-networks/{name}.json")]
     clean = read("verify/2026-11-24-clean/clean.json")
     outcomes = Counter(mode["outcome"] for row in clean for mode in row["modes"])
     return {
-        "verify": [
-            [f"`{mode}`", brief(largest(two[mode])) if mode in two else "-", brief(largest(row))]
-            for mode, row in four.items()
-        ],
-        "verify-largest": brief(max(map(largest, four.values()))),
-        "networks": [[f"`{a['mode']}`", brief(largest(a)), brief(largest(b))] for a, b in zip(vit, wide, strict=True)],
-        "networks-largest": brief(max(map(largest, [*vit, *wide]))),
+        "verify-largest": brief(max(map(largest, read("verify/2026-11-20/devices4_float64.json")))),
+        "networks-largest": brief(max(map(largest, networks))),
         "clean-passed": f"{outcomes['passed']} of {outcomes.total()} runs of {len(clean)} configurations",
-        "clean": [
-            [row["configuration"], str(len(row["modes"])), brief(max(mode["difference"] for mode in row["modes"]))]
-            for row in clean
-        ],
     }
 
 
 def planted() -> Values:
-    """What the self-test says of each planted mistake, and what the curves of a training show of it."""
-    of_seeds = read("mistakes/2026-11-22-gallery/gallery.json", "of_seeds")
-    rows = {row["mutation"]: row for row in read("mistakes/2026-11-22-gallery/gallery.json")}
-    said = {it["mutation"]: it for it in json.loads(PLANTED.read_text())["findings"] if it["mutation"]}
-    parts = sorted((HERE / "mistakes/2026-11-24-unseen").glob("*.json"))
+    """How many planted mistakes the self-test finds, and how many the curves of a training do not show."""
+    of_seeds, rows = (read("mistakes/2026-11-22-gallery/gallery.json", key) for key in ("of_seeds", "rows"))
+    said = [it for it in json.loads(PLANTED.read_text())["findings"] if it["mutation"]]
+    parts = (HERE / "mistakes/2026-11-24-unseen").glob("*.json")
     unseen = [it for part in parts for it in json.loads(part.read_text())["findings"] if it["mutation"]]
     noise, finals = gallery.spread(of_seeds), [gallery.final(curves) for curves in of_seeds]
     widest = {kind: max(f[kind] for f in finals) - min(f[kind] for f in finals) for kind in noise}
-    yardsticks = {"noise": noise, "widest": widest}
 
     def hidden(by: dict[str, float]) -> str:
-        return str(sum(not gallery.is_seen(row, by) for row in rows.values()))
+        return str(sum(not gallery.is_seen(row, by) for row in rows))
 
     return {
-        "mistakes": [[f"`{name}`", it["imitates"], f"`{it['mode']}`", it["caught_by"]] for name, it in said.items()],
-        "unseen": [
-            [
-                f"`{it['mutation']}`",
-                it["imitates"],
-                f"`{it['mode']}`",
-                it["problems"][0] if it["right"] else "not found",
-            ]
-            for it in unseen
-        ],
         "unseen-found": f"{sum(it['right'] for it in unseen)} of {len(unseen)}",
         "mistakes-planted": str(len(said)),
-        "mistakes-found": str(sum(it["right"] for it in said.values())),
+        "mistakes-found": str(sum(it["right"] for it in said)),
         "mistakes-sized": str(sum(map(len, mistakes(PLANTED).values()))),
-        "gallery": [
-            [
-                f"`{name}`: {row['imitates']}",
-                f"`{row['mode']}`",
-                gallery.in_words(row, noise),
-                said[name]["problems"][0],
-            ]
-            for name, row in rows.items()
-        ],
-        **{f"gallery-{name}": hidden(by) for name, by in yardsticks.items()},
-        **{f"gallery-{name}-{kind}": f"{by[kind]:.2f}" for name, by in yardsticks.items() for kind in by},
+        "gallery-noise": hidden(noise),
+        "gallery-widest": hidden(widest),
     }
 
 
 def in_precisions() -> Values:
-    """Planted mistakes that `verify` finds in each precision, by a replay or without one."""
-    found: dict[str, dict[str, Any]] = {"64-true": {}, "32-true": {}, "bf16-mixed": {}, "virtual": {}}
-    for name, its in found.items():
+    """Planted mistakes that `verify` finds in float32 and bfloat16."""
+    values: Values = {}
+    for name in ("32-true", "bf16-mixed"):
         rows = json.loads((HERE / f"mistakes/2026-11-25-precisions/{name}.json").read_text())["findings"]
-        its |= {row["mutation"]: row for row in rows if row["mutation"] and not row["no_place"]}
-    virtual = found.pop("virtual")
-
-    def word(row: dict[str, Any]) -> str:
-        replayed = any(problem.startswith("replay: ") for problem in row["problems"])
-        alone = replayed and all(problem.startswith("replay: ") for problem in row["problems"])
-        return "missed" if not row["right"] else "by the replay alone" if alone else "found"
-
-    counted = [
-        sum(any(problem.startswith("replay: ") for problem in row["problems"]) for row in its.values())
-        for its in (found["32-true"], found["bf16-mixed"])
-    ]
-    found_there = sum(row["right"] for row in virtual.values())
-    return {
-        "precisions-virtual": f"{found_there} of {len(virtual)}",
-        "precisions": [
-            [f"`{name}`: {row['imitates']}", f"`{row['mode']}`", *(word(its[name]) for its in found.values())]
-            for name, row in found["32-true"].items()
-        ],
-        "precisions-replayed": " and ".join(map(str, counted)),
-        **{f"precisions-{n}": f"{sum(r['right'] for r in its.values())} of {len(its)}" for n, its in found.items()},
-    }
+        its = [row["right"] for row in rows if row["mutation"] and not row["no_place"]]
+        values[f"precisions-{name}"] = f"{sum(its)} of {len(its)}"
+    return values
 
 
 def compared() -> Values:
-    """Losses beside those of one device, and stock Lightning's on 2 and 4 processes and with another seed."""
-    curves, ends, gaps = read("modes/2026-11-21-steps/losses.json"), [], []
-    for row in curves:
-        ends.append([f"{loss:.3f}" for loss in (row["losses"][0], row["losses"][-1], row["expected_losses"][-1])])
-        gaps.append([abs(a - b) for a, b in zip(row["losses"], row["expected_losses"], strict=True)])
-    values: Values = {"curves-largest": brief(max(map(max, gaps))), "stock": []}
-    values["curves"] = [
-        [f"`{row['mode']}`", *end, brief(max(gap[:2])), brief(max(gap))]
-        for row, end, gap in zip(curves, ends, gaps, strict=True)
-    ]
-    for program in ("stock", "lit_cifar"):
-        rows = [row for row in read("stock-lightning/2026-11-24/stock.json") if row["program"] == program]
-        losses = {(row["processes"], row["seed"]): row["losses"] for row in rows}
-        apart = [f"{farthest({1: losses[1, 0], 2: losses[kind]}):.2g}" for kind in ((2, 0), (4, 0), (1, 1))]
-        values["stock"].append([program, *apart])
-        values |= {f"{program}-4": apart[1], f"{program}-seed": apart[2]}
-    return values
+    """Losses beside those of one device, and stock Lightning's on 4 processes and with another seed."""
+    pairs = [(row["losses"], row["expected_losses"]) for row in read("modes/2026-11-21-steps/losses.json")]
+    gaps = [abs(a - b) for losses, expected in pairs for a, b in zip(losses, expected, strict=True)]
+    rows = read("stock-lightning/2026-11-24/stock.json")
+    losses = {(row["program"], row["processes"], row["seed"]): row["losses"] for row in rows}
+
+    def apart(program: str, processes: int, seed: int) -> str:
+        return f"{farthest({1: losses[program, 1, 0], 2: losses[program, processes, seed]}):.2g}"
+
+    apart_by = {"stock-4": apart("stock", 4, 0), "stock-seed": apart("stock", 1, 1)}
+    return {"curves-largest": brief(max(gaps)), "lit_cifar-4": apart("lit_cifar", 4, 0), **apart_by}
 
 
 def replayed() -> Values:
     """What `Replay` says of the training scripts of public projects, and of trainings that are right."""
-    rows = read("replay/2026-11-24-projects/projects.json")
-    outcomes = Counter(row["outcome"] for row in rows)
+    outcomes = Counter(row["outcome"] for row in read("replay/2026-11-24-projects/projects.json"))
     clean = read("replay/2026-11-24-clean/clean.json")
-    seconds = [row["seconds"] / row["num_steps"] for row in clean if row["num_steps"]]
-    sizes = [row["mebibytes"] / row["num_steps"] for row in clean if row["num_steps"]]
-    kinds = ("one device", "`ddp`", "FSDP2")
-    groups: dict[str, list[dict[str, Any]]] = {
-        f"{kind}, {precision}": [] for kind in kinds for precision in ("64-true", "32-true", "bf16-mixed")
-    }
-    for row in clean:
-        kind = kinds[0] if row["num_ranks"] == 1 else kinds[2] if row["kind"] == "fsdp2" else kinds[1]
-        groups[f"{kind}, {row['precision']}"].append(row)
     return {
-        "replays-clean": [
-            [
-                name,
-                str(len(its)),
-                str(sum(row["outcome"] == "pass" for row in its)),
-                f"{max(row['largest_share'] for row in its):.2f}" if its[0]["num_ranks"] > 1 else "-",
-            ]
-            for name, its in groups.items()
-            if its
-        ],
-        "replays-clean-passed": f"{sum(row['outcome'] == 'pass' for row in clean)} of {len(clean)}",
         "replays-clean-wrong": f"{sum(row['outcome'] == 'fail' for row in clean) or 'none'} of {len(clean)}",
-        "replays-clean-seconds": f"{median(seconds):.2f} to {max(seconds):.1f} s",
-        "replays-clean-mebibytes": f"{median(sizes):.1f} to {max(sizes):.1f} MiB",
-        "projects": [
-            [
-                f"{row['repository']} {row['commit'][:7]}: `{row['script']}`",
-                f"{row['processes']}, {row['precision']}",
-                str(len(row["lines_added"])) + (f" + {changed}" if (changed := len(row["lines_changed"])) else ""),
-                row["outcome"],
-                *(str(row["counts"][what]) for what in ("steps", "samples", "gradients", "reduced", "states")),
-                f"{row['seconds']:.0f}",
-                f"{row['replay_seconds']:.1f}",
-                row["first_try"],
-            ]
-            for row in rows
-        ],
         "projects-outcomes": ", ".join(f"{number} {outcome}" for outcome, number in outcomes.most_common()),
     }
 
 
-def found_of(file: str) -> str:
-    """Of how many of the cases `Replay` fails, and not on the mended twin."""
+def found_of(file: str, kind: str) -> tuple[int, int]:
+    """Of how many cases `Replay` fails, or notes something, and of how many in all; not on the mended twin too."""
     rows = read(f"silent_bugs/2026-11-25/{file}")
-    return f"{sum(row['found'] == 'fail' and not row['false_alarm'] for row in rows)} of {len(rows)}"
-
-
-def unseen_bugs(file: str) -> str:
-    """What became of the cases that were written after the checks of the first record."""
-    rows = read(f"silent_bugs/2026-11-25/{file}")
-    alarms = sum(bool(row["false_alarm"]) for row in rows)
-    found, noted = (sum(row["found"] == kind and not row["false_alarm"] for row in rows) for kind in ("fail", "note"))
-    missed = len(rows) - found - noted
-    return f"{found} is found, {noted} are noted, {missed} missed, and {alarms or 'no'} mended twin is called wrong"
+    return sum(row["found"] == kind and not row["false_alarm"] for row in rows), len(rows)
 
 
 def silent_bugs() -> Values:
-    """Which bugs of public trackers `Replay` finds, and which of them the losses show."""
-    rows = read("silent_bugs/2026-11-25/results.json")
-    words = {"fail": "found", "note": "noted", "": "missed"}
-    for row in rows:
-        row["found"] = "" if row["false_alarm"] else row["found"]  # what fails mended too finds nothing
-
-    def counted(its: list[dict[str, Any]]) -> list[str]:
-        numbers = [len(its), *(sum(row["found"] == kind for row in its) for kind in words)]
-        return [*map(str, numbers), str(sum(row["beyond_seed_noise"] for row in its))]
-
-    kinds = sorted({row["class"] for row in rows})
+    """Which bugs of public trackers `Replay` finds."""
     return {
-        "silent-bugs-classes": [
-            [name, *counted(its)]
-            for name, its in (*((kind, [r for r in rows if r["class"] == kind]) for kind in kinds), ("all", rows))
-        ],
-        "silent-bugs": [
-            [
-                f"[{row['case']}]({row['report']})",
-                words[row["found"]],
-                (row["said"] or ["-"])[0].split(" differs")[0].split(" is not ")[0].replace("|", "/"),
-                "yes" if row["beyond_seed_noise"] else "no",
-            ]
-            for row in rows
-        ],
-        "silent-bugs-found": found_of("results.json"),
-        "silent-bugs-localised": str(sum(r["found"] == "fail" and ": the loss" not in r["said"][0] for r in rows)),
-        "silent-bugs-blind": found_of("unseen.json"),
-        "silent-bugs-noted": str(sum(row["found"] == "note" for row in rows)),
-        "silent-bugs-by-losses": str(sum(row["beyond_seed_noise"] for row in rows)),
-        "silent-bugs-tools": bugs.compared(),
-        "silent-bugs-unseen": unseen_bugs("unseen.json"),
-        "silent-bugs-unseen-again": unseen_bugs("unseen_again.json"),
-        "silent-bugs-false": f"{sum(bool(row['false_alarm']) for row in rows) or 'none'}",
-        "silent-bugs-seconds": f"{median(row['seconds'] for row in rows):.0f} s",
+        "silent-bugs-found": "{} of {}".format(*found_of("results.json", "fail")),
+        "silent-bugs-blind": "{} of {}".format(*found_of("unseen.json", "fail")),
+        "silent-bugs-noted": str(found_of("results.json", "note")[0]),
     }
 
 
@@ -285,67 +153,13 @@ def chaos() -> Values:
 
 
 def audited() -> Values:
-    """Faults of one rank that audits of replicas have found, and what an audit takes."""
-    trials = [trial for row in read("drift/2026-11-26/faults.json") for trial in row["trials"]]
-    values: Values = {"audits": []}
-    for kind in dict.fromkeys(trial["kind"] for trial in sorted(trials, key=lambda trial: trial["kind"])):
-        its = [trial for trial in trials if trial["kind"] == kind]
-        found = {ranks: [trial for trial in its if trial["found"] and trial["ranks"] == ranks] for ranks in (2, 3)}
-        numbers = [f"{len(found[ranks])} of {sum(trial['ranks'] == ranks for trial in its)}" for ranks in (3, 2)]
-        named = [str(sum(trial["found"]["rank"] for trial in found[ranks])) for ranks in (3, 2)]
-        values["audits"].append([kind, numbers[0], named[0], numbers[1], named[1]])
-    none, some = read("drift/2026-11-26/cost.json")
-    values["audit-steps"] = f"{median(some['audit_steps']):.2f}"
-    values["audit-worst"] = f"{max(some['audit_steps']):.2f}"
-    values["audit-share"] = f"{median(some['audit_steps']) / 2:.1f} %"  # of 200 steps
-    values["audit-memory"] = f"{some['peak_mib']:.0f} MiB with audits, {none['peak_mib']:.0f} without"
-    return values
-
-
-def hung() -> Values:
-    """Ranks that fail or hang on purpose: are they named, and their lines, and when?"""
-    rows = read("hangs/2026-11-26/hangs.json")
-    faulty = [row for row in rows if "rank" in row]
-    lines = [row["line"] for row in faulty if row["line"] is not None]
-    seconds = sorted(row["seconds"] for row in faulty if row["seconds"] is not None)
-    values: Values = {
-        "hangs": f"{len(faulty)} cases of {len({row['case'].partition(' in ')[0] for row in faulty})} kinds",
-        "hangs-named": str(sum(second <= 15 for second in seconds)),
-        "hangs-slowest": f"{seconds[-1]:.1f} s",
-        "hangs-ranks": str(sum(row["rank"] for row in faulty)),
-        "hangs-lines": f"{sum(lines)} of {len(lines)}",
-        "healthy": f"{sum(not row['ended'] for row in rows if 'ended' in row)} of {len(rows) - len(faulty)}",
-        "hangs-kinds": [],
-    }
-    for act in dict.fromkeys(row["case"].partition(" in ")[0] for row in faulty):
-        its = [row for row in faulty if row["case"].partition(" in ")[0] == act]
-        known = [row["line"] for row in its if row["line"] is not None]
-        latest = max((row["seconds"] for row in its if row["seconds"] is not None), default=None)
-        cells = [act, str(len(its)), str(sum(row["rank"] for row in its)), f"{sum(known)} of {len(known)}"]
-        values["hangs-kinds"].append([*cells, "-" if latest is None else f"{latest:.1f} s"])
-    return values
+    """What an audit of replicas takes."""
+    return {"audit-steps": f"{median(read('drift/2026-11-26/cost.json')[1]['audit_steps']):.2f}"}
 
 
 def paused() -> Values:
-    """Healthy runs with a pause: are they ended, and when is the rank named?"""
-    rows = read("hangs/2026-11-26-pauses/pauses.json")
-    ended = [row for row in rows if row["status"] or not row["finished"]]
-    notices = [second for row in rows for second in row["notices_after_s"]]
-    values: Values = {
-        "pauses": str(len(rows)),
-        "pauses-ended": str(len(ended)),
-        "pauses-named": str(sum(bool(row["notices_after_s"]) for row in rows)),
-        "pauses-notices": f"{min(notices):.0f} to {max(notices):.0f} s",
-        "pauses-kinds": [],
-    }
-    for act, place in dict.fromkeys((row["act"], row["place"]) for row in rows):
-        its = [row for row in rows if (row["act"], row["place"]) == (act, place)]
-        cells = [
-            f"{sum(row in ended for row in its if row['seconds'] == long)} of {n}" if n else "-"
-            for long, n in ((long, sum(row["seconds"] == long for row in its)) for long in (20, 60, 300))
-        ]
-        values["pauses-kinds"].append([act, place, *cells])
-    return values
+    """How many healthy runs had a pause."""
+    return {"pauses": str(len(read("hangs/2026-11-26-pauses/pauses.json")))}
 
 
 def recovered() -> Values:
@@ -353,22 +167,12 @@ def recovered() -> Values:
     values: Values = {}
     for key, prefix in {"kills": "", "kills-memory": "memory_"}.items():
         rows = [row for size in ("two", "four") for row in read(f"chaos/2026-11-26-kills/{prefix}{size}.json")]
-        found, medians = [], []
+        medians = []
         for row in rows:
             kills = [event for event in row["events"] if event["fault"]["kind"] == "kill"]
             away = [event["away_s"] for event in kills if event["away_s"] and event["fault"]["aim"] != "start"]
-            cells = [
-                f"`{row['mode']}`",
-                str(row["sizes"][0]),
-                str(len(kills)),
-                str(row["missing"]),
-                str(row["doubled"]),
-            ]
-            cells += [brief(row["difference"]), f"{row['repeated']} in {row['restarts']}"]
-            times = [f"{median(away):.2f}", f"{max(away):.2f}", str(len(away))]
-            found.append([*cells, *times])
-            medians.append((median(away), f"{times[0]} and {times[1]} s (`{row['mode']}`)"))
-        values |= {key: found, f"{key}-best": min(medians)[1], f"{key}-worst": max(medians)[1]}
+            medians.append((median(away), f"{median(away):.2f} and {max(away):.2f} s (`{row['mode']}`)"))
+        values |= {f"{key}-best": min(medians)[1], f"{key}-worst": max(medians)[1]}
         values[f"{key}-repeated"] = " in ".join(
             str(sum(row[name] for row in rows)) for name in ("repeated", "restarts")
         )
@@ -379,7 +183,7 @@ def trained() -> Values:
     """Losses and accuracies of trainings."""
     runs = {"stem": "articles/2026-11-20/seed0", "plain": "articles/2026-11-23-plain-momentum/seed0"}
     runs |= {f"seed{seed}": f"articles/2026-11-20-torchvision-stem/seed{seed}" for seed in (0, 1)}
-    values: Values = {"evaluation": [], "recipes": []}
+    values: Values = {"recipes": []}
     for name, run in runs.items():
         losses = [f"{float(row['train/loss']):.2f}" for row in table(f"{run}/fit/metrics.csv") if row["train/loss"]]
         values[f"articles-{name}-losses"] = " ".join(losses[:6])
@@ -389,9 +193,6 @@ def trained() -> Values:
         rows = table(f"modes/2026-11-20-epoch/{mode}/fit/metrics.csv")
         speeds = [float(row["train/images_per_s"]) for row in rows if row["train/images_per_s"]]
         values[f"epoch-{mode}"] = f"{statistics.median(speeds):.0f}"
-    for n in (1, 2, 3, 4, 7):
-        of_all = table(f"evaluation/2026-11-20/ddp{n}/per_rank.csv")[-1]
-        values["evaluation"].append([str(n), f"{int(of_all['correct']):,}", f"{int(of_all['total']):,}"])
     for record in ("cpu/cpu", "gpu/fast94", "gpu/fast95", "gpu/fast96"):
         (row,) = read(f"recipes/2026-11-23-{record}.json")
         name = "cpu" if record == "cpu/cpu" else f"muon_{row['epochs']}_epochs"
@@ -417,7 +218,6 @@ def on_one_gpu() -> Values:
     for figures in (found for found in speed if "images_per_s" in found["figures"]):
         name = "gpu-" + re.sub(r"\W+", "-", figures["name"])
         values[name] = f"{figures['figures']['images_per_s']:,.0f}"
-        values[f"{name}-ms"] = f"{512e3 / figures['figures']['images_per_s']:.1f}"
     graphs = json.loads((HERE / "recipes/2026-11-23-gpu/sgd_epochs.json").read_text())
     for name, part in {"gpu-graphs": "training_s", "gpu-graphs-epoch": "total_s"}.items():
         values[name] = f"{graphs['images'] / graphs['median'][part]:,.0f}"
@@ -430,104 +230,44 @@ def on_one_gpu() -> Values:
 def on_one_h200() -> Values:
     """Every mode beside one device, a step of `fit` beside that of a plain loop, recipes."""
     folder = "gpu/2026-11-26"
-    values: Values = {"h200-modes": [], "h200-steps": [], "h200-recipes": []}
     (step,) = read(f"{folder}/modes.json", "steps")
-    rows = {name: each["figures"] for name, each in step["findings"].items() if each["status"] == "ok"}
-    values["h200-largest"] = brief(max(map(largest, rows.values())))
-    for name, row in rows.items():
-        differences = [
-            brief(row["differences"][kind]) for kind in ("loss", "parameters", "buffers", "optimizer", "logits")
-        ]
-        values["h200-modes"].append(
-            [f"`{row['mode']}`{name.removeprefix(row['mode'])}", str(row["processes"]), *differences]
-        )
+    rows = [each["figures"] for each in step["findings"].values() if each["status"] == "ok"]
+    by_mode = {row["mode"]: row for row in reversed(rows)}  # of `ddp_mp` the one of four devices
     status = ["single", "dp", "ddp", "ddp_spawn", "mp", "ddp_mp", "pp", "ddp_pp", "fsdp2", "tp"]
-    by_mode = {row["mode"]: row for row in reversed(rows.values())}  # of `ddp_mp` the one of four devices
-    values["h200-status"] = [
-        ["none" if mode == "single" else f"`{mode}`", brief(largest(by_mode[mode])), str(by_mode[mode]["processes"])]
-        for mode in status
-    ]
-    of_step = {
-        name: read(f"{folder}/step-{name}.json", "turns")
-        for name in ("eager", "eager-fit-alone", "graphs-fit-alone", "compiled", "compiled-again", "compiled-alone")
-    }
-    for name in ("eager", "graphs"):
-        of_step[f"{name}-fit-alone"] |= read(f"{folder}/step-{name}-plain-alone.json", "turns")
-    titles = {
-        "eager": "eager, in turn",
-        "eager-fit-alone": "eager, alone",
-        "graphs-fit-alone": "CUDA graphs, alone",
-        "compiled": "compiled, in turn",
-        "compiled-again": "compiled, in turn, again",
-        "compiled-alone": "compiled, in turn, nothing beside it",
+    values: Values = {
+        "h200-status": [
+            ["none" if mode == "single" else f"`{mode}`", brief(largest(row)), str(row["processes"])]
+            for mode, row in ((mode, by_mode[mode]) for mode in status)
+        ]
     }
     ratios = {}
-    for name, title in titles.items():
-        cells, medians = [], []
-        for way in ("fit", "plain loop"):
-            walls = [turn["wall"] for turn in of_step[name][way]]
-            medians.append(median(walls))
-            cells += [f"{median(walls):.2f}", f"{min(walls):.2f}, {max(walls):.2f}"]
-        ratios[name] = f"{medians[0] / medians[1]:.2f}"
-        values["h200-steps"].append([title, *cells, ratios[name]])
-        values |= {f"h200-{name}-fit": cells[0], f"h200-{name}-plain": cells[2]}
-    values |= {"h200-eager-ratio": ratios["eager"], "h200-graphs-ratio": ratios["graphs-fit-alone"]}
+    for name in ("eager", "graphs-fit-alone", "compiled", "compiled-again", "compiled-alone"):
+        turns = read(f"{folder}/step-{name}.json", "turns")
+        if name == "graphs-fit-alone":
+            turns |= read(f"{folder}/step-graphs-plain-alone.json", "turns")
+        fit, plain = (median(turn["wall"] for turn in turns[way]) for way in ("fit", "plain loop"))
+        values |= {f"h200-{name}-fit": f"{fit:.2f}", f"h200-{name}-plain": f"{plain:.2f}"}
+        ratios[name] = f"{fit / plain:.2f}"
     compiled = sorted(ratio for name, ratio in ratios.items() if name.startswith("compiled"))
     values["h200-compiled-ratio"] = f"{compiled[0]} to {compiled[-1]}"
-    flat = next(row for row in read(f"{folder}/graphs-flat.json", "rows") if row["mode"] == "ddp_flat")
-    values["h200-flat"] = brief(largest(flat))
-    for name, way in {"h200-eager-host": "fit", "h200-eager-host-plain": "plain loop"}.items():
-        values[name] = f"{median(turn['cpu'] for turn in of_step['eager'][way]):.1f}"
-    (fit,) = (each for way, each in read(f"{folder}/step-eager.json", "profiles").items() if way == "fit")
-    spans = sum(row[2] for row in fit["by_kernel"] if row[0].startswith("Optimizer.step"))  # no kernel
-    values["h200-eager-kernels"] = f"{fit['kernels_ms'] - spans:.1f}"
-    *_, last = (row for row in table(f"{folder}/default/metrics.csv") if row["val/acc"])
-    values |= {
-        f"h200-default-{split}": f"{100 * float(last[f'{split}/acc']):.{digits}f}"
-        for split, digits in (("val", 2), ("train", 1))
-    }
     values["h200-default"] = f"{read(f'{folder}/default/test.json', 'correct') / 100:.2f}"
     for short, name in {"fast": "fast_9_epochs", "muon": "muon_12_epochs"}.items():
         runs = read(f"recipes/2026-11-26-gpu/{name}.json")
-        views = [[row[key] / 100 for row in runs] for key in ("correct", "correct_flipped")]
-        cells = [f"{statistics.fmean(each):.2f} ± {statistics.stdev(each):.2f} %" for each in views]
-        cells += [f"{min(views[1]):.2f} %", f"{median(row['train_s'] for row in runs):.1f} s"]
-        cells += [f"{median(row['seconds'] for row in runs):.1f} s", str(len(runs))]
-        values["h200-recipes"].append([f"`{name}.yaml`", *cells])
-        values |= {
-            f"h200-{short}": f"{statistics.fmean(views[0]):.2f} %",
-            f"h200-{short}-mirrored": f"{statistics.fmean(views[1]):.2f} %",
-        }
-        values[f"h200-{short}-time"] = cells[3]
-    runs = read("recipes/2026-11-26-default/trials.json")
-    base = next(run for run in runs if run["trial"] == "the recipe")
-    values["h200-trials"] = [
-        [
-            run["trial"],
-            *(f"{100 * run[key] / run['total']:.2f} %" for key in ("correct", "correct_flipped")),
-            f"{100 * (run['correct'] - base['correct']) / run['total']:+.2f}",
-        ]
-        for run in sorted(runs, key=lambda run: -run["correct"])
-    ]
+        for key, suffix in {"correct": "", "correct_flipped": "-mirrored"}.items():
+            values[f"h200-{short}{suffix}"] = f"{statistics.fmean(row[key] for row in runs) / 100:.2f} %"
+        values[f"h200-{short}-time"] = f"{median(row['train_s'] for row in runs):.1f} s"
     return values
 
 
 def same_bits() -> Values:
-    """Digests of what was trained, and what virtual replicas cost."""
-    values: Values = {"same-bits-price": []}
-    peaks = {(row["processes"], row["parts"]): row["peak_mib"][0] for row in read("same-bits/2026-11-22/memory.json")}
+    """What virtual replicas cost."""
+    values: Values = {}
     for row in read("same-bits/2026-11-22/price.json"):
-        processes, parts, prices = row["processes"], row["parts"], row["price"]
-        price = f"{statistics.median(prices):.2f}" if parts else "1"
-        spread = f"{min(prices):.2f} to {max(prices):.2f}" if parts else ""
-        cells = [str(processes), str(parts or "none"), f"{statistics.median(row['step_s']):.2f}", price, spread]
-        values["same-bits-price"].append([*cells, f"{peaks[processes, parts]:.0f}"])
-        values[f"same-bits-price-{processes}-{parts or 0}"] = price
-        values[f"same-bits-peak-{processes}-{parts or 0}"] = f"{peaks[processes, parts]:.0f}"
-    for name in ("2026-11-22/digests", "2026-11-23-epoch/digests", "2026-11-23-epoch/digests_bf16"):
-        rows = read(f"same-bits/{name}.json")
-        cells = [[row["precision"], row["mode"], str(row["devices"]), f"`{row['sha256'][:16]}`"] for row in rows]
-        values["same-bits-" + name.replace("/", "-")] = cells
+        if row["parts"]:
+            price = f"{statistics.median(row['price']):.2f}"
+            values[f"same-bits-price-{row['processes']}-{row['parts']}"] = price
+    for row in read("same-bits/2026-11-22/memory.json"):
+        values[f"same-bits-peak-{row['processes']}-{row['parts'] or 0}"] = f"{row['peak_mib'][0]:.0f}"
     return values
 
 
@@ -574,7 +314,6 @@ def main(*, check: bool) -> int:
         | silent_bugs()
         | chaos()
         | audited()
-        | hung()
         | paused()
         | recovered()
         | trained()

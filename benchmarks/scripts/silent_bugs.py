@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -45,28 +44,6 @@ def tools(record: Path = RECORD) -> dict[str, Rows]:
 
 def count(rows: Rows, word: str) -> int:
     return sum(row["word"] == word for row in rows)
-
-
-def compared(record: Path = RECORD) -> list[list[str]]:
-    """A row for each tool, and below it one of `Replay` on the same cases."""
-    found = tools(record)
-    lines = []
-    for tool, rows in found.items():
-        cases = {row["case"] for row in rows}
-        same = [row for row in found["Replay"] if row["case"] in cases]
-        for name, its in ((tool, rows), (f"`Replay`, the same {len(same)}", same))[: 1 if tool == "Replay" else 2]:
-            lost = count(its, "no answer")
-            curves = name == "loss curves"
-            lines.append(
-                [
-                    "`Replay`" if name == "Replay" else name,
-                    f"{len(its)}" + (f", {lost} without an answer" if lost else ""),
-                    *("-" if curves and word == "noted" else str(count(its, word)) for word in ("found", "noted")),
-                    "not counted" if curves else str(sum(bool(row["false_alarm"]) for row in its)),
-                    "-" if curves else f"{median(row['seconds'] for row in its):.0f}",
-                ]
-            )
-    return lines
 
 
 def drawn(record: Path) -> Figure:

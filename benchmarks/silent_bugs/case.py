@@ -20,9 +20,7 @@ import torch.multiprocessing as mp
 BUG = os.environ.get("SILENT_BUG", "1") == "1"
 SEED = int(os.environ.get("SILENT_BUG_SEED", "0"))
 STEPS = 64  # that are replayed: in these small trainings, most or all
-_WATCHED = os.environ.get("SILENT_BUG_TOOL") == "replay"
-TORCH_CHECKS = os.environ.get("SILENT_BUG_TOOL") == "torch-checks"
-torch.autograd.set_detect_anomaly(TORCH_CHECKS)
+_WATCHED = os.environ.get("SILENT_BUG_WATCHED") == "1"
 _OUT = Path(os.environ.get("SILENT_BUG_OUT", "."))  # gets `losses.jsonl` and `reports.jsonl`
 
 
@@ -38,7 +36,7 @@ def watching() -> list[Any]:
     from watcher import Watcher  # not loaded by a project in plain PyTorch
 
     if not _WATCHED:
-        return [Watcher(None, report_loss, write_report, detects_anomaly=TORCH_CHECKS)]
+        return [Watcher(None, report_loss, write_report)]
     from lit_cifar import Replay  # not loaded by a run that nobody watches
 
     replay = Replay(STEPS)

@@ -1,10 +1,10 @@
 """Runs every case with its bug and mended, each watched by `Replay`, and writes what was found.
 
-    python benchmarks/silent_bugs/run.py --out RECORD.json [--tool TOOL] [CASE ...]
+    python benchmarks/silent_bugs/run.py --out RECORD.json [CASE ...]
 
 A run is "found" if a report fails, "noted" if it has a note or a reason to abstain that the mended twin has not, with
 whatever numbers and names. It is a false alarm if a report of the mended twin fails. Beside it the losses: do those
-with the bug leave the range of the mended twin's under five seeds? `other_tools.py` says how other tools are run.
+with the bug leave the range of the mended twin's under five seeds?
 """
 
 import argparse
@@ -15,14 +15,11 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import other_tools
 from case import STEPS
 
 from lit_cifar.tools.terminal import about
@@ -32,16 +29,15 @@ SEEDS = 5
 LIMIT_S = 600
 
 
-def run(case: str, *, bug: bool, seed: int = 0, tool: str = "") -> dict[str, Any]:
+def run(case: str, *, bug: bool, seed: int = 0, watched: bool = False) -> dict[str, Any]:
     """Reports, losses, seconds and the exit status of one run."""
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)]),
             "SILENT_BUG": str(int(bug)),
             "SILENT_BUG_SEED": str(seed),
-            "SILENT_BUG_TOOL": tool,
+            "SILENT_BUG_WATCHED": str(int(watched)),
             "SILENT_BUG_OUT": folder,
-            **other_tools.environment(case, tool),
         }
         start = perf_counter()
         project = HERE / "cases" / case / "project.py"
@@ -58,7 +54,6 @@ def run(case: str, *, bug: bool, seed: int = 0, tool: str = "") -> dict[str, Any
         "reports": [json.loads(line) for line in lines["reports.jsonl"]],
         "losses": [float(line) for line in lines["losses.jsonl"]],
         "error": done.stderr[-500:] if done.returncode else "",
-        "stderr": done.stderr,
     }
 
 
@@ -75,7 +70,7 @@ def kind(line: str) -> str:
 
 def judged(case: str) -> dict[str, Any]:
     """What `Replay` and the losses say of a case."""
-    with_bug, mended = run(case, bug=True, tool="replay"), run(case, bug=False, tool="replay")
+    with_bug, mended = (run(case, bug=bug, watched=True) for bug in (True, False))
     others = [run(case, bug=False, seed=seed) for seed in range(1, SEEDS)]
     findings = said(with_bug, "findings")
     known = {kind(line) for what in ("notes", "abstained") for line in said(mended, what)}
@@ -115,28 +110,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="Default: all.")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE")
-    parser.add_argument("--tool", choices=["replay", "torch-checks", "traincheck"], default="replay")
-    parser.add_argument("--bin", type=Path, default=Path(sys.executable).parent, help="Where TrainCheck is installed.")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="Begin with every Nth case.")
     parser.add_argument("--at-once", type=int, default=os.cpu_count(), metavar="N", help="Cases beside each other.")
     options = parser.parse_args()
     cases = options.cases or sorted(path.name for path in (HERE / "cases").iterdir())
     cases = [case for first in range(options.every) for case in cases[first :: options.every]]
     record: dict[str, Any] = about() | {"steps": STEPS, "seeds": SEEDS, "rows": []}
-    judge: Callable[[str], dict[str, Any]] = judged
-    if options.tool == "torch-checks":
-        record |= {"tool": "torch's own checks", "seeds": 1}
-        judge = partial(other_tools.torch_checks, run)
-    elif options.tool == "traincheck":
-        record |= {"tool": "TrainCheck", "seeds": 3, "tool_versions": other_tools.versions(options.bin)}
-        judge = partial(other_tools.traincheck, options.bin)
     rows = record["rows"]
     with ThreadPoolExecutor(options.at_once) as pool:
-        for row in pool.map(judge, cases):
+        for row in pool.map(judged, cases):
             rows.append(row)
             print(f"{row['case']:32} {row['found'] or '-':5} {'FALSE ALARM' if row['false_alarm'] else ''}", flush=True)
             options.out.write_text(json.dumps(record, indent=1) + "\n")
-    return int(options.tool == "replay" and any(row["false_alarm"] or any(row["exit_status"]) for row in rows))
+    return int(any(row["false_alarm"] or any(row["exit_status"]) for row in rows))
 
 
 if __name__ == "__main__":

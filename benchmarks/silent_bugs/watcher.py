@@ -4,25 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
 
 class Watcher(pl.Callback):
     """Beside `Replay`, if there is one."""
 
-    def __init__(
-        self,
-        replay: Any,
-        report_loss: Callable[[Any], None],
-        write_report: Callable[..., None],
-        *,
-        detects_anomaly: bool = False,
-    ) -> None:
+    def __init__(self, replay: Any, report_loss: Callable[[Any], None], write_report: Callable[..., None]) -> None:
         self.replay, self.report_loss, self.write_report = replay, report_loss, write_report
-        self._detects_anomaly = detects_anomaly
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        torch.autograd.set_detect_anomaly(self._detects_anomaly)  # which the trainer has set to its own
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs

@@ -1,7 +1,6 @@
 """Is one kind of run better than another, or is the difference no larger than between seeds?"""
 
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,17 +111,8 @@ def read_run(run: str | Path) -> dict[str, float]:
 
 
 def read_shuffling(record: str | Path) -> pd.DataFrame:
-    """What `benchmarks/scripts/shuffling.py` has written, a row for each run: seed, processes, set_epoch, accuracy, loss.
-
-    Raises:
-        ConfigError: There is no such file.
-    """
-    path = Path(record)
-    if not path.is_file():
-        raise ConfigError(
-            f"there is no record {path}", remedy=f"python benchmarks/scripts/shuffling.py {shlex.quote(str(path))}"
-        )
-    frame = pd.DataFrame(json.loads(path.read_text(encoding="utf-8"))["rows"])
+    """A row for each run of benchmarks/shuffling/2026-11-23: seed, processes, set_epoch, accuracy, loss."""
+    frame = pd.DataFrame(json.loads(Path(record).read_text(encoding="utf-8"))["rows"])
     frame = frame.assign(accuracy=frame["correct"] / frame["total"], loss=frame["losses"].str[-1])
     return frame[["seed", "processes", "set_epoch", "accuracy", "loss"]]
 

@@ -102,7 +102,6 @@ PLANS = (
     Plan("images per second on several GPUs", speed.scaling, limit_s=200),
     Plan("recovery on several GPUs", speed.recovery, limit_s=120),
     Plan("long recipes once", partial(records.recipe_runs, records.LONG, seeds=range(1, 2)), limit_s=300),
-    Plan("price of virtual replicas", records.virtual_replicas, limit_s=150),
     Plan("images per second, and where the time goes", speed.throughput, limit_s=240),
     Plan("tests in one process", partial(proofs.tests, marker="not slow"), limit_s=120),
     Plan("no host waits between log points", waits, limit_s=120),

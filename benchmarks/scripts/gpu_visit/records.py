@@ -4,7 +4,6 @@ import csv
 import json
 from collections.abc import Sequence
 from functools import partial
-from statistics import median
 from typing import Any
 
 import recipes
@@ -75,21 +74,6 @@ def _articles(step: Step) -> tuple[str, dict[str, Any]]:
     rows = _record(step, "articles", "articles", "--seeds=1", *flags)
     shown = [f"{row['name']}: {100 * row['correct'] / row['total']:.2f} % (printed {row['printed']})" for row in rows]
     return "; ".join(shown), {"rows": rows}
-
-
-def virtual_replicas(step: Step) -> None:
-    """Of `--virtual_replicas`, the time of a step over that without it."""
-
-    def check() -> tuple[str, dict[str, Any]]:
-        size = ["--rounds=3"] if step.visit.on_gpu else ["--rounds=1", "--model.arch=tiny"]
-        file = step.visit.out / "virtual-replicas.json"
-        step.output_of("price", "virtual_replicas", str(file), "--only=time", *size, limit_s=_LIMIT_S)
-        rows = json.loads(file.read_text())["rows"]
-        with_parts = [row for row in rows if row["parts"]]
-        shown = [f"{r['processes']} processes, {r['parts']} parts: {median(r['price']):.2f} x" for r in with_parts]
-        return "; ".join(shown), {"rows": rows}
-
-    step.check("price", check)
 
 
 def _flags(step: Step) -> list[str]:

@@ -26,31 +26,8 @@ _USUAL += ["--data.drop_last=true", "--data.dataset=synthetic"]  # each shape of
 
 
 def plain_loop(step: Step) -> None:
-    """`fit` beside it and with single things switched off, eager and compiled; without a GPU eager alone."""
-    both = '--ways=["fit", "plain loop"]'
-    runs = {
-        "eager": ["--record"],
-        "eager, plain loop alone": ["--alone", "--record"],
-        "eager, fit alone": ['--ways=["fit"]'],
-        "compiled": ["--model.compile=true", both],
-        "CUDA graphs, fit alone": ["--model.compile=cuda_graphs", '--ways=["fit"]', "--record"],
-        "CUDA graphs, plain loop alone": ["--model.compile=cuda_graphs", "--alone", "--record"],
-    }
-    for name, flags in runs.items() if step.visit.on_gpu else [*runs.items()][:3]:
-        step.check(name, partial(_parts, step, name, flags))
-
-
-def _parts(step: Step, name: str, flags: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    file = step.visit.out / f"step-{'-'.join(name.replace(',', '').split())}.json"
-    size = ["--trainer.accelerator=gpu", "--trainer.precision=bf16-mixed", "--trainer.benchmark=true", _CHANNELS_LAST]
-    if not step.visit.on_gpu:
-        size = ["--trainer.accelerator=cpu", "--model.arch=tiny", "--model.stem=imagenet"]
-        size += ["--steps=3", "--rounds=2", "--batch=8"]
-    step.output_of(file.stem, "step_parts", str(file), *size, *flags)
-    turns = json.loads(file.read_text())["turns"]
-    walls = {way: [turn["wall"] for turn in found] for way, found in turns.items() if found}
-    shown = [f"{way} {median(each):.2f} ({min(each):.2f} to {max(each):.2f})" for way, each in walls.items()]
-    return f"ms of a step: {', '.join(shown)}", {way: median(each) for way, each in walls.items()}
+    """A step of `fit` beside one of a plain loop, in turn."""
+    _bench(step, "overhead")
 
 
 def recovery(step: Step) -> None:
@@ -81,6 +58,7 @@ def throughput(step: Step) -> None:
     if step.visit.on_gpu:
         step.check("channels_last, compiled", partial(_fit, step, "both", [_CHANNELS_LAST, _COMPILE]))
         step.check("compiled", partial(_fit, step, "compiled", [_COMPILE]))
+        step.check("CUDA graphs", partial(_fit, step, "graphs", [_CHANNELS_LAST, "--model.compile=cuda_graphs"]))
         step.check("eager", partial(_fit, step, "eager", []))
 
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from lit_cifar import internals
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
+from lit_cifar.data.synthetic import MAX_IMAGES
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.resnet import SHAPES, BasicBlock, TinyResNet
 from lit_cifar.task.module import LitResNet
@@ -72,20 +73,21 @@ def measure(settings: Settings) -> list[Row]:
 def _in_turn(
     settings: Settings, flags: list[str], *, turns: int, steps: int, batch_size: int, threads: int = 1
 ) -> tuple[Values, Values, dict[str, list[int]]]:
-    """Seconds of a step of `fit` and of the plain loop, a number for each turn; all turns are in one epoch.
+    """Seconds of a step of `fit` and of the plain loop, a number for each turn.
 
     Also what each has between two steps, by the names in `COUNTERS`.
     """
+    of_epoch = min(turns + _SKIPPED, (MAX_IMAGES["train"] // batch_size - 1) // steps)  # turns
     folder = Path(tempfile.mkdtemp(prefix="overhead-", dir=settings.folder))
     words = [f"--trainer.accelerator={'gpu' if torch.cuda.is_available() else 'cpu'}", "--trainer.devices=1", *flags]
-    words += ["--trainer.max_epochs=1", f"--trainer.log_every_n_steps={steps}"]
+    words += [f"--trainer.max_epochs={-(-(turns + _SKIPPED) // of_epoch)}", f"--trainer.log_every_n_steps={steps}"]
     words += ["--data.dataset=synthetic", "--data.val_size=0", f"--data.batch_size={batch_size}"]
-    words += [f"--data.num_train={batch_size * steps * (turns + _SKIPPED)}"]
+    words += [f"--data.num_train={batch_size * (steps * of_epoch + 1)}"]
     words += [f"--trainer.callbacks+={__name__}.InTurn", f"--trainer.callbacks.steps={steps}"]
     words += [f"--trainer.callbacks.file={folder / 'turns'}", f"--run_dir={folder / 'run'}"]
     fit(words, folder=folder, threads=threads)
     found = json.loads((folder / "turns").read_text())
-    of_fit, of_plain = np.array(found["turns"]).T
+    of_fit, of_plain = np.array(found["turns"][:turns]).T
     return of_fit, of_plain, found["counts"]
 
 
@@ -142,7 +144,8 @@ COUNTERS: dict[str, Any] = {"operators": Operators, "calls of Python": PythonCal
 class InTurn(Callback):
     """Lets a plain loop of a copy of the network take `steps` steps after as many of the Trainer, and times both.
 
-    In the first two turns some steps are counted, one by each of `COUNTERS`; they are not timed.
+    An epoch has whole turns, and a step behind them in which it ends. The first two turns are not timed: in the second
+    some steps are counted, one by each of `COUNTERS`.
 
     Args:
         file: JSON: `turns`, for each turn [fit, plain], the seconds of a step, and `counts`.
@@ -153,27 +156,29 @@ class InTurn(Callback):
         self.file = Path(file)
         self.steps = steps
         self._plain: PlainLoop | None = None
+        self._taken = 0
         self._turns: list[tuple[float, float]] = []
         self._since = 0.0
         self._counters, self._plain_counters = ([make() for make in COUNTERS.values()] for _ in range(2))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        step = batch_idx - self.steps
+        step = batch_idx - self.steps if trainer.current_epoch == 0 else -1  # of the second turn
         if 0 < step <= len(COUNTERS):
             self._counters[step - 1].__exit__(None, None, None)
-        if batch_idx % self.steps == 0:
+        if self._plain is None:
+            self._plain = PlainLoop(deepcopy(pl_module.network), trainer, pl_module)
+            self._plain.run(self.steps - len(COUNTERS))
+            for counter in self._plain_counters:
+                with counter:
+                    self._plain.run(1)
+        elif batch_idx and batch_idx % self.steps == 0:
             ours = self._elapsed(pl_module.device)
-            if self._plain is None:
-                self._plain = PlainLoop(deepcopy(pl_module.network), trainer, pl_module)
-                self._plain.run(self.steps - len(COUNTERS))
-                for counter in self._plain_counters:
-                    with counter:
-                        self._plain.run(1)
-            else:
-                self._since = perf_counter()
-                self._plain.run(self.steps)
-                if batch_idx >= _SKIPPED * self.steps:
-                    self._turns.append((ours, self._elapsed(pl_module.device)))
+            self._since = perf_counter()
+            self._plain.run(self.steps)
+            self._taken += 1
+            if self._taken > _SKIPPED:
+                self._turns.append((ours, self._elapsed(pl_module.device)))
+        if batch_idx % self.steps == 0:
             self._since = perf_counter()
         if 0 <= step < len(COUNTERS):
             self._counters[step].__enter__()
