@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import lit_cifar.strategies.mp
+from lit_cifar import internals
 
 Label = torch.device | None  # None: the host
 
@@ -212,8 +212,8 @@ def _install() -> None:
         lambda devices: [torch.device("cpu", index) for index in range(int(devices))]
     )
     _replace(CPUAccelerator, "setup_device", _set_device)
-    for module in (sys.modules[DDPStrategy.__module__], lit_cifar.strategies.mp):
-        _replace(module, "_init_dist_connection", _connect)
+    _replace(sys.modules[DDPStrategy.__module__], "_init_dist_connection", _connect)
+    _replace(internals, "init_dist_connection", _connect)
     for module in (dist, distributed_c10d):  # each has the functions by name
         _replace(module, "barrier", _barrier)
         _replace(module, "get_backend", _backend)

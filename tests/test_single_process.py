@@ -17,7 +17,7 @@ from short_fits import fit, short
 from torch import Tensor, nn
 
 import lit_cifar.strategies.mp
-from lit_cifar import LitResNet
+from lit_cifar import LitResNet, internals
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import Layout, mode_of
 from lit_cifar.models import build_resnet
@@ -246,7 +246,7 @@ def test_nccl_is_tied_to_none_of_the_devices_and_waits_on_the_first(monkeypatch:
     """Once tied to one it refuses every other device of the process."""
     monkeypatch.setattr(rank_zero_only, "rank", 0)  # which the strategy is about to change
     calls: list[Any] = []
-    monkeypatch.setattr(lit_cifar.strategies.mp, "_init_dist_connection", lambda *_, **names: calls.append([*names]))
+    monkeypatch.setattr(internals, "init_dist_connection", lambda *_, **names: calls.append([*names]))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(dist, "barrier", lambda device_ids: calls.append(device_ids))

@@ -27,11 +27,11 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from typing_extensions import override
 
 from lit_cifar.checkpoint.format import POSITION, holds_training, read_checkpoint
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError, printable
+from lit_cifar.internals import tree_flatten, tree_map_only, tree_unflatten
 from lit_cifar.reporting.files import make_folder, replacing, sync
 from lit_cifar.watchdog import HELPER
 

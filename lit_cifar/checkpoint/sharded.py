@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from lit_cifar.checkpoint.files import (
     INDEX,
@@ -29,6 +28,7 @@ from lit_cifar.checkpoint.files import (
     write_file,
 )
 from lit_cifar.errors import CheckpointError
+from lit_cifar.internals import tree_map_only
 from lit_cifar.reporting.files import make_folder
 
 _KEY = "parts"

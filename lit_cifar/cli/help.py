@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
-from jsonargparse._common import parser_context
+
+from lit_cifar import internals
 
 # The titles in the short help, and the flags below each.
 _RUN = ("config", "run_dir", "seed_everything")
@@ -107,7 +108,7 @@ def short_help(parser: ArgumentParser, groups: Mapping[str, tuple[str, ...]]) ->
     actions = {action.dest: action for action in parser._actions}
     formatter = _ShortFormatter(prog=parser.prog, width=100, max_help_position=34)  # type: ignore[no-untyped-call]
     program = parser.prog.replace(" [options]", "")
-    with parser_context(parent_parser=parser, defaults_cache=None):
+    with internals.parser_context(parent_parser=parser, defaults_cache=None):
         formatter.add_usage(f"{program} [--config=FILE] [--FLAG=VALUE ...]", [], [])
         formatter.add_text(parser.description)
         for title, names in groups.items():

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
 from torch.distributed import is_torchelastic_launched
 
-from lit_cifar import __version__
+from lit_cifar import __version__, internals
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.exact_resume import Fingerprint, SameStart
 from lit_cifar.checkpoint.files import CheckpointFiles, reporting_disk
@@ -92,6 +92,7 @@ def _run(words: list[str], *, args: list[str] | None) -> None:
     check_command(words)
     if any(MAY_NAME_STRATEGY.search(word) for word in words):
         import_module("lit_cifar.strategies")
+    internals.require(internals.RUN)
     with RunLock() as lock:
         CLI(words, args=args, lock=lock)
 

@@ -178,6 +178,7 @@ class LocalEnvironment(LightningEnvironment):
         super().__init__()
         self._store: TCPStore | None = None
         self._keeper: int | None = None
+        self._port: int | None = None
 
     @property
     @override
@@ -193,9 +194,9 @@ class LocalEnvironment(LightningEnvironment):
     @override
     def main_port(self) -> int:
         """The store's port, open from then on: Lightning's own search would close it until the processes start."""
-        if self._main_port == -1:
-            self._main_port = self._open() if self.local_rank() == 0 else given_port()
-        return self._main_port
+        if self._port is None:
+            self._port = self._open() if self.local_rank() == 0 else given_port()
+        return self._port
 
     def check(self) -> None:
         """Refuse processes that were started by hand without a port at which they meet."""

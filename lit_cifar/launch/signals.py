@@ -19,9 +19,9 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from lit_cifar import internals
 from lit_cifar.errors import Stopped, printable
 
 EXIT_REFUSED = 2  # exit status after a mistake of the user
@@ -91,7 +91,7 @@ def signals_to_spawned(trainer: Trainer) -> Iterator[None]:
     While they are being started, and at a second Ctrl-C, they are killed at once.
     """
     launcher = trainer.strategy.launcher
-    if not isinstance(launcher, _MultiProcessingLauncher):
+    if not isinstance(launcher, internals.MultiProcessingLauncher):
         yield
         return
     keystrokes = Keystrokes()
@@ -130,7 +130,7 @@ def launched_by_lightning(trainer: Trainer) -> bool:
     strategy = trainer.strategy
     return (
         isinstance(strategy, ParallelStrategy)
-        and isinstance(strategy.launcher, _SubprocessScriptLauncher)
+        and isinstance(strategy.launcher, internals.SubprocessScriptLauncher)
         and isinstance(strategy.cluster_environment, LightningEnvironment)
         and trainer.local_rank > 0
     )

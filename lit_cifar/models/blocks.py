@@ -42,7 +42,7 @@ def blocks_of(network: nn.Module) -> dict[str, nn.Module] | None:
         chain: dict[str, nn.Module] = network.blocks()  # type: ignore[operator]
         return chain
     if isinstance(network, nn.Sequential) and type(network).forward is nn.Sequential.forward:
-        return {name: network.get_submodule(name) for name in network._modules}
+        return {name: its for name, its in network.named_modules(remove_duplicate=False) if name and "." not in name}
     return None
 
 

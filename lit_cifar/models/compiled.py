@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import config
 
 BACKEND = "inductor"
 
@@ -27,7 +28,7 @@ class Compiled:
     """
 
     def __init__(self, module: nn.Module, call: Callable[..., Any] | None = None, *, cuda_graphs: bool = False) -> None:
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_COMPILATIONS)
+        config.recompile_limit = max(config.recompile_limit, _MAX_COMPILATIONS)
         self.module = module
         self._plain: Callable[..., Any] = module if call is None else call
         mode = "reduce-overhead" if cuda_graphs else None

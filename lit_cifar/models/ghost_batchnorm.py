@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lit_cifar import internals
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
 
@@ -38,7 +39,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 def normalise_apart(network: nn.Module, chunks: GhostBatches) -> nn.Module:
     """Turn each `nn.BatchNorm2d` of `network` into a `GhostBatchNorm2d`, in place."""
     for layer in network.modules():
-        if not isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        if not isinstance(layer, internals.BatchNorm):
             continue
         if type(layer) is not nn.BatchNorm2d:
             raise ConfigError(
@@ -54,4 +55,4 @@ def normalise_apart(network: nn.Module, chunks: GhostBatches) -> nn.Module:
 
 def normalises_batches(network: nn.Module) -> bool:
     """Whether, in training, the output for an image depends on the other images of its batch."""
-    return any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in network.modules())
+    return any(isinstance(layer, internals.BatchNorm) for layer in network.modules())

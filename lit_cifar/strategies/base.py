@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy,
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lit_cifar import internals
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import ForwardFn, Mode, NoRecorder
 from lit_cifar.mode.refusals import refuse
@@ -144,6 +145,7 @@ class CustomForwardStrategy(Mode, ParallelStrategy, ABC):
                 f"{type(model).__name__} has no {' and no '.join(missing)}.",
                 remedy="Use lit_cifar.LitResNet, or --trainer.strategy=ddp for any LightningModule.",
             )
+        internals.require(internals.MODES, f"--trainer.strategy={self.strategy_name}")
         super().connect(model)
 
     @override

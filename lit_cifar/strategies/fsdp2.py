@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Optimizer
 from typing_extensions import override
 
+from lit_cifar import internals
 from lit_cifar.checkpoint.files import index_of, sync_tables
 from lit_cifar.checkpoint.sharded import read_parts, save_parts
 from lit_cifar.errors import ConfigError
@@ -311,7 +312,7 @@ class ShardedStrategy(MeshStrategy):
 
 # The dtype in which autocast computes, by precision, and the layers that do. All others use parameters as they are.
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-NARROW = (nn.modules.conv._ConvNd, nn.Linear)
+NARROW = (internals.ConvNd, nn.Linear)
 
 
 def shard(network: nn.Module, mesh: DeviceMesh, device: torch.device, *, dtype: torch.dtype | None = None) -> None:

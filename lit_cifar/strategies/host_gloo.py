@@ -13,8 +13,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
+
+from lit_cifar.internals import tree_leaves, tree_map_only
 
 BACKEND = "host_gloo"
 

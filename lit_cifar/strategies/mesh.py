@@ -17,7 +17,6 @@ from typing import Any, Literal, cast
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -29,6 +28,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lit_cifar import internals
 from lit_cifar.strategies.base import CustomForwardStrategy, check_gradient_hooks
 
 
@@ -132,7 +132,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         """Move the module, and take the values of the first process."""
         super().model_to_device()
         assert self.model is not None
-        _sync_module_states(self.model)
+        internals.sync_module_states(self.model)
 
     # Each replica updates its own running statistics. When evaluation starts, all replicas take those of the first one.
 
@@ -280,7 +280,7 @@ def at_once(send: Callable[[Tensor], object], tensors: Sequence[Tensor]) -> None
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     send(flat)
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    torch._foreach_copy_([*tensors], [part.view_as(tensor) for tensor, part in zip(tensors, parts, strict=True)])
+    internals.foreach_copy_([*tensors], [part.view_as(tensor) for tensor, part in zip(tensors, parts, strict=True)])
 
 
 def place(tensors: Iterable[Tensor], device: torch.device) -> None:

@@ -11,8 +11,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -20,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lit_cifar import internals
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import ForwardFn, NoRecorder
 from lit_cifar.models.compiled import Compiled
@@ -154,7 +153,7 @@ class StagedStrategy(CutStrategy, ABC):
             if child is not network:
                 child.to(self.root_device)
         # `module.to()` would also note the device on which Lightning makes the module's own tensors.
-        _update_properties(module, device=self.root_device)
+        internals.update_properties(module, device=self.root_device)
         for stage, device in zip(self.partition.stages, self.stage_devices, strict=True):
             stage.module(network).to(device)
 
@@ -315,8 +314,8 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
         assert self.cluster_environment is not None
         reset_seed()
         self.set_world_ranks()
-        self._process_group_backend = self._get_process_group_backend()
-        _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=self._timeout)
+        backend = self._process_group_backend = self._get_process_group_backend()
+        internals.init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:

@@ -13,11 +13,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.func import functional_call
 
+from lit_cifar import internals
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import NoRecorder, WorkKind
 from lit_cifar.models.blocks import Partition
@@ -303,7 +303,7 @@ def output_dtypes(
     modules = partition.modules(network)
     states = [module.state_dict() for module in modules]
     found = []
-    with FakeTensorMode():
+    with internals.FakeTensorMode():
         x = torch.empty(2, *partition.image_shape, dtype=dtype, device=device)
         for module, state in zip(modules, states, strict=True):
             unreal = {name: torch.empty(t.shape, dtype=t.dtype, device=device) for name, t in state.items()}

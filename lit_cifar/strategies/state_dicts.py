@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_map_only
 
+from lit_cifar.internals import tree_map_only
 from lit_cifar.strategies.mesh import local_part
 
 

@@ -5,7 +5,7 @@ as `nn.BatchNorm` normalises the whole of it, one message per layer in forward a
 Szegedy 2015 (https://arxiv.org/abs/1502.03167); what is summed where: torch/nn/modules/_functions.py.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
+
+from lit_cifar import internals
 
 Statistics = tuple[int, Tensor, Tensor]  # values per channel, their mean (C,) and their biased variance (C,)
 
@@ -32,7 +33,7 @@ class ProcessSyncBatchNorm(TorchSyncBatchNorm):
         if _device_to_be(model).type != "cpu":
             return super().apply(model)
         for layer in model.modules():
-            if isinstance(layer, _BatchNorm):
+            if isinstance(layer, internals.BatchNorm):
                 if type(layer) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
                     raise TypeError(
                         f"cannot synchronise a {type(layer).__name__} on the CPU, only nn.BatchNorm1d to 3d"
@@ -54,7 +55,7 @@ def synchronise_along(network: nn.Module, group: dist.ProcessGroup) -> None:
             layer.process_group = group
 
 
-class _Synchronised(_BatchNorm):
+class _Synchronised(internals.BatchNorm):  # type: ignore[misc]
     """BatchNorm with training statistics over the batches of the processes in `process_group`, None for all."""
 
     process_group: dist.ProcessGroup | None = None
@@ -64,8 +65,8 @@ class _Synchronised(_BatchNorm):
         """Normalise (n, C, ...); n may differ between processes and be 0 in some. Each process must take part."""
         group = self.process_group
         if not (self.training and dist.is_initialized() and dist.get_world_size(group) > 1):
-            return super().forward(input)
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+            return cast(Tensor, super().forward(input))
+        self._check_input_dim(input)
         statistics = _global_statistics(input.detach(), group)
         self._track(*statistics)
         output: Tensor = _Normalise.apply(input, self.weight, self.bias, statistics, self.eps, group)

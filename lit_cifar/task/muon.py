@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_cifar import internals
+
 # Applied repeatedly, the polynomial a * s + b * s**3 + c * s**5 brings singular values in (0, 1] near 1, small ones
 # fastest. Coefficients of Jordan et al., "Muon: an optimizer for hidden layers", 2024.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -74,21 +76,21 @@ class MuonSGD(Optimizer):
             if group["iterations"]:
                 _step_filters(parameters, directions, group["lr"], group["iterations"])
             else:
-                torch._foreach_add_(parameters, directions, alpha=-group["lr"])
+                internals.foreach_add_(parameters, directions, alpha=-group["lr"])
         return loss
 
     def _nesterov(self, parameters: list[Tensor], momentum: float, weight_decay: float) -> list[Tensor]:
         """The step of SGD with Nesterov momentum, before the learning rate."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if weight_decay:
-            gradients = list(torch._foreach_add(gradients, parameters, alpha=weight_decay))
+            gradients = list(internals.foreach_add(gradients, parameters, alpha=weight_decay))
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
-        torch._foreach_mul_(buffers, momentum)
-        torch._foreach_add_(buffers, gradients)
-        return list(torch._foreach_add(gradients, buffers, alpha=momentum))
+        internals.foreach_mul_(buffers, momentum)
+        internals.foreach_add_(buffers, gradients)
+        return list(internals.foreach_add(gradients, buffers, alpha=momentum))
 
 
 def _step_filters(parameters: list[Tensor], directions: list[Tensor], lr: float, iterations: int) -> None:
@@ -105,7 +107,7 @@ def _step_filters(parameters: list[Tensor], directions: list[Tensor], lr: float,
         weights.sub_(orthogonal(momenta, iterations=iterations), alpha=lr)
         targets += matrices
         values += weights.unbind()
-    torch._foreach_copy_(targets, values)
+    internals.foreach_copy_(targets, values)
 
 
 def _kind(parameter: Tensor) -> tuple[str, str, tuple[int, ...]]:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_cifar import internals
 from lit_cifar.errors import ConfigError, Stopped
 from lit_cifar.launch.signals import flush_streams, launched_by_lightning
 from lit_cifar.launch.startup import exit_with_parent, kill_workers
@@ -74,6 +76,9 @@ class Watchdog(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the watch. The processes have met, and each waits here for all others."""
         if not self.timeout_s or trainer.world_size == 1 or not dist.is_initialized():
+            return
+        if (error := next(internals.missing(internals.WATCHDOG), None)) is not None:
+            rank_zero_warn(f"the processes are not watched: {error.problem}")
             return
         if _was_launched(trainer):
             exit_with_parent()

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
-from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import Trainer
 
+from lit_cifar import internals
 from lit_cifar.errors import printable
 from lit_cifar.launch.signals import EXIT_STOPPED, flush_streams, hear_signals, newest_request
 from lit_cifar.launch.startup import kill_workers
@@ -71,12 +72,12 @@ def _come_before_observer(watch: "Monitor") -> None:
     The observer looks every five seconds for a failed process and kills all others before they can report anything.
     """
 
-    def look(observer: _ChildProcessObserver) -> bool:
-        return not watch.is_alive() and observer.__class__._run(observer)
+    def look(observer: Any) -> bool:
+        return not watch.is_alive() and bool(observer.__class__._run(observer))
 
     for thread in threading.enumerate():
-        if isinstance(thread, _ChildProcessObserver):
-            thread._run = partial(look, thread)  # type: ignore[method-assign]
+        if isinstance(thread, internals.ChildProcessObserver):
+            thread._run = partial(look, thread)
 
 
 def _say(message: str) -> None:

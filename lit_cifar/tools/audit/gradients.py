@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
+from lit_cifar import internals
 from lit_cifar.tools.audit.replicas import Difference, device_digest, unlike
 from lit_cifar.tools.replay.attributes import Attributes, attributes_of, is_plain
 from lit_cifar.tools.replay.digests import Surroundings
@@ -45,7 +44,7 @@ def why_not_repeated(trainer: Trainer) -> str:
     is_fixed = torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
     if strategy.root_device.type != "cpu" and not is_fixed:
         return "a GPU may add in another order each time: pass deterministic=True to the trainer"
-    if any("Sync" in type(layer).__name__ and isinstance(layer, _BatchNorm) for layer in module.modules()):
+    if any("Sync" in type(layer).__name__ and isinstance(layer, internals.BatchNorm) for layer in module.modules()):
         return "synchronised BatchNorm exchanges data inside of a step"
     asked: list[Any] = [strategy, *trainer.callbacks]  # type: ignore[attr-defined]
     reasons = [getattr(one, "not_replayed", "") for one in asked]
@@ -101,7 +100,7 @@ class NeighborAudit:
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.own = own = Computation(
             rank=self.trainer.global_rank,
-            inputs=tree_map(fresh_copy, (args, kwargs)),
+            inputs=internals.tree_map(fresh_copy, (args, kwargs)),
             surroundings=Surroundings.now(self.device),
             buffers={name: buffer.detach().clone() for name, buffer in self.module.named_buffers()},
             attributes=Attributes.of(self.module),
@@ -235,7 +234,7 @@ class _Twin:
         handles = [*_observed(self._copy, found), *self._forgotten()]
         states = step_states(self.trainer)
         self._view.follow(computation.progress)
-        args, kwargs = tree_map(fresh_copy, computation.inputs)
+        args, kwargs = internals.tree_map(fresh_copy, computation.inputs)
         try:
             with one_process(_refused, lambda: computation.rank):
                 with computation.surroundings.entered(self.trainer.strategy.root_device):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
+from lit_cifar import internals
 from lit_cifar.mode import mode_of
 
 _CHUNK = 2**18  # words that are added at a time: 2 MiB of each of two intermediate results
@@ -167,5 +168,5 @@ def unlike(ranks: Sequence[int], of_ranks: Sequence[Mapping[str, Any]]) -> list[
 def _own_statistics(module: nn.Module) -> Iterator[Tensor]:
     """The running statistics of layers that normalise each rank's part of a batch by itself."""
     for layer in module.modules():
-        if isinstance(layer, nn.modules.batchnorm._NormBase) and not isinstance(layer, nn.SyncBatchNorm):
+        if isinstance(layer, internals.NormBase) and not isinstance(layer, nn.SyncBatchNorm):
             yield from layer.buffers(recurse=False)

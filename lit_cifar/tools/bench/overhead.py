@@ -15,8 +15,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lit_cifar import internals
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
 from lit_cifar.data.synthetic import MAX_IMAGES
@@ -113,7 +113,7 @@ class Thin(nn.Module):
         return logits
 
 
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operators(internals.TorchDispatchMode):  # type: ignore[misc]
     """Counts what torch dispatches in this thread, on a CPU backward too; one of several tensors counts once."""
 
     count = 0

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, TypeAlias
 import lightning as L
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lit_cifar.data.images import Batch
+from lit_cifar.internals import keystr, tree_flatten_with_path
 from lit_cifar.mode import mode_of
 from lit_cifar.tools.verify.record import difference
 

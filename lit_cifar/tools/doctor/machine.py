@@ -10,11 +10,13 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 import psutil
 import torch
 
+from lit_cifar import internals
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.network_interfaces import LOOPBACK, addresses, loopback_interface
 from lit_cifar.launch.rendezvous import cluster_environment, given_port
@@ -43,6 +45,7 @@ def look_at_machine(*, folder: Path) -> list[Check]:
         *(map(check_gpu, range(torch.cuda.device_count())) if torch.cuda.device_count() else [check_no_gpus()]),
         *check_mig(),
         Check("versions", shown),
+        check_internals(),
         *([check_shared_memory(shutil.disk_usage(_SHM).free)] if _SHM.exists() else []),
         check_disk(folder),
     ]
@@ -72,12 +75,24 @@ def check_gpu(index: int) -> Check:
     return Check(name, f"{model}, {seen} free", [busy] if free < total / 2 else [])
 
 
+def check_internals() -> Check:
+    """Names inside torch and Lightning that a release may have changed, and the modes that need them."""
+    modes = {f"--trainer.strategy={name}": (name,) for name in ALL_MODES} | {internals.RUN: ALL_MODES}
+    modes[internals.MODES] = tuple(name for name in ALL_MODES if name not in ("single", "ddp", "ddp_spawn"))
+    absent = [(error, modes.get(needs, ())) for needs in internals.NAMES for error in internals.missing(needs)]
+    findings = [MachineFinding(f"{error.problem}.", error.remedy, needed_by) for error, needed_by in absent]
+    count = len({(place, name) for place, name, _ in internals.each()})
+    of = f"names inside torch {torch.__version__} and Lightning {metadata.version('lightning')}"
+    seen = f"{len(findings)} of {count} {of} missing" if findings else f"all {count} {of} found"
+    return Check("internals", seen, findings)
+
+
 def check_mig() -> list[Check]:
     """Whether GPUs are divided into MIG instances. CUDA gives a process one (NVIDIA's MIG User Guide)."""
     instances = re.findall(r"MIG (\S+) .*UUID: (MIG-[^)\s]+)", ask_nvidia_smi("-L"))
     if not instances:
         return []
-    problem = f"A process sees one of {len(instances)} MIG instances: no run can divide its work among several."
+    problem = f"A process sees one of {len(instances)} MIG instances: no run can divide error work among several."
     mend = f"CUDA_VISIBLE_DEVICES={instances[0][1]} python -m lit_cifar fit   # a run for each instance, without a mode"
     return [Check("MIG", ", ".join(profile for profile, _ in instances), [MachineFinding(problem, mend)])]
 
@@ -102,7 +117,7 @@ def check_no_gpus() -> Check:
 
 def check_shared_memory(free: int) -> Check:
     """Whether shared memory suffices for `ddp_spawn`; the ranks try what NCCL needs."""
-    problem = f"{_SHM} has {size_of(free)} free: ddp_spawn hands the network to its processes in it."
+    problem = f"{_SHM} has {size_of(free)} free: ddp_spawn hands the network to error processes in it."
     little = MachineFinding(problem, "docker run --shm-size=1g ...", ("ddp_spawn",))
     return Check("shared memory", f"{size_of(free)} free in {_SHM}", [little] if free < _SHM_NEEDED else [])
 

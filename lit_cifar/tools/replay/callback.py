@@ -13,6 +13,7 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lit_cifar import internals
 from lit_cifar.mode import mode_of
 from lit_cifar.tools.replay.epoch import Epochs
 from lit_cifar.tools.replay.events import UnjudgeableError
@@ -113,7 +114,7 @@ class Replay(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loaded, self._weights, self._loaded = self._loaded, None, None
-        if mode_of(trainer.strategy).is_known:
+        if mode_of(trainer.strategy).is_known and not [*internals.missing(internals.REPLAY)]:
             self._weights = (loaded, _NOT_LOADED) if loaded else None
             self._epochs = Epochs(trainer, partial(self._tell, trainer))
 

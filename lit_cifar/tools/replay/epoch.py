@@ -12,8 +12,8 @@ import lightning.pytorch as pl
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Subset
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from lit_cifar import internals
 from lit_cifar.mode import mode_of
 from lit_cifar.tools.replay.digests import checksum
 from lit_cifar.tools.replay.evaluation import Evaluation, judge_evaluation
@@ -74,7 +74,7 @@ class ReadIds:
         self.readings: list[Reading] = []
         self._of_iterator: WeakKeyDictionary[Any, Reading] = WeakKeyDictionary()
         self._last: Reading | None = None
-        real: Any = vars(_BaseDataLoaderIter)["_next_index"]  # all loaders ask by it, even with workers
+        real: Any = vars(internals.BaseDataLoaderIter)["_next_index"]  # all loaders ask by it, even with workers
 
         def next_index(iterator: Any) -> Any:
             try:
@@ -88,7 +88,7 @@ class ReadIds:
                 self._reading(iterator).batches.append(numbers)
             return index
 
-        self._replaced = patch.object(_BaseDataLoaderIter, "_next_index", next_index)
+        self._replaced = patch.object(internals.BaseDataLoaderIter, "_next_index", next_index)
         self._replaced.start()
 
     def _reading(self, iterator: Any) -> Reading:

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from lit_cifar.internals import tree_leaves
 from lit_cifar.tools.replay.attributes import Attributes
 from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
 from lit_cifar.tools.replay.exchange import Exchange

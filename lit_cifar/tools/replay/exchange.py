@@ -13,8 +13,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from lit_cifar import internals
 from lit_cifar.tools.replay.digests import Digest, digest
 from lit_cifar.tools.replay.reduction import ExactMean
 
@@ -71,7 +71,7 @@ def _method(handler: Handler, name: str, real: Any) -> Any:
 
 def process_groups() -> list[Any]:
     """The process groups that this process has made or joined."""
-    return [*dist.distributed_c10d._world.pg_map]
+    return [*internals.world.pg_map]
 
 
 def can_be_replayed(name: str) -> bool:
@@ -82,7 +82,7 @@ def is_of_parts(name: str, tensors: Sequence[Any], outputs: Collection[Digest]) 
     """Whether parts of a model exchange data so: point to point, or by a broadcast of an output of a call."""
     if name != "broadcast":
         return name in _ONE_BY_ONE
-    return any(tensor.numel() > 1 and digest(tensor) in outputs for tensor in tree_leaves(tensors))
+    return any(tensor.numel() > 1 and digest(tensor) in outputs for tensor in internals.tree_leaves(tensors))
 
 
 def completed(name: str, real: Any, group: Any, *args: Any, **kwargs: Any) -> tuple[Any, Exchange]:
@@ -96,11 +96,11 @@ def completed(name: str, real: Any, group: Any, *args: Any, **kwargs: Any) -> tu
 
 
 def sent_by(name: str, args: Sequence[Any]) -> list[Tensor]:
-    return tree_leaves(args[_PLACES[name][1]])
+    return [*internals.tree_leaves(args[_PLACES[name][1]])]
 
 
 def received_by(name: str, args: Sequence[Any]) -> list[Tensor]:
-    return tree_leaves(args[_PLACES[name][0]])
+    return [*internals.tree_leaves(args[_PLACES[name][0]])]
 
 
 def _option(args: Sequence[Any]) -> str:

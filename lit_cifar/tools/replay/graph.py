@@ -8,7 +8,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
+
+from lit_cifar import internals
 
 # With find_unused_parameters or a static graph DDP passes all outputs, unchanged, through one node.
 _SINK = "_DDPSinkBackward"
@@ -20,9 +21,9 @@ def observed(before: Callable[[list[Tensor]], None], after: Callable[[], None]) 
 
     @wraps(real)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        outermost = torch._C._current_graph_task_id() == -1  # an inner pass is a checkpoint's, a part of its call
+        outermost = internals.current_graph_task_id() == -1  # an inner pass is a checkpoint's, a part of its call
         if outermost:
-            before(tree_leaves(tensors))
+            before(internals.tree_leaves(tensors))
         real(tensors, *args, **kwargs)
         if outermost:
             after()

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
+from lit_cifar.internals import tree_leaves, tree_map
 from lit_cifar.tools.replay.attributes import Attributes
 from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
 from lit_cifar.tools.replay.events import Backward, Call, Digests, Event, Start, Step

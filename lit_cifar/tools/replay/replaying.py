@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 
+from lit_cifar.internals import tree_leaves, tree_map
 from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
 from lit_cifar.tools.replay.events import Backward, Call, Event, Recording, Step, Tensors, UnjudgeableError, join
 from lit_cifar.tools.replay.exchange import Done, Exchange, problem, received_by, sent_by

@@ -78,10 +78,10 @@ def loaded_weights(module: nn.Module, state: Mapping[str, Any]) -> dict[str, int
 
 def _kept_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The buffers that a checkpoint holds."""
+    kept = module.state_dict()
     for path, part in module.named_modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            if name not in part._non_persistent_buffers_set:
-                yield f"{path}.{name}".lstrip("."), buffer
+        named = ((f"{path}.{name}".lstrip("."), buffer) for name, buffer in part.named_buffers(recurse=False))
+        yield from ((name, buffer) for name, buffer in named if name in kept)
 
 
 def _is_plain(value: Any) -> bool:

@@ -6,8 +6,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from lit_cifar.internals import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lit_cifar.tools.replay.digests import Surroundings, digest
 from lit_cifar.tools.replay.events import Call
 from lit_cifar.tools.replay.verdict import Finding, Report

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lit_cifar import internals
 from lit_cifar.tools.replay.attributes import Attributes, Key
 from lit_cifar.tools.replay.digests import Surroundings
 from lit_cifar.tools.replay.events import Start, UnjudgeableError
@@ -68,6 +69,8 @@ def fill(
 
 def what_cannot_be_judged(module: nn.Module, *, autocast: bool) -> list[str]:
     """Reasons why `module` cannot be judged; `autocast` tells whether it computes under autocast."""
+    if absent := [error.problem for error in internals.missing(internals.REPLAY)]:
+        return absent
     reasons = [*what_is_not_replayed(module, autocast=autocast)]
     if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in module.parameters()):
         reasons.append("a lazy layer has no parameters yet")

@@ -1,0 +1,137 @@
+"""Names inside torch and Lightning on which this package relies, and which a release may change without a word.
+
+All of them stand here, with who needs them. Functions and classes are attributes of this module, without their leading
+underscore, and looked up when they are first used. Attributes of classes and their objects are used where they are
+needed, and looked up before by `require` or `missing`: nobody would read or call one that has another name since.
+"""
+
+import inspect
+from collections.abc import Iterator
+from importlib import metadata
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+
+from lit_cifar.errors import ConfigError
+
+# The newest releases with which the tests ran.
+_TRIED = "pip install torch==2.15.0 torchvision==0.29.2 lightning==2.6.6 torchmetrics==1.9.0 jsonargparse==4.53.0"
+RUN, MODES, WATCHDOG, REPLAY = "every run", "every mode of lit_cifar", "the watchdog", "Replay"
+BATCHNORM = "synchronised BatchNorm"
+# By who needs them, in a user's words. Those that begin with a dot are where the one before them is. A torch of the
+# release after "<", and later ones, have and need the name no more.
+NAMES = {
+    RUN: """jsonargparse.DefaultHelpFormatter._format_action_invocation ._get_help_string
+        jsonargparse._common.parser_context lightning.pytorch.Trainer._signal_connector
+        lightning.pytorch.callbacks.ModelCheckpoint._save_checkpoint ._save_topk_checkpoint
+        lightning.pytorch.cli.LightningCLI._get ._instantiate_trainer ._parse_ckpt_path ._parser
+        ._prepare_subcommand_kwargs ._prepare_subcommand_parser ._run_subcommand
+        lightning.pytorch.loggers.CSVLogger._experiment
+        lightning.pytorch.loggers.csv_logs.ExperimentWriter._check_log_dir_exists
+        lightning.pytorch.loops.evaluation_loop._EvaluationLoop._has_run
+        lightning.pytorch.loops.fit_loop._FitLoop._restarting
+        lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._batches_that_stepped ._broadcast_sigterm_tensor
+        lightning.pytorch.plugins.precision.Precision.clip_grad_by_norm
+        lightning.pytorch.strategies.DDPStrategy._ddp_kwargs ._layer_sync ._start_method
+        lightning.pytorch.strategies.launchers._MultiProcessingLauncher ._SubprocessScriptLauncher
+        lightning.pytorch.trainer.connectors.signal_connector._SignalConnector.register_signal_handlers
+        torch.optim.lr_scheduler.LRScheduler._last_lr torch.utils._pytree.keystr .tree_flatten .tree_flatten_with_path
+        .tree_leaves .tree_map .tree_map_only .tree_unflatten torchmetrics.Metric._update_count""",
+    WATCHDOG: """lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver
+        lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver._run
+        lightning.pytorch.Trainer._run_stage torch.distributed.ProcessGroup._get_backend
+        torch.distributed.ProcessGroupGloo._Options._timeout torch.utils.data._utils.worker._worker_loop""",
+    MODES: """lightning.pytorch.overrides.distributed._sync_module_states
+        lightning.pytorch.strategies.DDPStrategy._configure_launcher ._reset_optimizers_and_schedulers ._timeout
+        torch.Tensor._backward_hooks ._post_accumulate_grad_hooks torch.amp.GradScaler._unscale_grads_
+        torch.autograd.Variable._execution_engine torch.nn.Module._buffers ._parameters""",
+    "--trainer.strategy=mp": "lightning.fabric.utilities.device_dtype_mixin._update_properties",
+    "--trainer.strategy=ddp_mp": """lightning.fabric.utilities.distributed._init_dist_connection
+        lightning.pytorch.strategies.DDPStrategy._get_process_group_backend ._setup_model""",
+    "--trainer.strategy=pp": """torch._subclasses.FakeTensorMode
+        torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops<2.15 .backward_one_chunk
+        .backward_weight_one_chunk .forward_one_chunk""",
+    "--trainer.strategy=fsdp2": "torch.nn.modules.conv._ConvNd",
+    "host_gloo": "torch.distributed.ProcessGroup._register_backend",
+    BATCHNORM: """lightning.pytorch.LightningModule._trainer torch.nn.modules.batchnorm._BatchNorm ._NormBase
+        torch.nn.modules.batchnorm._BatchNorm._check_input_dim""",
+    "averaging, and MuonSGD,": "torch._foreach_add ._foreach_add_ ._foreach_copy_ ._foreach_mul_",
+    REPLAY: """lightning.pytorch.LightningModule._device_mesh ._fabric ._trainer
+        lightning.pytorch.strategies.DDPStrategy._model_averager torch.Tensor._backward_hooks ._version
+        torch._C._current_graph_task_id torch.distributed.ProcessGroup._allgather_base ._reduce_scatter_base .allgather
+        .allgather_coalesced .allgather_into_tensor_coalesced .allreduce .allreduce_coalesced .alltoall .alltoall_base
+        .broadcast .gather .rank .recv .recv_anysource .reduce .reduce_scatter .reduce_scatter_tensor_coalesced .scatter
+        .send torch.distributed.distributed_c10d._world torch.distributed.distributed_c10d._World.pg_map
+        torch.distributed.fsdp.FSDPModule._get_fsdp_state
+        torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_all_gather .foreach_reduce
+        torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group torch.nn.Module._backward_hooks
+        ._backward_pre_hooks ._forward_hooks ._forward_pre_hooks torch.nn.parallel.DistributedDataParallel._comm_hooks
+        ._join_config torch.nn.parallel.distributed._DDPSink torch.utils.data.DataLoader._index_sampler
+        torch.utils.data.dataloader._BaseDataLoaderIter torch.utils.data.dataloader._BaseDataLoaderIter._dataset
+        ._index_sampler ._next_index""",
+    "--autotune": "torch.ops.mkldnn._is_mkldnn_bf16_supported",
+    "the speed of logging": "lightning.pytorch.LightningModule._current_fx_name",
+    "the progress bar": """lightning.pytorch.callbacks.TQDMProgressBar._predict_progress_bar ._should_update
+        ._test_progress_bar ._train_progress_bar ._val_progress_bar""",
+    "bench": "torch.utils._python_dispatch.TorchDispatchMode torchvision.models.resnet.ResNet._make_layer",
+}
+NAMES["--trainer.strategy=ddp_pp"] = NAMES["--trainer.strategy=pp"]
+
+
+def __getattr__(name: str) -> Any:
+    """The function or class of torch or Lightning that has this name, or the same with an underscore before it."""
+    for place, private, needs in each():
+        if name in (private, private[1:]) and not inspect.isclass(owner := _found(place)):
+            if not hasattr(owner, private):
+                raise _refusal(place, private, needs)
+            return globals().setdefault(name, getattr(owner, private))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def require(*needs: str) -> None:
+    """Raise a `ConfigError` if there is no name that one of these needs."""
+    for error in missing(*needs):
+        raise error
+
+
+def missing(*needs: str) -> Iterator[ConfigError]:
+    """An error for each name that is not there, of those that these need, or of all."""
+    for place, name, needed_by in each():
+        if (not needs or needed_by in needs) and not _has(_found(place), name):
+            yield _refusal(place, name, needed_by)
+
+
+def each() -> Iterator[tuple[str, str, str]]:
+    """The place and name of each that this torch should have, and who needs it."""
+    for needs, names in NAMES.items():
+        place = ""
+        for path, _, end in (word.partition("<") for word in names.split()):
+            before, _, name = path.rpartition(".")
+            place = before or place
+            if not end or torch.__version__ < end:
+                yield place, name, needs
+
+
+def _found(place: str) -> Any:
+    """The module or class; None if it is not there."""
+    try:
+        return resolve_name(place)
+    except (ImportError, AttributeError):
+        return None
+
+
+def _has(owner: Any, name: str) -> bool:
+    """Whether a module or class has that attribute, or objects of the class, of which then its code speaks."""
+    spoken_of: set[str] = set()
+    for kind in owner.__mro__ if inspect.isclass(owner) else ():
+        members = (getattr(its, "fget", its) for its in vars(kind).values())
+        functions = filter(inspect.isfunction, [inspect.unwrap(its) for its in members if callable(its)])
+        spoken_of.update(inspect.get_annotations(kind), *(its.__code__.co_names for its in functions))
+    return hasattr(owner, name) or name in spoken_of
+
+
+def _refusal(place: str, name: str, needs: str) -> ConfigError:
+    package = place.partition(".")[0]
+    problem = f"{package} {metadata.version(package)} has no {place}.{name}, which {needs} needs"
+    return ConfigError(problem, remedy=_TRIED)

@@ -1,0 +1,152 @@
+"""Names inside torch and Lightning: each is looked up, and what is missing is said in a line."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch.loops.training_epoch_loop as epoch_loops
+import lightning.pytorch.overrides.distributed as overrides
+import pytest
+import torch.distributed as dist
+from commands import TINY, callback, mode_flags, refused, run_here
+from torch.distributed import ProcessGroup
+
+import lit_cifar
+from lit_cifar import Watchdog, internals
+from lit_cifar.errors import ConfigError
+from lit_cifar.tools.doctor.machine import check_internals
+
+PACKAGE = Path(lit_cifar.__file__).parent
+LEAVES = {name for _, name, _ in internals.each()} | {"_get_init_p2p_neighbors_ops"}  # torch 2.15 has it no more
+# What neither torch nor Lightning has, or what they document.
+OTHERS = {
+    **dict.fromkeys(["_abc_impl", "_current_frames", "_exit", "_getframe", "_is_protocol"], "Python's"),
+    **dict.fromkeys(["_parent_process", "_run_exitfuncs"], "Python's, of a process that is forked"),
+    **dict.fromkeys(["_actions", "_choices_actions", "_option_string_actions", "_HelpAction"], "argparse's"),
+    "_replace": "a NamedTuple's, documented",
+    "_backward_cls": "made by torch for each autograd.Function",
+}
+
+
+def test_all_names_are_there() -> None:
+    assert [str(error) for error in internals.missing()] == []
+    assert check_internals().findings == []
+
+
+def test_a_function_that_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mode is refused before the first step; under another name than this it has nobody to ask."""
+    monkeypatch.delattr(overrides, "_sync_module_states")
+    monkeypatch.delitem(vars(internals), "sync_module_states", raising=False)
+    said = "has no lightning.pytorch.overrides.distributed._sync_module_states, which every mode of lit_cifar needs"
+    refused("fit", *TINY, *mode_flags("fsdp2", 1), says=[said, "pip install torch=="])
+    with pytest.raises(ConfigError, match=said):
+        _ = internals.sync_module_states
+    (finding,) = check_internals().findings
+    assert "fsdp2" in finding.modes
+    assert "ddp" not in finding.modes
+
+
+def test_a_method_that_is_patched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The training goes on, and Replay says why it judges nothing."""
+    monkeypatch.delattr(ProcessGroup, "alltoall_base")
+    flags = [*callback("lit_cifar.Replay"), f"--run_dir={tmp_path / 'run'}", "--trainer.max_steps=2"]
+    run_here("fit", *TINY, *flags)
+    assert "has no torch.distributed.ProcessGroup.alltoall_base, which Replay needs" in caplog.text
+
+
+def test_an_attribute_of_objects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is assigned here, and nobody would read it."""
+    monkeypatch.setattr(epoch_loops, "_TrainingEpochLoop", renamed(epoch_loops._TrainingEpochLoop))
+    said = "_TrainingEpochLoop._batches_that_stepped, which every run needs"
+    refused("fit", *TINY, f"--run_dir={tmp_path / 'run'}", says=[said])
+    (finding,) = check_internals().findings
+    assert {"single", "ddp"} <= {*finding.modes}
+
+
+def renamed(kind: type[Any]) -> Any:
+    """The class from its source, in which that attribute has another name."""
+    source = textwrap.dedent(inspect.getsource(kind)).replace("_batches_that_stepped", "_num_stepped")
+    scope = dict(vars(sys.modules[kind.__module__]))
+    exec(source, scope)
+    return scope[kind.__name__]
+
+
+def test_the_watchdog_says_that_it_does_not_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ProcessGroup, "_get_backend")
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    trainer: Any = SimpleNamespace(world_size=2)
+    with pytest.warns(UserWarning, match="not watched: torch .* has no torch.distributed.ProcessGroup._get_backend"):
+        Watchdog().setup(trainer, trainer, "fit")
+
+
+# Private names in the package are ours, or on the list ----------------------------------------------------------------
+
+
+def trees() -> Iterator[tuple[str, ast.AST]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_names() -> set[str]:
+    """Names that the package defines: functions, classes, variables, and attributes of `self`."""
+    nodes = [node for _, tree in trees() for node in ast.walk(tree)]
+    found = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    found |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    stored = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    return found | {node.attr for node in stored if isinstance(node.value, ast.Name) and node.value.id == "self"}
+
+
+def foreign(node: ast.AST) -> list[str]:
+    """Private names of others that this node speaks of."""
+    if isinstance(node, ast.Attribute):
+        return [node.attr]
+    if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("lit_cifar"):
+        return [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+    if isinstance(node, ast.Import):
+        return [part for alias in node.names for part in alias.name.split(".")]
+    asks = isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "patch.object")
+    return [its.value for its in node.args[1:2] if isinstance(its, ast.Constant)] if asks else []  # type: ignore[attr-defined]
+
+
+def test_no_private_name_is_used_that_is_not_looked_up() -> None:
+    known = LEAVES | {*OTHERS} | own_names()
+    places = [
+        (path, name) for path, tree in trees() for node in ast.walk(tree) for name in filter(is_private, foreign(node))
+    ]
+    assert [(path, name) for path, name in places if name not in known] == []
+
+
+def test_no_private_name_is_imported_elsewhere() -> None:
+    imports = [
+        (path, name)
+        for path, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in filter(is_private, foreign(node))
+    ]
+    assert [(path, name) for path, name in imports if name not in OTHERS] == []
+
+
+def test_no_private_method_is_overridden_that_is_not_looked_up() -> None:
+    """Under another name nobody would call it."""
+    modules = pkgutil.walk_packages(lit_cifar.__path__, "lit_cifar.")
+    found = set()
+    for module in (importlib.import_module(its.name) for its in modules if not its.name.endswith("__main__")):
+        for kind in filter(inspect.isclass, vars(module).values()):
+            bases = [base for base in kind.__mro__[1:] if base.__module__.split(".")[0] in ("torch", "lightning")]
+            if kind.__module__ == module.__name__:
+                found |= {(kind.__name__, name) for name in vars(kind) for base in bases if name in vars(base)}
+    assert [its for its in sorted(found) if is_private(its[1]) and its[1] not in LEAVES | {*OTHERS}] == []
