@@ -92,7 +92,7 @@ def check_mig() -> list[Check]:
     instances = re.findall(r"MIG (\S+) .*UUID: (MIG-[^)\s]+)", ask_nvidia_smi("-L"))
     if not instances:
         return []
-    problem = f"A process sees one of {len(instances)} MIG instances: no run can divide error work among several."
+    problem = f"A process sees one of {len(instances)} MIG instances: no run can divide its work among several."
     mend = f"CUDA_VISIBLE_DEVICES={instances[0][1]} python -m lit_cifar fit   # a run for each instance, without a mode"
     return [Check("MIG", ", ".join(profile for profile, _ in instances), [MachineFinding(problem, mend)])]
 
