@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from lit_cifar.launch import startup as startup  # notes the parent before the imports that take seconds
 
 if TYPE_CHECKING:
+    from lit_cifar.checks.replay import Replay, ReplayError, replay
+    from lit_cifar.checks.replica_audit import ReplicaAudit
+    from lit_cifar.checks.watchdog.callback import Watchdog
     from lit_cifar.data import CIFAR10DataModule
     from lit_cifar.errors import CheckpointError, ConfigError, DataError
     from lit_cifar.task.module import LitResNet
     from lit_cifar.task.muon import MuonSGD
     from lit_cifar.task.optim import NesterovSGD, WarmupDecay
-    from lit_cifar.tools.audit import ReplicaAudit
-    from lit_cifar.tools.replay import Replay, ReplayError, replay
-    from lit_cifar.watchdog.callback import Watchdog
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
 
@@ -28,12 +28,12 @@ _PLACES = {
     "LitResNet": "lit_cifar.task.module",
     "MuonSGD": "lit_cifar.task.muon",
     "NesterovSGD": "lit_cifar.task.optim",
-    "Replay": "lit_cifar.tools.replay",
-    "ReplayError": "lit_cifar.tools.replay",
-    "ReplicaAudit": "lit_cifar.tools.audit",
+    "Replay": "lit_cifar.checks.replay",
+    "ReplayError": "lit_cifar.checks.replay",
+    "ReplicaAudit": "lit_cifar.checks.replica_audit",
     "WarmupDecay": "lit_cifar.task.optim",
-    "Watchdog": "lit_cifar.watchdog.callback",
-    "replay": "lit_cifar.tools.replay",
+    "Watchdog": "lit_cifar.checks.watchdog.callback",
+    "replay": "lit_cifar.checks.replay",
 }
 __all__ = [
     "CIFAR10DataModule",

@@ -528,7 +528,7 @@ def audited(change: Callable[[Any, float], Any], folder: Path) -> dict[str, Any]
     said: list[str] = []
     raised = ""
     options = ON_TWO | {"strategy": "ddp_find_unused_parameters_true", "max_steps": 6, "default_root_dir": folder}
-    with patch("lit_cifar.tools.audit.callback.rank_zero_warn", said.append):
+    with patch("lit_cifar.checks.replica_audit.callback.rank_zero_warn", said.append):
         try:
             trainer = pl.Trainer(callbacks=[ReplicaAudit(every_n_steps=1)], **options)
             trainer.fit(scheduled(change)(), DataLoader(Pictures(), batch_size=4, shuffle=True))

@@ -32,8 +32,8 @@ from lit_cifar.checkpoint.files import (
     write_checkpoint,
 )
 from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checks.watchdog import HELPER
 from lit_cifar.errors import SaveError
-from lit_cifar.watchdog import HELPER
 
 STEPS = 3  # of an epoch of TinyData
 _LIMIT_S = 30.0

@@ -17,12 +17,13 @@ from typing import Any, NoReturn, TextIO
 import pytest
 import torch
 import yaml
-from commands import TINY, callback, counts, environment_of, last_checkpoint, refused, run_here
+from commands import TINY, callback, counts, environment_of, last_checkpoint, mode_flags, refused, run_here
 from lightning.pytorch import Callback
 
 import lit_cifar
 from lit_cifar import __version__
 from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checks.watchdog import monitor
 from lit_cifar.cli.main import CLI, MAY_NAME_STRATEGY, main
 from lit_cifar.launch import startup
 from lit_cifar.launch.signals import flush_streams
@@ -30,7 +31,6 @@ from lit_cifar.reporting.environment import versions
 from lit_cifar.reporting.output import outlast_streams
 from lit_cifar.task.callbacks import skip_idle_hooks
 from lit_cifar.tools.commands import COMMANDS
-from lit_cifar.watchdog import monitor
 
 
 @pytest.fixture(scope="module")
@@ -382,11 +382,27 @@ def test_strategies_are_known_where_they_may_be_asked_for(words: list[str], load
     assert any(MAY_NAME_STRATEGY.search(word) for word in words) == loads
 
 
-def test_a_fit_on_one_device_imports_no_strategy_and_no_monitor(tmp_path: Path) -> None:
-    program = f"""import sys
+WATCHDOG = [f"lit_cifar.checks.watchdog{name}" for name in ("", ".callback")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "rooms", "loaded"),
+    [
+        ([], ("lit_cifar.strategies", "lit_cifar.checks.watchdog"), WATCHDOG),
+        (mode_flags("ddp"), ("lit_cifar.checks.replay",), []),
+    ],
+    ids=["one device", "ddp"],
+)
+def test_a_fit_imports_what_it_needs(
+    flags: list[str], rooms: tuple[str, ...], loaded: list[str], tmp_path: Path
+) -> None:
+    """On one device no strategy and no monitor; on two no Replay."""
+    script = tmp_path / "script.py"
+    script.write_text(f"""import os, sys
 from lit_cifar.cli.main import main
-main({["fit", *TINY, f"--run_dir={tmp_path / 'run'}"]!r})
-print("loaded", sorted(name for name in sys.modules if name.startswith(("lit_cifar.strategies", "lit_cifar.watchdog"))))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "loaded ['lit_cifar.watchdog', 'lit_cifar.watchdog.callback']"
+main({["fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}"]!r})
+if not int(os.environ.get("LOCAL_RANK", "0")):
+    print("loaded", sorted(name for name in sys.modules if name.startswith({rooms!r})))
+""")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == f"loaded {loaded}"

@@ -26,14 +26,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lit_cifar import Replay, ReplayError
 from lit_cifar.__main__ import main
+from lit_cifar.checks.repeated_step.attributes import Attributes
+from lit_cifar.checks.repeated_step.digests import checksum, digest
+from lit_cifar.checks.repeated_step.exchange import Exchange, problem
+from lit_cifar.checks.repeated_step.reduction import ExactMean, gamma
+from lit_cifar.checks.replay.epoch import Pass, is_order_of_epoch_0, judge_epoch, judge_resumed_epoch
+from lit_cifar.checks.replay.states import judge_replicas
+from lit_cifar.checks.replay.verdict import COMPARED, Report
 from lit_cifar.tools.modes import SILENT
-from lit_cifar.tools.replay.attributes import Attributes
-from lit_cifar.tools.replay.digests import checksum, digest
-from lit_cifar.tools.replay.epoch import Pass, is_order_of_epoch_0, judge_epoch, judge_resumed_epoch
-from lit_cifar.tools.replay.exchange import Exchange, problem
-from lit_cifar.tools.replay.reduction import ExactMean, gamma
-from lit_cifar.tools.replay.states import judge_replicas
-from lit_cifar.tools.replay.verdict import COMPARED, Report
 from lit_cifar.tools.verify.record import Record
 
 # Part, step, rank and the tensor of the first finding.
@@ -293,7 +293,7 @@ def test_a_replay_gives_each_collective_its_own_judgement() -> None:
 
 
 def test_other_projects_get_a_fixture(tmp_path: Path) -> None:
-    assert "lit_cifar.tools.pytest_plugin" in [point.value for point in entry_points(group="pytest11")]
+    assert "lit_cifar.checks.pytest_plugin" in [point.value for point in entry_points(group="pytest11")]
     (tmp_path / "test_theirs.py").write_text(
         "def test_right(replayed):\n"
         "    assert replayed('replay_cases.WithData', '--steps=1')['outcome'] == 'pass'\n"
@@ -301,7 +301,7 @@ def test_other_projects_get_a_fixture(tmp_path: Path) -> None:
         "    replayed('replay_cases.Sends', '--steps=1')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "lit_cifar.tools.pytest_plugin", "-q", "test_theirs.py"],
+        [sys.executable, "-m", "pytest", "-p", "lit_cifar.checks.pytest_plugin", "-q", "test_theirs.py"],
         cwd=tmp_path,
         env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,

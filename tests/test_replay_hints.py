@@ -10,12 +10,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from lit_cifar import replay
-from lit_cifar.tools.replay.attributes import Attributes
-from lit_cifar.tools.replay.digests import Surroundings
-from lit_cifar.tools.replay.evaluation import Logged, Seen, judge_evaluation
-from lit_cifar.tools.replay.events import Call
-from lit_cifar.tools.replay.step_data import judge_batches, judge_draws, judge_draws_between
-from lit_cifar.tools.replay.verdict import Finding, Report
+from lit_cifar.checks.repeated_step.attributes import Attributes
+from lit_cifar.checks.repeated_step.digests import Surroundings
+from lit_cifar.checks.repeated_step.events import Call
+from lit_cifar.checks.replay.evaluation import Logged, Seen, judge_evaluation
+from lit_cifar.checks.replay.step_data import judge_batches, judge_draws, judge_draws_between
+from lit_cifar.checks.replay.verdict import Finding, Report
 
 STEPS, BATCHES = 3, 2  # that are accumulated
 

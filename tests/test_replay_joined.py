@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lit_cifar.tools.replay.digests import Surroundings
-from lit_cifar.tools.replay.events import Call
-from lit_cifar.tools.replay.step_data import JoinedBatch
+from lit_cifar.checks.repeated_step.digests import Surroundings
+from lit_cifar.checks.repeated_step.events import Call
+from lit_cifar.checks.replay.step_data import JoinedBatch
 
 CPU = torch.device("cpu")
 

@@ -12,11 +12,11 @@ from commands import TINY, callback, last_checkpoint, launch, mode_flags, own_ne
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lit_cifar.checks.replica_audit.callback import ReplicaAudit
+from lit_cifar.checks.replica_audit.gradients import NeighborAudit, who_stands_alone
+from lit_cifar.checks.replica_audit.replicas import Difference, device_digest, unlike
 from lit_cifar.errors import ReplicaAuditError
 from lit_cifar.mode import Mode
-from lit_cifar.tools.audit.callback import ReplicaAudit
-from lit_cifar.tools.audit.gradients import NeighborAudit, who_stands_alone
-from lit_cifar.tools.audit.replicas import Difference, device_digest, unlike
 from lit_cifar.tools.modes import SILENT
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64]
@@ -24,7 +24,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_flipped_bit_changes_a_digest(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_cifar.tools.audit.replicas._CHUNK", 2)
+    monkeypatch.setattr("lit_cifar.checks.replica_audit.replicas._CHUNK", 2)
     tensor = (torch.randn(3, 4, generator=torch.Generator().manual_seed(0)) * 50).abs().to(dtype)
     whole = device_digest(tensor)
     assert whole == device_digest(tensor.clone())
@@ -81,7 +81,7 @@ def test_who_stands_alone_may_be_blamed(values: list[int], alone: list[int] | No
 
 def test_ranks_that_differ_from_a_majority_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     left_out: set[int] = set()
-    monkeypatch.setattr("lit_cifar.tools.audit.callback.exclude", left_out.add)
+    monkeypatch.setattr("lit_cifar.checks.replica_audit.callback.exclude", left_out.add)
     audit = ReplicaAudit(exclude=True)
     with pytest.raises(ReplicaAuditError):
         audit._tell("", [Difference("rank 7 differs", (2, 4), 3), Difference("bias", (0, 1), 0)], equal=0)
@@ -241,7 +241,7 @@ def test_replicas_of_several_processes_are_compared_part_by_part(tmp_path: Path)
 
 def test_a_run_that_goes_on_is_told_when_its_replicas_were_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("lit_cifar.tools.audit.callback.rank_zero_warn", said.append)
+    monkeypatch.setattr("lit_cifar.checks.replica_audit.callback.rank_zero_warn", said.append)
     audit = ReplicaAudit(2, stop=False)
     for step, lines in ((2, []), (4, ["  weight"]), (6, ["  weight"])):
         audit._audit(SimpleNamespace(global_step=step), SimpleNamespace(differences=lambda lines=lines: lines))
@@ -264,7 +264,7 @@ class OwnElsewhere(Mode):
 
 def test_where_nothing_is_held_twice_a_foreign_strategy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("lit_cifar.tools.audit.callback.rank_zero_info", said.append)
+    monkeypatch.setattr("lit_cifar.checks.replica_audit.callback.rank_zero_info", said.append)
     trainer = SimpleNamespace(global_step=0, world_size=2, strategy=Elsewhere(), lightning_module=Elsewhere.model)
     audit = ReplicaAudit()
     audit.on_train_start(trainer, Elsewhere.model)

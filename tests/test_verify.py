@@ -20,12 +20,12 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 from verifying import settings
 
+from lit_cifar.checks.replay.callback import RESULT
+from lit_cifar.checks.replay.verdict import TAKEN, Finding
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.modes import chosen, sized_modes
-from lit_cifar.tools.replay.callback import RESULT
-from lit_cifar.tools.replay.verdict import TAKEN, Finding
 from lit_cifar.tools.verify import runs
 from lit_cifar.tools.verify.command import (
     ROUNDING,

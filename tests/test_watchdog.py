@@ -32,15 +32,12 @@ from torch.distributed import HashStore
 from torch.utils.data import DataLoader, Dataset
 
 import lit_cifar
-from lit_cifar.data import Batch
-from lit_cifar.errors import ConfigError
-from lit_cifar.launch import startup
-from lit_cifar.watchdog import HELPER, activity
-from lit_cifar.watchdog import heartbeat as process
-from lit_cifar.watchdog import monitor as watch_module
-from lit_cifar.watchdog.activity import FACTOR, FIRST_TIME_S, PhaseTimer
-from lit_cifar.watchdog.callback import PHASES, Watchdog
-from lit_cifar.watchdog.diagnosis import (
+from lit_cifar.checks.watchdog import HELPER, activity
+from lit_cifar.checks.watchdog import heartbeat as process
+from lit_cifar.checks.watchdog import monitor as watch_module
+from lit_cifar.checks.watchdog.activity import FACTOR, FIRST_TIME_S, PhaseTimer
+from lit_cifar.checks.watchdog.callback import PHASES, Watchdog
+from lit_cifar.checks.watchdog.diagnosis import (
     NOTICE_S,
     Patience,
     Peer,
@@ -52,9 +49,9 @@ from lit_cifar.watchdog.diagnosis import (
     unanswered,
     updated,
 )
-from lit_cifar.watchdog.heartbeat import Heartbeat, Sight, first_heartbeat
-from lit_cifar.watchdog.monitor import BEAT_S, Monitor
-from lit_cifar.watchdog.stacks import (
+from lit_cifar.checks.watchdog.heartbeat import Heartbeat, Sight, first_heartbeat
+from lit_cifar.checks.watchdog.monitor import BEAT_S, Monitor
+from lit_cifar.checks.watchdog.stacks import (
     REQUEST,
     described,
     leave_traces,
@@ -63,7 +60,10 @@ from lit_cifar.watchdog.stacks import (
     request,
     trace_file,
 )
-from lit_cifar.watchdog.store import HeartbeatStore, News, prepare
+from lit_cifar.checks.watchdog.store import HeartbeatStore, News, prepare
+from lit_cifar.data import Batch
+from lit_cifar.errors import ConfigError
+from lit_cifar.launch import startup
 
 TIMEOUT_S = 20.0
 DEFAULT = Patience(TIMEOUT_S, waiting_s=1800.0)

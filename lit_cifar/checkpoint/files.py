@@ -30,10 +30,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lit_cifar.checkpoint.format import POSITION, holds_training, read_checkpoint
+from lit_cifar.checks.watchdog import HELPER
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError, printable
 from lit_cifar.internals import tree_flatten, tree_map_only, tree_unflatten
 from lit_cifar.reporting.files import make_folder, replacing, sync
-from lit_cifar.watchdog import HELPER
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 INDEX = "index.ckpt"  # a file of a checkpoint in parts, which is a folder, see `sharded.py`

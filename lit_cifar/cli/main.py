@@ -25,6 +25,8 @@ from lit_cifar import __version__, internals
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.exact_resume import Fingerprint, SameStart
 from lit_cifar.checkpoint.files import CheckpointFiles, reporting_disk
+from lit_cifar.checks.replica_audit import ReplicaAudit
+from lit_cifar.checks.watchdog.callback import Watchdog
 from lit_cifar.cli.checkpoint_selection import StartingCheckpoint
 from lit_cifar.cli.help import COMMON, DESCRIPTION, EPILOG, SUBCOMMANDS, HelpFormatter, replace_texts
 from lit_cifar.cli.preflight import (
@@ -61,9 +63,7 @@ from lit_cifar.reporting.run_folder import (
 from lit_cifar.reporting.run_report import RunReport
 from lit_cifar.task.callbacks import NoProfiler, default_callbacks, place, skip_idle_hooks
 from lit_cifar.task.module import LitResNet
-from lit_cifar.tools.audit import ReplicaAudit
 from lit_cifar.tools.commands import COMMANDS
-from lit_cifar.watchdog.callback import Watchdog
 
 # Words by which a command or a file may ask for one of our strategies; `ddp` and `ddp_spawn` are Lightning's.
 MAY_NAME_STRATEGY = re.compile(r"strategy(?!=ddp(_spawn)?$)|config|^-c|^--trainer(=|$)", flags=re.IGNORECASE)
@@ -292,8 +292,8 @@ class CLI(LightningCLI):
         num_ranks = count_processes(config)
         self.datamodule.prepare_data()
         self.datamodule.setup(self._subcommand)
-        for name in ("lit_cifar.watchdog.monitor", "lit_cifar.tools.audit.gradients"):  # imports that every rank needs
-            import_module(name)
+        for name in ("watchdog.monitor", "replica_audit.gradients"):  # every rank needs them
+            import_module(f"lit_cifar.checks.{name}")
         places = ranks.fork(num_ranks, partial(self._can_train, config))
         if len(places) < num_ranks:
             of_all = as_list(config["devices"]) if isinstance(config["devices"], list) else range(num_ranks)

@@ -97,7 +97,7 @@ def main(args: list[str]) -> int:
     record = terminal.about() | {"rules": RULES}
     terminal.exit_orderly_when_terminated()
     if options.module is not None:
-        from lit_cifar.tools.replay.command import replayed  # for a user's own training
+        from lit_cifar.checks.replay.command import replayed  # for a user's own training
 
         report = replayed(options.module, options.data, steps=options.steps, args=rest)
         status = {"pass": 0, "fail": 1}.get(report["outcome"], NO_VERDICT)

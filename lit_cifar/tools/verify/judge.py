@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from lit_cifar.checkpoint.files import BEST, DIGESTS, weights_digest
 from lit_cifar.checkpoint.format import POSITION, read_checkpoint
+from lit_cifar.checks.replay.callback import RESULT
+from lit_cifar.checks.replay.states import KEY as OF_REPLAY
+from lit_cifar.checks.replay.verdict import TAKEN, Finding
 from lit_cifar.errors import CheckpointError
 from lit_cifar.reporting.evaluation_tables import CONFUSION, PER_RANK
-from lit_cifar.tools.replay.callback import RESULT
-from lit_cifar.tools.replay.states import KEY as OF_REPLAY
-from lit_cifar.tools.replay.verdict import TAKEN, Finding
 from lit_cifar.tools.verify.launcher import Configuration, expected, made
 from lit_cifar.tools.verify.record import (
     LOGITS,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_cifar.tools.replay.sharded import whole
+from lit_cifar.checks.repeated_step.sharded import whole
 
 
 class Digest(NamedTuple):

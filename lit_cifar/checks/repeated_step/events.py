@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from lit_cifar.checks.repeated_step.attributes import Attributes
+from lit_cifar.checks.repeated_step.digests import Digest, Surroundings, digest
+from lit_cifar.checks.repeated_step.exchange import Exchange
 from lit_cifar.internals import tree_leaves
-from lit_cifar.tools.replay.attributes import Attributes
-from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
-from lit_cifar.tools.replay.exchange import Exchange
 
 Digests: TypeAlias = dict[str, Digest]
 Tensors: TypeAlias = dict[str, Tensor]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
-from lit_cifar.tools.replay.events import Call
+from lit_cifar.checks.repeated_step.digests import Digest, Surroundings, digest
+from lit_cifar.checks.repeated_step.events import Call
 
 
 class Hints:

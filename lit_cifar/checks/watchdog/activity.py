@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import psutil
 
-from lit_cifar.watchdog import HELPER
+from lit_cifar.checks.watchdog import HELPER
 
 # A phase that runs for the first time may compile, tune or load, so its duration cannot be predicted. The same holds
 # while a process computes or waits for a disk. Ten minutes are torch's own limit for a collective operation of NCCL.

@@ -16,8 +16,8 @@ from lit_cifar.launch.restarts import exclude
 from lit_cifar.mode import mode_of
 
 if TYPE_CHECKING:
-    from lit_cifar.tools.audit.gradients import NeighborAudit
-    from lit_cifar.tools.audit.replicas import Difference, Held
+    from lit_cifar.checks.replica_audit.gradients import NeighborAudit
+    from lit_cifar.checks.replica_audit.replicas import Difference, Held
 
 _MAX_LINES = 8
 
@@ -58,8 +58,11 @@ class ReplicaAudit(Callback):
         self._step = self._equal = self._repeated = trainer.global_step
         if not self.every_n_steps or trainer.world_size == 1:
             return
-        from lit_cifar.tools.audit.gradients import NeighborAudit, why_not_repeated  # one process needs no audit
-        from lit_cifar.tools.audit.replicas import Held, what_is_not_held_twice
+        from lit_cifar.checks.replica_audit.gradients import (  # one process needs no audit
+            NeighborAudit,
+            why_not_repeated,
+        )
+        from lit_cifar.checks.replica_audit.replicas import Held, what_is_not_held_twice
 
         what, reason = "replicas", what_is_not_held_twice(trainer)
         if not reason:

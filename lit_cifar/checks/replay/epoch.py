@@ -14,12 +14,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Subset
 
 from lit_cifar import internals
+from lit_cifar.checks.repeated_step.digests import checksum
+from lit_cifar.checks.replay.evaluation import Evaluation, judge_evaluation
+from lit_cifar.checks.replay.states import gathered
+from lit_cifar.checks.replay.verdict import Finding, Report, empty_report
 from lit_cifar.mode import mode_of
-from lit_cifar.tools.replay.digests import checksum
-from lit_cifar.tools.replay.evaluation import Evaluation, judge_evaluation
-from lit_cifar.tools.replay.lightning_view import empty_report
-from lit_cifar.tools.replay.states import gathered
-from lit_cifar.tools.replay.verdict import Finding, Report
 
 
 @dataclass

@@ -7,10 +7,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lit_cifar.checks.repeated_step.digests import Surroundings, digest
+from lit_cifar.checks.repeated_step.events import Call
+from lit_cifar.checks.replay.verdict import Finding, Report
 from lit_cifar.internals import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from lit_cifar.tools.replay.digests import Surroundings, digest
-from lit_cifar.tools.replay.events import Call
-from lit_cifar.tools.replay.verdict import Finding, Report
 
 Generators: TypeAlias = tuple[int, ...]  # digests of their states
 _TOO_FEW = "whether ranks read the same, as batches hold too few values"

@@ -18,14 +18,22 @@ from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lit_cifar.checks.repeated_step.attributes import Attributes
+from lit_cifar.checks.repeated_step.digests import Digest, Surroundings, digest
+from lit_cifar.checks.repeated_step.events import Backward, Call, Digests, Event, Start, Step
+from lit_cifar.checks.repeated_step.exchange import (
+    Exchange,
+    can_be_replayed,
+    completed,
+    intercepted,
+    is_of_parts,
+    sent_by,
+)
+from lit_cifar.checks.repeated_step.sharded import is_of_fsdp, is_sharded, whole
+from lit_cifar.checks.repeated_step.tensors import device_of, fresh_copy, names_of, parameters_of
+from lit_cifar.checks.replay.graph import Outputs, observed
+from lit_cifar.checks.replay.hints import Hints
 from lit_cifar.internals import tree_leaves, tree_map
-from lit_cifar.tools.replay.attributes import Attributes
-from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
-from lit_cifar.tools.replay.events import Backward, Call, Digests, Event, Start, Step
-from lit_cifar.tools.replay.exchange import Exchange, can_be_replayed, completed, intercepted, is_of_parts, sent_by
-from lit_cifar.tools.replay.graph import Outputs, observed
-from lit_cifar.tools.replay.hints import Hints
-from lit_cifar.tools.replay.sharded import is_of_fsdp, is_sharded, whole
 
 
 class Recorder:
@@ -319,30 +327,6 @@ class Recorder:
             torch.save(value, self.folder / f"{name}.pt")
         except Exception as error:  # pickle raises errors of many kinds
             self._reasons.append(f"a {type(value).__name__.lower()} cannot be written down: {error}")
-
-
-def fresh_copy(leaf: Any) -> Any:
-    """Copy an input, for one more call."""
-    if isinstance(leaf, Tensor):
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-    return copy.deepcopy(leaf)
-
-
-def device_of(module: nn.Module) -> torch.device:
-    return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def names_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Tensor, str]:
-    """The name of each parameter, for tied ones the first. An optimizer may hold parameters that no module has."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-    for number, optimizer in enumerate(optimizers):
-        for place, parameter in enumerate(parameters_of(optimizer)):
-            names.setdefault(parameter, f"parameter {place} of optimizer {number}")
-    return names
 
 
 def state_digests(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Digests:

@@ -22,13 +22,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lit_cifar import internals
-from lit_cifar.tools.audit.replicas import Difference, device_digest, unlike
-from lit_cifar.tools.replay.attributes import Attributes, attributes_of, is_plain
-from lit_cifar.tools.replay.digests import Surroundings
-from lit_cifar.tools.replay.exchange import process_groups
-from lit_cifar.tools.replay.lightning_view import TrainerView, detach, load_step_states, progress_of, step_states
-from lit_cifar.tools.replay.recording import fresh_copy
-from lit_cifar.tools.replay.twin import fill, one_process, what_cannot_be_judged
+from lit_cifar.checks.repeated_step.attributes import Attributes, attributes_of, is_plain
+from lit_cifar.checks.repeated_step.digests import Surroundings
+from lit_cifar.checks.repeated_step.exchange import process_groups
+from lit_cifar.checks.repeated_step.lightning_view import (
+    TrainerView,
+    detach,
+    load_step_states,
+    progress_of,
+    step_states,
+)
+from lit_cifar.checks.repeated_step.tensors import fresh_copy
+from lit_cifar.checks.repeated_step.twin import fill, one_process, what_cannot_be_judged
+from lit_cifar.checks.replica_audit.replicas import Difference, device_digest, unlike
 
 _PLACES = ("global_rank", "local_rank", "node_rank", "is_global_zero")  # attributes of the trainer that a step may read
 _MOST_SUSPECTS = 4  # most ranks whose batches all ranks repeat

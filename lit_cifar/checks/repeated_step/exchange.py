@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lit_cifar import internals
-from lit_cifar.tools.replay.digests import Digest, digest
-from lit_cifar.tools.replay.reduction import ExactMean
+from lit_cifar.checks.repeated_step.digests import Digest, digest
+from lit_cifar.checks.repeated_step.reduction import ExactMean
 
 # Methods of a process group, to which all functions of torch.distributed come down: the places of the arguments that
 # are received and sent.

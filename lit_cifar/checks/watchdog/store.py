@@ -25,7 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
     TCPStore,
 )
 
-from lit_cifar.watchdog.heartbeat import Heartbeat, first_heartbeat
+from lit_cifar.checks.watchdog.heartbeat import Heartbeat, first_heartbeat
 
 
 class News(NamedTuple):
@@ -101,7 +101,7 @@ def prepare(store: Store, *, run: str, world_size: int) -> None:
 
 
 def _entries(store: Store, run: str) -> Store:
-    return PrefixStore(f"lit_cifar/watchdog/{run}", store)
+    return PrefixStore(f"lit_cifar/checks/watchdog/{run}", store)
 
 
 def _keys(world_size: int) -> list[str]:

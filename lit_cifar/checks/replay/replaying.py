@@ -13,15 +13,25 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_cifar.checks.repeated_step.digests import Digest, Surroundings, digest
+from lit_cifar.checks.repeated_step.events import (
+    Backward,
+    Call,
+    Event,
+    Recording,
+    Step,
+    Tensors,
+    UnjudgeableError,
+    join,
+)
+from lit_cifar.checks.repeated_step.exchange import Done, Exchange, problem, received_by, sent_by
+from lit_cifar.checks.repeated_step.reduction import ExactMean, gamma
+from lit_cifar.checks.repeated_step.tensors import device_of, fresh_copy, names_of, parameters_of
+from lit_cifar.checks.repeated_step.twin import Twin, TwinState, fill, one_process
+from lit_cifar.checks.replay.recording import state_digests
+from lit_cifar.checks.replay.step_data import Generators, JoinedBatch, judge_batches, judge_draws, judge_draws_between
+from lit_cifar.checks.replay.verdict import TAKEN, Finding, Part, Report
 from lit_cifar.internals import tree_leaves, tree_map
-from lit_cifar.tools.replay.digests import Digest, Surroundings, digest
-from lit_cifar.tools.replay.events import Backward, Call, Event, Recording, Step, Tensors, UnjudgeableError, join
-from lit_cifar.tools.replay.exchange import Done, Exchange, problem, received_by, sent_by
-from lit_cifar.tools.replay.recording import device_of, fresh_copy, names_of, parameters_of, state_digests
-from lit_cifar.tools.replay.reduction import ExactMean, gamma
-from lit_cifar.tools.replay.step_data import Generators, JoinedBatch, judge_batches, judge_draws, judge_draws_between
-from lit_cifar.tools.replay.twin import Twin, TwinState, fill, one_process
-from lit_cifar.tools.replay.verdict import TAKEN, Finding, Part, Report
 
 _RAN_OUT = "ranks have unlike numbers of batches under join()"
 

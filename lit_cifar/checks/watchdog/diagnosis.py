@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from lit_cifar.watchdog.activity import FIRST_TIME_S
-from lit_cifar.watchdog.heartbeat import Heartbeat, Sight
+from lit_cifar.checks.watchdog.activity import FIRST_TIME_S
+from lit_cifar.checks.watchdog.heartbeat import Heartbeat, Sight
 
 JUDGE = 0  # the rank that reads all heartbeats
 NOTICE_S = 10.0  # a rank that others wait for is named after so long without progress or heartbeat

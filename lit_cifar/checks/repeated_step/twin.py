@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_cifar import internals
-from lit_cifar.tools.replay.attributes import Attributes, Key
-from lit_cifar.tools.replay.digests import Surroundings
-from lit_cifar.tools.replay.events import Start, UnjudgeableError
-from lit_cifar.tools.replay.exchange import Handler, intercepted, process_groups
-from lit_cifar.tools.replay.recording import names_of
-from lit_cifar.tools.replay.sharded import is_sharded, what_is_not_replayed, whole, whole_copy
+from lit_cifar.checks.repeated_step.attributes import Attributes, Key
+from lit_cifar.checks.repeated_step.digests import Surroundings
+from lit_cifar.checks.repeated_step.events import Start, UnjudgeableError
+from lit_cifar.checks.repeated_step.exchange import Handler, intercepted, process_groups
+from lit_cifar.checks.repeated_step.sharded import is_sharded, what_is_not_replayed, whole, whole_copy
+from lit_cifar.checks.repeated_step.tensors import names_of
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -14,24 +14,24 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_cifar import internals
-from lit_cifar.mode import mode_of
-from lit_cifar.tools.replay.epoch import Epochs
-from lit_cifar.tools.replay.events import UnjudgeableError
-from lit_cifar.tools.replay.lightning_view import (
+from lit_cifar.checks.repeated_step.events import UnjudgeableError
+from lit_cifar.checks.repeated_step.lightning_view import (
     TrainerView,
     before_step,
     detach,
-    empty_report,
     has_own_backward,
     load_step_states,
     progress_of,
     quiet_copy,
     step_states,
 )
-from lit_cifar.tools.replay.recording import Recorder, device_of
-from lit_cifar.tools.replay.replaying import Replayer, judge
-from lit_cifar.tools.replay.sharded import is_sharded
-from lit_cifar.tools.replay.states import (
+from lit_cifar.checks.repeated_step.sharded import is_sharded
+from lit_cifar.checks.repeated_step.tensors import device_of
+from lit_cifar.checks.repeated_step.twin import Twin, communication_hook, twin_of, what_cannot_be_judged
+from lit_cifar.checks.replay.epoch import Epochs
+from lit_cifar.checks.replay.recording import Recorder
+from lit_cifar.checks.replay.replaying import Replayer, judge
+from lit_cifar.checks.replay.states import (
     KEY,
     are_replicas,
     compare_replicas,
@@ -40,9 +40,9 @@ from lit_cifar.tools.replay.states import (
     states_of,
     weights_of,
 )
-from lit_cifar.tools.replay.step_data import JoinedBatch
-from lit_cifar.tools.replay.twin import Twin, communication_hook, twin_of, what_cannot_be_judged
-from lit_cifar.tools.replay.verdict import Report
+from lit_cifar.checks.replay.step_data import JoinedBatch
+from lit_cifar.checks.replay.verdict import Report, empty_report
+from lit_cifar.mode import mode_of
 
 RESULT = "replay.json"
 _AVERAGED = (

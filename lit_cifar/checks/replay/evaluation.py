@@ -13,9 +13,9 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
 
-from lit_cifar.tools.replay.digests import digest
-from lit_cifar.tools.replay.reduction import gamma
-from lit_cifar.tools.replay.verdict import Finding, Report
+from lit_cifar.checks.repeated_step.digests import digest
+from lit_cifar.checks.repeated_step.reduction import gamma
+from lit_cifar.checks.replay.verdict import Finding, Report
 
 
 @dataclass

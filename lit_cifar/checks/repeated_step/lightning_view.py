@@ -11,24 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_cifar.tools.replay.exchange import process_groups
-from lit_cifar.tools.replay.recording import parameters_of
-from lit_cifar.tools.replay.verdict import Report
+from lit_cifar.checks.repeated_step.exchange import process_groups
+from lit_cifar.checks.repeated_step.tensors import parameters_of
 
 
 def is_a(value: Any, *names: str) -> bool:
     """Whether `value` has a class of one of these names; `lightning.pytorch` and `pytorch_lightning` share none."""
     return any(kind.__name__ in names for kind in type(value).__mro__)
-
-
-def empty_report(trainer: pl.Trainer, subject: str = "") -> Report:
-    return Report(
-        strategy=type(trainer.strategy).__name__,
-        num_ranks=trainer.world_size,
-        precision=str(trainer.precision),
-        first_step=trainer.global_step,
-        subject=subject,
-    )
 
 
 def step_states(trainer: pl.Trainer) -> list[Any]:

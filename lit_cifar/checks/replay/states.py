@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lit_cifar.tools.replay.digests import Digest, digest
-from lit_cifar.tools.replay.recording import names_of, state_digests
-from lit_cifar.tools.replay.verdict import Finding, Report
+from lit_cifar.checks.repeated_step.digests import Digest, digest
+from lit_cifar.checks.repeated_step.tensors import names_of
+from lit_cifar.checks.replay.recording import state_digests
+from lit_cifar.checks.replay.verdict import Finding, Report
 
 KEY = "lit_cifar.replay"  # entry of a checkpoint
 States: TypeAlias = dict[str, tuple[int, float]]  # `Digest`s, in types that a checkpoint may hold

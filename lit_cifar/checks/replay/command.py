@@ -14,8 +14,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 
+from lit_cifar.checks.replay.callback import RESULT, Replay
 from lit_cifar.errors import ConfigError
-from lit_cifar.tools.replay.callback import RESULT, Replay
 
 
 def replayed(module: str, data: str | None, *, steps: int, args: Sequence[str]) -> dict[str, Any]:

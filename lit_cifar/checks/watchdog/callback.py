@@ -22,7 +22,7 @@ from lit_cifar.launch.signals import flush_streams, launched_by_lightning
 from lit_cifar.launch.startup import exit_with_parent, kill_workers
 
 if TYPE_CHECKING:
-    from lit_cifar.watchdog.monitor import Monitor
+    from lit_cifar.checks.watchdog.monitor import Monitor
 
 # The phase that the main thread enters with each hook. A hook that is not here belongs to the phase before it.
 PHASES = {
@@ -45,7 +45,7 @@ class Watchdog(Callback):
     It reports a process that has died, is stopped, unreachable or hung, or has raised an exception, with its pid, step,
     phase, and signal or traceback. Then all processes exit with status 1. A process that only keeps the others waiting
     is named after ten seconds, and the run goes on. This callback's hooks note what the main thread does: a few
-    assignments each, nothing on the device. See `lit_cifar.watchdog`.
+    assignments each, nothing on the device. See `lit_cifar.checks.watchdog`.
 
     Args:
         timeout_s: Seconds without a heartbeat after which a process counts as dead, unless it is seen to run. The least
@@ -85,7 +85,7 @@ class Watchdog(Callback):
         if multiprocessing.parent_process() is not None:
             # Lightning handles exceptions of a spawned process in the parent, and does not call `on_exception`.
             trainer._run_stage = partial(self._run_stage, trainer, pl_module)  # type: ignore[method-assign]
-        from lit_cifar.watchdog.monitor import start_monitor  # one process needs no monitor
+        from lit_cifar.checks.watchdog.monitor import start_monitor  # one process needs no monitor
 
         self._watch = start_monitor(trainer, timeout_s=self.timeout_s, hang_timeout_s=self.hang_timeout_s)
 

@@ -15,11 +15,8 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from lit_cifar import internals
-from lit_cifar.errors import printable
-from lit_cifar.launch.signals import EXIT_STOPPED, flush_streams, hear_signals, newest_request
-from lit_cifar.launch.startup import kill_workers
-from lit_cifar.watchdog.activity import Activity, PhaseTimer
-from lit_cifar.watchdog.diagnosis import (
+from lit_cifar.checks.watchdog.activity import Activity, PhaseTimer
+from lit_cifar.checks.watchdog.diagnosis import (
     JUDGE,
     NOTICE_S,
     SILENT_AFTER_FAILURE_S,
@@ -33,9 +30,12 @@ from lit_cifar.watchdog.diagnosis import (
     unanswered,
     updated,
 )
-from lit_cifar.watchdog.heartbeat import Heartbeat, Mates, Sight
-from lit_cifar.watchdog.stacks import Stack, place_in_worker, stack_of
-from lit_cifar.watchdog.store import HeartbeatStore, News, SilenceClock, host_of_store, meet
+from lit_cifar.checks.watchdog.heartbeat import Heartbeat, Mates, Sight
+from lit_cifar.checks.watchdog.stacks import Stack, place_in_worker, stack_of
+from lit_cifar.checks.watchdog.store import HeartbeatStore, News, SilenceClock, host_of_store, meet
+from lit_cifar.errors import printable
+from lit_cifar.launch.signals import EXIT_STOPPED, flush_streams, hear_signals, newest_request
+from lit_cifar.launch.startup import kill_workers
 
 BEAT_S = 1.0
 # Time for the main thread to end by its own exception, which closes loggers and files.

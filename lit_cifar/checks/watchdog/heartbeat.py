@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
+from lit_cifar.checks.watchdog.activity import FIRST_TIME_S
+from lit_cifar.checks.watchdog.stacks import leave_traces, read_trace, request, trace_file
 from lit_cifar.launch.signals import ending
-from lit_cifar.watchdog.activity import FIRST_TIME_S
-from lit_cifar.watchdog.stacks import leave_traces, read_trace, request, trace_file
 
 # Fields of /proc/PID/stat after the command's name: proc_pid_stat(5), from field 3 on.
 _STATE, _START_TIME, _EXIT_CODE = 0, 19, 49

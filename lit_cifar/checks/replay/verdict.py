@@ -109,3 +109,13 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"outcome": self.outcome}
+
+
+def empty_report(trainer: Any, subject: str = "") -> Report:
+    return Report(
+        strategy=type(trainer.strategy).__name__,
+        num_ranks=trainer.world_size,
+        precision=str(trainer.precision),
+        first_step=trainer.global_step,
+        subject=subject,
+    )

@@ -12,14 +12,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lit_cifar.tools.replay.epoch import ReadIds, judge_readings
-from lit_cifar.tools.replay.events import UnjudgeableError
-from lit_cifar.tools.replay.recording import Recorder, device_of
-from lit_cifar.tools.replay.replaying import judge
-from lit_cifar.tools.replay.sharded import is_sharded
-from lit_cifar.tools.replay.states import are_replicas, compare_replicas
-from lit_cifar.tools.replay.twin import Twin, communication_hook, twin_of, what_cannot_be_judged
-from lit_cifar.tools.replay.verdict import Report
+from lit_cifar.checks.repeated_step.events import UnjudgeableError
+from lit_cifar.checks.repeated_step.sharded import is_sharded
+from lit_cifar.checks.repeated_step.tensors import device_of
+from lit_cifar.checks.repeated_step.twin import Twin, communication_hook, twin_of, what_cannot_be_judged
+from lit_cifar.checks.replay.epoch import ReadIds, judge_readings
+from lit_cifar.checks.replay.recording import Recorder
+from lit_cifar.checks.replay.replaying import judge
+from lit_cifar.checks.replay.states import are_replicas, compare_replicas
+from lit_cifar.checks.replay.verdict import Report
 
 
 class replay:  # noqa: N801  # reads as a function: `with replay(model, optimizer) as r:`

@@ -1,0 +1,33 @@
+"""Tensors of a module and its optimizers by name, and copies of what a step is given."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def fresh_copy(leaf: Any) -> Any:
+    """Copy an input, for one more call."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return copy.deepcopy(leaf)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def names_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Tensor, str]:
+    """The name of each parameter, for tied ones the first. An optimizer may hold parameters that no module has."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    for number, optimizer in enumerate(optimizers):
+        for place, parameter in enumerate(parameters_of(optimizer)):
+            names.setdefault(parameter, f"parameter {place} of optimizer {number}")
+    return names
