@@ -32,6 +32,7 @@ from lit_cifar import LitResNet
 from lit_cifar.checkpoint.exact_resume import SameStart, StartingPoint, _collect
 from lit_cifar.checkpoint.files import DIGESTS, weights_digest, write_checkpoint
 from lit_cifar.cli.main import CLI
+from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import CheckpointError
 from lit_cifar.launch.signals import Stopped
 from lit_cifar.reporting.run_folder import LOCK
@@ -211,6 +212,22 @@ def test_a_script_does_not_validate_on_what_it_was_trained_on(
             continue
         with pytest.raises(CheckpointError, match=f"trained on would be validated on: {given}\n"):
             go_on()
+
+
+class OwnData(CIFAR10DataModule):
+    """A user's, which changes nothing."""
+
+
+@short
+@pytest.mark.parametrize(("before", "after"), [(CIFAR10DataModule, OwnData), (OwnData, CIFAR10DataModule)])
+def test_a_data_module_of_another_class_is_compared_too(
+    before: type[CIFAR10DataModule], after: type[CIFAR10DataModule], tmp_path: Path
+) -> None:
+    file, first, again = tmp_path / "end.ckpt", data(), data(seed=1)
+    first.__class__, again.__class__ = before, after
+    fit_script(make("own"), tmp_path, first).save_checkpoint(file)
+    with pytest.raises(CheckpointError, match="trained on would be validated on: --data.seed=1\n"):
+        fit_script(make("own"), tmp_path, again, resume=file, max_epochs=2)
 
 
 @short
