@@ -226,7 +226,7 @@ def test_a_data_module_of_another_class_is_compared_too(
     file, first, again = tmp_path / "end.ckpt", data(), data(seed=1)
     first.__class__, again.__class__ = before, after
     fit_script(make("own"), tmp_path, first).save_checkpoint(file)
-    with pytest.raises(CheckpointError, match="trained on would be validated on: --data.seed=1\n"):
+    with pytest.raises(CheckpointError, match=r"trained on would be validated on: --data\.seed=1\n"):
         fit_script(make("own"), tmp_path, again, resume=file, max_epochs=2)
 
 

@@ -28,7 +28,7 @@ def order_settings(data: Any) -> OrderSettings:
 
 
 def settings_in(checkpoint: dict[str, Any]) -> OrderSettings | None:
-    """The settings in a checkpoint, under whatever name: Lightning writes them under that of the data module's class."""
+    """The settings in a checkpoint, which Lightning writes under the name of the data module's class."""
     states = (value for value in checkpoint.values() if isinstance(value, dict))
     return next((state for state in states if {"num_train", "val_size", "seed", "steps"} <= {*state}), None)
 
