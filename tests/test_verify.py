@@ -24,6 +24,7 @@ from lit_cifar.checks.replay.callback import RESULT
 from lit_cifar.checks.replay.verdict import TAKEN, Finding
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
+from lit_cifar.mode import Mode
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.modes import chosen, sized_modes
 from lit_cifar.tools.verify import runs
@@ -425,32 +426,32 @@ def snapshots(*states: State, when: str = "step 1", same_as: str | None = None) 
 
 
 def test_equal_parts_must_be_equal_in_all_processes() -> None:
-    here, there = {"fc.bias (parameters)": ("", "a")}, {"fc.bias (parameters)": ("", "b")}
+    here, there = {"fc.bias (parameters)": ("", None, "a")}, {"fc.bias (parameters)": ("", None, "b")}
     assert peer_problems(snapshots(here, here)) == []
     assert peer_problems(snapshots(here, here, there)) == [
         "step 1: fc.bias (parameters) of process 2 is not that of process 0"
     ]
     # Other parts may differ, and what only one process holds.
     states: list[State] = [
-        {"fc.weight (parameters)": ("part [0]", "a"), "bn.running_mean (buffers)": ("replica 0", "a")},
-        {"fc.weight (parameters)": ("part [1]", "b"), "bn.running_mean (buffers)": ("replica 1", "b")},
-        {"conv1.weight (parameters)": ("", "c")},
+        {"fc.weight (parameters)": ("part [0]", None, "a"), "bn.running_mean (buffers)": ("", 0, "a")},
+        {"fc.weight (parameters)": ("part [1]", None, "b"), "bn.running_mean (buffers)": ("", 1, "b")},
+        {"conv1.weight (parameters)": ("", None, "c")},
     ]
     assert peer_problems(snapshots(*states)) == []
 
 
 def test_a_process_may_not_change_between_two_moments_that_must_be_the_same() -> None:
-    before: State = {"fc.bias (parameters)": ("", "a"), "bn.running_mean (buffers)": ("replica 1", "a")}
+    before: State = {"fc.bias (parameters)": ("", None, "a"), "bn.running_mean (buffers)": ("", 1, "a")}
     # Another replica is given the first one's statistics.
-    after: State = {"fc.bias (parameters)": ("", "a"), "bn.running_mean (buffers)": ("", "b")}
-    changed: State = {**after, "fc.bias (parameters)": ("", "b")}
+    after: State = {"fc.bias (parameters)": ("", None, "a"), "bn.running_mean (buffers)": ("", None, "b")}
+    changed: State = {**after, "fc.bias (parameters)": ("", None, "b")}
     moments = snapshots(before, before)
     assert change_problems([*moments, *snapshots(after, after, when="end", same_as="step 1")]) == []
     assert change_problems([*moments, *snapshots(after, changed, when="end", same_as="step 1")]) == [
         "end: fc.bias (parameters) of process 1 is not that of step 1"
     ]
-    first: State = {"bn.running_mean (buffers)": ("replica 0", "a")}
-    moved: State = {"bn.running_mean (buffers)": ("", "b")}
+    first: State = {"bn.running_mean (buffers)": ("", 0, "a")}
+    moved: State = {"bn.running_mean (buffers)": ("", None, "b")}
     assert change_problems([*snapshots(first), *snapshots(moved, when="end", same_as="step 1")]) != []
 
 
@@ -494,16 +495,26 @@ def test_a_change_in_one_process_is_seen(name: str, change: Any) -> None:
     assert name in problem
 
 
+class SecondStage(Mode):
+    """A process that trains the second layer of two."""
+
+    def __init__(self, module: Any) -> None:
+        self._others = module[0]
+
+    def trained_elsewhere(self) -> set[Tensor]:
+        return {*self._others.parameters()}
+
+
 def test_which_state_is_a_process_s_own() -> None:
     """Running statistics are a replica's until they are made one."""
     module, trainer = trained()
     name = "1.running_mean (buffers)"
-    assert own_state(trainer, module, one_model=False)[name][0] == "replica 1"
-    assert own_state(trainer, module, one_model=True)[name][0] == ""
+    assert own_state(trainer, module, one_model=False)[name][:2] == ("", 1)
+    assert own_state(trainer, module, one_model=True)[name][:2] == ("", None)
     trainer.strategy._layer_sync = object()
-    assert own_state(trainer, module, one_model=False)[name][0] == ""
+    assert own_state(trainer, module, one_model=False)[name][:2] == ("", None)
     # Of a pipeline a process answers for its own stages.
-    trainer.strategy.pipeline = SimpleNamespace(stages={1: module[1]})  # type: ignore[index]
+    trainer.strategy = SecondStage(module)
     held = own_state(trainer, module, one_model=False)
     assert {name.split(".")[0] for name in held if "group" not in name} == {"1"}
 

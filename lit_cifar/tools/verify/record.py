@@ -358,10 +358,10 @@ def peer_problems(snapshots: Sequence[Snapshot]) -> list[str]:
 
 
 def _disagreements(when: str, peers: Sequence[Snapshot]) -> Iterator[str]:
-    seen: dict[tuple[str, str], tuple[int, str]] = {}
+    seen: dict[tuple[str, str, int | None], tuple[int, str]] = {}
     for peer in peers:
-        for name, (part, value) in peer.state.items():
-            rank, former = seen.setdefault((name, part), (peer.rank, value))
+        for name, (part, replica, value) in peer.state.items():
+            rank, former = seen.setdefault((name, part, replica), (peer.rank, value))
             if value != former:
                 yield f"{when}: {name} of process {peer.rank} is not that of process {rank}"
 
@@ -379,9 +379,9 @@ def change_problems(snapshots: Sequence[Snapshot]) -> list[str]:
 
 def _changed(before: State, now: State) -> Iterator[str]:
     """Names whose bits differ in two snapshots; later replicas may have been given the first one's statistics."""
-    for name, (part, value) in now.items():
-        former_part, former = before.get(name, (part, value))
-        if value != former and _of_first_replica(former_part) and _of_first_replica(part):
+    for name, (part, replica, value) in now.items():
+        _, former_replica, former = before.get(name, (part, replica, value))
+        if value != former and not (former_replica or replica):
             yield name
 
 
@@ -392,14 +392,10 @@ def saved_problems(snapshots: Sequence[Snapshot], saved: Mapping[str, Any]) -> l
     for snapshot in snapshots:
         other = [
             name
-            for name, (part, value) in snapshot.state.items()
-            if _of_first_replica(part) and value != wanted.get(name.split()[0])
+            for name, (_, replica, value) in snapshot.state.items()
+            if not replica and value != wanted.get(name.split()[0])
         ]
         found += first(
             [f"{snapshot.when}: {name} of process {snapshot.rank} is not the checkpoint's" for name in other]
         )
     return found
-
-
-def _of_first_replica(part: str) -> bool:
-    return "replica" not in part or part.endswith("replica 0")

@@ -24,8 +24,9 @@ from lit_cifar.strategies.mesh import local_part
 
 Order = Literal["usual", "reversed", "plain_kernels"]
 
-# Part of the whole and digest, by name with the kind in brackets. Equal names and parts are equal bits.
-State: TypeAlias = dict[str, tuple[str, str]]
+# By name with the kind in brackets: the part of the whole, the replica whose statistics they are (None for a tensor of
+# all replicas), and the digest. Of equal names, parts and replicas the bits must be equal.
+State: TypeAlias = dict[str, tuple[str, int | None, str]]
 PARAMETERS, BUFFERS, OPTIMIZER, METRICS = "parameters", "buffers", "optimizer", "metrics"
 
 # A process's own part of a tensor. "at": its place along each axis of a mesh; "dims": what each axis divides, if any.
@@ -307,18 +308,16 @@ def own_state(trainer: Any, module: nn.Module, *, one_model: bool) -> State:
     """
     strategy = trainer.strategy
     apart = not one_model and not mode_of(strategy).synchronises_batchnorm
-    return _state(
-        held(trainer, module), replica=f"replica {mode_of(strategy).layout.data_parallel_rank}" if apart else ""
-    )
+    return _state(held(trainer, module), replica=mode_of(strategy).layout.data_parallel_rank if apart else None)
 
 
-def _state(values: Iterable[tuple[str, str, Any]], *, replica: str) -> State:
-    """The tensors by name; `replica` marks running statistics, where replicas have their own."""
+def _state(values: Iterable[tuple[str, str, Any]], *, replica: int | None) -> State:
+    """The tensors by name; running statistics are those of `replica`, where replicas have their own."""
     found: State = {}
     for name, kind, value in values:
         # All replicas count batches alike; only averages over samples are a replica's own.
-        own = replica if kind == BUFFERS and value.is_floating_point() else ""
-        found[f"{name} ({kind})"] = f"{_part(value)} {own}".strip(), short_digest(value)
+        own = replica if kind == BUFFERS and value.is_floating_point() else None
+        found[f"{name} ({kind})"] = _part(value), own, short_digest(value)
     return found
 
 
@@ -334,9 +333,8 @@ def _part(tensor: Any) -> str:
 
 def metrics_state(metrics: Mapping[str, Tensor]) -> State:
     """A process's values of the run's metrics, without those that each process has of its own."""
-    return {
-        f"{name} ({METRICS})": ("", short_digest(float(value))) for name, value in metrics.items() if is_shared(name)
-    }
+    shared = {name: float(value) for name, value in metrics.items() if is_shared(name)}
+    return {f"{name} ({METRICS})": ("", None, short_digest(value)) for name, value in shared.items()}
 
 
 def is_shared(metric: str) -> bool:
