@@ -145,7 +145,7 @@ class Trace(Logits):
             own = self._own_state(trainer, pl_module) | metrics_state(trainer.callback_metrics)
             self._write_own(trainer, "end", own, same=True)
             teardown()
-            replica = "" if self._one_model else f"replica {mode_of(trainer.strategy).layout.data_parallel_rank}"
+            replica = None if self._one_model else mode_of(trainer.strategy).layout.data_parallel_rank
             self._write_own(trainer, "whole network", _state(_tensors(pl_module), replica=replica))
 
         trainer.strategy.teardown = written_before_and_after  # type: ignore[method-assign]
