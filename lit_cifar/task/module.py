@@ -1,10 +1,13 @@
-"""The training task: a network, its loss, metrics and optimizer. Nothing here knows how it is parallelised."""
+"""The training task: a network, its loss, metrics and optimizer. A strategy parallelises it.
+
+With `--virtual_replicas` a callback passes each batch through in parts; nothing else here depends on the mode.
+"""
 
 from collections.abc import Callable
 from inspect import signature
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import lightning as L
 import torch
@@ -43,6 +46,16 @@ from lit_cifar.task.metrics import EpochMeans, EvaluationMetrics, MeanLoss, TopA
 from lit_cifar.task.optim import NesterovSGD, Recipe, WarmupDecay, check_total_steps, keep_saved_types
 
 LRScaling = Literal["none", "linear", "sqrt"]
+
+
+class PartByPart(Protocol):
+    """A callback that passes a batch through in parts."""
+
+    def train(self, module: L.LightningModule, batch: Batch, loss_of: Callable[[Batch], Tensor]) -> Tensor:
+        """The loss of the last part, behind the backward of all others; `loss_of` computes that of a part."""
+
+    def evaluate(self, images: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
+        """Logits (n, num_classes) of images (n, ...); `forward` computes those of a part."""
 
 
 class LitResNet(L.LightningModule):
@@ -136,7 +149,7 @@ class LitResNet(L.LightningModule):
         self.lr_scaling: LRScaling = lr_scaling
         self.base_batch_size = base_batch_size
         self._forward_fn: Callable[[Tensor], Tensor] | None = None
-        self.virtual_replicas: Any = None  # the callback of strategies/virtual_replicas.py
+        self.virtual_replicas: PartByPart | None = None
         self._newest: tuple[Tensor, Tensor, Tensor] | None = None  # losses, logits, labels of a batch
         self._logged_epoch: int | None = None
         self._recipe: Recipe | None = None
@@ -198,7 +211,7 @@ class LitResNet(L.LightningModule):
         if self.cuda_graphs:  # the gradients of the last step lie where this one writes
             self.zero_grad()
         replicas = self.virtual_replicas
-        loss: Tensor = self._train_on(batch) if replicas is None else replicas.train(self, batch, self._train_on)
+        loss = self._train_on(batch) if replicas is None else replicas.train(self, batch, self._train_on)
         self._log_epoch()
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning's own omission
         # Logging every step would be slow: Lightning's `log` takes longer than all else that it does in a step.
