@@ -49,6 +49,7 @@ def settings() -> dict[str, Any]:
     """What tests of one process share: who deals with a signal, and what Lightning's loggers leave out."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     found: dict[str, Any] = {f"handler of {number.name}": signal.getsignal(number) for number in numbers}
+    found["blocked signals"] = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("lightning") and isinstance(logger, logging.Logger):
             found[f"logger {name}"] = (logger.level, logger.disabled, logger.propagate, [*logger.filters])

@@ -53,7 +53,7 @@ REFUSED = {
     "--trainer.devices=-1": ["--trainer.devices=-1", "--trainer.devices=2"],
     "--trainer.devices=abc": ["--trainer.devices=abc", "int > 0"],
     "--trainer.strategy=dp --trainer.num_nodes=2": ["--trainer.num_nodes=2", "--trainer.strategy=ddp"],
-    "--trainer.strategy=dp --trainer.devices=2 --trainer.sync_batchnorm=true": ["Drop --trainer.sync_batchnorm"],
+    "--trainer.strategy=dp --trainer.devices=2 --trainer.sync_batchnorm=true": ["leave it out, or use"],
     "--trainer.strategy=mp --trainer.devices=10": ["10 stages of a network of 6 blocks"],
     "--trainer.strategy=LayerParallelStrategy --trainer.strategy.cuts=[layer9.0] --trainer.devices=2": ["'layer9.0'"],
     "--trainer.strategy=dp --trainer.devices=2 --model.ghost_batchnorm.data_parallel_size=2": ["--trainer.devices=1"],

@@ -8,6 +8,7 @@ import platform
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +21,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from tiny_task import TinyData, TinyTask, tiny_trainer
 
+from lit_cifar.mode import Layout, Mode, mode_of
 from lit_cifar.models.blocks import Partition
 from lit_cifar.models.resnet import build_resnet
 from lit_cifar.reporting import run_folder
-from lit_cifar.reporting.environment import command_line, git_state, strategy_name
+from lit_cifar.reporting.environment import command_line, git_state
 from lit_cifar.reporting.run_folder import LOCK, RunLock, create_run_folder
 from lit_cifar.reporting.run_report import RunReport, next_steps, opening_lines
 from lit_cifar.task.module import LitResNet
@@ -70,12 +72,25 @@ def test_a_failed_fit_promises_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     assert "run folder" not in capsys.readouterr().out
 
 
-def lines_of(*, batch_size: int, accumulation: int = 1, **strategy: Any) -> list[str]:
-    """What is printed about two processes that read a part of each batch."""
-    shards = {"num_replicas": 2, "rank": 0}
-    facts = {"distributed_sampler_kwargs": shards, "root_device": torch.device("cpu"), "strategy_name": "made_up"}
+class MadeUp(Mode):
+    """Two processes that read a part of each batch."""
+
+    name, root_device = "made_up", torch.device("cpu")
+
+    def __init__(self, lines: Sequence[str] = (), **sizes: int) -> None:
+        self._lines, self._layout = lines, Layout(data_parallel_size=2, **sizes)
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    def split_lines(self) -> list[str]:
+        return [*self._lines]
+
+
+def lines_of(*, batch_size: int, accumulation: int = 1, **mode: Any) -> list[str]:
     trainer: Any = SimpleNamespace(
-        strategy=SimpleNamespace(**facts, **strategy),
+        strategy=MadeUp(**mode),
         accumulate_grad_batches=accumulation,
         world_size=2,
         precision="bf16-mixed",
@@ -89,7 +104,7 @@ def lines_of(*, batch_size: int, accumulation: int = 1, **strategy: Any) -> list
 
 def test_plan_divides_the_global_batch_and_ends_with_what_the_mode_splits() -> None:
     table = Partition.of(build_resnet("resnet10"), IMAGE, num_stages=2).table(["process 0", "process 1"])
-    lines = lines_of(batch_size=128, accumulation=4, local_replicas=2, split_lines=lambda: table)
+    lines = lines_of(batch_size=128, accumulation=4, local_replicas=2, lines=table)
     assert lines == [
         "model       resnet10, imagenet stem, 4.91 M parameters",
         "data        CIFAR-10: 50,000 images to train on",
@@ -120,7 +135,7 @@ def test_command_and_strategy_are_as_typed() -> None:
     assert by_python == "python -m lit_cifar fit --run_dir 'my run'"
     assert command_line(["/usr/local/bin/lit-cifar", "fit"]) == "lit-cifar fit"
     strategies: Any = [DDPStrategy(start_method=method) for method in ("popen", "spawn")]
-    assert [strategy_name(SimpleNamespace(strategy=each)) for each in strategies] == ["ddp", "ddp_spawn"]
+    assert [mode_of(each).name for each in strategies] == ["ddp", "ddp_spawn"]
 
 
 def test_git_state_is_that_of_the_package_s_own_repository(tmp_path: Path) -> None:

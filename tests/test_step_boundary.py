@@ -1,6 +1,5 @@
 """What the processes agree on between two steps: to stop where the loss is no number, and how often to ask."""
 
-import os
 import signal
 import time
 from collections import Counter
@@ -211,12 +210,12 @@ def test_a_spawned_run_is_asked_and_the_next_ctrl_c_ends_it(monkeypatch: pytest.
     launcher.procs = [None]
     trainer: Any = SimpleNamespace(strategy=SimpleNamespace(launcher=launcher))
     with signals_to_spawned(trainer):
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
         assert launcher.sent == [signal.SIGTERM] * 2
         now[0] += 2
         with pytest.raises(SystemExit) as caught:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
     assert caught.value.code == 128 + signal.SIGINT
 
 
@@ -227,7 +226,7 @@ def test_a_signal_while_processes_are_spawned_ends_those_that_are() -> None:
     with signals_to_spawned(trainer):
         process.start()
         with pytest.raises(SystemExit) as caught:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
     assert caught.value.code == 128 + signal.SIGTERM
     process.join(5)
     assert process.exitcode == -signal.SIGKILL

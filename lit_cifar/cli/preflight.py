@@ -351,8 +351,6 @@ def _check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> int:
     counted = min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
     overfits = trainer.overfit_batches  # type: ignore[attr-defined]  # Lightning's own omission
     flag = "--trainer.overfit_batches" if overfits else "--trainer.limit_train_batches"
-    if overfits and data.shuffle:
-        rank_zero_warn("--trainer.overfit_batches has the same batches in each epoch: --data.shuffle has no effect")
     _check_share(flag, limit, num_batches)
     if counted % accumulation and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         whole = counted // accumulation * accumulation

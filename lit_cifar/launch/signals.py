@@ -56,6 +56,7 @@ def _pipe() -> tuple[int, int]:
 
 def hear_signals() -> None:
     """Let another thread know of signals: a main thread that waits in C, as in a collective, runs no handler."""
+    newest_request()  # nobody shall hear those of an earlier run of this process
     with suppress(ValueError):  # only a main thread may do so
         before = signal.set_wakeup_fd(_pipe()[1], warn_on_full_buffer=False)
         if before not in (-1, _pipe()[1]):
