@@ -644,7 +644,7 @@ def test_one_process_holds_what_it_held_and_what_it_saved(tf32: list[Any], tmp_p
     assert names >= {"train/loss", "train/acc", "val/loss", "val/acc", "lr-NesterovSGD"}
     assert "train/loss (metrics)" in lines[-2]["state"]
     for line, words in ((lines[3], "step 3"), (lines[4], "step 3"), (lines[5], "step 3"), (lines[6], "checkpoint")):
-        state = {**line["state"], "fc.bias (parameters)": ("", "other")}
+        state = {**line["state"], "fc.bias (parameters)": ("", None, "other")}
         path.write_text("\n".join(json.dumps(line | {"state": state} if line is other else other) for other in lines))
         (problem,) = record.own_problems()
         assert words in problem

@@ -182,7 +182,7 @@ class SavedConfig(SaveConfigCallback):
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Hand the settings to loggers that the user has added, which come after ours; Lightning asks rank 0."""
         for logger in trainer.loggers[2:]:
-            logger.log_hyperparams(yaml.safe_load(self.parser.dump(self.config, skip_none=False)))
+            logger.log_hyperparams(yaml.safe_load(self.parser.dump(self.config, skip_unset=False)))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save, if that was not done in `setup`."""
