@@ -47,6 +47,8 @@ REFUSED = {
     "--trainer.callbacks+=Timer --trainer.callbacks.duration=00:01:00:00": ["--trainer.max_time=DAYS:HOURS"],
     "--trainer.callbacks+=EMAWeightAveraging --trainer.strategy=pp --trainer.devices=2": ["--trainer.strategy=ddp"],
     "--trainer.callbacks+=EMAWeightAveraging --trainer.strategy=ddp_spawn": ["cannot be sent to spawned processes"],
+    "--trainer.callbacks+=EMAWeightAveraging --trainer.strategy=DDPLayerParallelStrategy --trainer.devices=4 "
+    "--trainer.strategy.start_method=spawn": ["cannot be sent to spawned processes"],
     "--model.lr_scheduler=StepLR --model.lr_scheduler.step_size=0": ["--model.lr_scheduler.NAME=VALUE"],
     "--trainer.accelerator=cuda": ["CUDA"],
     "--trainer.strategy=fsdp": ["FSDP"],

@@ -75,7 +75,7 @@ class BestCheckpoint(ModelCheckpoint):
         monitor: Logged metric that ranks the checkpoints.
         mode: Whether the maximum or the minimum of the metric is best.
         save_top_k: Number of the best checkpoints to keep; the second and later ones are called `best-v1.ckpt` and so
-        on. With -1 all are kept, with 0 none.
+            on. With -1 all are kept, with 0 none.
         every_n_epochs: Number of epochs between checkpoints.
     """
 

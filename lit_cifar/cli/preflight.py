@@ -260,11 +260,11 @@ def check_run(
             _check_matrices(optimizer)
         if module.header.network is not None and isinstance(trainer.strategy, DDPStrategy):
             _check_reached(trainer.strategy, module)
-            start_method = mode_of(trainer.strategy).start_method
-            if start_method in ("spawn", "forkserver"):  # torch does not send hooks to processes
+            mode = mode_of(trainer.strategy)
+            if mode.is_spawned:  # torch does not send hooks to processes
                 from lit_cifar.strategies.base import check_gradient_hooks
 
-                check_gradient_hooks(module, strategy=f"ddp_{start_method}")
+                check_gradient_hooks(module, strategy=f"ddp_{mode.start_method}")
         if asked.last_checkpoint.sharded:
             refuse("--last_checkpoint.sharded=true", mode_of(trainer.strategy))
     trainer.strategy.connect(module)  # a strategy that splits the network does so here

@@ -97,6 +97,11 @@ class Mode:
         return getattr(self.strategy, "_start_method", None) or "popen"
 
     @property
+    def is_spawned(self) -> bool:
+        """Whether its processes begin without what is in this one, and are sent module and callbacks."""
+        return self.start_method in ("spawn", "forkserver")
+
+    @property
     def num_local_processes(self) -> int:
         """Number of processes on this machine. Known once the Trainer is made."""
         return int(getattr(self.strategy, "num_processes", 1))

@@ -109,7 +109,7 @@ TABLE = (
     ),
     Refusal(
         option="--trainer.callbacks+=EMAWeightAveraging",
-        modes=("ddp_spawn", "ddp_forkserver", "ddp_flat", "pp", "ddp_pp", "fsdp2", "tp", "fsdp2-tp"),
+        modes=("ddp_spawn", "ddp_flat", "pp", "ddp_pp", "fsdp2", "tp", "fsdp2-tp"),
         problem="a callback averages weights, of which a process has parts here, or cannot be sent to spawned "
         "processes",
         remedy="leave it out, or pass --trainer.strategy=ddp, without --model.compile=cuda_graphs",
@@ -123,7 +123,11 @@ def refusal_of(option: str, name: str) -> Refusal | None:
 
 
 def refuse(option: str, mode: Mode, **names: object) -> None:
-    """Raise the `ConfigError` of the table if `mode` refuses `option`; `names` fill in the text."""
-    if (row := refusal_of(option, mode.name)) is not None:
+    """Raise the `ConfigError` of the table if `mode` refuses `option`; `names` fill in the text.
+
+    What `ddp_spawn` refuses, any mode refuses whose processes are spawned.
+    """
+    names_of_mode = (mode.name, "ddp_spawn") if mode.is_spawned else (mode.name,)
+    if (row := next(filter(None, (refusal_of(option, name) for name in names_of_mode)), None)) is not None:
         shown = {"option": option, "mode": mode.name.removesuffix("-tp"), **names}
         raise ConfigError(row.problem.format(**shown), remedy=row.remedy)

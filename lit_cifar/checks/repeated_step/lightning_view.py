@@ -20,6 +20,12 @@ def is_a(value: Any, *names: str) -> bool:
     return any(kind.__name__ in names for kind in type(value).__mro__)
 
 
+def not_replayed(trainer: pl.Trainer) -> list[str]:
+    """The attribute `not_replayed` of each callback that has one: the reason why no step can be repeated with it."""
+    reasons = (getattr(callback, "not_replayed", "") for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    return [*filter(None, reasons)]
+
+
 def step_states(trainer: pl.Trainer) -> list[Any]:
     """The `step_state()` of each callback that decides the result of a step beside its inputs."""
     return [callback.step_state() for callback in _with_step_state(trainer)]

@@ -21,6 +21,7 @@ from lit_cifar.checks.repeated_step.lightning_view import (
     detach,
     has_own_backward,
     load_step_states,
+    not_replayed,
     progress_of,
     quiet_copy,
     step_states,
@@ -330,9 +331,7 @@ def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
     if not mode_of(strategy).is_known:
         report.abstained.append(f"{type(strategy).__name__} is not known here: docs/replay.md lists those that are")
     report.abstained += what_cannot_be_judged(module, autocast="mixed" in str(trainer.precision))
-    asked: list[Any] = [strategy, *trainer.callbacks]  # type: ignore[attr-defined]
-    reasons = [getattr(one, "not_replayed", None) for one in asked]
-    report.abstained += filter(None, reasons)
+    report.abstained += not_replayed(trainer)
     return report
 
 

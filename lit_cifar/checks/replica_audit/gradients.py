@@ -29,6 +29,7 @@ from lit_cifar.checks.repeated_step.lightning_view import (
     TrainerView,
     detach,
     load_step_states,
+    not_replayed,
     progress_of,
     step_states,
 )
@@ -52,10 +53,8 @@ def why_not_repeated(trainer: Trainer) -> str:
         return "a GPU may add in another order each time: pass deterministic=True to the trainer"
     if any("Sync" in type(layer).__name__ and isinstance(layer, internals.BatchNorm) for layer in module.modules()):
         return "synchronised BatchNorm exchanges data inside of a step"
-    asked: list[Any] = [strategy, *trainer.callbacks]  # type: ignore[attr-defined]
-    reasons = [getattr(one, "not_replayed", "") for one in asked]
-    reasons += what_cannot_be_judged(module, autocast="mixed" in str(trainer.precision))
-    return next(filter(None, reasons), "")
+    reasons = [*not_replayed(trainer), *what_cannot_be_judged(module, autocast="mixed" in str(trainer.precision))]
+    return next(iter(reasons), "")
 
 
 @dataclass
