@@ -402,6 +402,17 @@ def test_processes_are_seen_to_stop_and_to_end(child: subprocess.Popen[bytes]) -
     assert [process.ending(code) for code in (3, -99)] == ["exit status 3", "signal 99"]
 
 
+def test_a_process_in_another_network_is_not_seen_to_run(child: subprocess.Popen[bytes]) -> None:
+    """Its machine may be lost while it runs; that it ends is seen."""
+    here, there = beat_of(child), replace(beat_of(child), rank=2, network="net:[1]")
+    mates = process.Mates([first_heartbeat(0), here, there], first_heartbeat(0))
+    assert {rank: sight.state for rank, sight in mates.look().items()} == {1: "running", 2: "unseen"}
+    child.kill()
+    child.wait()
+    assert {sight.state for sight in mates.look().values()} == {"gone"}
+    mates.close()
+
+
 def in_fork(target: Callable[[], object], *, daemon: bool = False) -> BaseProcess:
     process = multiprocessing.get_context("fork").Process(target=target, daemon=daemon)
     process.start()

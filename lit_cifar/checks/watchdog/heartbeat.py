@@ -22,7 +22,8 @@ _STATE, _START_TIME, _EXIT_CODE = 0, 19, 49
 class Sight(NamedTuple):
     """The observed state of a process."""
 
-    # "unseen" for a process that cannot be observed from here, such as on a different machine.
+    # "unseen" for a process that cannot be observed from here, such as on a different machine, or that runs in another
+    # network: that it runs does not tell whether it can be reached.
     state: Literal["running", "stopped", "gone", "unseen"]
     ending: str = ""  # the end of the process, such as "SIGKILL", if that is known
     trace: str = ""  # the lines of Python that the process was in, if it has left them
@@ -79,6 +80,7 @@ class Heartbeat:
     pid: int
     started: str  # the result of `start_time`
     host: str
+    network: str = ""  # the process's network namespace
     trace_file: int = -1  # descriptor of its trace file, see `stacks.trace_file`
     number: int = 0  # number of the heartbeat, from 0
     phase: str = "starting"
@@ -116,9 +118,17 @@ def first_heartbeat(rank: int) -> Heartbeat:
         pid=pid,
         started=start_time(pid),
         host=socket.gethostname(),
+        network=_network(),
         trace_file=trace_file(pid),
         expected_s=FIRST_TIME_S,
     )
+
+
+def _network() -> str:
+    try:
+        return str(Path("/proc/self/ns/net").readlink())
+    except OSError:
+        return ""
 
 
 class Mates:
@@ -126,6 +136,7 @@ class Mates:
 
     def __init__(self, everyone: Collection[Heartbeat], own: Heartbeat) -> None:
         self._pids = {beat.pid for beat in everyone}
+        self._network = own.network
         others = [beat for beat in everyone if beat.host == own.host and beat.rank != own.rank]
         # A process that has sent a heartbeat and is not found is in another container.
         self._beats = {beat.rank: beat for beat in others if look_at(beat.pid, beat.started).state != "gone"}
@@ -141,6 +152,8 @@ class Mates:
         for rank, beat in self._beats.items():
             if rank not in self._gone:
                 sight = look_at(beat.pid, beat.started)
+                if sight.state == "running" and beat.network != self._network:
+                    sight = Sight("unseen")
                 sights[rank] = sight._replace(trace=read_trace(self._traces[rank])) if rank in self._traces else sight
         self._gone |= {rank: sight for rank, sight in sights.items() if sight.state == "gone"}
         return sights | self._gone

@@ -40,7 +40,7 @@ from lit_cifar.launch.startup import kill_workers
 BEAT_S = 1.0
 # Time for the main thread to end by its own exception, which closes loggers and files.
 GRACE_S = 4.0
-_STATES = ("running", "stopped", "gone")  # states of one process, in the order in which they may be seen
+_STATES = ("unseen", "running", "stopped", "gone")  # states of one process, in the order in which they may be seen
 # Seconds that the judge, when it has finished, waits for others that have not, and any other rank for one answer.
 _FAREWELL_S = 10.0
 
