@@ -195,6 +195,19 @@ def test_a_short_name_with_arguments_is_answered_with_its_class(asked: str, answ
     run_here("fit", *TINY, *pasted, "--print_config")
 
 
+def test_a_run_folder_stands_for_its_settings_and_its_best_checkpoint(trained: Path, tmp_path: Path) -> None:
+    checkpoint = trained / "checkpoints" / "best.ckpt"
+    shown = run_here("test", trained, f"--run_dir={tmp_path / 'run'}", "--trainer.precision=64-true").stdout
+    assert shown.startswith(f"test        {checkpoint}\n")
+    assert "64-true" in shown  # flags win over the run's settings
+    alone = tmp_path / "alone"
+    (alone / "checkpoints").mkdir(parents=True)
+    shutil.copy(trained / "config.yaml", alone)
+    refused("test", alone, says=["alone is no run folder with a checkpoint"])
+    shutil.copy(trained / "checkpoints" / "last.ckpt", alone / "checkpoints")
+    assert "last.ckpt" in run_here("validate", alone, f"--run_dir={tmp_path / 'validated'}").stdout
+
+
 REFUSED_LATER = {
     "test --ckpt_path={} --model.stem=cifar": ["{}: the checkpoint holds tiny with the imagenet stem", "--model.stem"],
     "validate --ckpt_path={} --data.val_size=0": ["--data.val_size"],
@@ -202,7 +215,7 @@ REFUSED_LATER = {
     "predict --ckpt_path={} --data.dataset=cifar10 --data.predict_dir=.": ["{}: ", "--data.dataset=synthetic"],
     "test --ckpt_path={} --autotune=true": ["--autotune=true is for training"],
     "test --ckpt_path=best": ["no checkpoint best"],  # Lightning's word for that of this process
-    **{command: ["untrained", "--ckpt_path"] for command in ("validate", "test", "predict")},
+    **{command: ["untrained", "RUN_FOLDER", "--ckpt_path"] for command in ("validate", "test", "predict")},
     "fit --trainer.callbacks+=lit_cifar.tools.bench.timeline.Timeline": ["records stages"],
     "fit --best_checkpoint.monitor=abc": ["abc", "--help"],
     "fit --trainer.limit_val_batches=0.5": ["limit_val_batches=0.5 of 1 val batch", "--trainer.limit_val_batches=1"],
@@ -317,8 +330,8 @@ def test_the_printed_commands_work(tmp_path: Path) -> None:
     assert shlex.split(lines["look at it"]) == ["tensorboard", "--logdir", str(run), "--host", "localhost"]
     assert shlex.split(lines["report"]) == ["python", "-m", "lit_cifar", "report", str(run)]
     arguments = shlex.split(lines["test it"])[3:]
-    assert arguments[-1].endswith("checkpoints/best.ckpt")
-    run_here(*arguments, f"--run_dir={tmp_path / 'test'}")
+    tested = run_here(*arguments, f"--run_dir={tmp_path / 'test'}").stdout
+    assert f"{run}/checkpoints/best.ckpt" in tested
     assert counts(tmp_path / "test")["all"][1] == 100
 
 
@@ -327,7 +340,7 @@ def test_an_optimizer_is_chosen_by_name_and_a_run_that_is_not_validated_warns_of
     flags += ["--model.lr_scheduler=lit_cifar.WarmupDecay", "--model.lr_scheduler.decay=cosine"]
     result = run_here("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}")
     assert "best " not in result.stdout
-    assert "checkpoints/last.ckpt" in result.stdout
+    assert f"test {tmp_path / 'run'}\n" in result.stdout
     assert "lr-AdamW" in (tmp_path / "run" / "metrics.csv").read_text()
     chosen = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["model"]["optimizer"]["init_args"]
     assert chosen["weight_decay"] == torch.optim.AdamW([torch.zeros(1)]).defaults["weight_decay"]  # not the default's
@@ -335,8 +348,8 @@ def test_an_optimizer_is_chosen_by_name_and_a_run_that_is_not_validated_warns_of
 
 def test_help_names_the_commands_and_says_what_they_do() -> None:
     shown = run_here("--help").stdout
-    assert shown.startswith("usage: python -m lit_cifar ")
-    assert "in any mode of parallelism." in shown
+    assert shown.startswith("usage: python -m lit_cifar COMMAND ")
+    assert [line for line in shown.splitlines() if line.isalpha()] == ["train", "check", "inspect", "examples"]
     lines = [line.split() for line in shown.splitlines()]
     for command in ("fit", "validate", "test", "predict", *COMMANDS):
         assert any(line[0] == command and len(line) > 3 for line in lines if line)

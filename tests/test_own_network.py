@@ -62,7 +62,7 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path, monke
     run_here("validate", *saved, f"--run_dir={tmp_path / 'validate'}")
     predicted = tmp_path / "predict"
     told = run_here("predict", *saved, f"--run_dir={predicted}", f"--data.predict_dir={pictures}").stdout
-    assert told.startswith("data        17 files, 17 of them pictures\n")
+    assert told.startswith(f"predict     {path}\ndata        17 files, 17 of them pictures\n")
     assert len((predicted / "predictions.csv").read_text().splitlines()) == 1 + 17
     # As many classes, of which one has another number.
     for split, name in [(split, name) for split in ("train", "val", "test") for name in ("bird", "cat")]:

@@ -50,6 +50,38 @@ def test_a_log_file_gets_a_line_per_epoch_and_in_long_ones(
     assert "\r" not in out + err
 
 
+class Slow(TinyTask):
+    """Each training step takes 2 s of `clock`."""
+
+    def __init__(self, clock: SimpleNamespace) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.clock.now += 2.0
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_log_file_gets_lines_soon_and_then_less_often_with_the_time_that_is_left(
+    accumulation: int, tmp_path: Path, clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings: dict[str, Any] = {"enable_progress_bar": True, "logger": False, "limit_val_batches": 0}
+    settings |= {"max_epochs": 2, "accumulate_grad_batches": accumulation}
+    trainer = tiny_trainer(tmp_path, callbacks=[ProgressBar()], **settings)
+    trainer.fit(Slow(clock), datamodule=TinyData(num_images=8 * 24))
+    lines = [re.sub(r"  loss .*?  (\d+ s)", r"  \1", line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "epoch 1/2   12%  6 s, 0:01:30 left",
+        "epoch 1/2   25%  12 s, 0:01:24 left",
+        "epoch 1/2   50%  24 s, 0:01:12 left",
+        "epoch 1/2  100%  48 s, 0:00:48 left",
+        "epoch 1/2  done  48 s, 0:00:48 left",
+        "epoch 2/2  100%  48 s",
+        "epoch 2/2  done  48 s",
+    ]
+
+
 @pytest.mark.parametrize("columns", [80, 40])
 def test_a_terminal_gets_a_bar_with_short_names_and_a_whole_line_per_epoch(
     columns: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -61,7 +93,7 @@ def test_a_terminal_gets_a_bar_with_short_names_and_a_whole_line_per_epoch(
     parts = shown.replace("\n", "\r").split("\r")
     assert any("3/3" in part and (columns == 40 or "loss=" in part) for part in parts)
     for epoch in ("1/2", "2/2"):
-        line = rf"epoch {epoch}  done  loss [\d.]+  val [\d.]+  img/s \d+  \d+ s$"
+        line = rf"epoch {epoch}  done  loss [\d.]+  val [\d.]+  img/s \d+  \d+ s(, 0:00:\d\d left)?$"
         assert any(re.match(line, part) for part in parts)
     assert "train/" not in shown
 
@@ -135,7 +167,7 @@ def test_resumed_in_the_middle_of_an_epoch(
     line = capsys.readouterr().out
     assert (f"epoch {at // 3 + 1} " in line) == shown
     if not terminal:
-        assert float(line.split()[-2]) < 1000
+        assert float(re.findall(r"(\d+) s", line)[-1]) < 1000
 
 
 # ---------------------------------------------------------------- images per second

@@ -92,12 +92,14 @@ def lines_of(*, batch_size: int, accumulation: int = 1, **mode: Any) -> list[str
     trainer: Any = SimpleNamespace(
         strategy=MadeUp(**mode),
         accumulate_grad_batches=accumulation,
+        max_epochs=15,
+        max_steps=-1,
         world_size=2,
         precision="bf16-mixed",
     )
     source = SimpleNamespace(found=lambda sets: [])
     data = SimpleNamespace(
-        batch_size=batch_size, name="CIFAR-10", source=source, sets={"train": range(50_000), "val": range(0)}
+        batch_size=batch_size, name="CIFAR-10", source=source, seed=3, sets={"train": range(50_000), "val": range(0)}
     )
     return opening_lines(trainer, LitResNet("resnet10", stem="imagenet"), data)
 
@@ -112,6 +114,7 @@ def test_plan_divides_the_global_batch_and_ends_with_what_the_mode_splits() -> N
         "mode        made_up: 2 processes, cpu, bf16-mixed",
         f"split       {table[0]}",
         f"            {table[1]}",
+        "length      15 epochs, data seed 3",
     ]
     assert max(len(line) for line in lines) <= 120
     assert "batch       64 = 2 replicas x 4 microbatches x 8 images per optimizer step" in lines_of(

@@ -167,6 +167,16 @@ def carried_hash(path: Path) -> str | None:
     return match[1].decode() if match else None
 
 
+def best_of(run_folder: Path) -> Path:
+    """The best checkpoint of a run, or its last one: without validation images none is the best."""
+    found = [path for name in (BEST, LAST) if (path := run_folder / "checkpoints" / name).exists()]
+    if not found:
+        raise CheckpointError(
+            f"{run_folder} is no run folder with a checkpoint", remedy="name the folder of a fit, or pass --ckpt_path"
+        )
+    return found[0]
+
+
 def newest_valid(folder: Path, *, whole: bool = True) -> tuple[Path | None, list[str]]:
     """`last.ckpt`, else `previous.ckpt` of a run's `checkpoints/`, else None; and why newer ones were refused, a line
     each.

@@ -10,7 +10,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_cifar.checkpoint.exact_resume import StartingPoint
-from lit_cifar.checkpoint.files import LAST, carried_hash, content_hash, index_of, newest_valid
+from lit_cifar.checkpoint.files import LAST, best_of, carried_hash, content_hash, index_of, newest_valid
 from lit_cifar.checkpoint.format import (
     POSITION,
     TrainedOn,
@@ -28,8 +28,16 @@ from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.dataset import Dataset
 from lit_cifar.data.sample_order import OrderSettings
 from lit_cifar.errors import CheckpointError, ConfigError
-from lit_cifar.reporting.run_folder import process_rank
+from lit_cifar.reporting.run_folder import CONFIG, process_rank
 from lit_cifar.task.module import LitResNet
+
+
+def spelled_out(words: list[str]) -> list[str]:
+    """`words` with the flags that a run folder stands for in `test RUN_FOLDER`: its settings and best checkpoint."""
+    if words[0] not in ("validate", "test", "predict") or len(words) == 1 or words[1].startswith("-"):
+        return words
+    command, folder, *flags = words
+    return [command, f"--config={Path(folder, CONFIG)}", f"--ckpt_path={best_of(Path(folder))}", *flags]
 
 
 class StartingCheckpoint:
@@ -55,7 +63,7 @@ class StartingCheckpoint:
         elif subcommand != "fit":
             raise CheckpointError(
                 f"{subcommand} needs a checkpoint: without one the network is untrained",
-                remedy="pass --ckpt_path=RUN_FOLDER/checkpoints/best.ckpt",
+                remedy=f"name a run: python -m lit_cifar {subcommand} RUN_FOLDER, or pass --ckpt_path=FILE",
             )
 
     def _read(self, path: Path, *, resumes: bool) -> None:

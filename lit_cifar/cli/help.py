@@ -1,11 +1,11 @@
-"""The help of `fit`, `validate`, `test` and `predict`: the flags that most runs need, or with `--help=all` every flag.
+"""The help: all commands in groups, and of `fit`, `validate`, `test` and `predict` the flags that most runs need.
 
 The texts come from the docstrings of our classes, by way of the parser's actions, so each is written once. The texts of
 flags without a class are here, and of some of Lightning's flags, whose own are very long or offer what is refused here.
 """
 
 import re
-from argparse import SUPPRESS, Action, RawDescriptionHelpFormatter, _HelpAction
+from argparse import SUPPRESS, Action, _HelpAction
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,34 +64,53 @@ SUBCOMMANDS = {
     "test": "Evaluate a checkpoint on the test images.",
     "predict": "Classify the images of a folder with a checkpoint.",
 }
-DESCRIPTION = "Train networks on CIFAR-10 and similar data, in any mode of parallelism."
-EPILOG = """\
-further commands, each with a --help of its own:
-    bench               What training costs on this machine.
-    doctor              Whether this machine is fit to train in parallel.
-    modes               Which modes run on this machine, and how to start them.
-    verify              Compare modes with the one device that each must equal.
-    chaos               Kill, stop and resize a training: is anything lost?
-    export              Write a checkpoint's network as torch.export and ONNX.
-    ray                 Train over the nodes of a Ray cluster, in any mode.
-    report              Write an HTML page about runs, to compare or to send.
-"""
+# All commands, as `--help` groups them.
+_COMMANDS = {
+    "train": {**SUBCOMMANDS, "ray": "Train over the nodes of a Ray cluster, in any mode."},
+    "check": {
+        "verify": "Compare modes with the one device that each must equal.",
+        "doctor": "Whether this machine is fit to train in parallel.",
+        "chaos": "Kill, stop and resize a training: is anything lost?",
+    },
+    "inspect": {
+        "modes": "Which modes run on this machine, and how to start them.",
+        "bench": "What training costs on this machine.",
+        "report": "Write an HTML page about runs, to compare or to send.",
+        "export": "Write a checkpoint's network as torch.export and ONNX.",
+    },
+}
+_EXAMPLES = (
+    "fit --data.root=data --trainer.strategy=ddp --trainer.devices=2",
+    "test runs/FOLDER",
+    "verify --modes=ddp,pp --devices=2",
+)
 
 
-class HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
-    """Help that keeps the lines of the epilog."""
+def overview(program: str) -> str:
+    """All commands of `program`, in groups, and examples."""
+    lines = [
+        f"usage: {program} COMMAND [--FLAG=VALUE ...]",
+        "",
+        "Train image classifiers in ten modes of parallelism, and check that all train the same model.",
+    ]
+    for group, commands in _COMMANDS.items():
+        lines += ["", group, *(f"  {name:<10}{text}" for name, text in commands.items())]
+    lines += ["", "examples", *(f"  {program} {example}" for example in _EXAMPLES)]
+    return "\n".join([*lines, "", "Each command has a --help of its own. --version prints the version."])
 
 
 class HelpAction(_HelpAction):
-    """`--help` shows the common flags where a parser has some, `--help=all` shows every flag."""
+    """`--help` shows the commands, or the common flags of one; `--help=all` shows every flag."""
 
     def __init__(self, option_strings: list[str], dest: str = SUPPRESS, default: str = SUPPRESS, **kwargs: Any) -> None:
         super().__init__(option_strings, dest, default, **kwargs)
         self.nargs, self.metavar, self.choices = "?", "all", ["all"]
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        groups = None if values == "all" else getattr(parser, "common", None)
-        print(parser.format_help().rstrip() if groups is None else short_help(parser, groups))
+        if values == "all":
+            print(parser.format_help().rstrip())
+        else:
+            print(short_help(parser, parser.common) if parser.common else overview(parser.prog))
         parser.exit()
 
 

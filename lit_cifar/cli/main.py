@@ -27,8 +27,8 @@ from lit_cifar.checkpoint.exact_resume import Fingerprint, SameStart
 from lit_cifar.checkpoint.files import CheckpointFiles, reporting_disk
 from lit_cifar.checks.replica_audit import ReplicaAudit
 from lit_cifar.checks.watchdog.callback import Watchdog
-from lit_cifar.cli.checkpoint_selection import StartingCheckpoint
-from lit_cifar.cli.help import COMMON, DESCRIPTION, EPILOG, SUBCOMMANDS, HelpFormatter, replace_texts
+from lit_cifar.cli.checkpoint_selection import StartingCheckpoint, spelled_out
+from lit_cifar.cli.help import COMMON, SUBCOMMANDS, replace_texts
 from lit_cifar.cli.preflight import (
     check_arguments,
     check_bounds,
@@ -82,25 +82,26 @@ def main(args: Sequence[str] | None = None) -> None:
     with handlers_put_back(), without_banners(), redirect_stdout(sys.stdout), redirect_stderr(sys.stderr):
         outlast_streams()
         with cli_exit():
-            _run(words, args=None if args is None else words)
+            _run(words)
 
 
-def _run(words: list[str], *, args: list[str] | None) -> None:
-    """Run the command that `words` name; `args` are these words, or None for the process's own."""
+def _run(words: list[str]) -> None:
+    """Run the command that `words` name."""
     if words and words[0] in COMMANDS:
         raise SystemExit(COMMANDS[words[0]](words[1:]))
     check_command(words)
+    words = spelled_out(words)
     if any(MAY_NAME_STRATEGY.search(word) for word in words):
         import_module("lit_cifar.strategies")
     internals.require(internals.RUN)
     with RunLock() as lock:
-        CLI(words, args=args, lock=lock)
+        CLI(words, lock=lock)
 
 
 class CLI(LightningCLI):
     """Adds a run folder, and finds the user's mistakes before any process is started."""
 
-    def __init__(self, words: Sequence[str], *, args: list[str] | None, lock: RunLock) -> None:
+    def __init__(self, words: list[str], *, lock: RunLock) -> None:
         self._lock = lock
         self._named = next((word for word in words[:1] if word in self.subcommands()), None)
         self._own_loggers: list[Namespace] = []  # loggers that the user has asked for
@@ -112,13 +113,10 @@ class CLI(LightningCLI):
         super().__init__(
             LitResNet,
             CIFAR10DataModule,
-            args=args,
+            args=words,
             parser_class=Parser,
             parser_kwargs={
                 "prog": PROGRAM,
-                "description": DESCRIPTION,
-                "epilog": EPILOG,
-                "formatter_class": HelpFormatter,
                 "version": __version__,
                 **{name: {"description": text} for name, text in SUBCOMMANDS.items()},
             },
@@ -327,7 +325,8 @@ class CLI(LightningCLI):
         if process_rank() == 0:
             report = next(c for c in self.trainer.callbacks if isinstance(c, RunReport))  # type: ignore[attr-defined]
             report.candidates = self._candidates
-            report.announce(self.trainer, self.model, self.datamodule, stage=subcommand)
+            start = {"folder": folder, "checkpoint": self._arguments.ckpt_path}
+            report.announce(self.trainer, self.model, self.datamodule, stage=subcommand, **start)
         # Lightning converts after loading a checkpoint, when its float64 weights have already been rounded.
         self.trainer.precision_plugin.convert_module(self.model)
         if self._ranks is not None:

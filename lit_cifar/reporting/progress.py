@@ -2,6 +2,7 @@
 
 import math
 import sys
+from datetime import timedelta
 from time import perf_counter
 from typing import Any
 
@@ -18,6 +19,7 @@ METRIC = "train/images_per_s"
 EPOCH_NAMES = {"train/loss": "loss", "train/acc": "acc", "val/acc": "val", METRIC: "img/s"}
 STEP_NAMES = EPOCH_NAMES | {"train/loss_step": "loss", "train/acc_step": "acc"}
 _SHOW_EVERY_S = 0.5
+_FIRST_LINE_S = 5.0
 
 
 class Throughput(Callback):
@@ -121,7 +123,8 @@ class ProgressBar(TQDMProgressBar):
         super().__init__(refresh_rate=refresh_rate, leave=True)
         self.line_every_s = line_every_s
         self._writes_lines = False
-        self._epoch_at = self._line_at = 0.0
+        self._start_at = self._epoch_at = self._line_at = 0.0
+        self._first_batch: float | None = None  # number of batches before the first one of this run
         self._shown_at = -math.inf
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -130,9 +133,10 @@ class ProgressBar(TQDMProgressBar):
         if self._writes_lines:
             self.disable()
 
-    def on_train_start(self, *_: Any) -> None:
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         """Show nothing yet: each epoch opens its own bar. The time of a resumed epoch counts from here."""
-        self._epoch_at = self._line_at = perf_counter()
+        self._start_at = self._epoch_at = self._line_at = perf_counter()
+        self._first_batch = None
         self.train_progress_bar = Tqdm(disable=True)
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
@@ -140,20 +144,24 @@ class ProgressBar(TQDMProgressBar):
         super().on_train_epoch_start(trainer)
         self.train_progress_bar.set_description_str(_epoch_of(trainer))
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Open the bar of an epoch that was resumed in the middle, for which `on_train_epoch_start` is not called."""
+        if self._first_batch is None:
+            self._first_batch = trainer.current_epoch * trainer.num_training_batches + batch_idx
         if self.is_enabled and self.train_progress_bar.disable:
             self.on_train_epoch_start(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Update the bar, or write a line if the last one is `line_every_s` old."""
+        """Update the bar, or write a line if one is due."""
         if not self._writes_lines:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        elif perf_counter() - self._line_at >= self.line_every_s:
+            return
+        now = perf_counter()
+        if now - self._line_at >= min(self.line_every_s, max(_FIRST_LINE_S, self._line_at - self._start_at)):
             done = (batch_idx + 1) / trainer.num_training_batches
-            self._write_line(trainer, self.get_metrics(trainer, pl_module), f"{done:4.0%}")
+            self._write_line(trainer, self.get_metrics(trainer, pl_module), f"{done:4.0%}", done)
 
     def _should_update(self, current: int, total: int) -> bool:
         due = super()._should_update(current, total)
@@ -167,7 +175,7 @@ class ProgressBar(TQDMProgressBar):
         self.train_progress_bar.leave = False
         self.train_progress_bar.close()
         if self._writes_lines or self.is_enabled:
-            self._write_line(trainer, _short(trainer.callback_metrics, EPOCH_NAMES), "done")
+            self._write_line(trainer, _short(trainer.callback_metrics, EPOCH_NAMES), "done", 1.0)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         # These values are of this step, while the run logs them at its log points only.
@@ -182,11 +190,21 @@ class ProgressBar(TQDMProgressBar):
         else:
             print(*args, sep=sep, **kwargs)
 
-    def _write_line(self, trainer: Trainer, metrics: dict[str, Any], done: str) -> None:
+    def _write_line(self, trainer: Trainer, metrics: dict[str, Any], label: str, done: float) -> None:
+        """Write a line about the share of the epoch that is `done`, from 0 to 1."""
         self._line_at = perf_counter()
         figures = [f"{name} {value}" for name, value in metrics.items()]
         seconds = f"{self._line_at - self._epoch_at:.0f} s"
-        print("  ".join([_epoch_of(trainer), done, *figures, seconds]), flush=True)
+        left = self._left(trainer, (trainer.current_epoch + done) * trainer.num_training_batches)
+        print("  ".join([_epoch_of(trainer), label, *figures, seconds + left]), flush=True)
+
+    def _left(self, trainer: Trainer, batches: float) -> str:
+        """The time that is left after so many batches of the training, as ", 0:12:30 left"; "" if it is not known."""
+        total = (trainer.max_epochs or 0) * trainer.num_training_batches
+        if not (self._first_batch is not None and self._first_batch < batches < total < math.inf):
+            return ""
+        each = (self._line_at - self._start_at) / (batches - self._first_batch)
+        return f", {timedelta(seconds=round(each * (total - batches)))} left"
 
 
 def _epoch_of(trainer: Trainer) -> str:

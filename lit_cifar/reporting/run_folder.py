@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from lit_cifar.errors import ConfigError, printable
 from lit_cifar.reporting.files import make_folder, sync
 
-LOCK = ".lock"
+LOCK, CONFIG = ".lock", "config.yaml"
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lit_cifar.data.synthetic import Synthetic
 from lit_cifar.errors import printable
 from lit_cifar.mode import Layout, mode_of
 from lit_cifar.reporting.environment import environment
 from lit_cifar.reporting.evaluation_tables import PREDICTIONS
 from lit_cifar.reporting.output import leave_out_banners, outlast_streams
-from lit_cifar.reporting.run_folder import run_folder
+from lit_cifar.reporting.run_folder import CONFIG, run_folder
 
 FILE_NAME = "environment.json"
 
@@ -23,15 +24,16 @@ FILE_NAME = "environment.json"
 class RunReport(Callback):
     """Writes `environment.json`, and prints on rank 0 a summary before and after a run.
 
-    Before a fit it prints model, data, global batch and mode (the command line calls `announce`); afterwards the
-    result, the run folder, and the commands to look at it and to test its checkpoint. Other subcommands print the mode
-    and the folder. A run that fails prints no result.
+    Before a fit it prints model, data, global batch, mode, length and folder (the command line calls `announce`);
+    afterwards the result, the run folder, and the commands to look at it and to test its checkpoint. Other subcommands
+    print what they evaluate, the mode and the folder. A run that fails prints no result.
     """
 
     def __init__(self) -> None:
         self.candidates: dict[str, float] = {}  # seconds of a step with each, if `--autotune=true` has timed them
         self._folder: Path | None = None
         self._tests = False  # whether the run trains on data that have images to test on
+        self._is_synthetic = False
         self._started_at = 0.0
         self._pid = os.getpid()
 
@@ -42,12 +44,24 @@ class RunReport(Callback):
             outlast_streams()
             leave_out_banners()
 
-    def announce(self, trainer: Trainer, pl_module: LightningModule, datamodule: Any, *, stage: str) -> None:
+    def announce(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        datamodule: Any,
+        *,
+        stage: str,
+        folder: Path | None = None,
+        checkpoint: str | None = None,
+    ) -> None:
         """Print the settings of the run, before its processes meet; `setup` of the data module was called."""
         self._tests = stage == "fit" and datamodule.source.has_test
-        lines = (
-            opening_lines(trainer, pl_module, datamodule) if stage == "fit" else [*_read(datamodule), _mode(trainer)]
-        )
+        self._is_synthetic = isinstance(datamodule.source, Synthetic)
+        if stage == "fit":
+            lines = opening_lines(trainer, pl_module, datamodule)
+            lines += [] if folder is None else [_line("run folder", shown(folder))]
+        else:
+            lines = [_line(stage, str(checkpoint)), *_evaluated(datamodule), _mode(trainer)]
         if self.candidates:
             lines.append(_line("autotune", _compared(self.candidates)))
         print(*map(printable, lines), sep="\n", flush=True)
@@ -71,6 +85,8 @@ class RunReport(Callback):
         if stage == "fit":
             duration = timedelta(seconds=round(perf_counter() - self._started_at))
             lines.append(_line("result", ", ".join([*results(trainer), f"took {duration}"])))
+        if self._is_synthetic and stage != "predict":
+            lines.append(_line("note", "these images are synthetic: the accuracy says nothing about real ones"))
         if self._folder is not None:
             lines += next_steps(self._folder, stage, checkpoint=checkpoint_path(trainer) if self._tests else None)
         if stage == "predict":
@@ -79,7 +95,7 @@ class RunReport(Callback):
 
 
 def opening_lines(trainer: Trainer, pl_module: LightningModule, datamodule: Any) -> list[str]:
-    """Model, data, global batch and mode of a fit, a line each, and the lines of `Mode.split_lines()`.
+    """Model, data, global batch, mode and length of a fit, a line each, and the lines of `Mode.split_lines()`.
 
     This is called on rank 0 alone and before `Strategy.setup`, so `split_lines()` must neither communicate nor need
     what `setup` makes.
@@ -87,26 +103,41 @@ def opening_lines(trainer: Trainer, pl_module: LightningModule, datamodule: Any)
     header: Any = pl_module.header
     model = header.name + (f", {header.stem} stem" if header.stem else "")
     num_parameters = sum(parameter.numel() for parameter in pl_module.parameters())
-    sizes = {"train on": datamodule.sets["train"], "validate": datamodule.sets.get("val", ())}
-    images = ", ".join(f"{len(images):,} images to {purpose}" for purpose, images in sizes.items() if len(images))
     division = _division(datamodule.batch_size, mode_of(trainer.strategy).layout, trainer.accumulate_grad_batches)
     split = mode_of(trainer.strategy).split_lines()
     return [
         _line("model", f"{model}, {num_parameters / 1e6:.2f} M parameters"),
-        _line("data", f"{datamodule.name}: {images}"),
-        *(_line("", line) for line in datamodule.source.found(datamodule.sets)),
+        *_images(datamodule, train="train on", val="validate"),
         _line("batch", division),
         _mode(trainer),
         *(_line("" if index else "split", line) for index, line in enumerate(split)),
+        _line("length", _length(trainer, datamodule)),
     ]
 
 
-def _read(datamodule: Any) -> list[str]:
-    """The user's own pictures that another subcommand reads."""
-    if datamodule.folder is not None:
-        files, errors = datamodule.folder.files, datamodule.folder.errors
-        return [_line("data", f"{counted(len(files), 'file')}, {errors.count(None):,} of them pictures")]
-    return [_line("data", line) for line in datamodule.source.found(datamodule.sets)]
+def _images(datamodule: Any, **purposes: str) -> list[str]:
+    """The data set, its images by the purpose of their split, and what was found of pictures in folders."""
+    sizes = {purpose: len(datamodule.sets.get(split, ())) for split, purpose in purposes.items()}
+    images = ", ".join(f"{size:,} images to {purpose}" for purpose, size in sizes.items() if size)
+    found = datamodule.source.found(datamodule.sets)
+    return [_line("data", f"{datamodule.name}: {images}"), *(_line("", line) for line in found)]
+
+
+def _length(trainer: Trainer, datamodule: Any) -> str:
+    epochs, steps = trainer.max_epochs, trainer.max_steps
+    limits = [counted(epochs, "epoch")] if epochs is not None and epochs >= 0 else []
+    limits += [counted(steps, "optimizer step")] if steps >= 0 else []
+    weights = os.environ.get("PL_GLOBAL_SEED")
+    seeds = f"seed {datamodule.seed}" if weights == str(datamodule.seed) else f"data seed {datamodule.seed}"
+    return f"{' or '.join(limits) or 'until it is stopped'}, {seeds}"
+
+
+def _evaluated(datamodule: Any) -> list[str]:
+    """The images that another subcommand reads."""
+    if datamodule.folder is None:
+        return _images(datamodule, val="validate on", test="test on")
+    files, errors = datamodule.folder.files, datamodule.folder.errors
+    return [_line("data", f"{counted(len(files), 'file')}, {errors.count(None):,} of them pictures")]
 
 
 def _mode(trainer: Trainer) -> str:
@@ -148,9 +179,12 @@ def next_steps(folder: Path, stage: str, *, checkpoint: Path | None = None) -> l
         lines.append(_line("look at it", f"tensorboard --logdir {shown(folder)} --host localhost"))
         lines.append(_line("report", f"python -m lit_cifar report {shown(folder)}"))
     if checkpoint is not None:
-        config = folder / "config.yaml"
-        with_config = f" --config {shown(config)}" if config.exists() else ""
-        lines.append(_line("test it", f"python -m lit_cifar test{with_config} --ckpt_path {shown(checkpoint)}"))
+        config, ours = folder / CONFIG, folder / "checkpoints"
+        if config.exists() and checkpoint.parent == ours:
+            words = shown(folder)
+        else:
+            words = (f"--config {shown(config)} " if config.exists() else "") + f"--ckpt_path {shown(checkpoint)}"
+        lines.append(_line("test it", f"python -m lit_cifar test {words}"))
     return lines
 
 

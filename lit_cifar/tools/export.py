@@ -19,12 +19,13 @@ from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from lit_cifar.checkpoint.files import index_of, read_whole
+from lit_cifar.checkpoint.files import best_of, index_of, read_whole
 from lit_cifar.checkpoint.format import Header, TrainedOn, naming
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError, ConfigError, DataError
 from lit_cifar.reporting.environment import versions
+from lit_cifar.reporting.run_folder import CONFIG
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.terminal import CommandParser, exit_orderly_when_terminated
 
@@ -48,6 +49,8 @@ def main(args: list[str]) -> int:
         form.check()
     path = Path(options.checkpoint)
     run_folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    if (path / CONFIG).is_file():
+        run_folder, path, options.config = path, best_of(path), options.config or str(path / CONFIG)
     folder = run_folder / "export" if options.output is None else Path(options.output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not an empty folder", remedy="choose another: --output FOLDER")
@@ -68,11 +71,11 @@ def main(args: list[str]) -> int:
 
 def export_parser() -> argparse.ArgumentParser:
     parser = CommandParser("export", description=_DESCRIPTION)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="A file that `fit` wrote.")
+    parser.add_argument("checkpoint", metavar="RUN_FOLDER", help="A run, or a checkpoint of one.")
     parser.add_argument("--format", choices=[*FORMATS, "both"], default="both", help="What to write (default: both).")
     parser.add_argument("--output", metavar="FOLDER", help="A new folder (default: RUN_FOLDER/export).")
     parser.add_argument("--data.root", dest="root", metavar="FOLDER", help="Where the data set is (default: data).")
-    of_run = "The run's config.yaml: where its data are, and the network if it is your own."
+    of_run = "Where the data are, and the network if it is your own (default: the run folder's config.yaml)."
     parser.add_argument("--config", metavar="FILE", help=of_run)
     return parser
 

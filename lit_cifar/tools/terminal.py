@@ -26,10 +26,11 @@ COLUMNS = 120  # width of a table that goes to a file
 class CommandParser(argparse.ArgumentParser):
     """Options of `python -m lit_cifar NAME`; it raises a `ConfigError` for options that cannot work."""
 
-    def __init__(self, name: str, *, description: str) -> None:
+    def __init__(self, name: str, *, description: str, epilog: str | None = None) -> None:
         super().__init__(
             prog=f"python -m lit_cifar {name}",
             description=description,
+            epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )

@@ -54,6 +54,17 @@ on one device; a mode beyond its bound is judged in float64.
 
 With --module, a training of your own: its first steps are replayed on one device, and compared bit for bit. Every other
 argument is then one of LightningCLI, e.g. --trainer.strategy=ddp --trainer.devices=2 --model.width=64."""
+_EPILOG = """\
+examples:
+  python -m lit_cifar verify --modes=ddp,pp,tp
+  python -m lit_cifar verify --modes=fsdp2 --devices=4 --config=RUN_FOLDER/config.yaml
+  python -m lit_cifar verify --module=my_package.MyModule --data=my_package.MyData --trainer.strategy=ddp
+
+exit status:
+  0  at least one mode was compared, and all that were have passed
+  1  a mode was compared, and it is wrong
+  2  something that was asked for cannot work
+  3  no verdict: a run ended by an error of its own, or there was nothing to compare"""
 
 RULES = {"noise_factor": NOISE_FACTOR, "floor_ulp": FLOOR_ULP, "float64": EXACT_BOUND}
 NO_VERDICT = 3  # exit status where nothing is known to be wrong, but not all that ran could be compared
@@ -110,7 +121,7 @@ def main(args: list[str]) -> int:
 
 
 def verify_parser() -> argparse.ArgumentParser:
-    parser = terminal.CommandParser("verify", description=_DESCRIPTION)
+    parser = terminal.CommandParser("verify", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--modes", default="all", metavar="A,B", help="Modes to verify (default: all).")
     parser.add_argument("--devices", type=int, default=2, metavar="N", help="Devices of each mode (default: 2).")
     parser.add_argument("--steps", type=int, default=4, metavar="K", help="Optimizer steps of each run (default: 4).")
