@@ -96,6 +96,8 @@ def check_program(args: list[str]) -> None:
         case "verify":
             _, rest = verify_parser().parse_known_args(args[1:])
             parser_of("fit").parse_args(["fit", *rest])
+        case "validate" | "test" | "predict" if args[1:2] == ["RUN"]:  # see `spelled_out`
+            parser_of(args[0]).parse_args([args[0], *args[2:]])
         case _:
             parser_of(args[0]).parse_args([arg.replace("RUN/config.yaml", "configs/quickstart.yaml") for arg in args])
 

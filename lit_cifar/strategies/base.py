@@ -108,6 +108,7 @@ class CustomForwardStrategy(Mode, ParallelStrategy, ABC):
 
         A subclass raises a `ConfigError` where this would change the bits.
         """
+        refuse("--virtual_replicas=4", self, parts=parts.num_parts)
         self.parts = parts
 
     @property
@@ -138,7 +139,7 @@ class CustomForwardStrategy(Mode, ParallelStrategy, ABC):
 
     @override
     def connect(self, model: L.LightningModule) -> None:
-        """Raise a `ConfigError` for a module that lacks what this mode `needs`."""
+        """Raise a `ConfigError` for a module that lacks what this mode `needs`, or that this mode cannot compile."""
         if missing := [name for name in self.needs if not hasattr(model, name)]:
             raise ConfigError(
                 f"--trainer.strategy={self.strategy_name} runs a module's network in its own way; "
@@ -146,6 +147,8 @@ class CustomForwardStrategy(Mode, ParallelStrategy, ABC):
                 remedy="Use lit_cifar.LitResNet, or --trainer.strategy=ddp for any LightningModule.",
             )
         internals.require(internals.MODES, f"--trainer.strategy={self.strategy_name}")
+        if compiles(model):
+            refuse("--model.compile=true", self)
         super().connect(model)
 
     @override

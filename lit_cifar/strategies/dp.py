@@ -13,16 +13,14 @@ from contextlib import AbstractContextManager
 from itertools import cycle
 from typing import Any, cast
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from typing_extensions import override
 
 from lit_cifar.mode import ForwardFn
-from lit_cifar.mode.refusals import refuse
 from lit_cifar.models.random_streams import begin_part
-from lit_cifar.strategies.base import SingleProcessStrategy, compiles
+from lit_cifar.strategies.base import SingleProcessStrategy
 
 
 class EmulatedReplicas:
@@ -171,12 +169,6 @@ class DataParallelStrategy(SingleProcessStrategy):
     def copying_devices(self) -> list[list[torch.device]]:
         each = self.local_replicas // len(self.devices)
         return [[device for device in self.devices for _ in range(each)]]
-
-    @override
-    def connect(self, model: L.LightningModule) -> None:
-        super().connect(model)
-        if compiles(model):
-            refuse("--model.compile=true", self)
 
     @override
     def check(self) -> None:

@@ -126,8 +126,6 @@ class ShardedStrategy(MeshStrategy):
         if self.tensor_parallel_size != 1:
             check_divisible(network, self.layout, strategy=self.strategy_name)
             check_untied(network, network.modules(), strategy=self.strategy_name, recurse=False)
-        if compiles(model):
-            refuse("--model.compile=true", self)
         make_optimizer = getattr(model, "make_optimizer", None)
         if make_optimizer is not None:
             self._check_optimizer(make_optimizer(network.parameters()))
@@ -135,8 +133,8 @@ class ShardedStrategy(MeshStrategy):
     @override
     def use_parts(self, parts: Parts) -> None:
         """Refuse `parts` where the bits would differ."""
+        super().use_parts(parts)
         name = f"--virtual_replicas={parts.num_parts}"
-        refuse("--virtual_replicas=4", self, parts=parts.num_parts)
         if self.all_processes == 1:
             raise ConfigError(
                 f"{name}: FSDP2 on one process does not reduce gradients, but adds them one after the other",
@@ -149,7 +147,6 @@ class ShardedStrategy(MeshStrategy):
                 "kernels run",
                 remedy="pass --model.channels_last=false, or --trainer.strategy=ddp",
             )
-        super().use_parts(parts)
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
         if getattr(optimizer, "steps_matrices", False):
