@@ -103,6 +103,8 @@ class Report:
             yield f"  exchange           {counts['exchanges']} messages between ranks inside the steps"
         if counts["reduced"]:
             share = f"at most {self.largest_share:.2f} of the bound from their mean"
+            if any(finding.part == "reduction" for finding in self.findings):
+                share = "not all of them within the bound"
             yield f"  reduction          {counts['reduced']} gradients averaged over ranks, {share}"
         yield f"  optimizer          {counts['steps']} steps, {counts['states']} tensors, compared bit for bit"
         yield f"  cost               {self.seconds:.1f} s, {self.mebibytes:.0f} MiB on the disk for a moment"

@@ -66,6 +66,7 @@ class Held:
         """Tensors that are not the same in all replicas; every rank must call this and gets the same."""
         found = self._found_in_buffers() if self._ignored is None else []
         digests = {name: device_digest(tensor) for name, tensor in self._tensors()}
+        digests = {"": torch.zeros((), dtype=torch.int64)} | digests  # a stage of a pipeline may have no tensors
         weights = torch.tensor([2 * crc32(name.encode()) + 1 for name in digests], device=self._device)
         own = (torch.stack([value.to(self._device) for value in digests.values()]) * weights).sum()
         least = torch.stack([own, ~own])  # the complement of the least complement is the largest
