@@ -333,15 +333,6 @@ def test_an_optimizer_is_chosen_by_name_and_a_run_that_is_not_validated_warns_of
     assert chosen["weight_decay"] == torch.optim.AdamW([torch.zeros(1)]).defaults["weight_decay"]  # not the default's
 
 
-def test_help_names_the_commands_and_says_what_they_do() -> None:
-    shown = run_here("--help").stdout
-    assert shown.startswith("usage: python -m lit_cifar ")
-    assert "in any mode of parallelism." in shown
-    lines = [line.split() for line in shown.splitlines()]
-    for command in ("fit", "validate", "test", "predict", *COMMANDS):
-        assert any(line[0] == command and len(line) > 3 for line in lines if line)
-
-
 def test_the_version_is_known_without_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the package, and so to the runs of a checkout."""
 

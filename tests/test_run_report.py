@@ -27,7 +27,7 @@ from lit_cifar.models.resnet import build_resnet
 from lit_cifar.reporting import run_folder
 from lit_cifar.reporting.environment import command_line, git_state
 from lit_cifar.reporting.run_folder import LOCK, RunLock, create_run_folder
-from lit_cifar.reporting.run_report import RunReport, next_steps, opening_lines
+from lit_cifar.reporting.run_report import RunReport, opening_lines
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.forked import start_forked
 
@@ -60,16 +60,6 @@ def test_environment_says_what_ran_and_not_where(tmp_path: Path) -> None:
     assert found["cpu"]["model"]
     assert platform.node() not in text
     assert str(Path.home()) not in text
-
-
-def test_a_failed_fit_promises_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Failing(TinyTask):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            raise RuntimeError("no")
-
-    with pytest.raises(RuntimeError, match="no"):
-        tiny_trainer(tmp_path, callbacks=[RunReport()]).fit(Failing(), datamodule=TinyData())
-    assert "run folder" not in capsys.readouterr().out
 
 
 class MadeUp(Mode):
@@ -117,17 +107,6 @@ def test_plan_divides_the_global_batch_and_ends_with_what_the_mode_splits() -> N
     assert "batch       64 = 2 replicas x 4 microbatches x 8 images per optimizer step" in lines_of(
         batch_size=64, num_microbatches=4
     )
-
-
-def test_folders_elsewhere_stay_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    assert next_steps(tmp_path / "there", "test") == [
-        f"run folder  {tmp_path}/there",
-        f"look at it  tensorboard --logdir {tmp_path}/there --host localhost",
-        f"report      python -m lit_cifar report {tmp_path}/there",
-    ]
-    assert next_steps(Path(), "predict") == ["run folder  .", "predictions predictions.csv"]
 
 
 def test_command_and_strategy_are_as_typed() -> None:
