@@ -10,7 +10,6 @@ from typing import Literal
 import pytest
 import torch
 from counting import Operators
-from lightning.pytorch import LightningModule
 from short_fits import data, fit, short
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -244,18 +243,6 @@ def test_a_loaded_optimizer_rounds_as_before(optimizer: str) -> None:
     train(weight, whole)
     train(other, resumed)
     assert torch.equal(weight, other)
-
-
-def test_lightning_logs_no_step_that_nobody_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[str] = []
-    log = LightningModule.log
-    noting = lambda module, name, *args, **kwargs: names.append(name) or log(module, name, *args, **kwargs)  # noqa: E731
-    monkeypatch.setattr(LightningModule, "log", noting)
-    module = LitResNet("tiny", stem="imagenet")
-    assert module.step_metrics() == {}
-    fit(module, tmp_path, log_every_n_steps=2)
-    assert [name for name in names if name.endswith("_step")] == ["train/loss_step", "train/acc_step"]
-    assert [name for name in names if name in ("train/loss", "train/acc")] == ["train/loss", "train/acc"]
 
 
 @short

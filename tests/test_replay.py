@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from commands import TINY, launch
+from commands import TINY, graded, launch
 from lightning.pytorch.callbacks import BaseFinetuning
 from replay_cases import CASES, CHANGES, PLAIN, Pictures, Sequences, Task, Tokens
 from torch import Tensor
@@ -511,8 +511,14 @@ OWN_MODES = {
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("mode", OWN_MODES)
+@pytest.mark.parametrize(
+    ("mode", "precision"),
+    graded(
+        *((mode, "32-true") for mode in OWN_MODES),
+        *((mode, "bf16-mixed") for mode in ("dp", "pp", "fsdp2")),
+        exhaustive=[(mode, "bf16-mixed") for mode in OWN_MODES if mode not in ("dp", "pp", "fsdp2")],
+    ),
+)
 def test_modes_with_a_forward_fn_of_their_own_are_judged(mode: str, precision: str, tmp_path: Path) -> None:
     """With layers that draw random numbers, of which each part of a batch has its own."""
     strategy = [f"--trainer.strategy={OWN_MODES[mode][0]}", *OWN_MODES[mode][1:]] if OWN_MODES[mode] else []
@@ -539,7 +545,7 @@ def test_observing_changes_nothing(module: type[pl.LightningModule], tmp_path: P
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("mode", ["fsdp2", "pp"])
+@pytest.mark.parametrize("mode", graded("fsdp2", slow=["pp"]))
 def test_observing_a_divided_network_leaves_its_metrics_alone(mode: str, tmp_path: Path) -> None:
     """The copy that is replayed has metrics of its own."""
     flags = [*TINY, f"--trainer.strategy={mode}", "--trainer.devices=2", "--trainer.max_steps=2"]
