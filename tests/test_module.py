@@ -262,11 +262,3 @@ def test_a_schedule_that_is_made_for_steps_steps_with_the_optimizer(kind: str, t
         plain.step()
     assert trainer.global_step == 4
     assert trainer.optimizers[0].param_groups[0]["lr"] == plain.get_last_lr()[0]
-
-
-@short
-def test_a_cycle_that_ends_before_the_run_is_refused(tmp_path: Path) -> None:
-    schedule = partial(OneCycleLR, max_lr=0.3, total_steps=3)
-    model = LitResNet("tiny", stem="imagenet", lr_scheduler=schedule)
-    with pytest.raises(ConfigError, match=r"3 steps, and this run has 4\npass --model.lr_scheduler.total_steps=4"):
-        fit(model, tmp_path, max_epochs=2)
