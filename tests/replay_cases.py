@@ -270,29 +270,11 @@ class Doubled(pl.Callback):
         pl_module.net[5].weight.grad.mul_(1.0001)
 
 
-class NeverSynced(pl.Callback):
-    """As code does that calls the wrapped module past DDP."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        trainer.strategy.model.reducer = _Deaf(trainer.strategy.model.reducer)
-
-
 class NeverAveraged(pl.Callback):
     """As a `no_sync` that was never left."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         trainer.strategy.model.require_backward_grad_sync = False
-
-
-class _Deaf:
-    def __init__(self, reducer: Any) -> None:
-        self._reducer = reducer
-
-    def prepare_for_backward(self, tensors: Any) -> None:
-        """The reducer waits for nothing, and averages nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reducer, name)
 
 
 class Odd(Pictures):
@@ -483,7 +465,6 @@ CASES: dict[str, tuple[type[pl.LightningModule], dict[str, Any]]] = {
     "wrong gradient": (WrongGradient, {}),
     "wrong statistics": (WrongStatistics, {}),
     "wrong mean": (Task, {"callbacks": [Doubled()]}),
-    "not reduced": (Task, {"callbacks": [NeverSynced()]}),
     "never averaged": (Task, {"callbacks": [NeverAveraged()]}),
     "other rate": (OtherRate, {}),
     "forgotten": (Forgotten, {}),

@@ -6,28 +6,21 @@ import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pandas as pd
 import pytest
-import torch
 from commands import TINY, launch, mode_flags, run_here
 
 from analysis import interrupted_runs
-from analysis.comparing_runs import paired, read_run, read_shuffling, welch
+from analysis.comparing_runs import paired, welch
 from analysis.interrupted_runs import (
     StepWatch,
     interruption,
     learning_rates,
     read_step_log,
-    steps_in_metrics,
 )
 from analysis.run_frames import per_rank_frame, read_digests, read_metrics, read_per_rank
 from analysis.scaling import MIB, accuracy_over_time, read_memory, read_speed, scaling_frame, time_to
 from analysis.stage_timeline import read_timeline
 from analysis.training_differences import (
-    largest_differences,
-    plot_distances,
-    plot_losses,
-    plot_side_by_side,
     read_losses,
     read_weights,
 )
@@ -91,57 +84,7 @@ def test_per_rank_rows_come_back_with_intervals_and_flags(tmp_path: Path) -> Non
 # ---------------------------------------------------------------- how trainings differ
 
 
-def test_parameters_and_running_statistics_of_last_checkpoints_are_compared_apart(tmp_path: Path) -> None:
-    weights = {}
-    for name, weight, mean in (("a", 1.0, 0.5), ("b", 3.0, 0.25)):
-        content = {
-            "network.bn1.weight": torch.tensor([1.0, weight]),
-            "network.bn1.running_mean": torch.tensor([mean], dtype=torch.float64),
-            "network.bn1.num_batches_tracked": torch.tensor(round(1000 * mean)),
-        }
-        (tmp_path / name / "checkpoints").mkdir(parents=True)
-        torch.save({"state_dict": content}, tmp_path / name / "checkpoints" / "last.ckpt")
-        weights[name] = read_weights(tmp_path / name)
-    trained, running = (largest_differences(weights, running=running) for running in (False, True))
-    assert trained.to_dict() == {"a": {"a": 0.0, "b": 2.0}, "b": {"a": 2.0, "b": 0.0}}
-    assert running.to_dict() == {"a": {"a": 0.0, "b": 0.25}, "b": {"a": 0.25, "b": 0.0}}
-
-
-def test_a_loss_that_becomes_nan_is_crossed() -> None:
-    curves = {"one": {"a": [1.0, 10.0, math.nan, math.nan]}, "other": {"b": [2.0, 1.0]}}
-    one, other = plot_losses(curves, xlabels=["x", "y"]).axes
-    assert [line.get_xydata().tolist() for line in one.lines] == [[[0, 1], [1, 10]], [[2, 10]]]
-    assert [line.get_xydata().tolist() for line in other.lines] == [[[0, 2], [1, 1]]]
-
-
-def test_equal_curves_are_all_seen() -> None:
-    """Each is narrower than the one below it, or has points alone."""
-    curve = pd.Series([2.0, 1.0], index=[8, 16])
-    (axes,) = plot_side_by_side({"": dict.fromkeys("abcde", curve)}, xlabel="x", ylabel="y").axes
-    widths = [line.get_linewidth() for line in axes.lines if line.get_linestyle() != "None"]
-    assert widths == sorted(widths, reverse=True)
-    assert len({(line.get_linestyle(), line.get_marker(), line.get_linewidth()) for line in axes.lines}) == 5
-
-
-@pytest.mark.parametrize(("values", "floor"), [([0.0, 3e-6, 0.2], 1e-6), ([0.0, 0.0, 0.0], 1.0)])
-def test_no_distance_has_a_place_below_the_smallest_one(values: list[float], floor: float) -> None:
-    (axes,) = plot_distances({"a": pd.Series(values)}, xlabel="x", ylabel="y").axes
-    heights = axes.transData.transform([[0, value] for value in (0.0, floor, 10 * floor)])[:, 1]
-    assert 0 < heights[1] - heights[0] <= heights[2] - heights[1]
-    assert axes.get_ylim()[0] == 0
-
-
 # ---------------------------------------------------------------- what a killed process costs
-
-
-@pytest.mark.parametrize(
-    ("lines", "steps"),
-    [(None, 0), ("", 0), ("0,0,2.5\n,9,\n", 10), ("0,0,2.5\n,9,\n0,1", 10)],  # the last one is being written
-)
-def test_steps_of_a_run_in_progress(lines: str | None, steps: int, tmp_path: Path) -> None:
-    if lines is not None:
-        (tmp_path / "metrics.csv").write_text("epoch,step,train/loss\n" + lines)
-    assert steps_in_metrics(tmp_path) == steps
 
 
 def test_what_a_restart_repeats_and_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,19 +224,3 @@ def test_student_s_data() -> None:
 def test_what_cannot_be_compared_says_so(compare, values) -> None:
     with pytest.raises(ConfigError, match="train more seeds"):
         compare(*values)
-
-
-def test_a_record_becomes_a_frame(tmp_path: Path) -> None:
-    row = {"seed": 0, "processes": 2, "set_epoch": True, "losses": [2.0, 0.5], "correct": 40, "total": 100}
-    (tmp_path / "record.json").write_text(json.dumps({"rows": [row, row | {"set_epoch": False, "correct": 30}]}))
-    frame = read_shuffling(tmp_path / "record.json")
-    found = {"seed": 0, "processes": 2, "set_epoch": True, "accuracy": 0.4, "loss": 0.5}
-    assert frame.to_dict("records") == [found, found | {"set_epoch": False, "accuracy": 0.3}]
-
-
-def test_a_run_s_accuracy_and_last_loss(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text("epoch,step,train/loss,val/acc\n0,3,1.5,\n0,3,,0.5\n1,7,1.25,\n1,7,,0.6\n")
-    assert read_run(tmp_path) == {"accuracy": 0.6, "loss": 1.25}
-    (tmp_path / "metrics.csv").write_text("epoch,step,train/loss\n0,3,1.5\n")
-    with pytest.raises(ConfigError, match=r"has logged no val/acc.*\n.*--data\.val_size"):
-        read_run(tmp_path)

@@ -16,7 +16,6 @@ sys.path.insert(0, str(SCRIPTS))
 import articles
 import recipes
 import run_record
-import trials
 
 
 def test_a_record_is_continued_with_the_cases_that_it_lacks(tmp_path: Path) -> None:
@@ -39,60 +38,6 @@ def test_a_record_is_continued_with_the_cases_that_it_lacks(tmp_path: Path) -> N
     assert json.loads(output.read_text())["flags"] == settings["flags"]
     with pytest.raises(ConfigError, match=r"record\.json has been made with other flags\n.*name a new file"):
         run_record.complete(output, [1, 2], train, settings={"flags": ["--x"]}, tell=print)
-
-
-def recipe_row(seed: int, correct: int, *, at_once: int = 1) -> dict[str, float]:
-    found = {"seed": seed, "correct": correct, "correct_flipped": correct + 1, "total": 100}
-    return found | {"train_s": 3.0, "at_once": at_once}
-
-
-def test_a_recipe_s_mean_over_the_seeds() -> None:
-    both = recipes.summary([recipe_row(0, 94), recipe_row(1, 96, at_once=2) | {"train_s": 9.0}])
-    assert both == "95.00 +- 1.41 %, with flips 96.00 +- 1.41 %, n = 2, 3.0 s of training"
-    assert recipes.summary([recipe_row(0, 94, at_once=2)]) == "94.00 %, with flips 95.00 %, n = 1"
-
-
-def test_the_first_seed_of_a_recipe_is_trained_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that its time is its own."""
-    asked: list[tuple[int, int]] = []
-
-    def trained(recipe: str, flags: list[str], *, seed: int, at_once: int) -> dict[str, float]:
-        asked.append((seed, at_once))
-        return recipe_row(seed, 90, at_once=at_once)
-
-    monkeypatch.setattr(recipes, "trained", trained)
-    monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
-    recipes.main("muon_12_epochs", tmp_path / "record.json", [], seeds=3, at_once=2)
-    assert sorted(asked) == [(0, 1), (1, 2), (2, 2)]
-
-
-def test_every_trial_is_the_recipe_with_other_settings() -> None:
-    parser = parser_of("fit")
-    for name, these in trials.TRIALS.items():
-        files = [] if name == "default" else [f"--config={recipes.RECIPES / name}.yaml"]
-        recipe, *others = [parser.parse_args(["fit", *files, *flags]).fit for flags in these.values()]
-        assert these["the recipe"] == []
-        assert recipe not in others
-    every = others[-1]
-    assert (every.data.batch_size, every.data.small_size, every.data.reflect, every.data.alternate_flips) == (
-        *(2000, 24, True, True),
-    )
-    assert (every.model.optimizer.init_args.lr, every.model.optimizer.init_args.momentum) == (0.24, 0.6)
-    assert every.model.optimizer.init_args.lr_others == recipe.model.optimizer.init_args.lr_others
-    assert every.model.lr_scheduler.init_args.warmup == 0
-
-
-def test_a_trial_is_compared_with_the_recipe_of_the_same_seed() -> None:
-    def row(trial: str, seed: int, correct: int) -> dict[str, Any]:
-        counts = {"correct_flipped": correct, "correct_six_views": correct + 1, "total": 1000}
-        return {"trial": trial, "seed": seed, "train_s": 20.0} | counts
-
-    rows = [row("the recipe", 0, 900), row("momentum 0.6", 0, 910), row("the recipe", 1, 940)]
-    assert trials.summary(rows).splitlines() == [
-        "the recipe: 2 views 92.00 % (+0.00), 6 views 92.10 % (+0.00), 20.0 s, n = 2",
-        "momentum 0.6: 2 views 91.00 % (+1.00), 6 views 91.10 % (+1.00), 20.0 s, n = 1",
-    ]
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ import pytest
 import torch
 from commands import TINY, launch, mode_flags
 from processes import marked
-from rich.console import Console
 
 from lit_cifar.data import Batch
 from lit_cifar.tools.chaos import trial as trial_module
@@ -33,11 +32,10 @@ from lit_cifar.tools.chaos.audit import (
     effective,
     metric_problems,
 )
-from lit_cifar.tools.chaos.command import JobResult, result_table
 from lit_cifar.tools.chaos.faults import EQUAL_SIZE, Fault, schedule_faults, shares
 from lit_cifar.tools.chaos.job import FIT, Job, wait_until
 from lit_cifar.tools.chaos.training import Training, chosen_modes
-from lit_cifar.tools.chaos.trial import Event, Trial, TrialError
+from lit_cifar.tools.chaos.trial import Trial, TrialError
 from lit_cifar.tools.terminal import exit_orderly_when_terminated
 
 FIRST, SECOND, THIRD = (1, 0), (1, 1), (2, 0)
@@ -344,16 +342,6 @@ def test_stopped_and_orphaned_processes_of_a_job_are_ended(tmp_path: Path) -> No
 
 
 # The command.
-
-
-def test_the_table_of_a_job_that_passed_and_of_one_that_failed() -> None:
-    events = [Event(fault=RESIZE, at_s=1.0, step=9)]
-    row = JobResult("ddp", (2, 1), "64-true", bound=1e-5, events=events, missing=0, doubled=0, difference=1e-9)
-    console = Console(width=120, record=True)
-    console.print(result_table([row, replace(row, problems=["lost"], missing=3)], title="t"))
-    lines = console.export_text().splitlines()
-    assert [word for line in lines for word in ("PASS", "FAIL") if word in line] == ["PASS", "FAIL"]
-    assert max(map(len, lines)) <= 120
 
 
 def hang_up_and_terminate() -> None:

@@ -25,7 +25,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.mode.table import MODES, Row
 from lit_cifar.tools.doctor import ALL_MODES, COPY_MODES, PROCESS_MODES, Check, MachineFinding, command, machine
 from lit_cifar.tools.doctor.command import Examination, placed, print_page
-from lit_cifar.tools.doctor.measurement import OPERATIONS, SIZES, Measurement, fault, inputs, pattern
+from lit_cifar.tools.doctor.measurement import OPERATIONS, Measurement, fault, inputs, pattern
 from lit_cifar.tools.doctor.modes import ModeRow, cores_and_gpus, judge_modes, mode_table
 from lit_cifar.tools.doctor.ranks import Ranks, examine_ranks, lost_messages, probe_ranks, slow_ranks, wrong_results
 
@@ -374,20 +374,6 @@ def test_the_page_begins_with_what_is_wrong_and_what_mends_it() -> None:
     verdicts = {verdict["mode"]: verdict for verdict in found.to_json()["verdicts"]}
     assert [mode for mode, verdict in verdicts.items() if not verdict["fit"]] == ["dp", "mp", "ddp_mp"]
     assert verdicts["dp"] == {"mode": "dp", "fit": False, "reason": wrong.problem, "command": mend}
-
-
-def test_the_page_of_a_machine_with_gpus() -> None:
-    found = measured([1e-3], [1e-3]).measurements
-    for each in found:
-        each.sweep = {num_bytes: [num_bytes / 1e9] for num_bytes in SIZES}
-    links = "\t\x1b[4mGPU0\tGPU1\x1b[0m\nGPU0\t X \tNV4\nGPU1\tNV4\t X"
-    lines = page(examined(links=links, ranks=Ranks(accelerator="cuda", measurements=found)))
-    assert lines[1] == "Fit: no fault was found, and 10 modes run here"
-    assert ["GPU0", "X", "NV4"] in [line.split() for line in lines]
-    assert "all-reduce over 2 ranks, NCCL" in lines
-    (speeds,) = [line.split() for line in lines if line.strip().startswith("GB/s")]
-    assert speeds == ["GB/s", *["1"] * 6]
-    assert sum(line.endswith("results right") for line in lines) == 2
 
 
 def sections(lines: list[str]) -> list[str]:

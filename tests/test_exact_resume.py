@@ -189,8 +189,6 @@ def test_a_script_that_would_cut_the_epoch_otherwise_is_refused(
     ("changed", "given"),
     [
         ({"seed": 1}, "--data.seed=1"),
-        ({"num_train": 50}, "--data.num_train=50"),
-        ({"val_size": 12}, "--data.val_size=12"),
         ({"val_size": 4, "shuffle": False}, None),
     ],
 )

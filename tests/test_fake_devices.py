@@ -10,7 +10,6 @@ from fake_devices import MODES, HostWaitsError, data_module, fake_devices, lit_r
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.optim import Adagrad
-from torchmetrics import MeanMetric
 
 import lit_cifar.strategies.mp
 from lit_cifar.data.images import Batch
@@ -49,13 +48,6 @@ def test_the_host_waits_for_what_a_stage_of_its_own_is_going_to_read() -> None:
 
 
 MISPLACED: dict[str, tuple[str, Any, str, Any]] = {
-    # Its state is a scalar, which an operator takes from the host, but does not add to.
-    "a metric on the host": (
-        "single",
-        LitResNet,
-        "on_train_start",
-        lambda self: setattr(self, "train_loss", MeanMetric(nan_strategy="disable")),
-    ),
     # As Lightning's own strategies do: the whole module on the root device.
     "a stage": ("mp", StagedStrategy, "model_to_device", lambda self: self.model.to(self.root_device)),
     # Where Lightning has put Adagrad's sums when training begins.
@@ -90,13 +82,9 @@ class Waits(LitResNet):
 
 WAITS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda loss: loss.item(),
-    "bool": lambda loss: bool(loss > 0),
-    "tolist": lambda loss: loss.tolist(),
-    "bincount": lambda loss: torch.bincount(loss.long().reshape(1)),
     "nonzero": lambda loss: loss.nonzero(),
     "a copy to the host": lambda loss: loss.cpu(),
     "a copy that is read too early": lambda loss: loss.to("cpu", non_blocking=True),
-    "a copy to the device": lambda loss: torch.ones(()).to(loss.device),
     "a number to the device": lambda loss: torch.tensor(1.0, device=loss.device),
     "a copy in place": lambda loss: loss.detach().clone().copy_(torch.ones(())),
 }

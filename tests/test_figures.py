@@ -115,17 +115,6 @@ def test_fit_draws_due_epochs_and_no_sanity_check(tmp_path: Path) -> None:
     assert [image.step for image in read_events(tmp_path).Images("val/wrong")] == [5, 8]
 
 
-@pytest.mark.parametrize(("num_classes", "numbers", "names"), [(20, 400, 20), (100, 0, 20)])
-def test_confusion_figure_of_many_classes_is_no_larger(num_classes: int, numbers: int, names: int) -> None:
-    classes = [f"$\\frac{{ {label} {'x' * 200}" for label in range(num_classes)]
-    figure = confusion_figure(torch.eye(num_classes, dtype=torch.int64), classes, title="tiny\ntwo lines")
-    pixels = render(figure)
-    assert pixels.shape == (1260, 1340, 3)
-    assert (pixels[:, :3] == 255).all()  # nothing is cut off
-    assert len(figure.axes[0].texts) == numbers
-    assert len(figure.axes[0].get_xticklabels()) == len(figure.axes[0].get_yticklabels()) == names
-
-
 @pytest.mark.parametrize("side", [32, 640])
 def test_wrong_images_figure_shows_the_pixels_it_was_given(side: int) -> None:
     image = torch.randint(0, 256, (3, side, side), dtype=torch.uint8)

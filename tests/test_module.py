@@ -10,7 +10,6 @@ from typing import Literal
 import pytest
 import torch
 from counting import Operators
-from lightning.pytorch import LightningModule
 from short_fits import data, fit, short
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -246,18 +245,6 @@ def test_a_loaded_optimizer_rounds_as_before(optimizer: str) -> None:
     assert torch.equal(weight, other)
 
 
-def test_lightning_logs_no_step_that_nobody_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[str] = []
-    log = LightningModule.log
-    noting = lambda module, name, *args, **kwargs: names.append(name) or log(module, name, *args, **kwargs)  # noqa: E731
-    monkeypatch.setattr(LightningModule, "log", noting)
-    module = LitResNet("tiny", stem="imagenet")
-    assert module.step_metrics() == {}
-    fit(module, tmp_path, log_every_n_steps=2)
-    assert [name for name in names if name.endswith("_step")] == ["train/loss_step", "train/acc_step"]
-    assert [name for name in names if name in ("train/loss", "train/acc")] == ["train/loss", "train/acc"]
-
-
 @short
 @pytest.mark.parametrize("kind", ["one cycle", "triangle"])
 def test_a_schedule_that_is_made_for_steps_steps_with_the_optimizer(kind: str, tmp_path: Path) -> None:
@@ -275,11 +262,3 @@ def test_a_schedule_that_is_made_for_steps_steps_with_the_optimizer(kind: str, t
         plain.step()
     assert trainer.global_step == 4
     assert trainer.optimizers[0].param_groups[0]["lr"] == plain.get_last_lr()[0]
-
-
-@short
-def test_a_cycle_that_ends_before_the_run_is_refused(tmp_path: Path) -> None:
-    schedule = partial(OneCycleLR, max_lr=0.3, total_steps=3)
-    model = LitResNet("tiny", stem="imagenet", lr_scheduler=schedule)
-    with pytest.raises(ConfigError, match=r"3 steps, and this run has 4\npass --model.lr_scheduler.total_steps=4"):
-        fit(model, tmp_path, max_epochs=2)

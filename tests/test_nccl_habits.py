@@ -21,7 +21,7 @@ def run_double(mode: str, run: Path, *flags: str, command: str = "fit", status: 
     return result
 
 
-@pytest.mark.parametrize("mode", graded(*MODES, exhaustive=LONGER))
+@pytest.mark.parametrize("mode", graded("ddp", "pp", "fsdp2", slow=["ddp_mp", "tp"], exhaustive=LONGER))
 def test_a_whole_fit_does_nothing_that_nccl_refuses(mode: str, tmp_path: Path) -> None:
     """With validation, figures, checkpoints and accounts; every habit that it must not have was planted, and caught."""
     run_double(mode, tmp_path, *callback("nccl_double.Misbehaves"))

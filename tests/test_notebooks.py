@@ -251,13 +251,3 @@ def test_many_runs_show_one_line_and_one_that_fails_ends_those_beside_it(
         runs.run_all([["fail"], ["fit"], ["modes"]], at_once=2)
     assert len(short_commands) == 2
     assert short_commands[1].process.returncode == -signal.SIGTERM
-
-
-def test_a_notebook_shows_one_line_for_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(NOTEBOOKS))
-    code = "import os, sys\nfrom analysis import notebook\n"
-    code += "run = notebook.Run([sys.executable, '-c', ''], title='nothing', environment=os.environ).wait()"
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
-    NotebookClient(book, timeout=100, kernel_name="python3").execute()
-    (output,) = book.cells[0]["outputs"]
-    assert output["data"]["text/plain"].startswith("nothing: done after ")

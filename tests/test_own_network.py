@@ -143,8 +143,7 @@ def test_nothing_that_was_trained_on_is_validated_on(pictures: Path, tmp_path: P
         evaluated = [f"--ckpt_path={checkpoint}", f"--run_dir={tmp_path / 'evaluated'}", *more]
         return {refused("fit", *fitting, *longer, says=[leak]), refused("validate", *fitting, *evaluated, says=[leak])}
 
-    for changed, remedy in {"seed=1": "seed=0", "val_size=3": "val_size=1", "num_train=16": "num_train=17"}.items():
-        assert all(f"pass --data.{remedy}" in each for each in said(f"--data.{changed}"))
+    assert all("pass --data.seed=0" in each for each in said("--data.seed=1"))
     shutil.copy(root / "cat" / "0.png", root / "cat" / "00.png")
     assert all("put them back" in each for each in said())
     (root / "cat" / "00.png").unlink()
@@ -153,17 +152,15 @@ def test_nothing_that_was_trained_on_is_validated_on(pictures: Path, tmp_path: P
     assert last_checkpoint(run)["global_step"] == 4
 
 
-@pytest.mark.parametrize("at", ["last", "previous"])
 @pytest.mark.filterwarnings("ignore:the training before had lr_scheduler.total_steps")
 @pytest.mark.filterwarnings("ignore:1 of 18 files cannot be read as pictures and are left out")
-def test_a_picture_that_can_be_read_again_must_be_as_it_was(at: str, pictures: Path, tmp_path: Path) -> None:
-    """Between two epochs, and within one."""
+def test_a_picture_that_can_be_read_again_must_be_as_it_was(pictures: Path, tmp_path: Path) -> None:
     root, run = shutil.copytree(pictures, tmp_path / "pictures"), tmp_path / "run"
     torn = root / "dog" / "3a.png"
     torn.write_bytes((root / "dog" / "3.png").read_bytes()[:300])
     fitting = flags(root, own("Chain"), "--data.val_size=1", "--data.drop_last=true", "--data.skip_unreadable=true")
     run_here("fit", *fitting, "--trainer.max_steps=2", f"--run_dir={run}")
-    longer = [*fitting, f"--ckpt_path={run / 'checkpoints' / f'{at}.ckpt'}", f"--run_dir={tmp_path / 'longer'}"]
+    longer = [*fitting, f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}", f"--run_dir={tmp_path / 'longer'}"]
     shutil.copy(root / "dog" / "3.png", torn)
     refused("fit", *longer, says=["with an empty file in place of each picture that could not be read then"])
     torn.write_bytes(b"")
@@ -288,41 +285,3 @@ def test_folders_to_validate_and_to_test_on(below: str, tmp_path: Path) -> None:
     assert data.sets["test"].labels.tolist() == [0]
     with pytest.raises(ConfigError, match=r"--data.val_size=1 holds out images"):
         CIFAR10DataModule(tmp_path, dataset="folder", val_size=1).setup("fit")
-
-
-def test_pictures_behind_links_are_trained_on(tmp_path: Path) -> None:
-    for folder, num, seed in (("root/cat", 3, 0), ("root/dog", 4, 1), ("store", 5, 2)):
-        draw_pictures(tmp_path / folder, num, seed=seed)
-    (tmp_path / "root" / "cat" / "2024").symlink_to("../../store")
-    (tmp_path / "root" / "fox").symlink_to("../store")
-    data = CIFAR10DataModule(tmp_path / "root", dataset="folder", image_size=24, val_size=0)
-    with pytest.warns(UserWarning, match=r"5 of 17 files in .*/root are links to others there: .* more than once"):
-        data.setup("fit")
-    assert torch.bincount(data.sets["train"].labels).tolist() == [8, 4, 5]
-    cats, foxes = (data.sets["train"].subset((data.sets["train"].labels == label).nonzero()[:, 0]) for label in (0, 2))
-    assert torch.equal(cats.gather(torch.arange(3, 8)), foxes.gather(torch.arange(5)))
-    (tmp_path / "root" / "all").symlink_to(".")
-    with pytest.raises(DataError, match=r"root/all is a link to a folder that it lies in"):
-        CIFAR10DataModule(tmp_path / "root", dataset="folder").setup("fit")
-
-
-def test_what_a_folder_of_pictures_cannot_be(tmp_path: Path) -> None:
-    def problem() -> str:
-        with pytest.raises(DataError) as error:
-            CIFAR10DataModule(tmp_path / "root", dataset="folder").setup("fit")
-        return error.value.problem
-
-    assert problem() == f"there is no folder {tmp_path / 'root'}"
-    (tmp_path / "root" / ".hidden").mkdir(parents=True)
-    assert "holds no folders of pictures" in problem()
-    draw_pictures(tmp_path / "root" / "cat", 12)
-    (tmp_path / "root" / "dog").mkdir()
-    assert problem() == f"{tmp_path / 'root' / 'dog'} holds no files"
-    (tmp_path / "root" / "dog" / "torn.png").write_bytes((tmp_path / "root" / "cat" / "0.png").read_bytes()[:500])
-    assert f"1 of 13 files cannot be read as pictures: {tmp_path / 'root' / 'dog' / 'torn.png'}: OSError" in problem()
-    (tmp_path / "root" / "dog" / "torn.png").rename(tmp_path / "root" / "dog" / ".torn.png")
-    (tmp_path / "root").rename(tmp_path / "old")
-    for name in ("cat", "dog"):
-        draw_pictures(tmp_path / "root" / "train" / name, 1)
-    draw_pictures(tmp_path / "root" / "val" / "fox", 1)
-    assert problem() == f"{tmp_path / 'root' / 'val' / 'fox'} is a class without pictures to train on"

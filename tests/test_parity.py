@@ -50,15 +50,15 @@ def own(name: str) -> list[str]:
 
 CASES = {
     "clipped and accumulated": Case("dp mp-micro pp", [*TINY, *CUT]),
-    "small images first": Case("pp", [*TINY, *CUT, "--data.small_epochs=1", "--data.small_size=24"]),
     "two devices in each process": Case("ddp_mp", [*TINY, *CUT], devices=4),
-    "bottlenecks": Case("tp", ["--model.arch=tiny_bottleneck"]),
     "a transformer": Case("tp", ["--model.arch=vit_micro"]),
     "a network of one's own": Case("fsdp2", own("Opaque")),
     "random masks": Case("mp", [*own("Drawing"), "--model.network.num_classes=2"]),
     "bits, random masks": Case("dp ddp pp", DRAWING),
 }
 SLOW = {
+    "small images first": Case("pp", [*TINY, *CUT, "--data.small_epochs=1", "--data.small_size=24"]),
+    "bottlenecks": Case("tp", ["--model.arch=tiny_bottleneck"]),
     "bits in bfloat16": Case("dp ddp ddp_spawn mp ddp_mp pp ddp_pp fsdp2", [*TINY, *BITS, *BFLOAT16], devices=4),
     "bits in bfloat16 on two devices": Case("ddp fsdp2", [*TINY, *BITS, *BFLOAT16]),
     "bits in float32": Case("dp ddp ddp_spawn mp", [*TINY, *BITS, "--trainer.precision=32-true"]),
@@ -71,7 +71,7 @@ SLOW = {
 }
 SLOW["every mode"] = Case(" ".join(sized_modes(2)), HARD)
 EXHAUSTIVE = {
-    "small images first in every mode": Case(" ".join(sized_modes(2)), CASES["small images first"].flags),
+    "small images first in every mode": Case(" ".join(sized_modes(2)), SLOW["small images first"].flags),
     "two epochs on two processes": SLOW["two epochs"]._replace(devices=2),
     "a chain of one's own": Case("mp pp tp fsdp2 ddp_spawn", own("Chain")),
     "a network in other modes": Case("dp ddp ddp_spawn", own("Opaque")),

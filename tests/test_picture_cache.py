@@ -236,13 +236,6 @@ def test_a_picture_that_could_not_be_read_once_is_tried_at_each_start(
     assert folder.decoded() == []
 
 
-def test_what_is_read_at_times_alone_is_said(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "_pixels", lambda path, *, size: None)
-    with pytest.raises(DataError, match=r"19 of 19 files .*0.png: the second time it could be read; ") as error:
-        folder.data()
-    assert "tensor" not in str(error.value)
-
-
 def test_a_damaged_picture_is_found_before_it_is_used(folder: Folder) -> None:
     folder.data()
     folder.decoded()

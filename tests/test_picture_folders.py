@@ -102,6 +102,7 @@ REFUSED = {
     "two too many": (["a/train/cat 1", "b/train/cat 1"], "a would be a class, and holds others or splits: train"),
     "twice": (["train/train/cat 1", "train/train/dog 1"], "train holds one class, train"),
     "classes first": (["cat/train 1", "cat/val 1", "dog/train 1"], "cat would be a class, and holds others or splits"),
+    "nothing but what is hidden": ([".git 1"], "holds no folders of pictures"),
     "a split without classes": (["cat 1", "dog 1", "test 3"], "test has no folders of classes: it may be a class"),
     "a class like a split": (["valid 3", "invalid 3"], "valid has no folders of classes: it may be a class"),
     "accents twice": ([f"{COMPOSED} 1", f"{DECOMPOSED} 1"], "have the same name when printed"),
@@ -125,10 +126,17 @@ def test_what_would_silently_be_a_class_or_be_missed_is_refused(layout: str, tmp
     assert len(str(error.value).splitlines()) == 2
 
 
-def test_a_link_to_the_pictures_of_another_split_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "target", "problem"),
+    [
+        ("val", "train", "val is a link to pictures of another split"),
+        ("all", ".", "a folder that it lies in"),
+    ],
+)
+def test_a_link_to_a_whole_split_is_refused(name: str, target: str, problem: str, tmp_path: Path) -> None:
     make(tmp_path, "train/cat 1", "train/dog 1")
-    (tmp_path / "val").symlink_to("train")
-    with pytest.raises(DataError, match="val is a link to pictures of another split"):
+    (tmp_path / name).symlink_to(target)
+    with pytest.raises(DataError, match=problem):
         PictureFolders.of(tmp_path)
 
 

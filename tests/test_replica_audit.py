@@ -239,17 +239,6 @@ def test_replicas_of_several_processes_are_compared_part_by_part(tmp_path: Path)
     assert "scale (buffer): ranks 1, 3 differ, and there is no majority" in result.stderr
 
 
-def test_a_run_that_goes_on_is_told_when_its_replicas_were_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr("lit_cifar.checks.replica_audit.callback.rank_zero_warn", said.append)
-    audit = ReplicaAudit(2, stop=False)
-    for step, lines in ((2, []), (4, ["  weight"]), (6, ["  weight"])):
-        audit._audit(SimpleNamespace(global_step=step), SimpleNamespace(differences=lambda lines=lines: lines))
-    assert [text.splitlines()[0] for text in said] == [
-        f"replicas differ after optimizer step {step}; after step 2 they were equal" for step in (4, 6)
-    ]
-
-
 class Elsewhere:
     """A strategy of others, with several processes."""
 

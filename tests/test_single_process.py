@@ -19,7 +19,6 @@ from torch import Tensor, nn
 import lit_cifar.strategies.mp
 from lit_cifar import LitResNet, internals
 from lit_cifar.errors import ConfigError
-from lit_cifar.mode import Layout, mode_of
 from lit_cifar.models import build_resnet
 from lit_cifar.models.blocks import Partition
 from lit_cifar.strategies import DataParallelStrategy, DDPLayerParallelStrategy, LayerParallelStrategy
@@ -230,16 +229,6 @@ def test_processes_and_their_devices(
         assert [device.index for device in strategy.stage_devices] == indices
         assert strategy.root_device.index == indices[0]
         assert strategy.distributed_sampler_kwargs == {"num_replicas": len(of_ranks), "rank": rank}
-
-
-def test_plan_names_the_devices_of_every_process() -> None:
-    strategy = strategy_of(4, num_microbatches=2)
-    strategy.connect(LitResNet("resnet10", stem="imagenet"))
-    first, second, other = strategy.split_lines()
-    assert "cuda 0 " in first
-    assert "cuda 1 " in second
-    assert other == "process 1: the same on cuda 2, cuda 3"
-    assert mode_of(strategy).layout == Layout(data_parallel_size=2, num_microbatches=2)
 
 
 def test_nccl_is_tied_to_none_of_the_devices_and_waits_on_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from lit_cifar.data import CIFAR10DataModule, cifar10, download, fashion_mnist
 from lit_cifar.data.cifar10 import Cifar10, Cifar100
 from lit_cifar.data.datamodule import open_dataset
 from lit_cifar.data.download import installing
-from lit_cifar.data.synthetic import BLOCK, CLASSES, MAX_IMAGES, SHAPES, TEXTURES, Synthetic, draw
+from lit_cifar.data.synthetic import BLOCK, CLASSES, MAX_IMAGES, Synthetic, draw
 from lit_cifar.errors import ConfigError, DataError
 
 PER_FILE = 20
@@ -426,18 +426,3 @@ def test_normalisation_statistics_are_those_of_the_images() -> None:
     pixels = draw("train", num_images=10 * BLOCK, seed=5)[0].double() / 255
     for found, said in ((pixels.mean((0, 2, 3)), Synthetic.mean), (pixels.std((0, 2, 3)), Synthetic.std)):
         torch.testing.assert_close(found, torch.tensor(said).double(), atol=4e-3, rtol=0)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    ("texture", "phase_across"), [("plain", None), ("rows", None), ("columns", 0), ("checks", 1), ("rings", None)]
-)
-def test_a_mirrored_image_is_of_the_same_class(shape: str, texture: str, phase_across: int | None) -> None:
-    """Its mirror image is the same drawing with another phase, since sin(2 pi (p - x)) = sin(2 pi (x + 1/2 - p))."""
-    y, x = np.float32([[[k] for k in range(-15, 16)]]), np.float32([[list(range(-15, 16))]])
-    period, phase = 6.0, np.float32([0.2, 0.3]).reshape(2, 1, 1, 1)
-    mask = SHAPES[shape](y, x, np.float32([[[9.0]]]))
-    drawn = mask * TEXTURES[texture](y / period, x / period, phase)
-    if phase_across is not None:
-        phase[phase_across] = 0.5 - phase[phase_across]
-    np.testing.assert_allclose(drawn[..., ::-1], mask * TEXTURES[texture](y / period, x / period, phase), atol=1e-5)

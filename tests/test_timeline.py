@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from analysis.stage_timeline import bubble_formula, bubbles, fastest_step, mean_costs, read_timeline, replay, stored_mib
+from analysis.stage_timeline import read_timeline, stored_mib
 from lit_cifar.models import build_resnet
 from lit_cifar.models.blocks import Partition
 from lit_cifar.strategies.mp import StagedForward, gpipe_order
@@ -92,29 +92,6 @@ def timeline_of(works: Iterator[tuple[str, int, int]]) -> pd.DataFrame:
         for index, (kind, stage, microbatch) in enumerate(works)
     ]
     return pd.DataFrame(rows)
-
-
-@pytest.mark.parametrize(("num_workers", "num_microbatches"), [(1, 3), (2, 1), (2, 4), (4, 8)])
-def test_replayed_in_parallel_the_order_has_the_bubble_of_the_formula(num_workers: int, num_microbatches: int) -> None:
-    again = replay(timeline_of(gpipe(num_workers, num_microbatches)))
-    expected = bubble_formula("GPipe", num_workers=num_workers, num_microbatches=num_microbatches)
-    assert bubbles(again)["bubble"].item() == pytest.approx(expected)
-    assert bubbles(again)["time_ms"].item() == 3 * (num_microbatches + num_workers - 1)
-    schedules = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
-    formulas = [bubble_formula(schedule, num_workers=2, num_microbatches=4) for schedule in schedules]
-    assert formulas == [1 / 5, 1 / 5, 1 / 9, 0]
-
-
-def test_a_replay_takes_measured_costs_and_the_fastest_step_counts() -> None:
-    # Forward 0 to 1 and 1 to 2, backward of stage 1 from 2 to 3, of stage 0 from 3 to 4.
-    step = timeline_of(gpipe(2, 1))
-    assert replay(step, forward=0.5)["end_ms"].tolist() == [0.5, 1.0, 2.0, 3.0]
-    costs = {("forward", 0): 1.0, ("forward", 1): 2.0, ("backward", 1): 4.0, ("backward", 0): 8.0}
-    assert replay(step, costs)["end_ms"].tolist() == [1.0, 3.0, 7.0, 15.0]
-    assert set(mean_costs(step).values()) == {1.0}
-    assert bubbles(step).loc[0].tolist() == [4.0, 0.5]
-    slower = step.assign(step=1, end_ms=step["end_ms"] + 0.25)
-    assert set(fastest_step(pd.concat([slower, step]))["step"]) == {0}
 
 
 def test_stored_activations_are_counted_until_their_last_backward() -> None:

@@ -369,31 +369,6 @@ def test_a_reference_that_takes_too_long_is_none(
     assert any(line.endswith(" s  reference: one device") for line in said)
 
 
-def test_a_tolerance_is_measured_once_for_each_normalisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    titles: list[str] = []
-    monkeypatch.setattr(Launcher, "run_alone", lambda self, title, *args: titles.append(title))
-    in_float32 = settings(batch_size=64)
-    in_float32.config["trainer"]["precision"] = "32-true"
-    with ThreadPoolExecutor(1) as pool:
-        references = References(Launcher(in_float32, 2, tmp_path), pool)
-        for chunks in (
-            GhostBatches(data_parallel_size=2, num_microbatches=2),
-            GhostBatches(num_microbatches=4),
-            GhostBatches(),
-        ):
-            references.start(chunks)
-    apart = "one device, 4 x 16 images normalised apart"
-    assert titles == [
-        f"reference: {apart}",
-        f"tolerance: {apart}, reversed",
-        f"tolerance: {apart}, plain kernels",
-        f"reference: {apart}",
-        "reference: one device",
-        "tolerance: one device, reversed",
-        "tolerance: one device, plain kernels",
-    ]
-
-
 @pytest.mark.timeout(120)
 def test_a_run_that_ends_early_is_refused(tmp_path: Path) -> None:
     shortened = settings()

@@ -126,7 +126,6 @@ def test_gradients_are_clipped_as_torch_clips_them(clip_val: float) -> None:
         (PipelineStrategy(num_microbatches=2), 2, r"num_microbatches=4, or leave it out"),
         (PipelineStrategy(schedule="ZBVZeroBubble"), 2, "in two pieces"),
         ("ddp_pp", 8, "pass --virtual_replicas=8"),
-        ("tp", 2, "divides sums inside layers"),
         ("fsdp2", 1, "on one process does not reduce"),
     ],
 )

@@ -266,16 +266,6 @@ def test_the_others_name_a_judge_that_is_silent(judge: Peer, late: bool) -> None
     assert told(notice_of_judge(peers, now=100.0)) == ((0, "late", 2) if late else None)
 
 
-def test_a_thousand_ranks_are_judged_in_a_moment() -> None:
-    begin = time.process_time()
-    late = {rank: peer(rank, idle_s=30, waits=True, stack="ab"[rank == 700]) for rank in range(1000)}
-    assert [told(diagnose(late, now=100.0, patience=BRIEF)), told(notice(late, now=100.0))] == [
-        (700, "hung", 0),
-        (700, "late", 0),
-    ]
-    assert time.process_time() - begin < 0.5
-
-
 @pytest.mark.parametrize(
     ("peers", "expected"),
     [
