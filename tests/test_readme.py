@@ -56,7 +56,15 @@ def check_command(words: Sequence[str]) -> None:
         case ["sbatch", script, *args] | [script, *args] if script.startswith("configs/cluster/"):
             assert os.access(script, os.X_OK)
             check_program(["fit", *args])
-        case ["pip", "install", "-e", checkout]:
+        case ["git", "clone", "URL_OF_THIS_REPOSITORY", folder]:
+            assert folder == "lit_cifar"
+        case ["cd", "lit_cifar"]:
+            pass
+        case ["jupyter", "lab", folder]:
+            assert Path(folder).is_dir()
+        case ["python", script] if Path(script).parent == Path("examples"):
+            assert Path(script).exists()
+        case ["pip", "install", "-e", checkout] | ["pip", "install", "-e", checkout, "jupyterlab"]:
             check_extras(checkout.removeprefix("."))
         case ["pytest", *args]:
             check_pytest(args)
