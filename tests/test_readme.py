@@ -194,3 +194,11 @@ def test_links_lead_somewhere_and_files_exist_and_every_block_is_looked_at(page:
     assert [name for name in named if not (ROOT / name).exists()] == []
     # `test_contributing` applies the diffs; Python is of programs of others.
     assert set(re.findall(r"^```(\w*)$", text, flags=re.MULTILINE)) <= {"bash", "text", "diff", "python", ""}
+
+
+def test_the_badges_say_what_the_package_needs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    floors = dict(re.findall(r"^(torch|lightning)>=([\d.]+)", "\n".join(project["dependencies"]), flags=re.MULTILINE))
+    badges = dict(re.findall(r"badge/(\w+)-([\d.]+)\+", (ROOT / "README.md").read_text()))
+    python = project["requires-python"].removeprefix(">=")
+    assert badges == {"python": python, "pytorch": floors["torch"], "lightning": floors["lightning"]}
