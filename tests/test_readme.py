@@ -56,7 +56,11 @@ def check_command(words: Sequence[str]) -> None:
         case ["sbatch", script, *args] | [script, *args] if script.startswith("configs/cluster/"):
             assert os.access(script, os.X_OK)
             check_program(["fit", *args])
-        case ["pip", "install", "-e", checkout]:
+        case ["jupyter", "lab", folder]:
+            assert Path(folder).is_dir()
+        case ["python", script] if Path(script).parent == Path("examples"):
+            assert Path(script).exists()
+        case ["pip", "install", "-e", checkout] | ["pip", "install", "-e", checkout, "jupyterlab"]:
             check_extras(checkout.removeprefix("."))
         case ["pytest", *args]:
             check_pytest(args)
@@ -168,3 +172,11 @@ def test_links_lead_somewhere_and_files_exist_and_every_block_is_looked_at(page:
     assert [name for name in named if not (ROOT / name).exists()] == []
     # `test_contributing` applies the diffs; Python is of programs of others.
     assert set(re.findall(r"^```(\w*)$", text, flags=re.MULTILINE)) <= {"bash", "text", "diff", "python", ""}
+
+
+def test_the_badges_say_what_the_package_needs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    floors = dict(re.findall(r"^(torch|lightning)>=([\d.]+)", "\n".join(project["dependencies"]), flags=re.MULTILINE))
+    badges = dict(re.findall(r"badge/(\w+)-([\d.]+)\+", (ROOT / "README.md").read_text()))
+    python = project["requires-python"].removeprefix(">=")
+    assert badges == {"python": python, "pytorch": floors["torch"], "lightning": floors["lightning"]}

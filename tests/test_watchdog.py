@@ -288,7 +288,7 @@ def test_the_others_judge_the_judge(peers: tuple[Peer, ...], expected: tuple[int
 
 
 def test_the_page_shows_the_message_and_the_times_as_they_are() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "watching.md").read_text()
     culprit = gone(1, "SIGKILL")
     told = replace(culprit.beat, pid=28206, host="node7", step=60, phase="ending an epoch")
     verdict = verdict_of(peer(0), replace(culprit, beat=told))

@@ -5,10 +5,11 @@ import hashlib
 import json
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import diagrams
 import gallery
 import notebooks_path  # noqa: F401  # for `analysis`
 import silent_bugs
@@ -31,6 +32,7 @@ GALLERY = HERE / "mistakes" / "2026-11-22-gallery" / "gallery.json"
 REAL_DATA = HERE / "modes" / "2026-11-21-steps" / "losses.json"
 VERIFIED = HERE / "verify" / "2026-11-20" / "devices4_float64.json"
 PLANTED = HERE / "mistakes" / "2026-11-22-self-test" / "self_test.json"
+IN_BF16 = HERE / "mistakes" / "2026-11-25-precisions" / "bf16-mixed.json"
 PRINTED_ACCURACIES = [0.7479, 0.7604]  # of the articles' single process, after 15 epochs
 STOCK = HERE / "stock-lightning" / "2026-11-24" / "stock.json"
 SAME_BITS = 1e-17  # where a difference of 0 is drawn on a logarithmic axis
@@ -176,7 +178,9 @@ def farthest(curves: dict[int, list[float]]) -> float:
     return max(abs(a - b) for losses in curves.values() for a, b in zip(losses, curves[1], strict=True))
 
 
-FIGURES = {
+FIGURES: dict[str, tuple[Callable[[Any], Figure], Any]] = {
+    "modes": (diagrams.modes, None),
+    "one_bug": (diagrams.one_bug, (GALLERY, PLANTED, IN_BF16)),
     "stock_lightning": (stock_lightning, STOCK),
     "proof": (proof, VERIFIED),
     "loss_curves": (loss_curves, REAL_DATA),

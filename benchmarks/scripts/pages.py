@@ -20,6 +20,7 @@ import gallery
 from figures import PLANTED, farthest, mistakes
 
 from lit_cifar.mode import refusals
+from lit_cifar.mode.table import MODES
 
 HERE = Path(__file__).parents[1]
 FAULTS = {"kill": "SIGKILL", "term": "SIGTERM", "stop": "SIGSTOP", "truncate": "truncated checkpoints"}
@@ -233,12 +234,10 @@ def on_one_h200() -> Values:
     (step,) = read(f"{folder}/modes.json", "steps")
     rows = [each["figures"] for each in step["findings"].values() if each["status"] == "ok"]
     by_mode = {row["mode"]: row for row in reversed(rows)}  # of `ddp_mp` the one of four devices
-    status = ["single", "dp", "ddp", "ddp_spawn", "mp", "ddp_mp", "pp", "ddp_pp", "fsdp2", "tp"]
+    on_cpu = {row["mode"]: row for row in read("verify/2026-11-20/devices4_float64.json")}
+    names = [row.name for row in MODES]
     values: Values = {
-        "h200-status": [
-            ["none" if mode == "single" else f"`{mode}`", brief(largest(row)), str(row["processes"])]
-            for mode, row in ((mode, by_mode[mode]) for mode in status)
-        ]
+        "status": [[f"`{name}`", brief(largest(on_cpu[name])), brief(largest(by_mode[name]))] for name in names]
     }
     ratios = {}
     for name in ("eager", "graphs-fit-alone", "compiled", "compiled-again", "compiled-alone"):
