@@ -262,6 +262,8 @@ def test_own_checkpoint_callbacks_and_the_resume_point_do_not_meet(tmp_path: Pat
     assert all(tensor.equal(expected[name]) for name, tensor in torch.load(first, weights_only=True).items())
     assert last_checkpoint(start)["position"]["global_step"] == 5
     run_here("test", *TINY, f"--ckpt_path={alone}", f"--run_dir={tmp_path / 'test'}")
+    with pytest.warns(UserWarning, match=r"would be validated on: --data\.seed=1\. They are not new to the weights"):
+        run_here("fit", *TINY, "--data.seed=1", f"--ckpt_path={alone}", f"--run_dir={tmp_path / 'again'}")
 
     shutil.copy(alone, folder / "last.ckpt")  # as an older version let it happen
     with pytest.warns(UserWarning, match="last.ckpt holds weights and no state of an optimizer"):

@@ -218,14 +218,30 @@ class OwnData(CIFAR10DataModule):
 
 @short
 @pytest.mark.parametrize(("before", "after"), [(CIFAR10DataModule, OwnData), (OwnData, CIFAR10DataModule)])
+@pytest.mark.parametrize("kind", ["own", "foreign"])
 def test_a_data_module_of_another_class_is_compared_too(
-    before: type[CIFAR10DataModule], after: type[CIFAR10DataModule], tmp_path: Path
+    kind: str, before: type[CIFAR10DataModule], after: type[CIFAR10DataModule], tmp_path: Path
 ) -> None:
+    """Whatever module is trained, when it is resumed and when it is validated."""
     file, first, again = tmp_path / "end.ckpt", data(), data(seed=1)
     first.__class__, again.__class__ = before, after
-    fit_script(make("own"), tmp_path, first).save_checkpoint(file)
-    with pytest.raises(CheckpointError, match=r"trained on would be validated on: --data\.seed=1\n"):
-        fit_script(make("own"), tmp_path, again, resume=file, max_epochs=2)
+    trainer = fit_script(make(kind), tmp_path, first)
+    trainer.save_checkpoint(file)
+    for go_on in (
+        lambda: fit_script(make(kind), tmp_path, again, resume=file, max_epochs=2),
+        lambda: trainer.validate(make(kind), again, ckpt_path=file, verbose=False),
+    ):
+        with pytest.raises(CheckpointError, match=r"trained on would be validated on: --data\.seed=1\n"):
+            go_on()
+
+
+@short
+def test_the_rest_of_an_epoch_is_compared_with_a_data_module_of_another_class(tmp_path: Path) -> None:
+    file, again = tmp_path / "within.ckpt", data(batch_size=32)
+    again.__class__ = OwnData
+    fit_script(make("foreign"), tmp_path, callbacks=[Watch(file, 1)])
+    with pytest.raises(CheckpointError, match=r"batch_size=16; .*batch_size=32"):
+        fit_script(make("foreign"), tmp_path, again, resume=file)
 
 
 @short

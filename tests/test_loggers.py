@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from commands import TINY, callback, run_here
+from commands import TINY, callback, refused, run_here
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from tensorboard.summary.writer import event_file_writer
@@ -137,3 +137,43 @@ def test_one_validation_has_one_step_and_a_users_logger_gets_the_settings(tmp_pa
     (settings,) = Keeps.settings
     assert settings["data"]["batch_size"] == 8
     assert settings["model"]["arch"] == "tiny"
+
+
+class Refuses(DummyLogger):
+    """As MLflow's of a store that it takes no more, with an error of its own, or of a server that is not there."""
+
+    class Error(Exception):
+        """No other package knows it."""
+
+    def __init__(self, save_dir: str, *, late: bool) -> None:
+        super().__init__()
+        self._file = Path(save_dir, "log")
+        if not late:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        self._file.parent.mkdir(parents=True)
+        self._file.touch()
+        raise self.Error("the store is\nold: " + "set ALLOW_IT=true or " * 40)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse()
+
+
+@pytest.mark.parametrize("late", ["false", "true"])
+def test_a_logger_that_cannot_be_used_ends_the_run_before_its_folder_is_there(late: str, tmp_path: Path) -> None:
+    """And the same command is as good as before."""
+    flags = ["--trainer.logger=test_loggers.Refuses", f"--trainer.logger.late={late}", "--trainer.logger.save_dir=own"]
+    refused("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}", says=["Refuses cannot be used: the store is old: "])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_resumed_run_whose_logger_cannot_be_used_keeps_its_files(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_here("fit", *TINY, f"--run_dir={run}")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    flags = ["--trainer.logger=test_loggers.Refuses", "--trainer.logger.late=true", "--trainer.logger.save_dir=own"]
+    refused(
+        "fit", *TINY, *flags, f"--run_dir={run}", "--resume=auto", "--trainer.max_epochs=2", says=["cannot be used"]
+    )
+    assert {path: path.read_bytes() for path in before} == before

@@ -140,6 +140,15 @@ def test_a_link_to_a_whole_split_is_refused(name: str, target: str, problem: str
         PictureFolders.of(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["fox", "val", "train/fox"])
+def test_a_link_to_nothing_is_refused_where_a_class_or_a_split_would_be(name: str, tmp_path: Path) -> None:
+    """As of a disk that is not mounted: the run would go on without those pictures."""
+    make(tmp_path, *(f"{'train/' if '/' in name else ''}{each} 1" for each in TWO))
+    (tmp_path / name).symlink_to("/gone")
+    with pytest.raises(DataError, match=f"{name} is a link to /gone, which is not there"):
+        counts(tmp_path)
+
+
 def test_links_to_pictures_that_are_there_too_are_counted(tmp_path: Path) -> None:
     """By any kind of link; links to what is not there, and broken ones, are none."""
     cats = make(tmp_path, "train/cat 2", "train/dog 2", "val/cat 1", "store 2") / "train" / "cat"

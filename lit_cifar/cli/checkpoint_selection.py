@@ -48,7 +48,7 @@ class StartingCheckpoint:
 
     def __init__(self, subcommand: str, config: Namespace) -> None:
         self.position: dict[str, Any] = {}  # position of the run that is resumed in its own folder; empty for a new run
-        self.order: OrderSettings | None = None  # of a training that is resumed or validated: settings of the order
+        self.order: OrderSettings | None = None  # of the training before a fit or a validation: settings of the order
         self.within_epoch = False  # whether the position is within an epoch
         self.has_weights_alone = False  # whether the network only starts with its weights
         self.start = StartingPoint(None, "no checkpoint")
@@ -75,14 +75,15 @@ class StartingCheckpoint:
         newest = carried_hash(last) if resumes and last.is_file() else None
         self.start = StartingPoint(carried_hash(index) or content_hash(index), f"{path}{at}", newest)
         fits = self._subcommand == "fit"
-        self.has_weights_alone = not is_own(self._content) or (fits and not holds_training(self._content))
-        if self.has_weights_alone:
-            return
-        if self._subcommand in ("fit", "validate"):
+        own = is_own(self._content)
+        self.has_weights_alone = not own or (fits and not holds_training(self._content))
+        if own and self._subcommand in ("fit", "validate"):
             found = self._content.get(CIFAR10DataModule.__qualname__)  # as Lightning calls it
             self.order = found if isinstance(found, dict) else None
             if self.order is None:
                 rank_zero_warn("the checkpoint does not say which images it was trained on: they are not compared")
+        if self.has_weights_alone:
+            return
         position = self._content.get(POSITION, {})
         if fits:
             self.within_epoch = position.get("step", 0) > 0
@@ -107,7 +108,8 @@ class StartingCheckpoint:
     def _compare(self, content: dict[str, Any], module: LitResNet, data: CIFAR10DataModule) -> None:
         if self.has_weights_alone:
             fits = self._subcommand == "fit"
-            weights = find_weights(content, module.network)
+            place = "state_dict"  # in our files the rest is about the training
+            weights = find_weights({place: content.get(place)} if is_own(content) else content, module.network)
             load_weights(module.network, weights, num_classes=len(data.classes) if fits else None)
             if fits:
                 rank_zero_info(f"{self._config.ckpt_path} holds no training: a new one starts with its weights")

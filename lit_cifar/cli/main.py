@@ -6,11 +6,12 @@ Exit status: 0 done, 1 failed while running, 2 the user's input, 143 stopped by 
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from shutil import rmtree
 from typing import Any, Literal, cast
 
 import lightning as L
@@ -53,7 +54,6 @@ from lit_cifar.reporting.loggers import logger_below, run_loggers
 from lit_cifar.reporting.output import outlast_streams, without_banners
 from lit_cifar.reporting.progress import ProgressBar
 from lit_cifar.reporting.run_folder import (
-    LOCK,
     RunLock,
     SavedConfig,
     create_run_folder,
@@ -243,7 +243,7 @@ class CLI(LightningCLI):
         if not trainer.fast_dev_run:
             self._own_loggers = [] if given in (None, True) else as_list(given)
             trainer.logger = False
-        self.save_config_kwargs = {"logger": given}
+        self.save_config_kwargs = {"logger": given, "trains": self._subcommand == "fit"}
         with as_config_error():
             super().instantiate_classes()
         self.datamodule.source.classes = self._classes
@@ -362,18 +362,16 @@ class CLI(LightningCLI):
         label = self._subcommand if mode == "auto" or not mode.isidentifier() else f"{self._subcommand}-{mode}"
         folder = create_run_folder(self._arguments.run_dir, label=label, lock=self._lock, resume=resume)
         self._keep_apart(folder)
+        saved = next(c for c in self.trainer.callbacks if isinstance(c, SavedConfig))  # type: ignore[attr-defined]
+        try:
+            own = [logger_below(folder, given, saved.settings()) for given in self._own_loggers]
+        except ConfigError:
+            if process_rank() == 0 and not resume:  # rank 0 holds the lock until the program ends
+                rmtree(folder, ignore_errors=True)  # nothing was in it but what the logger has written
+            raise
         position = self._start.position
         first_step = position.get("global_step", 0) if resume else None
-        ours = run_loggers(folder, kept_rows=position.get("rows", 0), first_step=first_step)
-        try:
-            with as_config_error():
-                self.trainer.loggers = [*ours, *(logger_below(folder, given) for given in self._own_loggers)]
-        except ConfigError:
-            if process_rank() == 0:  # rank 0 holds the lock until the program ends
-                with suppress(OSError):
-                    (folder / LOCK).unlink()
-                    folder.rmdir()  # nothing was written
-            raise
+        self.trainer.loggers = [*run_loggers(folder, kept_rows=position.get("rows", 0), first_step=first_step), *own]
         return folder
 
     def _keep_apart(self, folder: Path) -> None:

@@ -33,8 +33,8 @@ from lit_cifar.cli.checkpoint_selection import StartingCheckpoint
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.dataset import Dataset
-from lit_cifar.data.sample_order import check_held_out, check_rest_of_epoch, order_settings
-from lit_cifar.errors import ConfigError
+from lit_cifar.data.sample_order import OrderSettings, check_held_out, check_rest_of_epoch, order_settings
+from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.mode import Layout, mode_of
 from lit_cifar.mode.refusals import refuse
 from lit_cifar.models.autotune import cpu_has_bf16
@@ -279,9 +279,20 @@ def check_run(
         check_total_steps(scheduler, _total_steps(trainer, _check_intervals(trainer, data)))
     if start.order is not None:
         with naming(asked.ckpt_path):
-            if start.within_epoch:
-                check_rest_of_epoch(start.order, order_settings(data))
-            check_held_out(start.order, order_settings(data))
+            _compare_images(start.order, order_settings(data), start)
+
+
+def _compare_images(then: OrderSettings, now: OrderSettings, start: StartingCheckpoint) -> None:
+    """Refuse to go on with other images; of weights alone, with which a new training starts, this is told."""
+    if start.within_epoch:
+        check_rest_of_epoch(then, now)
+    try:
+        check_held_out(then, now)
+    except CheckpointError as error:
+        if not start.has_weights_alone:
+            raise
+        if then.get("dataset") == now["dataset"]:  # else none of these was seen
+            rank_zero_warn(f"{error.problem}. They are not new to the weights, so that val/acc says too much")
 
 
 def _try_optimizer(module: LitResNet) -> tuple[Optimizer, Any]:

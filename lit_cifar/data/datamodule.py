@@ -21,7 +21,13 @@ from lit_cifar.data.dataset import Dataset, Split
 from lit_cifar.data.encoded_pictures import EncodedImages
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import BatchLoader
-from lit_cifar.data.sample_order import OrderSettings, check_held_out, check_rest_of_epoch, order_settings
+from lit_cifar.data.sample_order import (
+    OrderSettings,
+    check_held_out,
+    check_rest_of_epoch,
+    order_settings,
+    settings_in,
+)
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
 from lit_cifar.errors import CheckpointError, ConfigError, nearest
 from lit_cifar.mode import Layout, mode_of
@@ -270,6 +276,9 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Read what `stage` ("fit", "validate", "test" or "predict") needs into `self.sets`."""
+        callbacks: list[L.Callback] = [] if self.trainer is None else self.trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, _HandsOver) for callback in callbacks):
+            callbacks.append(_HandsOver())
         # Pictures are listed here, and not once more when they are loaded.
         if stage in ("fit", "validate") and not self.val_size and stage == "validate":
             raise ConfigError(
@@ -341,6 +350,11 @@ class CIFAR10DataModule(L.LightningDataModule):
         self._resumed = state_dict
         if self.trainer is not None and self.trainer.state.fn in (TrainerFn.FITTING, TrainerFn.VALIDATING):
             check_held_out(state_dict, order_settings(self))
+
+    def compare(self, checkpoint: dict[str, Any]) -> None:
+        """Load the state of a data module of another class, too: Lightning does so for the same class alone."""
+        if type(self).__qualname__ not in checkpoint and (settings := settings_in(checkpoint)):
+            self.load_state_dict(settings)
 
     def _trained(self) -> int:
         """Number of batches of the epoch, by the Trainer's count."""
@@ -424,6 +438,15 @@ class CIFAR10DataModule(L.LightningDataModule):
         centre = images[:, :, border : border + size, border : border + size]
         mean, std = (_channel_values(values, images.device) for values in (self.source.mean, self.source.std))
         return centre.to(torch.float32, copy=True).sub_(mean).div_(std)
+
+
+class _HandsOver(L.Callback):
+    """Tells a data module of a checkpoint, whatever the module of the training is."""
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
+        if isinstance(data, CIFAR10DataModule):
+            data.compare(checkpoint)
 
 
 @cache

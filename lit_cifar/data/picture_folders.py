@@ -211,7 +211,14 @@ def _folders(folder: Path) -> list[Path]:
     """The folders in `folder` that are not hidden."""
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}", remedy=f"put pictures into {folder}/CLASS/")
-    found = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    entries = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    broken = next((path for path in entries if path.is_symlink() and not path.exists()), None)
+    if broken is not None:  # it may be a class, or pictures to validate on
+        raise DataError(
+            f"{printable(str(broken))} is a link to {printable(str(broken.readlink()))}, which is not there",
+            remedy=f"put it back, as by mounting its disk, or remove the link: rm {shlex.quote(str(broken))}",
+        )
+    found = [path for path in entries if path.is_dir()]
     real = folder.resolve()
     circle = next((path for path in found if path.is_symlink() and real.is_relative_to(path.resolve())), None)
     if circle is not None:

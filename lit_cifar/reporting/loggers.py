@@ -1,6 +1,7 @@
 """The two loggers of a new or resumed run: TensorBoard's events and `metrics.csv`."""
 
 import csv
+import textwrap
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -13,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from torch.utils.tensorboard import SummaryWriter
 
+from lit_cifar.errors import ConfigError, one_line
 from lit_cifar.reporting.files import read_csv, replace_csv
 from lit_cifar.reporting.run_folder import process_rank
 
@@ -31,12 +33,30 @@ def run_loggers(folder: Path, *, kept_rows: int = 0, first_step: int | None = No
     return [TensorBoardLogger(save_dir=str(folder), name="", version="", **settings), csv_logger]
 
 
-def logger_below(folder: Path, given: Namespace) -> Logger:
-    """A logger that the user has added; a relative `save_dir` among its arguments is relative to the run folder."""
+def logger_below(folder: Path, given: Namespace, settings: Mapping[str, Any]) -> Logger:
+    """A logger that the user has added; a relative `save_dir` among its arguments is relative to the run folder.
+
+    Rank 0 hands it the settings of the run, because some loggers connect only when they are first used.
+
+    Raises:
+        ConfigError: The logger cannot be used, whatever it raises: packages have errors of their own for a server that
+            is not there, a missing key, or a store that they refuse.
+    """
     arguments = {**given.get("init_args", {}), **given.get("dict_kwargs", {})}
     if "save_dir" in arguments:
         arguments["save_dir"] = str(folder / (arguments["save_dir"] or ""))
-    logger: Logger = instantiate_class((), {"class_path": given.class_path, "init_args": arguments})
+    try:
+        logger: Logger = instantiate_class((), {"class_path": given.class_path, "init_args": arguments})
+        if process_rank() == 0:
+            logger.log_hyperparams({**settings})
+    except Exception as error:
+        name = given.class_path.rpartition(".")[2]
+        raise ConfigError(
+            textwrap.fill(
+                f"--trainer.logger={name} cannot be used: {one_line(error)}", 250, max_lines=4, break_on_hyphens=False
+            ),
+            remedy=f"mend that, or leave out {name}: the run has TensorBoard events and metrics.csv without it",
+        ) from error
     return logger
 
 

@@ -164,25 +164,26 @@ class SavedConfig(SaveConfigCallback):
     replaces the file at its first step, so that a run that is refused or has no step left does not.
     """
 
-    def __init__(self, parser: LightningArgumentParser, config: Namespace, *, logger: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, parser: LightningArgumentParser, config: Namespace, *, logger: Any, trains: bool, **kwargs: Any
+    ) -> None:
         super().__init__(parser, config.clone(), **kwargs)
         self.overwrite = config.resume is not None  # a resumed run has a file already
         self._resumed = self.overwrite and config.ckpt_path is not None
         self.config.run_dir = self.config.resume = None
+        if trains:
+            self.config.ckpt_path = None
         self.config.max_restarts, self.config.autotune = 0, False
         self.config.trainer.logger = logger
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Save, unless the run is resumed."""
-        if stage == "fit":
-            self.config.ckpt_path = None
         if not self._resumed:
             super().setup(trainer, pl_module, stage)
 
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Hand the settings to loggers that the user has added, which come after ours; Lightning asks rank 0."""
-        for logger in trainer.loggers[2:]:
-            logger.log_hyperparams(yaml.safe_load(self.parser.dump(self.config, skip_unset=False)))
+    def settings(self) -> dict[str, Any]:
+        """What is saved, as plain values."""
+        return dict(yaml.safe_load(self.parser.dump(self.config, skip_unset=False)))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save, if that was not done in `setup`."""

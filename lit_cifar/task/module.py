@@ -35,7 +35,6 @@ from lit_cifar.checkpoint.format import (
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.images import Batch
-from lit_cifar.data.sample_order import settings_in
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.models import DEFAULT_ARCH, Arch, Stem, Whitening, build_network, stem_of
 from lit_cifar.models.compiled import Compiled
@@ -402,8 +401,7 @@ class LitResNet(L.LightningModule):
         data = self._data()
         if data is not None:
             TrainedOn.of(checkpoint).check(TrainedOn(*data.meaning), normalised=False)
-            if type(data).__qualname__ not in checkpoint and (settings := settings_in(checkpoint)):
-                data.load_state_dict(settings)  # as Lightning does for a data module of the same class
+            data.compare(checkpoint)  # also weights alone, of which callbacks are not told
         self.header.check(checkpoint)
         check_shapes(self.network, checkpoint["state_dict"])
         checkpoint["state_dict"] = add_prefix(checkpoint["state_dict"])
