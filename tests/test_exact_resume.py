@@ -29,8 +29,9 @@ from threads import on_ranks
 from tiny_task import read_events
 
 from lit_cifar import LitResNet
+from lit_cifar.checkpoint.atomic import write_checkpoint
 from lit_cifar.checkpoint.exact_resume import SameStart, StartingPoint, _collect
-from lit_cifar.checkpoint.files import DIGESTS, weights_digest, write_checkpoint
+from lit_cifar.checkpoint.files import DIGESTS, weights_digest
 from lit_cifar.cli.main import CLI
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import CheckpointError

@@ -23,6 +23,7 @@ _KEY = "lit_cifar"
 _OPTIMIZER, _SCHEDULE = "optimizer", "lr_scheduler"
 SETTINGS = "settings"  # entry of the settings of optimizer and schedule
 POSITION, METRICS = "position", "metrics"  # the entries of `exact_resume`
+PARTS = "parts"  # the entry of an index, see `sharded.py`
 _PREFIX = "network."
 _COUNTER = "num_batches_tracked"
 _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # torch's own
@@ -169,6 +170,17 @@ def holds_training(checkpoint: Mapping[str, Any]) -> bool:
     return "optimizer_states" in checkpoint
 
 
+def parts_of(checkpoint: Mapping[str, Any]) -> list[str]:
+    """The hash of each file of a checkpoint in parts, by rank; none for a checkpoint that is not in parts."""
+    found = checkpoint.get(PARTS, [])
+    if not isinstance(found, list):
+        raise CheckpointError(
+            "the index of this checkpoint says nothing of its parts but their number",
+            remedy="resume it with the version of lit_cifar that wrote it",
+        )
+    return found
+
+
 def is_own(checkpoint: Mapping[str, Any]) -> bool:
     """Whether `fit` wrote a checkpoint."""
     return _KEY in checkpoint
@@ -273,15 +285,11 @@ def _class_path(part: Any) -> str:
     return f"{package if exported else kind.__module__}.{kind.__qualname__}"
 
 
-def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """Open a checkpoint with `weights_only=True`, on the CPU; raises a `CheckpointError` if torch cannot.
+def read_file(path: Path, *, mapped: bool = False) -> dict[str, Any]:
+    """Open a checkpoint file with `weights_only=True`, on the CPU; raises a `CheckpointError` if torch cannot.
 
     If it is `mapped`, a tensor is read only where it is looked at; torch cannot do so with files of its first releases.
     """
-    if path.is_dir():
-        from lit_cifar.checkpoint.sharded import read_all  # that file imports this one
-
-        return read_all(path)
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}", remedy="look under RUN_FOLDER/checkpoints/")
     try:

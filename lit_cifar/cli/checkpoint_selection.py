@@ -9,8 +9,9 @@ from typing import Any
 from jsonargparse import Namespace
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lit_cifar.checkpoint.atomic import LAST, carried_hash, content_hash, index_of, newest_valid
 from lit_cifar.checkpoint.exact_resume import StartingPoint
-from lit_cifar.checkpoint.files import LAST, carried_hash, content_hash, index_of, newest_valid
+from lit_cifar.checkpoint.files import read_checkpoint
 from lit_cifar.checkpoint.format import (
     POSITION,
     TrainedOn,
@@ -21,7 +22,6 @@ from lit_cifar.checkpoint.format import (
     is_own,
     load_weights,
     naming,
-    read_checkpoint,
 )
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
@@ -115,7 +115,7 @@ class StartingCheckpoint:
             save = (
                 f'torch.save(read_checkpoint(Path({json.dumps(self._config.ckpt_path)}))["state_dict"], "weights.pth")'
             )
-            imports = "import torch; from pathlib import Path; from lit_cifar.checkpoint.format import read_checkpoint"
+            imports = "import torch; from pathlib import Path; from lit_cifar.checkpoint.files import read_checkpoint"
             start = "or start a new training with --ckpt_path=weights.pth, its weights alone:"
             words = shlex.join(["python", "-c", f"{imports}; {save}"])
             raise CheckpointError(error.problem, remedy=f"{error.remedy},\n{start}\n{words}") from error
