@@ -304,6 +304,15 @@ def test_classes_are_compared_by_name(there: Any, here: Any, problem: str | None
         TrainedOn.of(checkpoint).check(TrainedOn(*here), normalised=normalised)
 
 
+@pytest.mark.parametrize(("text", "here"), [("cifar10", ("cifar10", AB)), ("folder of a, b", ("folder", AB))])
+def test_data_of_an_earlier_release_are_compared(text: str, here: tuple[str, tuple[str, ...]]) -> None:
+    """The sample audit knew them; a data set that is no folder has one list of classes."""
+    earlier = TrainedOn.of({"sample_audit": {"settings": {"dataset": text}}})
+    earlier.check(TrainedOn(*here), normalised=True)
+    with pytest.raises(CheckpointError, match=f"trained on {here[0]}, which is normalised otherwise than synthetic"):
+        earlier.check(TrainedOn("synthetic", AB), normalised=True)
+
+
 @pytest.mark.parametrize("checkpoint", [{}, {"lit_cifar": 3}, {"lit_cifar": {"arch": "resnet34"}}])
 def test_a_checkpoint_without_header_is_refused(checkpoint: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match="no lit_cifar header"):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_cifar.data.dataset import Dataset
+from lit_cifar.data.sample_order import earlier_settings
 from lit_cifar.errors import CheckpointError, ConfigError, DataError, printable
 
 _KEY = "lit_cifar"
@@ -99,7 +100,7 @@ class TrainedOn:
     """The data of a checkpoint's training, by which its logits have a meaning."""
 
     dataset: str | None  # a value of `--data.dataset`; None if the checkpoint does not say
-    classes: tuple[str, ...] | None  # names by label; None if the checkpoint does not say
+    classes: tuple[str, ...] | None  # names by label; None if the checkpoint does not say, or the data set says it
 
     def write(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[_DATA] = {"dataset": self.dataset, "classes": [*(self.classes or ())]}
@@ -109,8 +110,15 @@ class TrainedOn:
         """Data set and classes in `checkpoint`, made printable: it may come from anybody."""
         found = checkpoint.get(_DATA)
         if not isinstance(found, dict):
-            return cls(None, None)
+            return cls._of_earlier(checkpoint)
         return cls(printable(str(found["dataset"])), tuple(printable(str(name)) for name in found["classes"]))
+
+    @classmethod
+    def _of_earlier(cls, checkpoint: Mapping[str, Any]) -> "TrainedOn":
+        """Data set and classes in a checkpoint of an earlier release: "cifar10", or "folder of cat, dog"."""
+        found = earlier_settings(checkpoint).get("dataset")
+        name, _, classes = printable(str(found or "")).partition(" of ")
+        return cls(name or None, tuple(classes.split(", ")) if classes else None)
 
     def name_classes(self, data: Dataset) -> None:
         """Give `data` the checkpoint's classes if its folders of pictures are gone."""
@@ -127,9 +135,9 @@ class TrainedOn:
 
         If only the data sets differ, that is an error where images must be `normalised` alike, and otherwise a warning.
         """
-        if self.classes is None or own.classes is None:
+        if self.dataset is None:
             rank_zero_warn("the checkpoint does not say which classes it was trained on: they are not compared")
-        elif self.classes != own.classes:
+        elif self.classes is not None and own.classes is not None and self.classes != own.classes:
             kept = self.dataset == own.dataset
             flag = "another --data.root" if kept else shlex.quote(f"--data.dataset={self.dataset}")
             pairs = enumerate(zip_longest(self.classes, own.classes, fillvalue="nothing"))

@@ -26,7 +26,7 @@ from lit_cifar.checkpoint.format import (
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.dataset import Dataset
-from lit_cifar.data.sample_order import OrderSettings
+from lit_cifar.data.sample_order import OrderSettings, settings_in
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.reporting.run_folder import process_rank
 from lit_cifar.task.module import LitResNet
@@ -72,7 +72,7 @@ class StartingCheckpoint:
             return
         if self._subcommand in ("fit", "validate"):
             found = self._content.get(CIFAR10DataModule.__qualname__)  # as Lightning calls it
-            self.order = found if isinstance(found, dict) else None
+            self.order = found if isinstance(found, dict) else settings_in(self._content)
             if self.order is None:
                 rank_zero_warn("the checkpoint does not say which images it was trained on: they are not compared")
         position = self._content.get(POSITION, {})
