@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lit_cifar.launch import startup as startup  # notes the parent before the imports that take seconds
+from lit_cifar.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lit_cifar.checks.replay import Replay, ReplayError, replay
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from lit_cifar.task.module import LitResNet
     from lit_cifar.task.muon import MuonSGD
     from lit_cifar.task.optim import NesterovSGD, WarmupDecay
-
-__version__ = "0.1.0"  # pyproject.toml reads it here
 
 _PLACES = {
     "CIFAR10DataModule": "lit_cifar.data",

@@ -4,6 +4,7 @@ import ast
 import re
 import signal
 from collections.abc import Sequence
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ PACKAGE = Path(lit_cifar.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 # Each part may import the parts before it.
 LAYERS = [
-    {"errors"},
+    {"errors", "version"},
     {"internals"},
     {"mode"},
     {"launch"},
@@ -48,6 +49,10 @@ def part_named(parts: Sequence[str]) -> str:
     return ".".join(parts[:2]) if parts[0] in ("checks", "tools") else parts[0]
 
 
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
 def imported_names(path: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -71,6 +76,17 @@ def test_parts_import_only_what_lies_below_them(path: Path) -> None:
     level = next(i for i, layer in enumerate(LAYERS) if part in layer)
     allowed = set().union(*LAYERS[:level]) | {part}
     assert imported_parts(path) <= allowed
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    """Not in functions either, nor for types alone."""
+    paths = {module_of(path): path for path in PACKAGE.rglob("*.py")}
+    names = {module: imported_names(path) for module, path in paths.items()}
+    known = {
+        module: {name if name in paths else name.rpartition(".")[0] for name in found} & paths.keys()
+        for module, found in names.items()
+    }
+    TopologicalSorter(known).prepare()  # raises a CycleError that says the circle
 
 
 def test_the_package_needs_neither_pandas_nor_its_mutations() -> None:

@@ -20,18 +20,17 @@ from tiny_task import TinyData, TinyTask, tiny_trainer
 
 from lit_cifar.checkpoint import callbacks as boundary
 from lit_cifar.checkpoint import files as checkpoint_io
-from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint, StepBoundary
-from lit_cifar.checkpoint.files import (
+from lit_cifar.checkpoint.atomic import (
     BEST,
     LAST,
     PREVIOUS,
-    CheckpointFiles,
     newest_valid,
     save_error,
     verify_checkpoint,
     write_checkpoint,
 )
-from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint, StepBoundary
+from lit_cifar.checkpoint.files import CheckpointFiles, read_checkpoint
 from lit_cifar.checks.watchdog import HELPER
 from lit_cifar.errors import SaveError
 

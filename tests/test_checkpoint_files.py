@@ -17,28 +17,20 @@ from checkpoints import before_each_line, state, step_of
 from commands import TINY, callback, counts, last_checkpoint, refused, run_here
 from threads import on_ranks
 
+from lit_cifar.checkpoint import atomic
 from lit_cifar.checkpoint import files as checkpoint_files
 from lit_cifar.checkpoint import format as checkpoint_format
-from lit_cifar.checkpoint.files import (
+from lit_cifar.checkpoint.atomic import (
     BEST,
-    DIGESTS,
     LAST,
     PREVIOUS,
-    CheckpointFiles,
     newest_valid,
-    note_epoch,
+    read_verified,
     verify_checkpoint,
-    weights_digest,
     write_checkpoint,
 )
-from lit_cifar.checkpoint.format import (
-    Header,
-    TrainedOn,
-    find_weights,
-    holds_weights_alone,
-    load_weights,
-    read_checkpoint,
-)
+from lit_cifar.checkpoint.files import DIGESTS, CheckpointFiles, note_epoch, read_checkpoint, weights_digest
+from lit_cifar.checkpoint.format import Header, TrainedOn, find_weights, holds_weights_alone, load_weights
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError
 from lit_cifar.models import build_network, build_resnet
 from lit_cifar.reporting.files import make_folder, replace_csv
@@ -135,7 +127,7 @@ def test_lightning_reads_no_damaged_file_and_runs_no_code(saved: Path) -> None:
 def test_the_first_process_reads_for_all(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the others have found; they raise what it raises."""
     read: list[Path] = []
-    monkeypatch.setattr(checkpoint_files, "read_checkpoint", lambda path: read.append(path) or read_checkpoint(path))
+    monkeypatch.setattr(checkpoint_files, "read_verified", lambda path: read.append(path) or read_verified(path))
 
     def load(rank: int) -> Any:
         try:
@@ -161,7 +153,7 @@ def test_a_process_killed_at_any_line_leaves_a_whole_checkpoint(saved: Path, mon
         found.append((path and path.name, path and step_of(path), *refused))
         drafts.append([file.name for file in saved.iterdir() if file.suffix == ".part"])
 
-    with before_each_line(checkpoint_files, look=look):
+    with before_each_line(atomic, look=look):
         write_checkpoint(state(3), saved / LAST)
     assert set(found) == {(LAST, 2), (PREVIOUS, 2), (LAST, 3)}  # the second one between two renames
     assert [f"{LAST}.part"] in drafts
@@ -212,13 +204,13 @@ def test_what_a_checkpoint_counts_on_is_on_the_disk_before_it(tmp_path: Path, ev
 
 
 def test_a_disk_that_returns_something_else(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = checkpoint_files._write_synced
+    write = atomic._write_synced
 
     def write_badly(path: Path, content: bytes) -> None:
         middle = len(content) // 2
         write(path, content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
 
-    monkeypatch.setattr(checkpoint_files, "_write_synced", write_badly)
+    monkeypatch.setattr(atomic, "_write_synced", write_badly)
     with pytest.raises(CheckpointError, match="cannot be read back"):
         write_checkpoint(state(3), saved / LAST)
     assert_nothing_lost(saved)
@@ -310,6 +302,15 @@ def test_classes_are_compared_by_name(there: Any, here: Any, problem: str | None
     expected = pytest.warns(UserWarning, match=problem) if warns else pytest.raises(CheckpointError, match=problem)
     with nullcontext() if problem is None else expected:
         TrainedOn.of(checkpoint).check(TrainedOn(*here), normalised=normalised)
+
+
+@pytest.mark.parametrize(("text", "here"), [("cifar10", ("cifar10", AB)), ("folder of a, b", ("folder", AB))])
+def test_data_of_an_earlier_release_are_compared(text: str, here: tuple[str, tuple[str, ...]]) -> None:
+    """The sample audit knew them; a data set that is no folder has one list of classes."""
+    earlier = TrainedOn.of({"sample_audit": {"settings": {"dataset": text}}})
+    earlier.check(TrainedOn(*here), normalised=True)
+    with pytest.raises(CheckpointError, match=f"trained on {here[0]}, which is normalised otherwise than synthetic"):
+        earlier.check(TrainedOn("synthetic", AB), normalised=True)
 
 
 @pytest.mark.parametrize("checkpoint", [{}, {"lit_cifar": 3}, {"lit_cifar": {"arch": "resnet34"}}])

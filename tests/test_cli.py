@@ -22,7 +22,7 @@ from lightning.pytorch import Callback
 
 import lit_cifar
 from lit_cifar import __version__
-from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checkpoint.files import read_checkpoint
 from lit_cifar.checks.watchdog import monitor
 from lit_cifar.cli.main import CLI, MAY_NAME_STRATEGY, main
 from lit_cifar.launch import startup

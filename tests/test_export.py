@@ -15,7 +15,7 @@ from data_files import draw_pictures
 from torch import Tensor, nn
 
 from lit_cifar import ConfigError, LitResNet
-from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checkpoint.files import read_checkpoint
 from lit_cifar.data.synthetic import Synthetic
 from lit_cifar.models import build_network
 from lit_cifar.tools.export import FORMATS, Classifier, trace

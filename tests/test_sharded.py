@@ -24,11 +24,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lit_cifar import LitResNet
-from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checkpoint.files import read_checkpoint
+from lit_cifar.mode.tensors import local_part
 from lit_cifar.models import build_network
 from lit_cifar.models.blocks import blocks_of, num_tensor_parts
 from lit_cifar.strategies import ShardedStrategy, fsdp2, tp
-from lit_cifar.strategies.mesh import local_part, make_mesh
+from lit_cifar.strategies.mesh import make_mesh
 from lit_cifar.strategies.state_dicts import local_slice
 
 pytestmark = [short, pytest.mark.usefixtures("one_process")]

@@ -14,10 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lit_cifar.checkpoint import files as checkpoint_files
-from lit_cifar.checkpoint import sharded
-from lit_cifar.checkpoint.files import LAST, PREVIOUS, index_of, newest_valid, read_whole, write_checkpoint
-from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checkpoint import atomic, sharded
+from lit_cifar.checkpoint.atomic import LAST, PREVIOUS, index_of, newest_valid, write_checkpoint
+from lit_cifar.checkpoint.files import read_by_first, read_checkpoint, read_whole
 from lit_cifar.checkpoint.sharded import read_parts, save_parts
 from lit_cifar.errors import CheckpointError, SaveError
 from lit_cifar.strategies.state_dicts import full
@@ -105,7 +104,7 @@ def test_a_process_killed_at_any_line_leaves_a_whole_checkpoint(tmp_path: Path) 
 
     def run(rank: int) -> None:
         training = Training(3)
-        with before_each_line(checkpoint_files, sharded, look=look):
+        with before_each_line(atomic, sharded, look=look):
             training.save(tmp_path / LAST)
 
     on_ranks(1, run)
@@ -175,7 +174,7 @@ def test_who_reads_while_another_saves_sees_one_save(
     for name in reads:
         for step in (1, 2, 3):
             save(tmp_path / name / str(step), step, ranks=2)
-    verify = checkpoint_files.verify_checkpoint
+    verify = atomic.verify_checkpoint
 
     def replace_meanwhile(path: Path) -> None:
         verify(path)
@@ -184,7 +183,7 @@ def test_who_reads_while_another_saves_sees_one_save(
             shutil.rmtree(path.parent)
             shutil.copytree(folder / "3" / LAST, path.parent)
 
-    monkeypatch.setattr(checkpoint_files, "verify_checkpoint", replace_meanwhile)
+    monkeypatch.setattr(atomic, "verify_checkpoint", replace_meanwhile)
     for name in [*reads]:
         reads = {name: 0}
         shutil.copytree(tmp_path / name / "2" / LAST, tmp_path / name / LAST)
@@ -194,7 +193,7 @@ def test_who_reads_while_another_saves_sees_one_save(
 
         def run(rank: int, path: Path = tmp_path / name / LAST) -> float:
             training = Training(0)
-            read_index = lambda: checkpoint_files.read_by_first(lambda: read_whole(index_of(path)))  # noqa: E731
+            read_index = lambda: read_by_first(lambda: read_whole(index_of(path)))  # noqa: E731
             found = read_parts(read_index, path, network=training.layer, optimizers=[training.optimizer])
             return float(found["state_dict"]["bias"].full_tensor()[0])
 
@@ -221,14 +220,14 @@ def test_a_disk_that_one_process_cannot_write_to_is_told_on_every_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1, ranks=2)
-    write = checkpoint_files._write_synced
+    write = atomic._write_synced
 
     def full_disk(path: Path, content: bytes) -> None:
         if "rank1" in path.name:
             raise OSError(28, "No space left on device")
         write(path, content)
 
-    monkeypatch.setattr(checkpoint_files, "_write_synced", full_disk)
+    monkeypatch.setattr(atomic, "_write_synced", full_disk)
     first, second = save(tmp_path, 2, ranks=2)
     assert first == second
     said = f"{tmp_path / LAST} could not be saved: No space left on device\nearlier checkpoints are unchanged: {LAST}"

@@ -22,16 +22,9 @@ from PIL import EpsImagePlugin, Image
 from torchvision.datasets import CIFAR10
 
 import lit_cifar
-from lit_cifar.checkpoint import files as checkpoint_files
-from lit_cifar.checkpoint.files import (
-    LAST,
-    PREVIOUS,
-    CheckpointFiles,
-    newest_valid,
-    verify_checkpoint,
-    write_checkpoint,
-)
-from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checkpoint import atomic
+from lit_cifar.checkpoint.atomic import LAST, PREVIOUS, newest_valid, verify_checkpoint, write_checkpoint
+from lit_cifar.checkpoint.files import CheckpointFiles, read_checkpoint
 from lit_cifar.data import cifar10
 from lit_cifar.data.pictures import FORMATS, read_image
 from lit_cifar.errors import CheckpointError, DataError, printable
@@ -80,7 +73,7 @@ def as_pickle(content: Any, path: Path) -> None:
 
 def with_hash(content: Any, path: Path) -> None:
     """As whoever knows the format of our files would."""
-    path.write_bytes(checkpoint_files._serialise(content))
+    path.write_bytes(atomic._serialise(content))
     verify_checkpoint(path)
 
 

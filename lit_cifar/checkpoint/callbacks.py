@@ -23,11 +23,13 @@ from torch import Tensor
 from torch.distributed import group
 from torch.nn.utils import get_total_norm
 
-from lit_cifar.checkpoint.files import BEST, LAST, CheckpointFiles
+from lit_cifar.checkpoint.atomic import BEST, LAST
+from lit_cifar.checkpoint.files import CheckpointFiles
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError
 from lit_cifar.launch.signals import EXIT_STOPPED, Keystrokes, end_together, stop_signals
 from lit_cifar.mode import mode_of
+from lit_cifar.mode.tensors import local_part
 from lit_cifar.reporting.run_folder import run_folder
 
 _MAX_IDS = 64
@@ -310,7 +312,7 @@ class StepBoundary(Callback):
 
     def _check_weights(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop if a weight is not finite, which a step with a finite loss can cause, before that is saved."""
-        weights = [part for parameter in pl_module.parameters() if (part := _local_part(parameter)).numel()]
+        weights = [part for parameter in pl_module.parameters() if (part := local_part(parameter).detach()).numel()]
         largest = get_total_norm(weights, norm_type=math.inf)  # one number for all weights, over all processes
         bad = largest.isfinite().logical_not().to(self._device, torch.float64)
         if trainer.strategy.reduce(bad, group=group.WORLD, reduce_op="max").item():
@@ -360,12 +362,6 @@ class StepBoundary(Callback):
         path = self._last.newest if self._last else None
         newest = f"the newest checkpoint is {path}" if path else "there is no checkpoint yet"
         end_together(trainer, f"{message}\n{newest}\n{remedy}", status=status)
-
-
-def _local_part(parameter: Tensor) -> Tensor:
-    """This process's part of a parameter that may be sharded over processes."""
-    to_local = getattr(parameter, "to_local", None)
-    return parameter.detach() if to_local is None else to_local().detach()
 
 
 def _cause(trainer: Trainer, num_steps: int) -> str:

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_cifar.data.dataset import Dataset
+from lit_cifar.data.sample_order import earlier_settings
 from lit_cifar.errors import CheckpointError, ConfigError, DataError, printable
 
 _KEY = "lit_cifar"
 _OPTIMIZER, _SCHEDULE = "optimizer", "lr_scheduler"
 SETTINGS = "settings"  # entry of the settings of optimizer and schedule
 POSITION, METRICS = "position", "metrics"  # the entries of `exact_resume`
+PARTS = "parts"  # the entry of an index, see `sharded.py`
 _PREFIX = "network."
 _COUNTER = "num_batches_tracked"
 _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # torch's own
@@ -98,7 +100,7 @@ class TrainedOn:
     """The data of a checkpoint's training, by which its logits have a meaning."""
 
     dataset: str | None  # a value of `--data.dataset`; None if the checkpoint does not say
-    classes: tuple[str, ...] | None  # names by label; None if the checkpoint does not say
+    classes: tuple[str, ...] | None  # names by label; None if the checkpoint does not say, or the data set says it
 
     def write(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[_DATA] = {"dataset": self.dataset, "classes": [*(self.classes or ())]}
@@ -108,8 +110,15 @@ class TrainedOn:
         """Data set and classes in `checkpoint`, made printable: it may come from anybody."""
         found = checkpoint.get(_DATA)
         if not isinstance(found, dict):
-            return cls(None, None)
+            return cls._of_earlier(checkpoint)
         return cls(printable(str(found["dataset"])), tuple(printable(str(name)) for name in found["classes"]))
+
+    @classmethod
+    def _of_earlier(cls, checkpoint: Mapping[str, Any]) -> "TrainedOn":
+        """Data set and classes in a checkpoint of an earlier release: "cifar10", or "folder of cat, dog"."""
+        found = earlier_settings(checkpoint).get("dataset")
+        name, _, classes = printable(str(found or "")).partition(" of ")
+        return cls(name or None, tuple(classes.split(", ")) if classes else None)
 
     def name_classes(self, data: Dataset) -> None:
         """Give `data` the checkpoint's classes if its folders of pictures are gone."""
@@ -126,9 +135,9 @@ class TrainedOn:
 
         If only the data sets differ, that is an error where images must be `normalised` alike, and otherwise a warning.
         """
-        if self.classes is None or own.classes is None:
+        if self.dataset is None:
             rank_zero_warn("the checkpoint does not say which classes it was trained on: they are not compared")
-        elif self.classes != own.classes:
+        elif self.classes is not None and own.classes is not None and self.classes != own.classes:
             kept = self.dataset == own.dataset
             flag = "another --data.root" if kept else shlex.quote(f"--data.dataset={self.dataset}")
             pairs = enumerate(zip_longest(self.classes, own.classes, fillvalue="nothing"))
@@ -167,6 +176,17 @@ def holds_weights_alone(checkpoint: Mapping[str, Any]) -> bool:
 def holds_training(checkpoint: Mapping[str, Any]) -> bool:
     """Whether a training can go on from a checkpoint, not only start with its weights."""
     return "optimizer_states" in checkpoint
+
+
+def parts_of(checkpoint: Mapping[str, Any]) -> list[str]:
+    """The hash of each file of a checkpoint in parts, by rank; none for a checkpoint that is not in parts."""
+    found = checkpoint.get(PARTS, [])
+    if not isinstance(found, list):
+        raise CheckpointError(
+            "the index of this checkpoint says nothing of its parts but their number",
+            remedy="resume it with the version of lit_cifar that wrote it",
+        )
+    return found
 
 
 def is_own(checkpoint: Mapping[str, Any]) -> bool:
@@ -273,15 +293,11 @@ def _class_path(part: Any) -> str:
     return f"{package if exported else kind.__module__}.{kind.__qualname__}"
 
 
-def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """Open a checkpoint with `weights_only=True`, on the CPU; raises a `CheckpointError` if torch cannot.
+def read_file(path: Path, *, mapped: bool = False) -> dict[str, Any]:
+    """Open a checkpoint file with `weights_only=True`, on the CPU; raises a `CheckpointError` if torch cannot.
 
     If it is `mapped`, a tensor is read only where it is looked at; torch cannot do so with files of its first releases.
     """
-    if path.is_dir():
-        from lit_cifar.checkpoint.sharded import read_all  # that file imports this one
-
-        return read_all(path)
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}", remedy="look under RUN_FOLDER/checkpoints/")
     try:

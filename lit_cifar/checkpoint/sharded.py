@@ -17,22 +17,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lit_cifar.checkpoint.files import (
+from lit_cifar.checkpoint.atomic import (
     INDEX,
     carried_hash,
+    check_part,
+    part_file,
     put_in_place,
-    read_whole,
+    read_verified,
     remove,
     saving,
     snapshot,
     write_file,
 )
+from lit_cifar.checkpoint.format import PARTS, parts_of
 from lit_cifar.errors import CheckpointError
 from lit_cifar.internals import tree_map_only
+from lit_cifar.mode.tensors import local_part, parameters_of
 from lit_cifar.reporting.files import make_folder
 
-_KEY = "parts"
-_OTHER = "use another checkpoint of the run"
 _T = TypeVar("_T")
 
 
@@ -56,14 +58,14 @@ def save_parts(checkpoint: Mapping[str, Any], path: Path) -> None:
 
     @saving(path)
     def write_own() -> str | None:
-        file = draft / _file_of(dist.get_rank())
+        file = part_file(draft, dist.get_rank())
         write_file(snapshot(own), file)
         return carried_hash(file)
 
     @saving(path)
     def finish() -> None:
         outline: dict[str, Any] = tree_map_only(Tensor, _outline, dict(checkpoint))
-        write_file(outline | {_KEY: digests}, draft / INDEX)
+        write_file(outline | {PARTS: digests}, draft / INDEX)
         put_in_place(draft, path)
 
     try:
@@ -75,10 +77,6 @@ def save_parts(checkpoint: Mapping[str, Any], path: Path) -> None:
             with suppress(OSError):
                 remove(draft)
         raise
-
-
-def in_parts(checkpoint: Mapping[str, Any]) -> bool:
-    return _KEY in checkpoint
 
 
 def read_parts(
@@ -93,7 +91,7 @@ def read_parts(
         CheckpointError: A part is missing, damaged or of a different save; all processes raise it.
     """
     likes: list[Any] = [network.state_dict()]
-    likes += [[each for group in optimizer.param_groups for each in group["params"]] for optimizer in optimizers]
+    likes += map(parameters_of, optimizers)
 
     def empty(entry: _Entry, outline: Tensor) -> Tensor:
         return torch.empty_like(likes[entry.group][entry.index], dtype=outline.dtype, requires_grad=False)
@@ -109,46 +107,20 @@ def read_parts(
 def read_all(path: Path) -> dict[str, Any]:
     """Read `path` as one process would have written it. Raise a `CheckpointError` if a part is damaged."""
     whole = partial(_fill, path=path, empty=lambda entry, outline: torch.empty_like(outline, device="cpu"))
-    return _of_one_save(lambda: read_whole(path / INDEX), whole)
-
-
-def check_parts(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Raise a `CheckpointError` if a part is missing, cut short or of a different save; their content is not read."""
-    for number, digest in enumerate(_digests(checkpoint) if in_parts(checkpoint) else ()):
-        _check_part(path / _file_of(number), digest)
+    return _of_one_save(lambda: read_verified(path / INDEX), whole)
 
 
 def _of_one_save(read_index: Callable[[], dict[str, Any]], fill: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Read a checkpoint and fill in its parts, again whenever a training has saved meanwhile."""
     checkpoint = read_index()
-    while in_parts(checkpoint):
-        digests = _digests(checkpoint)
+    while digests := parts_of(checkpoint):
         try:
             fill(checkpoint)
         except CheckpointError:
             checkpoint = read_index()
-            if checkpoint.get(_KEY) == digests:
+            if checkpoint.get(PARTS) == digests:
                 raise
     return checkpoint
-
-
-def _digests(checkpoint: Mapping[str, Any]) -> list[str]:
-    found: Any = checkpoint[_KEY]
-    if not isinstance(found, list):
-        raise CheckpointError(
-            "the index of this checkpoint says nothing of its parts but their number",
-            remedy="resume it with the version of lit_cifar that wrote it",
-        )
-    return found
-
-
-def _check_part(file: Path, digest: str) -> None:
-    try:
-        found = carried_hash(file)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}", remedy=_OTHER) from error
-    if found != digest:
-        raise CheckpointError(f"{file} is not of the same save as {INDEX} beside it", remedy=_OTHER)
 
 
 class _Entry(NamedTuple):
@@ -174,10 +146,6 @@ def _name(entry: _Entry) -> str:
     return f"{entry.group}/{entry.index}/{entry.key}"
 
 
-def _file_of(rank: int) -> str:
-    return f"rank{rank}.ckpt"
-
-
 def _rows(num_rows: int, rank: int, num_ranks: int) -> range:
     """The rows of a tensor that `rank` holds, by the rule of DTensor's `Shard(0)` and `torch.chunk`."""
     each = -(-num_rows // num_ranks)
@@ -197,27 +165,21 @@ def _fill(
     for entry in _entries(checkpoint):
         if entry.held[entry.key].is_meta:
             tensors[_name(entry)] = entry.held[entry.key] = empty(entry, entry.held[entry.key])
-    digests = _digests(checkpoint)
-    num_files = len(digests)
+    digests = checkpoint.pop(PARTS)
     for number, digest in enumerate(digests):
         found: dict[str, tuple[range, range, range]] = {}
         for name, tensor in tensors.items():
-            own, there = _rows(len(tensor), rank, num_ranks), _rows(len(tensor), number, num_files)
+            own, there = _rows(len(tensor), rank, num_ranks), _rows(len(tensor), number, len(digests))
             both = range(max(own.start, there.start), min(own.stop, there.stop))
             if both:
                 found[name] = own, there, both
         if not found:
             continue
-        content = read_whole(path / _file_of(number))
-        _check_part(path / _file_of(number), digest)  # checked after reading: a replaced file does not come back
+        content = read_verified(part_file(path, number))
+        check_part(part_file(path, number), digest)  # checked after reading: a replaced file does not come back
         for name, (own, there, both) in found.items():
             part = content[name][both.start - there.start : both.stop - there.start]
-            _local_part(tensors[name])[both.start - own.start : both.stop - own.start] = part
-    del checkpoint[_KEY]
-
-
-def _local_part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local_part(tensors[name])[both.start - own.start : both.stop - own.start] = part
 
 
 def _outline(tensor: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from typing import Any
 from jsonargparse import Namespace
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lit_cifar.checkpoint.atomic import LAST, best_of, carried_hash, content_hash, index_of, newest_valid
 from lit_cifar.checkpoint.exact_resume import StartingPoint
-from lit_cifar.checkpoint.files import LAST, best_of, carried_hash, content_hash, index_of, newest_valid
+from lit_cifar.checkpoint.files import read_checkpoint
 from lit_cifar.checkpoint.format import (
     POSITION,
     TrainedOn,
@@ -21,12 +22,11 @@ from lit_cifar.checkpoint.format import (
     is_own,
     load_weights,
     naming,
-    read_checkpoint,
 )
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.dataset import Dataset
-from lit_cifar.data.sample_order import OrderSettings
+from lit_cifar.data.sample_order import OrderSettings, settings_in
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.reporting.run_folder import CONFIG, process_rank
 from lit_cifar.task.module import LitResNet
@@ -79,7 +79,7 @@ class StartingCheckpoint:
         self.has_weights_alone = not own or (fits and not holds_training(self._content))
         if own and self._subcommand in ("fit", "validate"):
             found = self._content.get(CIFAR10DataModule.__qualname__)  # as Lightning calls it
-            self.order = found if isinstance(found, dict) else None
+            self.order = found if isinstance(found, dict) else settings_in(self._content)
             if self.order is None:
                 rank_zero_warn("the checkpoint does not say which images it was trained on: they are not compared")
         if self.has_weights_alone:
@@ -125,7 +125,7 @@ class StartingCheckpoint:
             save = (
                 f'torch.save(read_checkpoint(Path({json.dumps(self._config.ckpt_path)}))["state_dict"], "weights.pth")'
             )
-            imports = "import torch; from pathlib import Path; from lit_cifar.checkpoint.format import read_checkpoint"
+            imports = "import torch; from pathlib import Path; from lit_cifar.checkpoint.files import read_checkpoint"
             start = "or start a new training with --ckpt_path=weights.pth, its weights alone:"
             words = shlex.join(["python", "-c", f"{imports}; {save}"])
             raise CheckpointError(error.problem, remedy=f"{error.remedy},\n{start}\n{words}") from error

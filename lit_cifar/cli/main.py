@@ -23,9 +23,10 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instant
 from torch.distributed import is_torchelastic_launched
 
 from lit_cifar import __version__, internals
+from lit_cifar.checkpoint.atomic import reporting_disk
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.exact_resume import Fingerprint, SameStart
-from lit_cifar.checkpoint.files import CheckpointFiles, reporting_disk
+from lit_cifar.checkpoint.files import CheckpointFiles
 from lit_cifar.checks.replica_audit import ReplicaAudit
 from lit_cifar.checks.watchdog.callback import Watchdog
 from lit_cifar.cli.checkpoint_selection import StartingCheckpoint, spelled_out

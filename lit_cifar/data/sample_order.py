@@ -1,5 +1,6 @@
 """Settings that decide which image is used in which step. Checkpoints hold them, to compare with a resumed run's."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from lit_cifar.errors import CheckpointError, printable
@@ -27,10 +28,18 @@ def order_settings(data: Any) -> OrderSettings:
     }
 
 
-def settings_in(checkpoint: dict[str, Any]) -> OrderSettings | None:
+def settings_in(checkpoint: Mapping[str, Any]) -> OrderSettings | None:
     """The settings in a checkpoint, which Lightning writes under the name of the data module's class."""
     states = (value for value in checkpoint.values() if isinstance(value, dict))
-    return next((state for state in states if {"num_train", "val_size", "seed", "steps"} <= {*state}), None)
+    found = next((state for state in states if {"num_train", "val_size", "seed", "steps"} <= {*state}), None)
+    return found or earlier_settings(checkpoint) or None
+
+
+def earlier_settings(checkpoint: Mapping[str, Any]) -> OrderSettings:
+    """The settings in a checkpoint of an earlier release, which wrote them into the entry of the sample audit."""
+    audit = checkpoint.get("sample_audit")
+    found = audit.get("settings") if isinstance(audit, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def check_held_out(then: OrderSettings, now: OrderSettings) -> None:
@@ -56,7 +65,7 @@ def check_rest_of_epoch(then: OrderSettings, now: OrderSettings) -> None:
     if then.get(_TRAIN) != now.get(_TRAIN):
         raise CheckpointError(
             "the checkpoint was written within an epoch; since then files to train on were added, removed or renamed, "
-            "or others can be read",
+            "or others can be read, or it is of an earlier release",
             remedy=_PUT_BACK,
         )
     names = [name for name, value in now.items() if name not in _FILES and then.get(name) != value]

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from lit_cifar import __version__
 from lit_cifar.mode import mode_of
+from lit_cifar.version import __version__
 
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "numpy")
 SOURCE = Path(__file__).resolve().parents[1]

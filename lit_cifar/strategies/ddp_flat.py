@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_cifar.mode import ForwardFn
+from lit_cifar.mode.tensors import parameters_of
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.strategies.base import compiles
-from lit_cifar.strategies.mesh import AveragingStrategy, parameters_of
+from lit_cifar.strategies.mesh import AveragingStrategy
 
 
 class FlatDDPStrategy(AveragingStrategy):

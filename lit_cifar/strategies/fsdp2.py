@@ -26,15 +26,17 @@ from torch.optim import SGD, Adagrad, Optimizer
 from typing_extensions import override
 
 from lit_cifar import internals
-from lit_cifar.checkpoint.files import index_of, sync_tables
+from lit_cifar.checkpoint.atomic import index_of
+from lit_cifar.checkpoint.files import sync_tables
 from lit_cifar.checkpoint.sharded import read_parts, save_parts
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import ForwardFn
 from lit_cifar.mode.refusals import refuse
+from lit_cifar.mode.tensors import local_part, parameters_of
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.strategies.base import at_least_one, check_untied, compiles
-from lit_cifar.strategies.mesh import MeshStrategy, at_once, local_part, parameters_of, place
+from lit_cifar.strategies.mesh import MeshStrategy, at_once, place
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.state_dicts import full, part_of
 from lit_cifar.strategies.sync_batchnorm import synchronise_along

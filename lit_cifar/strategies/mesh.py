@@ -29,6 +29,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lit_cifar import internals
+from lit_cifar.mode.tensors import local_part, parameters_of
 from lit_cifar.strategies.base import CustomForwardStrategy, check_gradient_hooks
 
 
@@ -271,10 +272,6 @@ def make_mesh(device_type: str, *, model_size: int, timeout: timedelta | None) -
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("data", "model"))
 
 
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def at_once(send: Callable[[Tensor], object], tensors: Sequence[Tensor]) -> None:
     """Call `send` with all elements of `tensors`, (n,), and copy its results back, in place."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
@@ -288,11 +285,6 @@ def place(tensors: Iterable[Tensor], device: torch.device) -> None:
     for tensor in tensors:
         tensor.data = tensor.detach().to(device, memory_format=torch.contiguous_format)
         dist.broadcast(tensor.detach(), src=0)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This process's part of a DTensor, or a plain tensor itself; the memory is shared."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class AgreedGradScaler(GradScaler):

@@ -247,7 +247,7 @@ class Pipeline:
         images = torch.empty(num_samples, *image_shape, dtype=dtype, device=self.device)
         # Given all shapes, torch makes no trial run to infer them, which would move BatchNorm's running statistics.
         stages: list[Any] = [
-            Stage(
+            ScheduledStage(
                 self._callable(index, num_samples),
                 index,
                 self.schedule.num_stages,
@@ -267,7 +267,7 @@ class Pipeline:
         return self.parts.reduced(self.loss(logits, labels), self._batch_size) * self._weight * self._scale
 
 
-class Stage(PipelineStage):
+class ScheduledStage(PipelineStage):
     """torch's stage, recorded, with random streams and statistics of each microbatch's own."""
 
     def __init__(self, *args: Any, pipeline: Pipeline, **kwargs: Any) -> None:

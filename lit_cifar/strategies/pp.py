@@ -12,9 +12,10 @@ from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import ForwardFn
+from lit_cifar.mode.tensors import parameters_of
 from lit_cifar.models.random_streams import begin_part
 from lit_cifar.strategies.base import CutStrategy, compiles
-from lit_cifar.strategies.mesh import AveragingStrategy, loss_scale, parameters_of
+from lit_cifar.strategies.mesh import AveragingStrategy, loss_scale
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.pipeline import (
     InTurn,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from lit_cifar.internals import tree_map_only
-from lit_cifar.strategies.mesh import local_part
+from lit_cifar.mode.tensors import local_part
 
 
 def full(state: dict[Any, Any]) -> dict[Any, Any]:

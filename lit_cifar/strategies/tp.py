@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import Layout
+from lit_cifar.mode.tensors import local_part
 from lit_cifar.models.blocks import SplitKind, num_tensor_parts, tensor_split_of
 from lit_cifar.models.memory_format import with_plain_gradient
 from lit_cifar.strategies.mesh import place
@@ -134,11 +135,11 @@ _SENDING: dict[SplitKind, type[nn.Module]] = {"columns": _ByOutputChannel, "rows
 
 
 def _local_parts(tensors: dict[str, Any]) -> dict[str, Any]:
-    return {name: tensor if tensor is None else _local_part(tensor) for name, tensor in tensors.items()}
+    return {name: tensor if tensor is None else _computed_with(tensor) for name, tensor in tensors.items()}
 
 
-def _local_part(tensor: Tensor) -> Tensor:
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _computed_with(tensor: Tensor) -> Tensor:
+    part = local_part(tensor)
     # A channels_last activation makes such gradients, which a DTensor would take for gradients in its own order.
     return with_plain_gradient(part) if part.requires_grad else part
 

@@ -28,10 +28,11 @@ from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import mode_of
+from lit_cifar.mode.tensors import local_part, parameters_of
 from lit_cifar.models.random_streams import begin_part
 from lit_cifar.strategies.base import CustomForwardStrategy, compiles
 from lit_cifar.strategies.fsdp2 import ShardedStrategy, reduce_in_tree
-from lit_cifar.strategies.mesh import local_part, loss_scale, parameters_of
+from lit_cifar.strategies.mesh import loss_scale
 from lit_cifar.strategies.parts import Parts, WholeBatch
 from lit_cifar.strategies.pp import PipelineStrategy
 from lit_cifar.strategies.state_dicts import local_slice

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 from torchmetrics import Metric, MetricCollection
 
 from lit_cifar.checkpoint.exact_resume import ExactResume
+from lit_cifar.checkpoint.files import read_checkpoint
 from lit_cifar.checkpoint.format import (
     SETTINGS,
     Header,
@@ -29,7 +30,6 @@ from lit_cifar.checkpoint.format import (
     check_shapes,
     holds_training,
     name_optimizer,
-    read_checkpoint,
     strip_prefix,
 )
 from lit_cifar.data import CIFAR10DataModule

@@ -19,7 +19,8 @@ from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from lit_cifar.checkpoint.files import best_of, index_of, read_whole
+from lit_cifar.checkpoint.atomic import best_of, index_of
+from lit_cifar.checkpoint.files import read_whole
 from lit_cifar.checkpoint.format import Header, TrainedOn, naming
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch

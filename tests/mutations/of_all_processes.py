@@ -17,10 +17,10 @@ from torchmetrics import Metric
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.datamodule import CIFAR10DataModule
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
+from lit_cifar.mode.tensors import local_part
 from lit_cifar.reporting.evaluation_tables import PerRankAccuracy
 from lit_cifar.strategies import ProcessSyncBatchNorm, tp
 from lit_cifar.strategies.dp import EmulatedReplicas
-from lit_cifar.strategies.mesh import local_part
 from lit_cifar.strategies.mp import StagedForward
 from lit_cifar.strategies.pipeline import Pipeline
 from lit_cifar.task.metrics import EvaluationMetrics

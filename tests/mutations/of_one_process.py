@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_cifar.strategies.mesh import local_part
+from lit_cifar.mode.tensors import local_part
 from lit_cifar.strategies.sync_batchnorm import _Synchronised
 from lit_cifar.task.metrics import EvaluationMetrics
 from tests.mutations.planting import MODULE, PIPELINE, STRATEGY, Mutation, Site, planted

@@ -20,9 +20,10 @@ from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.images import Batch
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import EvaluationSampler
+from lit_cifar.mode.tensors import local_part
 from lit_cifar.reporting import evaluation_tables
 from lit_cifar.strategies import fsdp2, state_dicts
-from lit_cifar.strategies.mesh import MeshStrategy, local_part
+from lit_cifar.strategies.mesh import MeshStrategy
 from lit_cifar.strategies.mp import StagedForward
 from lit_cifar.strategies.pipeline import Pipeline
 from lit_cifar.task.optim import WarmupDecay

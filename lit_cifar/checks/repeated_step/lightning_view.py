@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_cifar.checks.repeated_step.exchange import process_groups
-from lit_cifar.checks.repeated_step.tensors import parameters_of
+from lit_cifar.mode.tensors import parameters_of
 
 
 def is_a(value: Any, *names: str) -> bool:

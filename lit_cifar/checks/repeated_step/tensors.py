@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lit_cifar.mode.tensors import parameters_of
+
 
 def fresh_copy(leaf: Any) -> Any:
     """Copy an input, for one more call."""
@@ -18,10 +20,6 @@ def fresh_copy(leaf: Any) -> Any:
 
 def device_of(module: nn.Module) -> torch.device:
     return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def names_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Tensor, str]:

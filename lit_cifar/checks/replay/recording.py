@@ -30,10 +30,11 @@ from lit_cifar.checks.repeated_step.exchange import (
     sent_by,
 )
 from lit_cifar.checks.repeated_step.sharded import is_of_fsdp, is_sharded, whole
-from lit_cifar.checks.repeated_step.tensors import device_of, fresh_copy, names_of, parameters_of
+from lit_cifar.checks.repeated_step.tensors import device_of, fresh_copy, names_of
 from lit_cifar.checks.replay.graph import Outputs, observed
 from lit_cifar.checks.replay.hints import Hints
 from lit_cifar.internals import tree_leaves, tree_map
+from lit_cifar.mode.tensors import parameters_of
 
 
 class Recorder:

@@ -26,12 +26,13 @@ from lit_cifar.checks.repeated_step.events import (
 )
 from lit_cifar.checks.repeated_step.exchange import Done, Exchange, problem, received_by, sent_by
 from lit_cifar.checks.repeated_step.reduction import ExactMean, gamma
-from lit_cifar.checks.repeated_step.tensors import device_of, fresh_copy, names_of, parameters_of
+from lit_cifar.checks.repeated_step.tensors import device_of, fresh_copy, names_of
 from lit_cifar.checks.repeated_step.twin import Twin, TwinState, fill, one_process
 from lit_cifar.checks.replay.recording import state_digests
 from lit_cifar.checks.replay.step_data import Generators, JoinedBatch, judge_batches, judge_draws, judge_draws_between
 from lit_cifar.checks.replay.verdict import TAKEN, Finding, Part, Report
 from lit_cifar.internals import tree_leaves, tree_map
+from lit_cifar.mode.tensors import parameters_of
 
 _RAN_OUT = "ranks have unlike numbers of batches under join()"
 

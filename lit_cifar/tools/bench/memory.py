@@ -9,8 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_cifar.mode.tensors import local_part
 from lit_cifar.reporting.run_folder import run_folder
-from lit_cifar.strategies.mesh import local_part
 
 FILES = "memory-rank*.json"
 _PROCESS = Path("/proc/self")

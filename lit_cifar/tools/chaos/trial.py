@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from lit_cifar.checkpoint.files import LAST, newest_valid
+from lit_cifar.checkpoint.atomic import LAST, newest_valid
 from lit_cifar.tools.chaos.audit import ProcessStart, SampleLogReader
 from lit_cifar.tools.chaos.faults import Aim, Fault, Kind, fill_disk
 from lit_cifar.tools.chaos.job import Job, is_alive, wait_until

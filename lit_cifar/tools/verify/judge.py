@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_cifar.checkpoint.files import BEST, DIGESTS, weights_digest
-from lit_cifar.checkpoint.format import POSITION, read_checkpoint
+from lit_cifar.checkpoint.atomic import BEST
+from lit_cifar.checkpoint.files import DIGESTS, read_checkpoint, weights_digest
+from lit_cifar.checkpoint.format import POSITION
 from lit_cifar.checks.replay.callback import RESULT
 from lit_cifar.checks.replay.states import KEY as OF_REPLAY
 from lit_cifar.checks.replay.verdict import TAKEN, Finding

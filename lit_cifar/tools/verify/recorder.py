@@ -19,8 +19,8 @@ from torchmetrics import MeanMetric, Metric
 
 from lit_cifar.data.images import Batch
 from lit_cifar.mode import mode_of
+from lit_cifar.mode.tensors import local_part
 from lit_cifar.models.ghost_batchnorm import GhostBatchNorm2d
-from lit_cifar.strategies.mesh import local_part
 
 Order = Literal["usual", "reversed", "plain_kernels"]
 

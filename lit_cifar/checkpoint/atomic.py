@@ -1,0 +1,279 @@
+"""Checkpoint files that survive a kill at any moment, a full disk and damage.
+
+A file carries the sha256 hash of its content, in the comment of the zip archive that `torch.save` writes. So there is
+no second file that could belong to another save. One rename puts content and hash in place together, and `torch.load`
+reads the file like any other. The hash detects damage. It is no signature: every file is still read as untrusted, with
+`weights_only=True`.
+"""
+
+import errno
+import hashlib
+import io
+import os
+import re
+import shlex
+import shutil
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_cifar.checkpoint.format import holds_training, parts_of, read_file
+from lit_cifar.errors import CheckpointError, SaveError
+from lit_cifar.internals import tree_map_only
+from lit_cifar.reporting.files import sync
+
+LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
+INDEX = "index.ckpt"  # a file of a checkpoint in parts, which is a folder, see `sharded.py`
+_OTHER = "use another checkpoint of the run"
+_TENSORS_ALONE = "put nothing but tensors and primitives into a checkpoint, in `on_save_checkpoint` and `state_dict`"
+_DISK = (errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+_LABEL = b"sha256="
+_COMMENT_BYTES = len(_LABEL) + 2 * hashlib.sha256().digest_size
+_CHUNK_BYTES = 1 << 22
+
+
+def snapshot(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy `checkpoint` with its tensors on the CPU, where later steps do not change them."""
+    copied: dict[str, Any] = tree_map_only(Tensor, lambda each: each.detach().to("cpu", copy=True), dict(checkpoint))
+    return copied
+
+
+def write_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
+    """Save to `path`; at every moment it, or `previous.ckpt` beside `last.ckpt`, is a complete file.
+
+    The content is written to a draft beside `path`, synced, read back and compared, and only then renamed. When
+    `last.ckpt` is replaced, the old file becomes `previous.ckpt` if a training can go on from it. Only one process at a
+    time may write to a folder. The tensors must be on the CPU: see `snapshot`.
+
+    Raises:
+        SaveError: There is no space, no permission or no folder, the disk is faulty, or the content is more than
+            tensors and primitives. Earlier files are unchanged and no draft is left.
+    """
+    with saving(path):
+        write_file(checkpoint, path)
+
+
+def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
+    """Write like `write_checkpoint`, but raise the errors as they are."""
+    draft = path.with_name(f"{path.name}.part")
+    try:
+        _write_synced(draft, _serialise(checkpoint))
+        _read_back(draft, path)
+        put_in_place(draft, path)
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def put_in_place(draft: Path, path: Path) -> None:
+    """Rename the file or folder `draft` to `path`. A resumable `last.ckpt` there becomes `previous.ckpt`."""
+    if path.name == LAST and _is_resumable(path):
+        previous = path.with_name(PREVIOUS)
+        if path.is_dir() or previous.is_dir():  # a file cannot replace a folder, nor a folder a file
+            remove(previous)
+        path.replace(previous)
+    elif path.is_dir() or draft.is_dir():
+        remove(path)
+    draft.replace(path)
+    sync(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def index_of(path: Path) -> Path:
+    """The index of a checkpoint in parts; `path` for one that is a file."""
+    return path / INDEX if path.is_dir() else path
+
+
+def part_file(folder: Path, rank: int) -> Path:
+    """The file that `rank` writes of a checkpoint in parts."""
+    return folder / f"rank{rank}.ckpt"
+
+
+def check_part(file: Path, digest: str) -> None:
+    """Raise a `CheckpointError` unless a file carries the hash that the index has of it; its content is not read."""
+    try:
+        found = carried_hash(file)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}", remedy=_OTHER) from error
+    if found != digest:
+        raise CheckpointError(f"{file} is not of the same save as {INDEX} beside it", remedy=_OTHER)
+
+
+def read_verified(path: Path) -> dict[str, Any]:
+    """Verify and read a file. Raise a `CheckpointError` if its content is not what was written."""
+    verify_checkpoint(path)
+    return read_file(path)
+
+
+def verify_checkpoint(path: Path) -> None:
+    """Raise a `CheckpointError` if a file is missing, truncated, damaged, or carries no hash."""
+    try:
+        expected = carried_hash(path)
+        found = content_hash(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", remedy=_OTHER) from error
+    if expected is None:
+        raise CheckpointError(
+            f"{path} carries no hash of its content: it is truncated, or not a checkpoint of this program",
+            remedy=f"{_OTHER}; if you trust it, pass " + shlex.quote(f"--ckpt_path={path}"),
+        )
+    if found != expected:
+        raise CheckpointError(f"{path} is damaged: its content does not match the hash it carries", remedy=_OTHER)
+
+
+def carried_hash(path: Path) -> str | None:
+    """The hash of its content that a file carries; None for a truncated file and for one of another program."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _COMMENT_BYTES))
+        match = re.fullmatch(_LABEL + rb"([0-9a-f]{64})", file.read())
+    return match[1].decode() if match else None
+
+
+def content_hash(path: Path) -> str:
+    """The hash of all but the comment."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        num_bytes = file.seek(0, os.SEEK_END) - _COMMENT_BYTES
+        file.seek(0)
+        for start in range(0, num_bytes, _CHUNK_BYTES):
+            digest.update(file.read(min(_CHUNK_BYTES, num_bytes - start)))
+    return digest.hexdigest()
+
+
+def best_of(run_folder: Path) -> Path:
+    """The best checkpoint of a run, or its last one: without validation images none is the best."""
+    found = [path for name in (BEST, LAST) if (path := run_folder / "checkpoints" / name).exists()]
+    if not found:
+        raise CheckpointError(
+            f"{run_folder} is no run folder with a checkpoint", remedy="name the folder of a fit, or pass --ckpt_path"
+        )
+    return found[0]
+
+
+def newest_valid(folder: Path, *, whole: bool = True) -> tuple[Path | None, list[str]]:
+    """`last.ckpt`, else `previous.ckpt` of a run's `checkpoints/`, else None; and why newer ones were refused, a line
+    each.
+
+    Without `whole` a file is opened and not read, so that damage to its tensors is not found. Damage to a checkpoint in
+    parts is found when they are read; a part that is missing or of a different save is found here.
+    """
+    refused = []
+    for path in (folder / LAST, folder / PREVIOUS):
+        if not os.path.lexists(path):
+            continue
+        try:
+            _check_resumable(path, whole=whole)
+        except CheckpointError as error:
+            refused.append(error.problem)
+        else:
+            return path, refused
+    return None, refused
+
+
+def _check_resumable(path: Path, *, whole: bool = True) -> None:
+    """Raise a `CheckpointError` if a training cannot go on from `path`."""
+    if whole:
+        verify_checkpoint(index_of(path))
+    content = read_file(index_of(path), mapped=True)
+    for rank, digest in enumerate(parts_of(content)):
+        check_part(part_file(path, rank), digest)
+    if not holds_training(content):
+        raise CheckpointError(
+            f"{path} holds weights and no state of an optimizer, so that no training can go on from it",
+            remedy="start a new one: " + shlex.quote(f"--ckpt_path={path}"),
+        )
+
+
+def _is_resumable(path: Path) -> bool:
+    try:
+        _check_resumable(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _serialise(checkpoint: Mapping[str, Any]) -> bytes:
+    """The bytes of the file, in memory, to compare with those that are read back."""
+    buffer = io.BytesIO()
+    torch.save(dict(checkpoint), buffer)
+    buffer.seek(-2, os.SEEK_END)  # the last two bytes of an archive without a comment say that it has 0 bytes
+    buffer.write(struct.pack("<H", _COMMENT_BYTES))
+    # getbuffer() was seen to crash Python 3.12.1 when it was collected. No variable may refer to the content: the next
+    # write would then copy all of it, while other threads wait.
+    digest = hashlib.sha256(buffer.getvalue()).hexdigest()
+    buffer.write(_LABEL + digest.encode())
+    return buffer.getvalue()
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # otherwise the memory would be read back
+
+
+def _read_back(draft: Path, path: Path) -> None:
+    try:
+        read_verified(draft)
+    except CheckpointError as error:
+        draft.stat()  # raises the real error if the folder was removed meanwhile
+        raise SaveError(
+            f"{path} could not be saved: what was written cannot be read back\n{error.problem}",
+            remedy=f"check the disk, or {_TENSORS_ALONE}",
+        ) from error
+
+
+@contextmanager
+def reporting_disk(folder: Path | None) -> Iterator[None]:
+    """Turn errors of the disk below the run folder into a short `SaveError`: the loggers write in many places."""
+    try:
+        yield
+    except OSError as error:
+        path = Path(os.fsdecode(error.filename or folder or ""))
+        if folder is None or error.errno not in _DISK or not path.absolute().is_relative_to(folder.absolute()):
+            raise
+        raise save_error(error, path, checkpoints=folder / "checkpoints") from error
+
+
+@contextmanager
+def saving(path: Path) -> Iterator[None]:
+    """Turn every error into a `SaveError` that `path` could not be saved: other ranks may wait for this one."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise save_error(error, path, checkpoints=path.parent) from error
+    except Exception as error:
+        problem = f"{path} could not be saved: {type(error).__name__}: {error}\n{what_is_left(path.parent)}"
+        raise SaveError(problem[:500], remedy=_TENSORS_ALONE) from error
+
+
+def save_error(error: OSError, path: Path, *, checkpoints: Path) -> SaveError:
+    """The error that `path` could not be written, with the checkpoints that exist and what to do."""
+    return SaveError(
+        f"{path} could not be saved: {error.strerror or error}\n{what_is_left(checkpoints)}",
+        remedy="free some space or make the folder writable, then resume with the same command and --resume=auto",
+    )
+
+
+def what_is_left(folder: Path) -> str:
+    """The checkpoints in `folder`, as a clause of an error message."""
+    with suppress(OSError):
+        names = [name for name in (LAST, PREVIOUS, BEST) if (folder / name).exists()]
+        if names:
+            return f"earlier checkpoints are unchanged: {', '.join(names)}"
+    return f"there is no checkpoint in {folder}"
