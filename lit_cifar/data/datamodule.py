@@ -246,7 +246,6 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     @cached_property
     def val_size(self) -> int:
-        """Number of images to validate on."""
         own, num_train = self.source.val_size, self.num_images["train"]
         if self.source.own_val:
             if self._held_out is not None:

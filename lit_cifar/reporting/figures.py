@@ -31,8 +31,6 @@ SPLIT_WORDS: dict[Split, str] = {"val": "validation", "test": "test"}
 
 
 class WrongImage(NamedTuple):
-    """A misclassified image."""
-
     image: Tensor  # uint8, (3, H, W), on the CPU
     truth: str  # name of its class
     prediction: str  # name of the class the network chose

@@ -69,7 +69,6 @@ class _ContinuedWriter(ExperimentWriter):
         self._last = {name: cell for name, cell in kept[-1].items() if cell}
 
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
-        """Add to the row of this step."""
         super().log_metrics(metrics_dict, step)
         row = self.metrics.pop()
         if self.metrics and self.metrics[-1]["step"] == row["step"]:
@@ -95,7 +94,6 @@ class _ContinuedWriter(ExperimentWriter):
         self._last, self._grows = rows[-1], False
 
     def _rows(self) -> list[dict[str, str]]:
-        """The rows of the file, none if there is no file."""
         header, *rows = read_csv(self._path) or [[]]
         return [dict(zip(header, row, strict=False)) for row in rows if row]
 

@@ -173,7 +173,6 @@ class SavedConfig(SaveConfigCallback):
         self.config.trainer.logger = logger
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save, unless the run is resumed."""
         if stage == "fit":
             self.config.ckpt_path = None
         if not self._resumed:
@@ -185,5 +184,4 @@ class SavedConfig(SaveConfigCallback):
             logger.log_hyperparams(yaml.safe_load(self.parser.dump(self.config, skip_unset=False)))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save, if that was not done in `setup`."""
         super().setup(trainer, pl_module, "fit")

@@ -195,15 +195,12 @@ def trace(classifier: Classifier, image_shape: tuple[int, ...]) -> ExportedProgr
 
 
 class Format(NamedTuple):
-    """One kind of file."""
-
     file: str  # name of the file in the folder
     packages: tuple[str, ...]  # names of the modules that it needs beside torch
     content: Callable[[ExportedProgram], bytes]  # its caller writes the bytes: a full disk is then one kind of error
     load: Callable[[Path], Callable[[Tensor], Tensor]]  # maps images to logits, by the file alone
 
     def check(self) -> None:
-        """Raise a `ConfigError` if a package is missing."""
         if missing := [name for name in self.packages if find_spec(name) is None]:
             raise ConfigError(
                 f"ONNX needs packages that are not installed: {', '.join(missing)}",
@@ -233,7 +230,6 @@ def _onnx_content(program: ExportedProgram) -> bytes:
 
 
 def _load_onnx(file: Path) -> Callable[[Tensor], Tensor]:
-    """Load a file into ONNX Runtime, on the CPU."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
@@ -295,7 +291,6 @@ def export(
 
 
 def _digest(path: Path) -> str:
-    """SHA-256 of a file."""
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()
 

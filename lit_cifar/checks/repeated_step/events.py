@@ -41,8 +41,6 @@ class Call:
 
 @dataclass
 class Backward:
-    """A backward pass, at its end."""
-
     inside: bool  # whether it is inside of a call, by manual optimization
     synced: bool  # whether gradients were averaged over the ranks
     surroundings: Surroundings | None  # surroundings at its beginning, where that was seen

@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 
 def fresh_copy(leaf: Any) -> Any:
-    """Copy an input, for one more call."""
     if isinstance(leaf, Tensor):
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
     return copy.deepcopy(leaf)

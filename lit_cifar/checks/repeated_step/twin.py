@@ -23,8 +23,6 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @dataclass
 class Twin:
-    """A copy of a module and its optimizers, and how to call it."""
-
     module: nn.Module
     optimizers: list[Optimizer]
     call: Callable[..., Any]

@@ -92,7 +92,6 @@ class Hints:
         self._scheduled.clear()
 
     def sent_beside(self, tensors: Sequence[Tensor]) -> None:
-        """Look at tensors that ranks exchange outside of calls."""
         if torch.is_grad_enabled() and any(tensor.grad_fn is not None for tensor in tensors):
             self._add("ranks exchange what a loss may be computed of, by a collective that no gradient passes")
 

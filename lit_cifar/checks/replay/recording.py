@@ -107,7 +107,6 @@ class Recorder:
             yield optimizer.register_step_post_hook(partial(self._after_step, number))
 
     def close(self) -> None:
-        """Remove all hooks and write the events that are open."""
         for handle in self._handles:
             handle.remove()
         self._replaced.close()

@@ -38,7 +38,6 @@ def compare_replicas(report: Report, module: nn.Module) -> None:
 
 
 def judge_replicas(report: Report, of_ranks: Sequence[Mapping[str, Digest]]) -> None:
-    """Compare every rank's parameters with those of rank 0."""
     first = of_ranks[0]
     report.counts["states"] += len(first) * (len(of_ranks) - 1)
     for rank, of_rank in enumerate(of_ranks[1:], start=1):

@@ -21,8 +21,6 @@ _FACTOR = 0x9E3779B1
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that is not the same on all ranks."""
-
     name: str
     ranks: tuple[int, ...]  # ranks that differ from the majority; all ranks, if there is none
     num_others: int  # size of the majority; 0 if there is none

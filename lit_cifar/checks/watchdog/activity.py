@@ -22,8 +22,6 @@ _NUM_SETTLED = 3
 
 
 class Moment(NamedTuple):
-    """The current phase of the main thread."""
-
     phase: str  # name of the phase, such as "training step"
     step: int  # optimizer steps that are done
     events: int  # number of phases begun so far, by which processes are compared
@@ -37,8 +35,6 @@ class Moment(NamedTuple):
 
 
 class _Durations(NamedTuple):
-    """Durations of one kind of phase, in seconds."""
-
     number: int
     first: float
     longest_other: float = 0.0

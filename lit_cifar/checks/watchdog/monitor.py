@@ -224,7 +224,6 @@ class Monitor(threading.Thread):
         return self._follow_judge()
 
     def _ask_silent(self) -> None:
-        """Ask processes on this machine that do not answer to leave a trace."""
         for peer in self._others() if self._is_judge else [self._peers[JUDGE]]:
             if self._silence.listened_s - peer.heard_at > self._look_after_s and not peer.sight.trace:
                 self.mates.ask(peer.beat.rank)

@@ -156,6 +156,5 @@ class SilenceClock:
         return passed_s
 
     def answer(self) -> None:
-        """Note that the store has answered."""
         self._answered_at, self.owed_s = self._clock(), 0.0
         self.listened_s += self._pause_s

@@ -23,8 +23,6 @@ Unit = Literal["x", "s", "us", "img/s"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of measurements."""
-
     folder: Path  # an existing folder, below which runs write
     rounds: int = 5  # number of times that each of the things that are compared is timed
     small: bool = False  # whether layers, images and steps are few: the figures then say nothing about a machine
@@ -36,8 +34,6 @@ class Settings:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement."""
-
     name: str  # the things that are compared
     unit: Unit
     values: Values

@@ -32,7 +32,6 @@ class TrainingMemory(Callback):
         self._resident_peak: int | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget earlier peaks."""
         self._with_gradient = 0
         for device in _gpus(trainer):
             torch.cuda.reset_peak_memory_stats(device)
@@ -52,7 +51,6 @@ class TrainingMemory(Callback):
             self._resident_peak = resident_peak() - self._resident_before
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Add the optimizers' state, and write."""
         folder = run_folder(trainer)
         if folder is None:
             return

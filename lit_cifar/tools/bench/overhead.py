@@ -124,8 +124,6 @@ class Operators(internals.TorchDispatchMode):  # type: ignore[misc]
 
 
 class PythonCalls:
-    """Counts calls of Python functions in this thread."""
-
     count = 0
 
     def __enter__(self) -> None:

@@ -51,8 +51,6 @@ def _recovery(settings: Settings, launcher: tuple[str, ...], device: str) -> flo
 
 
 def _wait_for_steps(job: Job, reader: SampleLogReader, *, start: tuple[int, int], steps: int) -> None:
-    """Wait until each rank of that start of the processes has taken `steps` steps."""
-
     def taken() -> bool:
         reader.refresh()
         ranks = [line.rank for line in reader.lines if line.start == start]

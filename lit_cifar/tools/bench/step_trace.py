@@ -42,7 +42,6 @@ class StepTrace(Callback):
         observe_stages(trainer, self._recorder)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse an epoch that ends before the last step."""
         needed, there = NUM_STEPS * trainer.accumulate_grad_batches, trainer.num_training_batches
         if there < needed:
             raise ConfigError(
@@ -55,7 +54,6 @@ class StepTrace(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Begin and end the work that each step is for."""
         if trainer.global_step == self._steps:  # gradients are being accumulated
             return
         self._steps = trainer.global_step

@@ -188,19 +188,16 @@ class Timeline(Callback):
         self._num_batches = 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Switch the recorder on when it is time."""
         if self.first_step <= self._num_batches < self.first_step + self.num_steps:
             self._recorder.begin(self._num_batches, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Switch it off."""
         self._recorder.step = None
         self._num_batches += 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gather the spans of all processes and write them."""
         spans = self._recorder.spans()
         gathered: list[Any] = [spans]
         if dist.is_initialized():

@@ -39,7 +39,6 @@ _MESSAGES = ("gloo:send", "gloo:recv")  # the asking thread notes these; collect
 
 
 def main(args: list[str]) -> int:
-    """Record, print and write; return 0."""
     options, rest = trace_parser().parse_known_args(args)
     known = sized_modes(options.devices)
     if options.mode not in known:

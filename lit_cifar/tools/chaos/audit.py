@@ -116,8 +116,6 @@ class SampleLogReader:
 
 @dataclass
 class Audit:
-    """The mistakes in the samples of a whole training, and its repeated steps."""
-
     missing: int  # samples of an epoch that no step counts
     doubled: int  # samples that an epoch counts too often, or that are not in the data set
     repeated: int  # number of runs of an optimizer step that did not count

@@ -107,7 +107,6 @@ class Job:
 
     @property
     def log_bytes(self) -> int:
-        """Number of bytes that the processes have printed so far."""
         return self._log.stat().st_size if self._log.exists() else 0
 
     def log_since(self, offset: int) -> list[str]:
@@ -135,7 +134,6 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], *, limit_s: float, poll_s: float = _POLL_S) -> bool:
-    """Poll the condition. Return whether it became true within the limit."""
     end = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > end:

@@ -58,8 +58,6 @@ def configured(args: Sequence[str], *, folder: Path) -> tuple[tuple[str, ...], s
 
 @dataclass(frozen=True, kw_only=True)
 class ResizedMode:
-    """A mode in which processes meet, and its other sizes."""
-
     name: str  # its name in `--modes` and `--trainer.strategy`
     # Flags of `fit` under torchrun, by the number of processes: the full size first, then those to which a job is
     # resized. All compute the same, with virtual replicas bit for bit, otherwise except for rounding.
@@ -74,8 +72,6 @@ class ResizedMode:
 
 @dataclass(frozen=True)
 class Training:
-    """A training that is hit, and long enough for that."""
-
     flags: tuple[str, ...]  # flags of `fit`
     own_precision: str  # their `--trainer.precision`
     mode: ResizedMode  # mode of the training

@@ -154,7 +154,6 @@ def check_copies(devices: Sequence[torch.device]) -> Check:
 
 
 def look_at_environment() -> list[Check]:
-    """Checks of the environment of a run."""
     found = [f"{name} {address}" for name, address in addresses().items() if address != LOOPBACK]
     shown = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)]
     variables = " ".join(shown) or "none of NCCL, gloo, CUDA, SLURM or OpenMP is set"
@@ -176,7 +175,6 @@ def _loopback() -> list[MachineFinding]:
 
 
 def _port() -> list[MachineFinding]:
-    """Whether `MASTER_PORT`, if set, is a free port."""
     try:
         port = given_port()
         socket.create_server((LOOPBACK, port)).close()

@@ -35,7 +35,6 @@ loads nothing from the network. Several runs of the same data set are shown in t
 
 
 def main(args: list[str]) -> int:
-    """Write the page and return 0."""
     options = report_parser().parse_args(args)
     page = page_of([Path(run) for run in options.runs])
     target = Path(options.output)
@@ -200,7 +199,6 @@ def _words(run: RunContents) -> list[str]:
 
 
 def _curves(runs: Runs) -> list[Figure]:
-    """Loss and accuracy of training and validation."""
     loss, acc = (_lines(runs, f"val/{name}") + _lines(runs, f"train/{name}", dashed=True) for name in ("loss", "acc"))
     return _line_chart("Loss", loss, runs) + _line_chart("Accuracy", acc, runs, percent=True)
 
@@ -228,7 +226,6 @@ def _line_chart(title: str, lines: Sequence[Line], runs: Runs, **options: bool) 
 
 
 def _ranks(runs: Runs, split: Split) -> list[Figure]:
-    """Accuracy of every rank, and of all."""
     groups: dict[str, list[Bar]] = {}
     whole = []
     for place, run in enumerate(runs.values()):
@@ -244,7 +241,6 @@ def _ranks(runs: Runs, split: Split) -> list[Figure]:
 
 
 def _classes(runs: Runs, split: Split) -> list[Figure]:
-    """Accuracy of every class, and the confusion of classes."""
     found = [
         (place, name, run.confusion[split]) for place, (name, run) in enumerate(runs.items()) if split in run.confusion
     ]

@@ -196,7 +196,6 @@ def _resumed_problems(outcome: Outcome, record: Record, reference: Reference, se
 
 
 def _compare_metrics(row: VerifiedMode, record: Record, reference: Reference, settings: Configuration) -> list[str]:
-    """Logged metrics and evaluations beyond their bounds."""
     bounds = dict(_SAME_METRICS)
     if settings.num_parts is None:
         # Rounding may turn two answers, in bfloat16 any number.

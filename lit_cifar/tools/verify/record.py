@@ -93,7 +93,6 @@ class Record:
 
     @property
     def checkpoints(self) -> dict[str, Path]:
-        """Checkpoint files by name: "last.ckpt" and so on."""
         return {path.name: path for path in sorted((self.run / "checkpoints").glob("*.ckpt"))}
 
     def first_of_ranks(self, by_process: Mapping[int, T]) -> list[T]:
@@ -104,7 +103,6 @@ class Record:
 
     @property
     def ends_of_epochs(self) -> dict[int, int]:
-        """The last step of each epoch."""
         found, step = {}, 0
         for line in self._lines("samples"):
             what, number = line["when"].split()[0], int(line["when"].split()[-1])

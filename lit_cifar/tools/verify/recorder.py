@@ -45,8 +45,6 @@ class Snapshot:
 
 
 class Logits(L.Callback):
-    """Collects the logits that a process computes in an evaluation."""
-
     def __init__(self) -> None:
         self._batches: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -132,7 +130,6 @@ class Trace(Logits):
             self._write_own(trainer, f"{self._evaluation}, first batch", self._own_state(trainer, pl_module), same=True)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write down this process's samples, the counts of its metrics, and its evaluation."""
         self._write_samples(trainer, "evaluation", self._evaluation, counted=counted(pl_module, "val_"))
         self._write_own(trainer, self._evaluation, self._own_state(trainer, pl_module), same=True)
         self._save(trainer, "evaluation", self.take())
@@ -194,7 +191,6 @@ class Trace(Logits):
 
 
 def _reverse_chunks(batch: Batch, pl_module: Any) -> None:
-    """Reverse the samples inside each chunk of the batch, in place."""
     layers = (layer for layer in pl_module.modules() if isinstance(layer, GhostBatchNorm2d))
     chunks = next((layer.chunks for layer in layers), None)
     num_samples = len(batch.ids)
