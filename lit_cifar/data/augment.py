@@ -172,9 +172,8 @@ def _resample(images: Tensor, places: tuple[Tensor, ...]) -> Tensor:
 
     def rows(which: Tensor) -> Tensor:
         index = which.repeat_interleave(images.shape[1], 0) + of_image[:, None]
-        return (
-            all_rows.index_select(0, index.flatten()).view(*images.shape[:2], *which.shape[1:], images.shape[3]).short()
-        )
+        shape = *images.shape[:2], *which.shape[1:], images.shape[3]
+        return all_rows.index_select(0, index.flatten()).view(shape).short()
 
     above, below = rows(first), rows(second)
     change = below.sub_(above).mul_(share[:, None, :, None].short()).add_(64).bitwise_right_shift_(7)

@@ -50,10 +50,8 @@ def open_dataset(
     given = {option: value for option, value in of_folder.items() if value not in (None, False)}
     if given and name != "folder":
         option, value = next(iter(given.items()))
-        raise ConfigError(
-            f"--data.{option}={value} is for pictures of your own, which are decoded",
-            remedy="leave it out, or pass --data.dataset=folder",
-        )
+        problem = f"--data.{option}={value} is for pictures of your own, which are decoded"
+        raise ConfigError(problem, remedy="leave it out, or pass --data.dataset=folder")
     module, _, kind = DATASETS[name].partition(".")
     dataset: type[Dataset] = getattr(import_module(f"lit_cifar.data.{module}"), kind)
     return dataset(Path(root), image_size=image_size, seed=seed, **given)
@@ -203,10 +201,8 @@ class CIFAR10DataModule(L.LightningDataModule):
                 remedy = "pass --data.augment=true"
                 raise ConfigError(f"--data.{name}={value} is part of the augmentation", remedy=remedy)
         if decoded_size is not None and (padding or reflect):
-            raise ConfigError(
-                "--data.decoded_size crops images that are not padded",
-                remedy="leave out --data.padding and --data.reflect",
-            )
+            problem = "--data.decoded_size crops images that are not padded"
+            raise ConfigError(problem, remedy="leave out --data.padding and --data.reflect")
         if bool(small_epochs) != bool(small_size):
             raise ConfigError(
                 f"--data.small_epochs={small_epochs} and --data.small_size={small_size} belong together",
@@ -220,10 +216,8 @@ class CIFAR10DataModule(L.LightningDataModule):
         if reflect and drawn.padding >= self.image_size:
             raise ConfigError("--data.reflect=true has too few pixels to mirror", remedy="lower --data.padding")
         if frozen_order and not shuffle:
-            raise ConfigError(
-                "--data.frozen_order=true repeats one shuffled order, and --data.shuffle=false has none",
-                remedy="leave one of the two out",
-            )
+            problem = "--data.frozen_order=true repeats one shuffled order, and --data.shuffle=false has none"
+            raise ConfigError(problem, remedy="leave one of the two out")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without images: a spawned process reads them, as 150 MB do not fit every shared memory."""
@@ -271,10 +265,8 @@ class CIFAR10DataModule(L.LightningDataModule):
         """Read what `stage` ("fit", "validate", "test" or "predict") needs into `self.sets`."""
         # Pictures are listed here, and not once more when they are loaded.
         if stage in ("fit", "validate") and not self.val_size and stage == "validate":
-            raise ConfigError(
-                "--data.val_size=0 holds out no images to validate on",
-                remedy="pass the --data.val_size of the training, or use the test subcommand",
-            )
+            problem = "--data.val_size=0 holds out no images to validate on"
+            raise ConfigError(problem, remedy="pass the --data.val_size of the training, or use the test subcommand")
         if stage in ("fit", "validate") and "train" not in self.sets:
             if self.source.own_val:
                 self.sets |= {"train": self._load("train"), "val": self._load("val")}
@@ -300,10 +292,8 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     def _split(self, images: ImageSet) -> tuple[ImageSet, ImageSet]:
         if self.val_size >= len(images):
-            raise ConfigError(
-                f"--data.val_size={self.val_size} leaves none of {len(images)} images to train on",
-                remedy=f"lower it, e.g. --data.val_size={len(images) // 10}",
-            )
+            problem = f"--data.val_size={self.val_size} leaves none of {len(images)} images to train on"
+            raise ConfigError(problem, remedy=f"lower it, e.g. --data.val_size={len(images) // 10}")
         held_out = torch.zeros(len(images), dtype=torch.bool)
         held_out[self.source.hold_out(images.labels, self.val_size)] = True
         return images.subset((~held_out).nonzero()[:, 0]), images.subset(held_out.nonzero()[:, 0])

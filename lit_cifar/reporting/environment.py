@@ -75,10 +75,7 @@ def command_line(argv: list[str]) -> str:
 
 
 def git_state(package: Path) -> dict[str, Any] | None:
-    """Commit of the repository whose top level holds `package`, and whether tracked files differ from it.
-
-    None for an installed package, even if its environment lies in some other repository.
-    """
+    """Commit of the repository whose top level holds `package`, and whether tracked files differ; None if installed."""
     if not (package.parent / ".git").exists():
         return None
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

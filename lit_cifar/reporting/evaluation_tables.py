@@ -155,10 +155,7 @@ class ConfusionCounts(EvaluationCallback):
 
 
 def write_confusion(folder: Path, split: str, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> None:
-    """Replace this split's rows in `folder/confusion.csv`, and keep those of another split of the same C `classes`.
-
-    `counts` are C rows, one for each true class, of C counts, one for each predicted class.
-    """
+    """Replace this split's rows of counts, true by predicted class, in `confusion.csv`; keep those of other splits."""
     rows = ([name, *row] for name, row in zip(classes, counts, strict=True))
     replace_split(folder / CONFUSION, [*CONFUSION_COLUMNS, *classes], split, rows)
 

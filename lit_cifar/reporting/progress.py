@@ -108,10 +108,8 @@ class ProgressBar(TQDMProgressBar):
 
     The bar is updated every `refresh_rate` steps, but at most twice a second, because the host waits for a GPU to have
     the values. If stdout is not a terminal there is no bar: a line is printed after each epoch, and at least every
-    `line_every_s`.
-
-    The values are those that the run logs, with or without `prog_bar=True`. That flag would make Lightning read a value
-    back from the device in every step; here it is read when the bar is updated.
+    `line_every_s`. The values are those that the run logs, with or without `prog_bar=True`, by which Lightning would
+    read a value back from the device in every step.
     """
 
     # All of it fits into 80 columns, where the bar itself gives way.

@@ -107,13 +107,10 @@ class Recording:
         reasons: list[str] = []
         hints: list[str] = []
         for rank in range(self.num_ranks):
-            path = self.folder / f"{rank}.pt"
-            if path.exists():
-                of_rank = torch.load(path, weights_only=True)
-                reasons += of_rank[0]
-                hints += of_rank[1]
-            else:
-                reasons.append(f"the record of rank {rank} cannot be seen from rank 0")
+            path, absent = self.folder / f"{rank}.pt", [f"the record of rank {rank} cannot be seen from rank 0"]
+            why, seen = torch.load(path, weights_only=True) if path.exists() else (absent, [])
+            reasons += why
+            hints += seen
         return [*dict.fromkeys(reasons)], [*dict.fromkeys(hints)]
 
     def segments(self, rank: int) -> list[list[Path]]:

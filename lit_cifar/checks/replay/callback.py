@@ -223,7 +223,7 @@ _NOTES: dict[str, Callable[..., object]] = {
     "on_sanity_check_end": Epochs.evaluated,
     "on_validation_start": Epochs.begin_evaluation,
     "on_validation_batch_start": Epochs.begin_batch,
-    "on_validation_batch_end": Epochs.end_batch,
+    "on_validation_batch_end": lambda epochs, *_: epochs.begin_batch(None),
     "on_validation_end": Epochs.end_evaluation,
 }
 for _hook, _note in _NOTES.items():

@@ -52,10 +52,8 @@ def replayed(module: str, data: str | None, *, steps: int, args: Sequence[str]) 
         return replay.reports[0].as_json()
     found = Path(trainer.default_root_dir, RESULT)
     if not found.exists() or found.stat().st_mtime < started:  # processes of `ddp_spawn` would have written it
-        raise ConfigError(
-            f"the training of {module} ended before its first step",
-            remedy="pass a --trainer.max_steps above 0, and data",
-        )
+        problem = f"the training of {module} ended before its first step"
+        raise ConfigError(problem, remedy="pass a --trainer.max_steps above 0, and data")
     reports: list[dict[str, Any]] = json.loads(found.read_text())
     return reports[0]
 

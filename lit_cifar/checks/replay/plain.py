@@ -3,7 +3,6 @@
 import shutil
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -86,9 +85,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         self._is_open = True
         self._read = ReadIds()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.finish()
         else:

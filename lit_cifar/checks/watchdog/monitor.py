@@ -147,8 +147,7 @@ class Monitor(threading.Thread):
     # The main thread calls these.
 
     def fail(self, failure: str, *, quiet: bool = False) -> Verdict | None:
-        """Report that the main thread has failed, with the end of its traceback, and return the verdict once there is
-        one.
+        """Report that the main thread has failed, with the end of its traceback, and return the verdict.
 
         If it is `quiet` the main thread prints the message itself.
         """

@@ -18,12 +18,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]  # public, but not named in its __all__
-    DistNetworkError,
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public
 
 from lit_cifar.checks.watchdog.heartbeat import Heartbeat, first_heartbeat
 

@@ -64,12 +64,7 @@ def interleaved(measurements: Mapping[str, Callable[[], float]], *, rounds: int)
 
 
 def fit(words: Sequence[str], *, folder: Path, threads: int = 1, num_ranks: int = 1) -> None:
-    """`python -m lit_cifar fit`, see `verify.runs.run`.
-
-    Raises:
-        ConfigError: `fit` refuses the user's flags.
-        RuntimeError: `fit` failed.
-    """
+    """`python -m lit_cifar fit`; a `ConfigError` if it refuses the user's flags, a `RuntimeError` if it failed."""
     outcome = run("fit", *words, folder=folder, threads=threads, num_ranks=num_ranks)
     if outcome.status == EXIT_REFUSED:
         raise outcome.refusal

@@ -43,9 +43,7 @@ class TrainingMemory(Callback):
             trained = [parameter for parameter in pl_module.parameters() if parameter.grad is not None]
             self._with_gradient = sum(_own_bytes(each) + _own_bytes(each.grad) for each in trained)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Note the peak of the steps, without that of saving the last checkpoint."""
         if self._resident_before is not None:
             self._resident_peak = resident_peak() - self._resident_before

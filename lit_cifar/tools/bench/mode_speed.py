@@ -18,11 +18,7 @@ _WARM_UP = 2  # steps that `fit` does not time
 
 
 def measure(settings: Settings) -> list[Row]:
-    """Speed of ResNet34 in float32 on the CPU, both stems: each mode on two devices over one process with all threads.
-
-    Raises:
-        RuntimeError: A run failed.
-    """
+    """Speed of ResNet34 in float32 on the CPU: each mode on two devices over one process with all threads."""
     rows = []
     batch_size = 32 if settings.small else 128
     for stem in _STEPS:

@@ -33,11 +33,7 @@ OPTIMIZERS = {"SGD": [], "Muon": ["--model.optimizer=lit_cifar.MuonSGD", "--mode
 
 
 def measure(settings: Settings) -> list[Row]:
-    """A step with all that a run logs by default, over one of a plain loop in the same precision and layout.
-
-    Raises:
-        RuntimeError: A run failed.
-    """
+    """A step with all that a run logs by default, over one of a plain loop in the same precision and layout."""
     # A tiny network: the step is all that is not the network.
     turns = (1 if settings.small else 6) * settings.rounds
     ours, plain, _ = _in_turn(settings, [f"--model.network={__name__}.Small"], turns=turns, steps=50, batch_size=16)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from typing_extensions import override
 
+from lit_cifar.checks.replay.states import gathered
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import NoRecorder, WorkKind, mode_of
 
@@ -64,11 +65,7 @@ class _Work:
 
 
 class StageRecorder(NoRecorder):
-    """Records the work that stages report; it does nothing while `step` is None.
-
-    Attributes:
-        step: The step that is being recorded.
-    """
+    """Records the work that stages report, in the training batch `step`; it does nothing while that is None."""
 
     def __init__(self) -> None:
         self.step: int | None = None
@@ -175,11 +172,7 @@ class Timeline(Callback):
         self._recorder = StageRecorder()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let the stages, which are made later, report to this callback.
-
-        Raises:
-            ConfigError: The mode has no stages.
-        """
+        """Let the stages, which are made later, report to this callback; raise a `ConfigError` if the mode has none."""
         if not observe_stages(trainer, self._recorder):
             raise ConfigError(
                 "the callback Timeline records stages, and this mode has none",
@@ -191,21 +184,15 @@ class Timeline(Callback):
         if self.first_step <= self._num_batches < self.first_step + self.num_steps:
             self._recorder.begin(self._num_batches, pl_module)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self._recorder.step = None
         self._num_batches += 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        spans = self._recorder.spans()
-        gathered: list[Any] = [spans]
-        if dist.is_initialized():
-            gathered = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, spans)
+        of_ranks = gathered(self._recorder.spans())
         log_dir = trainer.log_dir  # every process must ask for it, which sends a message
-        if trainer.is_global_zero and log_dir is not None:
-            write_trace([span for part in gathered for span in part], Path(log_dir) / FILE)
+        if of_ranks and log_dir is not None:
+            write_trace([span for spans in of_ranks for span in spans], Path(log_dir) / FILE)
 
 
 def observe_stages(trainer: Trainer, recorder: NoRecorder) -> bool:

@@ -1,7 +1,4 @@
-"""`python -m lit_cifar bench trace`: one training step of all ranks on one clock.
-
-It tells the work of each rank, its times and kinds, and draws them.
-"""
+"""`python -m lit_cifar bench trace`: one training step of all ranks on one clock, its kinds of work, and a picture."""
 
 import argparse
 import json

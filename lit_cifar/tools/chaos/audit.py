@@ -149,9 +149,8 @@ def effective(lines: Iterable[LoggedStep]) -> tuple[Batches, list[str]]:
             first, *others = (ids for _, ids in ranks)
             batches[key] += first
             if any(ids != first for ids in others):
-                problems.append(
-                    f"{_words(key)}: the processes of data-parallel rank {data_parallel_rank} read different samples"
-                )
+                who = f"the processes of data-parallel rank {data_parallel_rank}"
+                problems.append(f"{_words(key)}: {who} read different samples")
     return batches, problems
 
 

@@ -1,8 +1,4 @@
-"""Checks of the machine, and of the environment of a run.
-
-The machine is processor, memory, GPUs and the copies between them, versions, disk. The environment is ports, network
-interfaces, and a launcher's variables.
-"""
+"""Checks of the machine, with its GPUs and the copies between them, and of the environment of a run."""
 
 import os
 import re

@@ -1,7 +1,4 @@
-"""The command, and the tables and charts of its page.
-
-The tables tell the names, facts and results of runs, their differences, and how to repeat them.
-"""
+"""The command, its tables (facts and results of runs, their differences, how to repeat them) and its charts."""
 
 import argparse
 import shlex
@@ -56,11 +53,7 @@ def report_parser() -> argparse.ArgumentParser:
 
 
 def page_of(folders: Sequence[Path]) -> str:
-    """One HTML page about the runs in these folders, which loads nothing from anywhere.
-
-    Raises:
-        ConfigError: A folder is not that of a run, or has a damaged file; or the runs have different data sets.
-    """
+    """One HTML page about these runs, which loads nothing; a `ConfigError` if they cannot be read or compared."""
     runs = {printable(str(folder)): read_run(folder) for folder in folders}
     _check_comparable(runs)
     loader = FileSystemLoader(Path(__file__).parent)
@@ -241,18 +234,14 @@ def _ranks(runs: Runs, split: Split) -> list[Figure]:
 
 
 def _classes(runs: Runs, split: Split) -> list[Figure]:
-    found = [
-        (place, name, run.confusion[split]) for place, (name, run) in enumerate(runs.items()) if split in run.confusion
-    ]
+    found = {place: run.confusion[split] for place, run in enumerate(runs.values()) if split in run.confusion}
     if not found:
         return []
-    groups = {
-        name: [Bar(place, confusion.of_class(index)) for place, _, confusion in found]
-        for index, name in enumerate(found[0][2].classes)
-    }
+    names = enumerate(next(iter(found.values())).classes)
+    groups = {name: [Bar(place, each.of_class(index)) for place, each in found.items()] for index, name in names}
     charts = [_bar_chart(f"Accuracy by class, {SPLIT_WORDS[split]}", groups, runs)]
-    for _, name, confusion in found:
-        title = f"Confusion matrix, {SPLIT_WORDS[split]}" + (f"\n{name[-40:]}" if len(runs) > 1 else "")
+    for place, confusion in found.items():
+        title = f"Confusion matrix, {SPLIT_WORDS[split]}" + (f"\n{[*runs][place][-40:]}" if len(runs) > 1 else "")
         charts.append(confusion_figure(torch.tensor(confusion.counts), confusion.classes, title=title))
     return charts
 

@@ -1,7 +1,4 @@
-"""Judges a mode by comparing its runs with the single-device computation that it equals.
-
-It compares steps, samples, evaluations, logged metrics, checkpoints and tables, and the same run resumed.
-"""
+"""Judges a mode, also resumed, by comparing what its runs write with the single-device computation that it equals."""
 
 import csv
 import json
@@ -240,13 +237,9 @@ def _compare_evaluation(
 
 def logits_problems(when: str, rank: int, gaps: Sequence[tuple[int, float]], *, bound: float) -> list[str]:
     """The first sample of process `rank` whose logits, or label, differ from one device's, and the number of others."""
-    return first(
-        [
-            f"{when}: logits of sample {sample} of process {rank} differ by {gap:.1e}, allowed {bound:.1e}"
-            for sample, gap in gaps
-            if not gap <= bound
-        ]
-    )
+    of = f"of process {rank} differ by"
+    beyond = [(sample, gap) for sample, gap in gaps if not gap <= bound]
+    return first([f"{when}: logits of sample {sample} {of} {gap:.1e}, allowed {bound:.1e}" for sample, gap in beyond])
 
 
 def logged_problems(found: Logged, expected: Logged, *, bounds: Mapping[str, float], source: str) -> list[str]:
@@ -334,10 +327,9 @@ def entry_problems(
             mine, wanted = (
                 dict(_entries("", read_checkpoint(record.checkpoints[name]), leave_out)) for record in (found, expected)
             )
-            other = [key for key in {**wanted, **mine} if not _equal(mine.get(key), wanted.get(key), bound=bound)]
-            problems += first(
-                [f"{name}: {key} is {_shown(mine.get(key))}, {source} has {_shown(wanted.get(key))}" for key in other]
-            )
+            both = {key: (mine.get(key), wanted.get(key)) for key in {**wanted, **mine}}
+            other = {key: [*map(_shown, pair)] for key, pair in both.items() if not _equal(*pair, bound=bound)}
+            problems += first([f"{name}: {key} is {own}, {source} has {right}" for key, (own, right) in other.items()])
     return problems
 
 

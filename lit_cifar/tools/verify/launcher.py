@@ -202,18 +202,15 @@ class Configuration:
         flags = [f"--trainer.max_steps={steps}", "--trainer.max_epochs=-1", "--trainer.log_every_n_steps=1"]
         flags += [f"--trainer.accumulate_grad_batches={accumulation}", f"--last_checkpoint.every_n_steps={steps - 1}"]
         if CIFAR10DataModule(**self.config["data"]).val_size > 0 and self.config["trainer"]["limit_val_batches"] != 0:
-            every = max(
-                every for every in range(1, max(steps, 2)) if steps % every == 0
-            )  # half of the steps if that divides
+            every = max(every for every in range(1, max(steps, 2)) if steps % every == 0)  # half of them, if possible
             flags += ["--trainer.check_val_every_n_epoch=null", f"--trainer.val_check_interval={every * accumulation}"]
         return flags
 
 
 def _network_flags(model: dict[str, Any]) -> list[str]:
-    """Fill in what the user has left open: `tiny` has every kind of layer that ResNet34 has, with an eighth of the
-    channels, so that a run takes little more than its start.
+    """Fill in what the user has left open, and return flags that say so.
 
-    Returns flags that say so.
+    `tiny` has every kind of layer that ResNet34 has, with an eighth of the channels: a run takes little but its start.
     """
     flags = []
     if model["arch"] is None:
@@ -281,15 +278,11 @@ class Launcher:
         record = Record(self.new_folder("reference"))
         outcome = self._fit(title, record.folder, flags, order=order)
         if outcome.status is None:
-            raise ConfigError(
-                f"one device is too slow for this configuration: {outcome.last_words}",
-                remedy="pass fewer --steps, or a smaller --data.batch_size or --model.arch",
-            )
+            problem = f"one device is too slow for this configuration: {outcome.last_words}"
+            raise ConfigError(problem, remedy="pass fewer --steps, or a smaller --data.batch_size or --model.arch")
         if outcome.status != 0:
-            raise ConfigError(
-                f"one device cannot train this configuration: {outcome.last_words}",
-                remedy="correct it until `python -m lit_cifar fit` runs with it",
-            )
+            problem = f"one device cannot train this configuration: {outcome.last_words}"
+            raise ConfigError(problem, remedy="correct it until `python -m lit_cifar fit` runs with it")
         if (num_steps := len(record.steps)) < self.steps:
             raise ConfigError(
                 f"the configuration ends a run after {num_steps} of {self.steps} steps",
@@ -398,10 +391,8 @@ _SHARED: dict[str, tuple[str, _Sizes]] = {
 def launched(mode: SizedMode) -> SizedMode:
     """`mode` itself, if a launcher has processes to start."""
     if mode.num_ranks == 1:
-        raise ConfigError(
-            f"{mode.name} starts its own processes, or has one: there is nothing for --launcher to start",
-            remedy="leave it out, or verify it without --launcher",
-        )
+        problem = f"{mode.name} starts its own processes, or has one: there is nothing for --launcher to start"
+        raise ConfigError(problem, remedy="leave it out, or verify it without --launcher")
     return mode
 
 

@@ -117,9 +117,9 @@ class Record:
         problems, samples = [], self._samples
         for when, ranks in reference._samples.items():
             mine = samples.get(when, {})
-            disagreeing = [rank for rank, readers in mine.items() if any(ids != readers[0] for ids in readers)]
+            unlike = [rank for rank, readers in mine.items() if any(ids != readers[0] for ids in readers)]
             problems += [
-                f"{when}: the processes of data-parallel rank {rank} read different samples" for rank in disagreeing
+                f"{when}: the processes of data-parallel rank {rank} read different samples" for rank in unlike
             ]
             expected = [i for readers in ranks.values() for i in readers[0]]
             found = sample_problems([readers[0] for readers in mine.values()], expected)
@@ -388,12 +388,8 @@ def saved_problems(snapshots: Sequence[Snapshot], saved: Mapping[str, Any]) -> l
     wanted = {name: short_digest(value) for name, value in saved.items()}
     found = []
     for snapshot in snapshots:
-        other = [
-            name
-            for name, (_, replica, value) in snapshot.state.items()
-            if not replica and value != wanted.get(name.split()[0])
-        ]
-        found += first(
-            [f"{snapshot.when}: {name} of process {snapshot.rank} is not the checkpoint's" for name in other]
-        )
+        own = {name: value for name, (_, replica, value) in snapshot.state.items() if not replica}
+        other = [name for name, value in own.items() if value != wanted.get(name.split()[0])]
+        of = f"of process {snapshot.rank} is not the checkpoint's"
+        found += first([f"{snapshot.when}: {name} {of}" for name in other])
     return found

@@ -159,27 +159,14 @@ class Trace(Logits):
 
     def _write_own(self, trainer: L.Trainer, when: str, state: State, *, same: bool = False) -> None:
         same_as = f"step {self._step}" if same else None
-        self._append(
-            trainer, "own", asdict(Snapshot(when=when, rank=trainer.global_rank, same_as=same_as, state=state))
-        )
+        snapshot = Snapshot(when=when, rank=trainer.global_rank, same_as=same_as, state=state)
+        self._append(trainer, "own", asdict(snapshot))
 
-    def _write_samples(
-        self,
-        trainer: L.Trainer,
-        period: str,
-        when: str,
-        *,
-        counted: Mapping[str, int] | None = None,
-        parts: Iterable[tuple[int, float]] = (),
-    ) -> None:
-        data_parallel_rank = mode_of(trainer.strategy).layout.data_parallel_rank
-        line = {
-            "when": when,
-            "rank": trainer.global_rank,
-            "data_parallel_rank": data_parallel_rank,
-            "ids": self._ids[period],
-        }
-        self._append(trainer, "samples", line | {"counted": counted or {}, "parts": [*parts]})
+    def _write_samples(self, trainer: L.Trainer, period: str, when: str, **more: Any) -> None:
+        """Write the ids since the last period; `more` are counts of metrics (`counted`), or `parts` of a step."""
+        of = {"rank": trainer.global_rank, "data_parallel_rank": mode_of(trainer.strategy).layout.data_parallel_rank}
+        line = {"when": when, **of, "ids": self._ids[period], "counted": {}, "parts": []}
+        self._append(trainer, "samples", line | more)
         self._ids[period] = []
 
     def _append(self, trainer: L.Trainer, name: str, line: dict[str, Any]) -> None:
@@ -194,12 +181,8 @@ def _reverse_chunks(batch: Batch, pl_module: Any) -> None:
     layers = (layer for layer in pl_module.modules() if isinstance(layer, GhostBatchNorm2d))
     chunks = next((layer.chunks for layer in layers), None)
     num_samples = len(batch.ids)
-    positions = torch.arange(num_samples)
-    groups = (
-        [positions] if chunks is None else [chunk for replica in chunks.positions(num_samples) for chunk in replica]
-    )
-    for group in groups:
-        group = group.to(batch.ids.device)
+    replicas = [[torch.arange(num_samples)]] if chunks is None else chunks.positions(num_samples)
+    for group in (chunk.to(batch.ids.device) for replica in replicas for chunk in replica):
         for tensor in (batch.images, batch.labels, batch.ids):
             tensor[group] = tensor[group.flip(0)]
 
