@@ -83,15 +83,12 @@ class Augmentation:
             heights, widths, *rest = rest
             cropped = resized_crop(images, rows, columns, heights, widths, mirrored.bool(), size=self.resized_to)
         if rest:
-            cropped.masked_fill_(self._square(rest, cropped.shape[2:])[:, None], 0)
+            down, across = map(self._side, rest, cropped.shape[2:])
+            cropped.masked_fill_((down[:, :, None] & across[:, None, :])[:, None], 0)
         return cropped
 
-    def _square(self, centres: Sequence[Tensor], size: Sequence[int]) -> Tensor:
-        """The pixels that cutout blackens, bool, (n, *size); a square may reach over the border."""
-        rows, columns = map(self._side, centres, size)
-        return rows[:, :, None] & columns[:, None, :]
-
     def _side(self, centres: Tensor, length: int) -> Tensor:
+        """The places that cutout blackens, bool, (n, length); a square may reach over the border."""
         start = centres[:, None] - self.cutout // 2
         pixels = torch.arange(length, device=centres.device)
         return (pixels >= start) & (pixels < start + self.cutout)

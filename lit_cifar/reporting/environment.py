@@ -39,7 +39,6 @@ def environment(trainer: Trainer, *, data_name: str) -> dict[str, Any]:
 
 
 def start_and_versions() -> dict[str, Any]:
-    """Start time, command, commit and versions of this process."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command_line(sys.argv),

@@ -77,9 +77,6 @@ def export_parser() -> argparse.ArgumentParser:
     return parser
 
 
-# The exported network ------------------------------------------------------------------------------------------------
-
-
 class Classifier(nn.Module):
     """A network in evaluation mode, with the normalisation of its data set before it.
 
@@ -161,9 +158,6 @@ def open_checkpoint(
     with naming(path):
         module = LitResNet.load_from_checkpoint(path, map_location="cpu", weights_only=True, **arguments)
     return module.eval(), data
-
-
-# The files -----------------------------------------------------------------------------------------------------------
 
 
 def trace(classifier: Classifier, image_shape: tuple[int, ...]) -> ExportedProgram:

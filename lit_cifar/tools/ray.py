@@ -105,7 +105,6 @@ class RayRun:
 
     @property
     def _gpus(self) -> int:
-        """The GPUs of each node."""
         return int(self.options.workers_per_node * self.options.gpus_per_worker)
 
     def _actor(self, group: Any, node: int) -> Any:

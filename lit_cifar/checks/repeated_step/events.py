@@ -96,8 +96,6 @@ def _bits(inputs: Any) -> list[int]:
 
 @dataclass
 class Recording:
-    """The events of all ranks in a folder."""
-
     folder: Path
     num_ranks: int
     device: torch.device

@@ -176,7 +176,6 @@ class Replay(pl.Callback):
             self._tell(trainer, trainer.strategy.broadcast(report))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Remove the record and all hooks."""
         if self._window is not None:
             self._window.close()
             self._window.remove()
@@ -322,7 +321,6 @@ class _Window:
 
 
 def _each_rank_holds_all(trainer: pl.Trainer) -> bool:
-    """Whether each rank holds all weights and optimizer states."""
     return mode_of(trainer.strategy).model_parallel_size == 1 and not is_sharded(trainer.lightning_module)
 
 

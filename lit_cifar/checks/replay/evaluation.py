@@ -72,19 +72,13 @@ class Evaluation:
 
 @dataclass
 class Seen:
-    """One rank's part of an evaluation."""
-
     logged: dict[str, Logged]
     kept: list[str]  # metrics that have counted before the evaluation and in it
     buffers: dict[str, int]  # bits of their digests
 
 
 def judge_evaluation(
-    report: Report,
-    seen: Sequence[Seen],
-    metrics: Mapping[str, Any],
-    read: Sequence[Sequence[int]],
-    offered: int = 0,
+    report: Report, seen: Sequence[Seen], metrics: Mapping[str, Any], read: Sequence[Sequence[int]], offered: int = 0
 ) -> None:
     """Compare each logged mean with the mean over all samples of all ranks; `read`: ids of the samples by rank.
 

@@ -87,9 +87,6 @@ def sample_digests(inputs: Any) -> Iterator[int]:
         yield hash(tuple(digest(leaf[place]).bits for leaf in leaves))
 
 
-# All batches of a step, those of all ranks and those that are accumulated, joined to one ----------------------------
-
-
 class JoinedBatch:
     """Compares the mean of the gradients of a step's batches with the gradient of one batch that holds them all.
 

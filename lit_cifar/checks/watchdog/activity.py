@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import psutil
@@ -57,11 +58,7 @@ class PhaseTimer:
         longest_s = max(known.longest_other, duration_s) if known.number else 0.0
         self._durations[last.kind] = _Durations(known.number + 1, known.first, longest_s)
         self.moment = Moment(
-            phase,
-            last.step if step is None else step,
-            last.events + 1,
-            now,
-            last.shape if shape is None else shape,
+            phase, last.step if step is None else step, last.events + 1, now, last.shape if shape is None else shape
         )
 
     def forgive(self) -> None:
@@ -87,6 +84,7 @@ _COLLECTIVES = "torch.distributed.distributed_c10d"
 _LEAST_SHARE = 0.05
 
 
+@dataclass(kw_only=True)
 class Activity:
     """The activity of this process, sampled now and then.
 
@@ -97,18 +95,12 @@ class Activity:
     operation that is stuck there: CUDA spins meanwhile. Without a GPU it computes, such as in backward.
     """
 
-    def __init__(
-        self,
-        *,
-        peers: Collection[int],
-        memory_s: float,
-        on_gpu: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._peers = peers
-        self._on_gpu = on_gpu
-        self._memory_s = memory_s
-        self._clock = clock
+    peers: Collection[int]
+    memory_s: float
+    on_gpu: bool = False
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
@@ -119,10 +111,10 @@ class Activity:
 
     def look(self, stack: str, module: str) -> None:
         """Observe the activity since the last call; `stack` and `module` are those of the main thread's `stack_of`."""
-        now, (main_s, others_s, on_disk) = self._clock(), effort(self._peers)
+        now, (main_s, others_s, on_disk) = self.clock(), effort(self.peers)
         least_s = _LEAST_SHARE * (now - self._last_at)
         of_main_s, of_others_s = main_s - self._last_main_s, others_s - self._last_others_s
-        spins = self._on_gpu and stack == self._last_stack and of_main_s > least_s
+        spins = self.on_gpu and stack == self._last_stack and of_main_s > least_s
         much = of_others_s + (0.0 if spins else of_main_s) > least_s
         self._last_main_s, self._last_others_s, self._last_at, self._last_stack = main_s, others_s, now, stack
         if (much or on_disk) and module != _COLLECTIVES:
@@ -132,11 +124,11 @@ class Activity:
 
     @property
     def works(self) -> bool:
-        return self._clock() - self._worked_at <= self._memory_s
+        return self.clock() - self._worked_at <= self.memory_s
 
     @property
     def waits(self) -> bool:
-        return self._clock() - self._waited_at <= self._memory_s and not self.works
+        return self.clock() - self._waited_at <= self.memory_s and not self.works
 
 
 def effort(peers: Collection[int]) -> tuple[float, float, bool]:

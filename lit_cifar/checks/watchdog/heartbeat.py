@@ -143,7 +143,6 @@ class Mates:
                 self._traces[rank] = os.open(f"/proc/{beat.pid}/fd/{beat.trace_file}", os.O_RDONLY)
 
     def look(self) -> dict[int, Sight]:
-        """The state of each of these ranks."""
         sights = {}
         for rank, beat in self._beats.items():
             if rank not in self._gone:

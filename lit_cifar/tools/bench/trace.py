@@ -91,9 +91,6 @@ def _print(ranks: Sequence["RankStep"]) -> None:
     terminal.console().print(times)
 
 
-# The recorded step ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(kw_only=True)
 class RankStep:
     """A rank's work in the step; times are in microseconds since the first rank began its step."""

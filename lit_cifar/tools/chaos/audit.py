@@ -111,9 +111,6 @@ class SampleLogReader:
         return sum(1 + restart for restart in newest_restarts.values())
 
 
-# The samples of a whole training -------------------------------------------------------------------------------------
-
-
 @dataclass
 class Audit:
     missing: int  # samples of an epoch that no step counts
@@ -161,9 +158,6 @@ def _by_epoch(batches: Mapping[StepKey, Iterable[int]]) -> Counter[tuple[int, in
 
 def _words(key: StepKey) -> str:
     return f"epoch {key[0]}, step {key[1]}"
-
-
-# The end of a run folder ---------------------------------------------------------------------------------------------
 
 
 def distance(found: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:

@@ -93,9 +93,6 @@ def chaos_parser() -> argparse.ArgumentParser:
     return parser
 
 
-# A job ---------------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class JobResult:
     mode: str
@@ -184,8 +181,6 @@ def _compare(row: JobResult, reader: SampleLogReader, folder: Path, baseline: Pa
     if row.bound == 0.0:
         row.problems += metric_problems(folder / "run" / "metrics.csv", baseline / "run" / "metrics.csv")
 
-
-# The table -----------------------------------------------------------------------------------------------------------
 
 _NAMES = {
     "node": "node killed",

@@ -79,7 +79,6 @@ class Job:
         return None if self._launched is None else self._launched.wait(0.0)
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The processes of the ranks that are alive, by rank."""
         found = {}
         for process in psutil.process_iter():
             with suppress(psutil.Error, KeyError):  # the process is gone, not ours, or a launcher

@@ -111,9 +111,6 @@ def placed(num_devices: int | None, *, num_gpus: int) -> tuple[int, str]:
     return num_devices, "cuda" if num_gpus else "cpu"
 
 
-# The page ------------------------------------------------------------------------------------------------------------
-
-
 def print_page(found: Examination, out: Console) -> None:
     if faults := found.faults:
         out.print(f"\n[bold red]Not fit: {counted(len(faults), 'fault')}[/]")

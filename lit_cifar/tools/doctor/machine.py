@@ -57,7 +57,6 @@ def ask_nvidia_smi(*arguments: str) -> str:
 
 
 def check_gpu(index: int) -> Check:
-    """Whether torch can use the GPU of that index, and whether others use it."""
     name = f"GPU {index}"
     try:
         free, total = torch.cuda.mem_get_info(index)
@@ -144,9 +143,6 @@ def check_copies(devices: Sequence[torch.device]) -> Check:
     pairs = ", ".join(f"{source} to {destination}" for source, destination in faults)
     problem = f"Copies between devices do not arrive ({pairs}): {next(iter(faults.values()))}."
     return Check("GPU to GPU", seen, [MachineFinding(problem, _MEND_COPIES, COPY_MODES)])
-
-
-# The environment of a run --------------------------------------------------------------------------------------------
 
 
 def look_at_environment() -> list[Check]:

@@ -46,7 +46,6 @@ class ModeRow:
 
 
 def cores_and_gpus() -> tuple[int, int]:
-    """The number of cores of this machine that this process may use, and of its CUDA devices."""
     return len(os.sched_getaffinity(0)), torch.cuda.device_count()
 
 

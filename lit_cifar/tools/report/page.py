@@ -93,9 +93,6 @@ def _data_of(run: RunContents) -> tuple[str, str]:
     return run.environment["data"], ", ".join(classes[0]) if classes else ""
 
 
-# Tables --------------------------------------------------------------------------------------------------------------
-
-
 def different_settings(runs: Sequence[RunContents]) -> dict[str, list[str | None]]:
     """The flags in which the runs differ, each with the value of every run, None where a run has no such flag.
 
@@ -138,7 +135,6 @@ def _accuracy(run: RunContents, split: str) -> str | None:
 
 
 def _extent(run: RunContents) -> str:
-    """The length of the training: complete epochs, and steps."""
     last = max(logged[-1][0] for name, logged in run.metrics.items() if name.startswith("train/"))
     epochs = f"{counted(len(run.epochs), 'epoch')}, " if run.epochs else ""
     return f"{epochs}{counted(last + 1, 'step')}"
@@ -186,9 +182,6 @@ def _words(run: RunContents) -> list[str]:
         return shlex.split(run.environment["command"])
     except ValueError:
         return []
-
-
-# Charts --------------------------------------------------------------------------------------------------------------
 
 
 def _curves(runs: Runs) -> list[Figure]:

@@ -129,9 +129,6 @@ def _flags(content: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str
             yield key, value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-# ---------------------------------------------------------------- the tables
-
-
 def read_metrics(path: Path) -> dict[str, dict[int, float]]:
     """`metrics.csv`: the values of each metric by step. Values of one step may be in several lines."""
     found: dict[str, dict[int, float]] = {}

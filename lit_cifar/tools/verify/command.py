@@ -178,16 +178,8 @@ def _cell(row: VerifiedMode, kind: str) -> str:
     return f"{shown if value <= bound else f'[red]{shown}[/]'}\n[dim]<= {f'{bound:.1e}' if bound else '0'}[/]"
 
 
-# The rows ------------------------------------------------------------------------------------------------------------
-
-
 def verify(
-    names: Sequence[str],
-    *,
-    devices: int = 2,
-    steps: int = 4,
-    args: Sequence[str] = (),
-    launcher: tuple[str, ...] = (),
+    names: Sequence[str], *, devices: int = 2, steps: int = 4, args: Sequence[str] = (), launcher: tuple[str, ...] = ()
 ) -> list[VerifiedMode]:
     """Compare modes, "all" for every one, with one device: a row for each.
 
@@ -268,9 +260,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Compared:
-    """The result of case `number`."""
-
-    number: int
+    number: int  # number of the case
     row: VerifiedMode
     outcome: Outcome
 
@@ -389,7 +379,6 @@ class References:
         return Reference(self._runs[chunks].result(), self._bounds[words])
 
     def _measured(self, expected: Record, *others: Record) -> list[Bounds]:
-        """The bounds of each kind after each step."""
         if not others:
             same_bits = self.launcher.settings.num_parts is not None
             return [SAME_BITS if same_bits else dict.fromkeys(KINDS, EXACT_BOUND)] * self.launcher.steps

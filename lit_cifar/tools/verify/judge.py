@@ -189,9 +189,6 @@ def _resumed_problems(outcome: Outcome, record: Record, reference: Reference, se
     return problems
 
 
-# Evaluations and logged values ---------------------------------------------------------------------------------------
-
-
 def _compare_metrics(row: VerifiedMode, record: Record, reference: Reference, settings: Configuration) -> list[str]:
     bounds = dict(_SAME_METRICS)
     if settings.num_parts is None:
@@ -202,20 +199,16 @@ def _compare_metrics(row: VerifiedMode, record: Record, reference: Reference, se
         bounds["val/"] = math.inf  # they must exist; `_compare_evaluation` compares their values
     problems = logged_problems(record.logged, reference.record.logged, bounds=bounds, source=f"{ONE_DEVICE} has")
     for number in record.steps:
-        if evaluated := record.evaluated(number):
-            problems += _compare_evaluation(row, number, evaluated, record, reference, settings)
+        problems += _compare_evaluation(row, number, record, reference, settings)
     return problems
 
 
 def _compare_evaluation(
-    row: VerifiedMode,
-    number: int,
-    evaluated: dict[int, Evaluated],
-    record: Record,
-    reference: Reference,
-    settings: Configuration,
+    row: VerifiedMode, number: int, record: Record, reference: Reference, settings: Configuration
 ) -> list[str]:
-    """Compare an evaluation with one device that has the same weights."""
+    """Compare an evaluation after a step, if there was one, with one device that has the same weights."""
+    if not (evaluated := record.evaluated(number)):
+        return []
     problems = []
     if settings.num_parts is None:
         alone = expected(record.step(number), settings)
@@ -259,9 +252,6 @@ def logged_problems(found: Logged, expected: Logged, *, bounds: Mapping[str, flo
         elif not abs(a - b) / max(1.0, abs(b)) <= bound:
             problems.append(f"logged: {name} of step {step} is {a:.6g}, {source} {b:.6g}")
     return problems
-
-
-# Checkpoints and tables, which rounding does not touch ---------------------------------------------------------------
 
 
 def _file_problems(record: Record, alone: Record, settings: Configuration) -> list[str]:

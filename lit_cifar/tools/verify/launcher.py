@@ -55,16 +55,8 @@ DEFAULTS = (
     "--data.eval_batch_size=24",
 )
 
-_OWNED = (
-    "trainer.strategy",
-    "trainer.devices",
-    "trainer.sync_batchnorm",
-    "trainer.max_steps",
-    "trainer.max_epochs",
-    "run_dir",
-    "ckpt_path",
-    "resume",
-)
+_OWNED = {"trainer.strategy", "trainer.devices", "trainer.sync_batchnorm", "trainer.max_steps", "trainer.max_epochs"}
+_OWNED |= {"run_dir", "ckpt_path", "resume"}
 
 # Switches off outputs that are not used here; each takes longer than a step.
 _LEFT_OUT = ("--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0", "--figures.every_n_epochs=0")
@@ -321,9 +313,6 @@ def _link(source: str, target: str) -> None:
     (os.link if source.endswith(".ckpt") else shutil.copy2)(source, target)
 
 
-# An evaluation by one device, in this very process -------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Expected:
     """An evaluation by one device, and the bounds for another one with the same weights."""
@@ -362,8 +351,6 @@ def _evaluated_alone(step: Step, settings: Configuration, precision: Any) -> tup
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return Evaluated(**callback.take()), metrics
 
-
-# Placement of a mode: each part on a GPU of its own, or several parts on one ------------------------------------------
 
 # The class that stands for a mode on one GPU, and its sizes for n devices. `placed` has one for all other modes.
 _Sizes = Callable[[int], dict[str, int | str]]

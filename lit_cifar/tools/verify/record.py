@@ -210,9 +210,6 @@ def _whole(pieces: Mapping[tuple[int, ...], Tensor], dims: Sequence[int | None])
     return pieces[()]
 
 
-# Steps of two records, and their bounds ------------------------------------------------------------------------------
-
-
 def differences(found: Step, expected: Step) -> dict[str, dict[str, float]]:
     """The difference of every tensor by kind and name, in the order of `expected`; infinite where one side has none."""
     return {
@@ -287,9 +284,6 @@ def measured_bounds(noise: Sequence[Sequence[Bounds]], *, eps: float) -> list[Bo
     return bounds
 
 
-# Samples and evaluations ---------------------------------------------------------------------------------------------
-
-
 def sample_problems(found: Sequence[Sequence[int]], expected: Sequence[int]) -> list[str]:
     """Phrases for the ids that are missing, seen too often or foreign, of those that the processes of a step read.
 
@@ -342,9 +336,6 @@ class Evaluated:
         gaps = gaps / wanted.logits.double().abs().max().clamp(min=1.0)
         gaps[~gaps.isfinite() | (self.labels[rows] != wanted.labels[others])] = torch.inf
         return list(zip(self.ids[rows].tolist(), gaps.tolist(), strict=True))
-
-
-# Equal tensors of one run's processes --------------------------------------------------------------------------------
 
 
 def peer_problems(snapshots: Sequence[Snapshot]) -> list[str]:

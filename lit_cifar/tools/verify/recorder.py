@@ -36,8 +36,6 @@ Pieces: TypeAlias = dict[str, dict[str, Piece]]  # pieces by kind and name
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The tensors of a process at a moment of a run."""
-
     when: str  # the moment, such as "step 2"
     rank: int
     same_as: str | None  # an earlier moment since which nothing may have changed; None if something was to
@@ -203,9 +201,6 @@ def counted(module: nn.Module, prefix: str = "") -> dict[str, int]:
     return found
 
 
-# The tensors themselves ----------------------------------------------------------------------------------------------
-
-
 def pieces_of(trainer: Any, module: nn.Module) -> Pieces:
     """The tensors that this process answers for; nothing is gathered, and nothing is changed.
 
@@ -273,9 +268,6 @@ def filled(network: nn.Module, step: Mapping[str, Mapping[str, Tensor]]) -> nn.M
     for name, _, tensor in _tensors(network):
         tensor.copy_(found[name])
     return network
-
-
-# Digests of the tensors, with their parts of the whole ---------------------------------------------------------------
 
 
 def own_state(trainer: Any, module: nn.Module, *, one_model: bool) -> State:
