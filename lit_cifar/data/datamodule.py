@@ -106,15 +106,6 @@ class CIFAR10DataModule(L.LightningDataModule):
         skip_unreadable: Leave out pictures of "folder" that cannot be read. With false they are an error.
         seed: Seed of order, augmentation, split and synthetic images, and of dropout; not negative.
         predict_dir: Folder of the images that `predict` classifies.
-
-    Attributes:
-        name: The data set's name in logs and tables.
-        sets: Images that `setup` has read, by split: "train", "val", "test", "predict".
-        folder: Every file of `predict_dir`, readable or not.
-
-    Raises:
-        ConfigError: Settings that contradict each other; sizes that cannot be cut.
-        DataError: A data set that is missing, incomplete or damaged, in `prepare_data` or `setup`.
     """
 
     def __init__(
@@ -176,7 +167,7 @@ class CIFAR10DataModule(L.LightningDataModule):
             cache_limit_gb=cache_limit_gb,
             skip_unreadable=skip_unreadable,
         )
-        self.name, self.image_size = self.source.title, self.source.image_size
+        self.name, self.image_size = self.source.title, self.source.image_size  # the name in logs and tables
         self.decoded_size = decoded_size or self.image_size
         resized_to = None if decoded_size is None else self.image_size
         drawn = Augmentation(
@@ -190,9 +181,9 @@ class CIFAR10DataModule(L.LightningDataModule):
             small_size=small_size,
         )
         self.augmentation = drawn if augment else None
-        self.sets: dict[str, ImageSet] = {}
+        self.sets: dict[str, ImageSet] = {}  # images that `setup` has read: "train", "val", "test", "predict"
         self._resumed: OrderSettings = {}  # `state_dict` of the run that wrote the checkpoint
-        self.folder: FolderImages | None = None
+        self.folder: FolderImages | None = None  # every file of `predict_dir`, readable or not
         self._prepared = False
         given = {"padding": padding, "reflect": reflect, "alternate_flips": alternate_flips, "cutout": cutout}
         given |= {"small_epochs": small_epochs}

@@ -1,6 +1,6 @@
 """The tables that an evaluation writes, from integer counts: `per_rank.csv`, `confusion.csv` and `predictions.csv`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -192,7 +192,7 @@ class PredictionWriter(Callback):
         if not trainer.is_global_zero:
             return
         datamodule = _datamodule(trainer)
-        results = iter(_predicted(table.cpu(), datamodule.classes))
+        results = _predicted(table.cpu(), datamodule.classes)
         self.rows = [
             (file.as_posix(), *(next(results) if error is None else ("", "", error)))
             for file, error in zip(datamodule.folder.files, datamodule.folder.errors, strict=True)
@@ -202,15 +202,13 @@ class PredictionWriter(Callback):
             replace_csv(folder / PREDICTIONS, [PREDICTION_COLUMNS, *self.rows])
 
 
-def _predicted(table: Tensor, classes: tuple[str, ...]) -> list[tuple[str, str, str]]:
+def _predicted(table: Tensor, classes: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:
     """Class, confidence and error of each image; `table` is (N, 3) and summed over processes."""
-    cells = []
     for label, confidence, times in table.tolist():
         if times == 0:
-            cells.append(("", "", "not classified: the run was limited to fewer batches"))
+            yield "", "", "not classified: the run was limited to fewer batches"
         else:  # processes that hold one replica have equal results, so the mean is the result
-            cells.append((classes[round(label / times)], f"{confidence / times:.6f}", ""))
-    return cells
+            yield classes[round(label / times)], f"{confidence / times:.6f}", ""
 
 
 def _datamodule(trainer: Trainer) -> Any:

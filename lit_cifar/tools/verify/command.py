@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -191,26 +191,22 @@ def verify(
     """
     if steps < 2:
         raise ConfigError(f"--steps={steps} leaves no step before a resume", remedy="pass --steps 2 or more")
-    rows_of = partial(_rows, devices=devices, steps=steps, launcher=launcher)
-    rows = rows_of(names, args=args)
+
+    def rows_of(names: Sequence[str], *more: str) -> list[VerifiedMode]:
+        wanted, leave_out = chosen(list(names), devices=devices), "all" in names
+        with tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
+            settings = Configuration.of([*args, *more], devices=devices, folder=Path(folder), launcher=launcher)
+            verifier = Verifier(Launcher(settings, steps, Path(folder)))
+            return verify_modes(verifier, [*_possible(wanted, settings, leave_out=leave_out)], leave_out=leave_out)
+
+    rows = rows_of(names)
     if doubted := {row.mode: row for row in rows if row.may_be_rounding}:
         say("once more in float64, where rounding is no excuse: " + ", ".join(doubted))
-        in_float64 = [*args, f"--trainer.precision={EXACT}"]
-        for again in rows_of([*doubted], args=in_float64):
+        for again in rows_of([*doubted], f"--trainer.precision={EXACT}"):
             if again.passed:
                 doubted[again.mode].outcome = "abstained"
                 doubted[again.mode].problems.insert(0, ROUNDING)
     return rows
-
-
-def _rows(
-    names: Sequence[str], *, devices: int, steps: int, args: Sequence[str], launcher: tuple[str, ...]
-) -> list[VerifiedMode]:
-    wanted, leave_out = chosen(list(names), devices=devices), "all" in names
-    with tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
-        settings = Configuration.of(list(args), devices=devices, folder=Path(folder), launcher=launcher)
-        verifier = Verifier(Launcher(settings, steps, Path(folder)))
-        return verify_modes(verifier, [*_possible(wanted, settings, leave_out=leave_out)], leave_out=leave_out)
 
 
 def _possible(wanted: Sequence[SizedMode], settings: Configuration, *, leave_out: bool) -> Iterator[SizedMode]:
