@@ -40,11 +40,9 @@ class Throughput(Callback):
         self._logged_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._warmup_left = self.warmup_steps
+        self._warmup_left, self._logged_step = self.warmup_steps, trainer.global_step
         self._num_ranks = mode_of(trainer.strategy).layout.data_parallel_size
-        self._reset()
-        self._started_at = None
-        self._logged_step = trainer.global_step
+        self._num_images, self._elapsed_s, self._started_at = 0, 0.0, None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start before the epoch's first batch is fetched."""
@@ -73,19 +71,15 @@ class Throughput(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop(pl_module)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop(pl_module)
+    on_train_epoch_end = on_validation_start
 
     def _log(self, pl_module: LightningModule) -> None:
         self._stop(pl_module)
         if self._elapsed_s > 0:
             # With prog_bar=True Lightning would read the value back from the device in every step.
             pl_module.log(METRIC, self._num_images / self._elapsed_s, on_step=True, on_epoch=False, batch_size=1)
-        self._reset()
-        self._start()
-
-    def _reset(self) -> None:
         self._num_images, self._elapsed_s = 0, 0.0
+        self._start()
 
     def _start(self) -> None:
         if self._started_at is None and self._warmup_left == 0:

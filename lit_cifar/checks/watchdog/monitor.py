@@ -90,11 +90,8 @@ def _say(message: str) -> None:
 class Monitor(threading.Thread):
     """Watches all processes of a run, in a thread of one of them; in all but the judge's it watches the judge.
 
-    A process has caused the end of a run if it has exited without a message, if it writes no heartbeat for some time
-    (it is stopped, or its machine is lost), if it was the first to fail by an exception, or if no main thread makes
-    progress and its own is behind the others, for as long as the user says or torch waits. One process reports that on
-    stderr. Then each ends: by an exception of its main thread, which a broken connection raises in most, or after
-    `grace_s` without one.
+    One process reports a verdict, see `diagnose`, on stderr. Then each ends: by an exception of its main thread, which
+    a broken connection raises in most, or after `grace_s` without one.
 
     A slow store is not silence: a process is judged by whether its heartbeat has changed between two reads, and only
     the time from an answer to the next question counts. A store that owes one answer for as long is another thing:
