@@ -163,8 +163,7 @@ def write_confusion(folder: Path, split: str, classes: Sequence[str], counts: Se
 class PredictionWriter(Callback):
     """Writes `predictions.csv` (`file,class,confidence,error`) into the run folder, rows in input order.
 
-    A file that could not be read has an error and no class. Expects `predict_step` to return
-    softmax probabilities (n, C), and `trainer.datamodule.folder` to list the files.
+    A file that could not be read has an error and no class. Expects softmax probabilities (n, C) of `predict_step`.
     """
 
     def __init__(self) -> None:

@@ -78,10 +78,7 @@ def export_parser() -> argparse.ArgumentParser:
 
 
 class Classifier(nn.Module):
-    """A network in evaluation mode, with the normalisation of its data set before it.
-
-    `mean` and `std` of each channel are in units of the full range, 0 to 1.
-    """
+    """A network in evaluation mode, behind the normalisation of its data set, in units of the full range."""
 
     mean: Tensor
     std: Tensor

@@ -69,10 +69,7 @@ def measure(settings: Settings) -> list[Row]:
 def _in_turn(
     settings: Settings, flags: list[str], *, turns: int, steps: int, batch_size: int, threads: int = 1
 ) -> tuple[Values, Values, dict[str, list[int]]]:
-    """Seconds of a step of `fit` and of the plain loop, a number for each turn.
-
-    The counts of each between two steps are returned too, by the names in `COUNTERS`.
-    """
+    """Seconds of a step of `fit` and of the plain loop, for each turn; and what `COUNTERS` count in each."""
     of_epoch = min(turns + _SKIPPED, (MAX_IMAGES["train"] // batch_size - 1) // steps)  # turns
     folder = Path(tempfile.mkdtemp(prefix="overhead-", dir=settings.folder))
     words = [f"--trainer.accelerator={'gpu' if torch.cuda.is_available() else 'cpu'}", "--trainer.devices=1", *flags]

@@ -210,10 +210,7 @@ def verify(
 
 
 def _possible(wanted: Sequence[SizedMode], settings: Configuration, *, leave_out: bool) -> Iterator[SizedMode]:
-    """The modes that can run with these sizes: `tp`, for example, must divide the channels.
-
-    The reason for leaving out a mode is printed; without `leave_out` it is raised.
-    """
+    """The modes that can run with these sizes. The reason for leaving out one is printed, or else raised."""
     module, data = settings.module(), settings.data()
     sampler = settings.train_sampler(data)
     for mode in wanted if settings.num_parts is None else [mode.with_parts() for mode in wanted]:
@@ -231,11 +228,7 @@ def _possible(wanted: Sequence[SizedMode], settings: Configuration, *, leave_out
 
 
 def verify_modes(verifier: "Verifier", wanted: Sequence[SizedMode], *, leave_out: bool = False) -> list[VerifiedMode]:
-    """Rows in the order of `wanted`.
-
-    What only the run of a mode finds wrong with the user's flags is a `ConfigError`, no failed proof; or the mode is
-    left out.
-    """
+    """Rows in the order of `wanted`. Flags that a run refuses are a `ConfigError`, no failed proof; or left out."""
     rows = {mode.name: row for mode in wanted if (row := verifier.abstained(mode))}
     for compared in verifier.compare([Case(mode) for mode in wanted if mode.name not in rows]):
         if compared.outcome.status != EXIT_REFUSED:
@@ -305,10 +298,7 @@ class Verifier:
                     references.forget(key)
 
     def ghost_batches_of(self, mode: SizedMode) -> GhostBatches:
-        """The chunks that the mode normalises together, told by its strategy; equal for all modes without BatchNorm.
-
-        Virtual replicas normalise the same parts in every mode.
-        """
+        """The chunks that the mode normalises together; equal for all without BatchNorm, or with virtual replicas."""
         if not self._normalises_batches or self.launcher.settings.num_parts is not None:
             return GhostBatches()
         return mode.ghost_batches(accumulation=self.launcher.settings.accumulation)

@@ -365,8 +365,7 @@ def table_problems(found: Record, expected: Record, *, source: str, leave_out: C
 def evaluation_table_problems(record: Record, last: dict[int, Evaluated], *, in_chunks: bool) -> list[str]:
     """Places where `per_rank.csv` and `confusion.csv` contradict the logits of the last evaluation.
 
-    `per_rank.csv` is compared by process, and `in_chunks` by replica of `dp`, which virtual replicas divide
-    differently.
+    Replicas of `dp` are compared `in_chunks`, which virtual replicas divide differently, or else by process.
     """
     ranks, problems = record.first_of_ranks(last), []
     matrix = torch.zeros(2 * [ranks[0].logits.shape[1]], dtype=torch.int64)

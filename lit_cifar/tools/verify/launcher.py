@@ -232,10 +232,7 @@ class Launcher:
         return Path(tempfile.mkdtemp(prefix=f"{name.replace(' ', '-')}-", dir=self.folder))
 
     def run_mode(self, mode: SizedMode, folder: Path, *, title: str, more: Sequence[str] = ()) -> Outcome:
-        """Run the mode in `folder`, with further flags; then resume it before its last step.
-
-        The outcome is that of the first run that has failed, or of the last one.
-        """
+        """Run the mode, then resume it before its last step. The outcome is of the first that failed, or the last."""
         flags = self.settings.length_flags(steps=self.steps, accumulation=self.settings.accumulation)
         flags += [*mode.flags, *more]
         replay = []
