@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from typing_extensions import override
 
-from lit_cifar.checks.replay.states import gathered
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import NoRecorder, WorkKind, mode_of
 
@@ -189,10 +188,14 @@ class Timeline(Callback):
         self._num_batches += 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        of_ranks = gathered(self._recorder.spans())
+        spans = self._recorder.spans()
+        gathered: list[Any] = [spans]
+        if dist.is_initialized():
+            gathered = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, spans)
         log_dir = trainer.log_dir  # every process must ask for it, which sends a message
-        if of_ranks and log_dir is not None:
-            write_trace([span for spans in of_ranks for span in spans], Path(log_dir) / FILE)
+        if trainer.is_global_zero and log_dir is not None:
+            write_trace([span for part in gathered for span in part], Path(log_dir) / FILE)
 
 
 def observe_stages(trainer: Trainer, recorder: NoRecorder) -> bool:
