@@ -83,15 +83,12 @@ class Augmentation:
             heights, widths, *rest = rest
             cropped = resized_crop(images, rows, columns, heights, widths, mirrored.bool(), size=self.resized_to)
         if rest:
-            cropped.masked_fill_(self._square(rest, cropped.shape[2:])[:, None], 0)
+            down, across = map(self._side, rest, cropped.shape[2:])
+            cropped.masked_fill_((down[:, :, None] & across[:, None, :])[:, None], 0)
         return cropped
 
-    def _square(self, centres: Sequence[Tensor], size: Sequence[int]) -> Tensor:
-        """The pixels that cutout blackens, bool, (n, *size); a square may reach over the border."""
-        rows, columns = map(self._side, centres, size)
-        return rows[:, :, None] & columns[:, None, :]
-
     def _side(self, centres: Tensor, length: int) -> Tensor:
+        """The places that cutout blackens, bool, (n, length); a square may reach over the border."""
         start = centres[:, None] - self.cutout // 2
         pixels = torch.arange(length, device=centres.device)
         return (pixels >= start) & (pixels < start + self.cutout)
@@ -172,9 +169,8 @@ def _resample(images: Tensor, places: tuple[Tensor, ...]) -> Tensor:
 
     def rows(which: Tensor) -> Tensor:
         index = which.repeat_interleave(images.shape[1], 0) + of_image[:, None]
-        return (
-            all_rows.index_select(0, index.flatten()).view(*images.shape[:2], *which.shape[1:], images.shape[3]).short()
-        )
+        shape = *images.shape[:2], *which.shape[1:], images.shape[3]
+        return all_rows.index_select(0, index.flatten()).view(shape).short()
 
     above, below = rows(first), rows(second)
     change = below.sub_(above).mul_(share[:, None, :, None].short()).add_(64).bitwise_right_shift_(7)

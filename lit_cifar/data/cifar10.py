@@ -81,9 +81,8 @@ class Cifar10(Dataset):
         """Make the folder of the binary edition, from an archive that already lies in `root` or else from the web."""
         present = self.root / self.url.rpartition("/")[2]
         if not present.exists() and not download:
-            raise DataError(
-                f"there is no {self.title} in {self.root}, and --data.download=false", remedy=self._remedies()
-            )
+            problem = f"there is no {self.title} in {self.root}, and --data.download=false"
+            raise DataError(problem, remedy=self._remedies())
         with installing(self.root / self.folder, self.title, remedy=self._remedies(tried=True)) as scratch:
             if not present.exists():
                 download_url(self.url, scratch, md5=self.md5)
@@ -116,10 +115,8 @@ class Cifar10(Dataset):
         counts = np.sum([np.bincount(part[:, -IMAGE_BYTES - 1], minlength=256) for part in records], axis=0)
         expected = num_images // len(self.classes)
         if (counts[: len(self.classes)] != expected).any():
-            raise DataError(
-                f"{folder} does not hold {expected} {split} images of each class, as {self.title} does",
-                remedy=_replace(folder),
-            )
+            problem = f"{folder} does not hold {expected} {split} images of each class, as {self.title} does"
+            raise DataError(problem, remedy=_replace(folder))
         return records
 
     def _open_python_edition(self, split: Split) -> Any:
@@ -128,9 +125,8 @@ class Cifar10(Dataset):
             return self.python_edition(self.root, train=split == "train", download=False)
         except (RuntimeError, OSError) as error:
             folder = self.root / self.python_edition.base_folder
-            raise DataError(
-                f"{folder} is incomplete, or differs from the official files by md5 ({error})", remedy=_replace(folder)
-            ) from error
+            problem = f"{folder} is incomplete, or differs from the official files by md5 ({error})"
+            raise DataError(problem, remedy=_replace(folder)) from error
 
 
 class Cifar100(Cifar10):

@@ -56,10 +56,8 @@ def open_dataset(
     given = {option: value for option, value in of_folder.items() if value not in (None, False)}
     if given and name != "folder":
         option, value = next(iter(given.items()))
-        raise ConfigError(
-            f"--data.{option}={value} is for pictures of your own, which are decoded",
-            remedy="leave it out, or pass --data.dataset=folder",
-        )
+        problem = f"--data.{option}={value} is for pictures of your own, which are decoded"
+        raise ConfigError(problem, remedy="leave it out, or pass --data.dataset=folder")
     module, _, kind = DATASETS[name].partition(".")
     dataset: type[Dataset] = getattr(import_module(f"lit_cifar.data.{module}"), kind)
     return dataset(Path(root), image_size=image_size, seed=seed, **given)
@@ -114,15 +112,6 @@ class CIFAR10DataModule(L.LightningDataModule):
         skip_unreadable: Leave out pictures of "folder" that cannot be read. With false they are an error.
         seed: Seed of order, augmentation, split and synthetic images, and of dropout; not negative.
         predict_dir: Folder of the images that `predict` classifies.
-
-    Attributes:
-        name: The data set's name in logs and tables.
-        sets: Images that `setup` has read, by split: "train", "val", "test", "predict".
-        folder: Every file of `predict_dir`, readable or not.
-
-    Raises:
-        ConfigError: Settings that contradict each other; sizes that cannot be cut.
-        DataError: A data set that is missing, incomplete or damaged, in `prepare_data` or `setup`.
     """
 
     def __init__(
@@ -184,7 +173,7 @@ class CIFAR10DataModule(L.LightningDataModule):
             cache_limit_gb=cache_limit_gb,
             skip_unreadable=skip_unreadable,
         )
-        self.name, self.image_size = self.source.title, self.source.image_size
+        self.name, self.image_size = self.source.title, self.source.image_size  # the name in logs and tables
         self.decoded_size = decoded_size or self.image_size
         resized_to = None if decoded_size is None else self.image_size
         drawn = Augmentation(
@@ -198,9 +187,9 @@ class CIFAR10DataModule(L.LightningDataModule):
             small_size=small_size,
         )
         self.augmentation = drawn if augment else None
-        self.sets: dict[str, ImageSet] = {}
+        self.sets: dict[str, ImageSet] = {}  # images that `setup` has read: "train", "val", "test", "predict"
         self._resumed: OrderSettings = {}  # `state_dict` of the run that wrote the checkpoint
-        self.folder: FolderImages | None = None
+        self.folder: FolderImages | None = None  # every file of `predict_dir`, readable or not
         self._prepared = False
         given = {"padding": padding, "reflect": reflect, "alternate_flips": alternate_flips, "cutout": cutout}
         given |= {"small_epochs": small_epochs}
@@ -209,10 +198,8 @@ class CIFAR10DataModule(L.LightningDataModule):
                 remedy = "pass --data.augment=true"
                 raise ConfigError(f"--data.{name}={value} is part of the augmentation", remedy=remedy)
         if decoded_size is not None and (padding or reflect):
-            raise ConfigError(
-                "--data.decoded_size crops images that are not padded",
-                remedy="leave out --data.padding and --data.reflect",
-            )
+            problem = "--data.decoded_size crops images that are not padded"
+            raise ConfigError(problem, remedy="leave out --data.padding and --data.reflect")
         if bool(small_epochs) != bool(small_size):
             raise ConfigError(
                 f"--data.small_epochs={small_epochs} and --data.small_size={small_size} belong together",
@@ -226,10 +213,8 @@ class CIFAR10DataModule(L.LightningDataModule):
         if reflect and drawn.padding >= self.image_size:
             raise ConfigError("--data.reflect=true has too few pixels to mirror", remedy="lower --data.padding")
         if frozen_order and not shuffle:
-            raise ConfigError(
-                "--data.frozen_order=true repeats one shuffled order, and --data.shuffle=false has none",
-                remedy="leave one of the two out",
-            )
+            problem = "--data.frozen_order=true repeats one shuffled order, and --data.shuffle=false has none"
+            raise ConfigError(problem, remedy="leave one of the two out")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without images: a spawned process reads them, as 150 MB do not fit every shared memory."""
@@ -252,7 +237,6 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     @cached_property
     def val_size(self) -> int:
-        """Number of images to validate on."""
         own, num_train = self.source.val_size, self.num_images["train"]
         if self.source.own_val:
             if self._held_out is not None:
@@ -281,10 +265,8 @@ class CIFAR10DataModule(L.LightningDataModule):
             callbacks.append(_HandsOver())
         # Pictures are listed here, and not once more when they are loaded.
         if stage in ("fit", "validate") and not self.val_size and stage == "validate":
-            raise ConfigError(
-                "--data.val_size=0 holds out no images to validate on",
-                remedy="pass the --data.val_size of the training, or use the test subcommand",
-            )
+            problem = "--data.val_size=0 holds out no images to validate on"
+            raise ConfigError(problem, remedy="pass the --data.val_size of the training, or use the test subcommand")
         if stage in ("fit", "validate") and "train" not in self.sets:
             if self.source.own_val:
                 self.sets |= {"train": self._load("train"), "val": self._load("val")}
@@ -310,10 +292,8 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     def _split(self, images: ImageSet) -> tuple[ImageSet, ImageSet]:
         if self.val_size >= len(images):
-            raise ConfigError(
-                f"--data.val_size={self.val_size} leaves none of {len(images)} images to train on",
-                remedy=f"lower it, e.g. --data.val_size={len(images) // 10}",
-            )
+            problem = f"--data.val_size={self.val_size} leaves none of {len(images)} images to train on"
+            raise ConfigError(problem, remedy=f"lower it, e.g. --data.val_size={len(images) // 10}")
         held_out = torch.zeros(len(images), dtype=torch.bool)
         held_out[self.source.hold_out(images.labels, self.val_size)] = True
         return images.subset((~held_out).nonzero()[:, 0]), images.subset(held_out.nonzero()[:, 0])

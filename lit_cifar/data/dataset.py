@@ -80,7 +80,5 @@ class Dataset(ABC):
     def check_number(self, num_images: int, split: Split, *, known: int) -> None:
         """Refuse to take `num_images` of a split that has `known`."""
         if not 1 <= num_images <= known:
-            raise ConfigError(
-                f"{num_images} {split} images asked of {self.title}, which has {known}",
-                remedy=f"ask for 1 to {known}, e.g. --data.num_{split}={known}",
-            )
+            problem = f"{num_images} {split} images asked of {self.title}, which has {known}"
+            raise ConfigError(problem, remedy=f"ask for 1 to {known}, e.g. --data.num_{split}={known}")

@@ -39,10 +39,8 @@ class Fashion(Dataset):
             "or use images drawn by code instead: --data.dataset=synthetic"
         )
         if not download:
-            raise DataError(
-                f"there is no FashionMNIST in {self.root}, and --data.download=false",
-                remedy=f"allow the download with --data.download=true,\nor {remedy}",
-            )
+            problem = f"there is no FashionMNIST in {self.root}, and --data.download=false"
+            raise DataError(problem, remedy=f"allow the download with --data.download=true,\nor {remedy}")
         with installing(folder, self.title, remedy=remedy) as scratch:
             FashionMNIST(scratch, download=True)
 

@@ -7,6 +7,7 @@ and Lightning leaves an iterable that is no DataLoader as it is.
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -45,10 +46,8 @@ class BatchLoader:
         sizes, weights = [len(part.ids) for part in parts], [part.weight for part in parts]
         ids = torch.cat([part.ids for part in parts]).to(self.images.images.device, non_blocking=True)
         labels = self.images.labels.index_select(0, ids)
-        for batch in zip(
-            self._images(ids, sizes), torch.split(labels, sizes), torch.split(ids, sizes), weights, strict=True
-        ):
-            yield Batch(*batch)
+        columns = self._images(ids, sizes), torch.split(labels, sizes), torch.split(ids, sizes), weights
+        yield from starmap(Batch, zip(*columns, strict=True))
 
     def _images(self, ids: Tensor, sizes: list[int]) -> Iterator[Tensor]:
         """The images of each batch, made in blocks, because one image takes as many operators as 1000."""

@@ -57,10 +57,8 @@ class MappedImages(ImageSet):
             row = int(rows[index])
             if hash_of(images[index].numpy().data) != self.hashes[row]:
                 path = shlex.quote(str(self.path))
-                raise DataError(
-                    f"picture {row} in {self.path} is damaged: its hash is another",
-                    remedy=f"decode it again, and start again: mv {path} {path}.part",
-                )
+                problem = f"picture {row} in {self.path} is damaged: its hash is another"
+                raise DataError(problem, remedy=f"decode it again, and start again: mv {path} {path}.part")
         self.checked[rows] = True
         return images
 
@@ -92,28 +90,18 @@ def hash_of(pixels: bytes | memoryview) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PictureCache:
-    """The file into which the pictures of one split are decoded.
+    """The file into which the pictures of one split are decoded."""
 
-    Attributes:
-        root: The folder of all caches; None for `lit_cifar` in the user's own, which XDG_CACHE_HOME names.
-        source: Origin of the pictures. A cache of the same source with a different digest is deleted.
-        digest: Digest of all that decides the pixels.
-        limit_gb: Most GB that `root` may hold.
-    """
-
-    root: Path | None
-    source: str
-    digest: str
-    limit_gb: float
+    root: Path | None  # folder of all caches; None for `lit_cifar` in the user's own, which XDG_CACHE_HOME names
+    source: str  # origin of the pictures; a cache of the same source with a different digest is deleted
+    digest: str  # digest of all that decides the pixels
+    limit_gb: float  # most GB that `root` may hold
 
     def open(self, paths: Sequence[str], *, size: int, read: Callable[[str], bytes | None]) -> tuple[mmap.mmap, Path]:
-        """The file, mapped and read-only: uint8 pixels, (N, 3, size, size), and uint64 hashes, (N,).
+        """The file, mapped and read-only: uint8 pixels, (N, 3, size, size), and uint64 hashes, (N,); or a `DataError`.
 
         The first process that comes writes the file, on all cores; others wait for it. `read` decodes a picture, and
         returns None if that cannot be done; then each later process tries again.
-
-        Raises:
-            DataError: The folder cannot be written to or locked, or would hold more than it may.
         """
         path = self._folder / f"{self.digest}.pixels"
         pictures = _Pictures(paths, read, path.with_name(path.name + ".part"), 3 * size * size)

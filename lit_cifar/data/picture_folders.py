@@ -125,10 +125,8 @@ def _splits(root: Path) -> dict[Split, Path]:
     for folder in sorted(_folders(root)):
         split = _split_of(folder.name)
         if split in found:
-            raise DataError(
-                f"{found[split]} and {folder} are for the same pictures by their names",
-                remedy="move the pictures of one of them into the other, or move it away",
-            )
+            problem = f"{found[split]} and {folder} are for the same pictures by their names"
+            raise DataError(problem, remedy="move the pictures of one of them into the other, or move it away")
         if split is not None:
             found[split] = folder
             if len({each.resolve() for each in found.values()}) < len(found):
@@ -222,9 +220,8 @@ def _folders(folder: Path) -> list[Path]:
     real = folder.resolve()
     circle = next((path for path in found if path.is_symlink() and real.is_relative_to(path.resolve())), None)
     if circle is not None:
-        raise DataError(
-            f"{circle} is a link to a folder that it lies in", remedy=f"remove it: rm {shlex.quote(str(circle))}"
-        )
+        problem = f"{circle} is a link to a folder that it lies in"
+        raise DataError(problem, remedy=f"remove it: rm {shlex.quote(str(circle))}")
     return found
 
 

@@ -76,10 +76,8 @@ class OwnPictures(Dataset):
         unused, other = ({"num_workers": num_workers}, "as_needed") if decode == "once" else (of_file, "once")
         for option, value in unused.items():
             if value is not None:
-                raise ConfigError(
-                    f"--data.{option}={value} is not for --data.decode={decode}",
-                    remedy=f"leave it out, or pass --data.decode={other}",
-                )
+                problem = f"--data.{option}={value} is not for --data.decode={decode}"
+                raise ConfigError(problem, remedy=f"leave it out, or pass --data.decode={other}")
         super().__init__(root, image_size=image_size, seed=seed)
         self._decode, self._num_workers = decode, num_workers
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
@@ -172,11 +170,9 @@ class OwnPictures(Dataset):
         if self._skip_unreadable and len(unreadable) < num_files:
             rank_zero_warn(f"{number} and are left out; the first is {printable(unreadable[0])}")
             return
-        found = {path: read_image(path, size=1) for path in unreadable[:3]}
-        reasons = {
-            path: why if isinstance(why, str) else "the second time it could be read" for path, why in found.items()
-        }
-        listed = "; ".join(f"{printable(path)}: {why}" for path, why in reasons.items())
+        found = [(path, read_image(path, size=1)) for path in unreadable[:3]]
+        again = "the second time it could be read"
+        listed = "; ".join(f"{printable(path)}: {why if isinstance(why, str) else again}" for path, why in found)
         raise DataError(
             f"{number}: {listed}" + ("; ..." if len(unreadable) > 3 else ""),
             remedy="replace them, move them away, or leave them out: --data.skip_unreadable=true",
@@ -204,11 +200,8 @@ class OwnPictures(Dataset):
         counts = dict(zip(self.classes, torch.bincount(labels, minlength=len(self.classes)).tolist(), strict=True))
         if len(counts) <= 10:
             return ", ".join(f"{name} {count:,}" for name, count in counts.items())
-        ends = [
-            f"{counts[name]:,} ({name})"
-            for name in (min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__))
-        ]
-        return f"{len(counts):,} classes of {' to '.join(ends)} pictures"
+        least, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
+        return f"{len(counts):,} classes of {counts[least]:,} ({least}) to {counts[most]:,} ({most}) pictures"
 
     def _files(self, split: Split) -> list[File]:
         if split not in self._unread:
@@ -269,9 +262,8 @@ def read_image(path: Path | str, *, size: int) -> Tensor | str:
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path, formats=FORMATS) as image:
                 if not _has_range(image):
-                    return (
-                        f"{image.format} of mode {image.mode}: no black and white are told; save it with 8 or 16 bits"
-                    )
+                    what = f"{image.format} of mode {image.mode}"
+                    return f"{what}: no black and white are told; save it with 8 or 16 bits"
                 _scale_colours(image)
                 scale = _grey_scale(image)  # `upright` has no tags
                 upright = ImageOps.exif_transpose(image)

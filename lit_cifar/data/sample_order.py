@@ -54,10 +54,8 @@ def check_held_out(then: OrderSettings, now: OrderSettings) -> None:
     if not {*_FILES} & {*others}:
         reason, given = (_flags({name: each[name] for name in others if name in each}) for each in (now, then))
         remedy = f"pass {given}"
-    raise CheckpointError(
-        f"images that the checkpoint was trained on would be validated on: {reason}",
-        remedy=f"{remedy}, or start a new training",
-    )
+    problem = f"images that the checkpoint was trained on would be validated on: {reason}"
+    raise CheckpointError(problem, remedy=f"{remedy}, or start a new training")
 
 
 def check_rest_of_epoch(then: OrderSettings, now: OrderSettings) -> None:

@@ -86,10 +86,8 @@ class TrainSampler:
         # A replica can work with one sample, a microbatch needs two.
         least = 2 * parts if microbatches > 1 else parts
         if size < 1:
-            raise ConfigError(
-                f"--data.batch_size={size} is the global batch, and one has at least a sample",
-                remedy=f"pass --data.batch_size={-(-128 // least) * least}",
-            )
+            problem = f"--data.batch_size={size} is the global batch, and one has at least a sample"
+            raise ConfigError(problem, remedy=f"pass --data.batch_size={-(-128 // least) * least}")
         if size < least or size % parts:
             nearest = sorted({max(full * parts, least) for full in (size // parts, -(-size // parts))})
             raise ConfigError(
@@ -98,10 +96,8 @@ class TrainSampler:
                 remedy="the nearest that do: " + " or ".join(f"--data.batch_size={size}" for size in nearest),
             )
         if not self.num_batches:
-            raise ConfigError(
-                f"--data.batch_size={size} with --data.drop_last=true leaves none of {self.num_samples} images",
-                remedy="lower --data.batch_size, or pass --data.drop_last=false",
-            )
+            problem = f"--data.batch_size={size} with --data.drop_last=true leaves none of {self.num_samples} images"
+            raise ConfigError(problem, remedy="lower --data.batch_size, or pass --data.drop_last=false")
         rest = 0 if self.drop_last else self.num_samples % size
         replicas = GhostBatches.of(self.layout, accumulation=self.accumulation).positions(rest)
         if any(len(chunk) < 2 for chunks in replicas for chunk in chunks):

@@ -39,7 +39,6 @@ def environment(trainer: Trainer, *, data_name: str) -> dict[str, Any]:
 
 
 def start_and_versions() -> dict[str, Any]:
-    """Start time, command, commit and versions of this process."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command_line(sys.argv),
@@ -75,10 +74,7 @@ def command_line(argv: list[str]) -> str:
 
 
 def git_state(package: Path) -> dict[str, Any] | None:
-    """Commit of the repository whose top level holds `package`, and whether tracked files differ from it.
-
-    None for an installed package, even if its environment lies in some other repository.
-    """
+    """Commit of the repository whose top level holds `package`, and whether tracked files differ; None if installed."""
     if not (package.parent / ".git").exists():
         return None
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

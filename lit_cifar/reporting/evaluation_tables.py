@@ -1,6 +1,6 @@
 """The tables that an evaluation writes, from integer counts: `per_rank.csv`, `confusion.csv` and `predictions.csv`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -155,10 +155,7 @@ class ConfusionCounts(EvaluationCallback):
 
 
 def write_confusion(folder: Path, split: str, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> None:
-    """Replace this split's rows in `folder/confusion.csv`, and keep those of another split of the same C `classes`.
-
-    `counts` are C rows, one for each true class, of C counts, one for each predicted class.
-    """
+    """Replace this split's rows of counts, true by predicted class, in `confusion.csv`; keep those of other splits."""
     rows = ([name, *row] for name, row in zip(classes, counts, strict=True))
     replace_split(folder / CONFUSION, [*CONFUSION_COLUMNS, *classes], split, rows)
 
@@ -166,8 +163,7 @@ def write_confusion(folder: Path, split: str, classes: Sequence[str], counts: Se
 class PredictionWriter(Callback):
     """Writes `predictions.csv` (`file,class,confidence,error`) into the run folder, rows in input order.
 
-    A file that could not be read has an error and no class. Expects `predict_step` to return
-    softmax probabilities (n, C), and `trainer.datamodule.folder` to list the files.
+    A file that could not be read has an error and no class. Expects softmax probabilities (n, C) of `predict_step`.
     """
 
     def __init__(self) -> None:
@@ -195,7 +191,7 @@ class PredictionWriter(Callback):
         if not trainer.is_global_zero:
             return
         datamodule = _datamodule(trainer)
-        results = iter(_predicted(table.cpu(), datamodule.classes))
+        results = _predicted(table.cpu(), datamodule.classes)
         self.rows = [
             (file.as_posix(), *(next(results) if error is None else ("", "", error)))
             for file, error in zip(datamodule.folder.files, datamodule.folder.errors, strict=True)
@@ -205,15 +201,13 @@ class PredictionWriter(Callback):
             replace_csv(folder / PREDICTIONS, [PREDICTION_COLUMNS, *self.rows])
 
 
-def _predicted(table: Tensor, classes: tuple[str, ...]) -> list[tuple[str, str, str]]:
+def _predicted(table: Tensor, classes: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:
     """Class, confidence and error of each image; `table` is (N, 3) and summed over processes."""
-    cells = []
     for label, confidence, times in table.tolist():
         if times == 0:
-            cells.append(("", "", "not classified: the run was limited to fewer batches"))
+            yield "", "", "not classified: the run was limited to fewer batches"
         else:  # processes that hold one replica have equal results, so the mean is the result
-            cells.append((classes[round(label / times)], f"{confidence / times:.6f}", ""))
-    return cells
+            yield classes[round(label / times)], f"{confidence / times:.6f}", ""
 
 
 def _datamodule(trainer: Trainer) -> Any:

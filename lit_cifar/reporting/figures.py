@@ -31,8 +31,6 @@ SPLIT_WORDS: dict[Split, str] = {"val": "validation", "test": "test"}
 
 
 class WrongImage(NamedTuple):
-    """A misclassified image."""
-
     image: Tensor  # uint8, (3, H, W), on the CPU
     truth: str  # name of its class
     prediction: str  # name of the class the network chose
@@ -97,17 +95,14 @@ class EvaluationFigures(EvaluationCallback):
 
         def draw() -> None:
             try:
-                confusions = render(confusion_figure(confusion, datamodule.classes, title=title))
-                writer.add_image(f"{split}/confusion", confusions, step, dataformats="HWC")
+                matrix = confusion_figure(confusion, datamodule.classes, title=title)
+                writer.add_image(f"{split}/confusion", render(matrix), step, dataformats="HWC")
                 listed = f"{title}\nthe most confident of {int(confusion.sum() - confusion.trace()):,} mistakes"
-                writer.add_image(
-                    f"{split}/wrong", render(wrong_images_figure(wrong, title=listed)), step, dataformats="HWC"
-                )
+                images = wrong_images_figure(wrong, title=listed)
+                writer.add_image(f"{split}/wrong", render(images), step, dataformats="HWC")
             except Exception as error:
-                problem = f"{type(error).__name__}: {one_line(error)}"
-                rank_zero_warn(
-                    f"figures of an evaluation cannot be drawn ({problem:.300}); the run goes on without them"
-                )
+                problem, rest = f"{type(error).__name__}: {one_line(error)}", "the run goes on without them"
+                rank_zero_warn(f"figures of an evaluation cannot be drawn ({problem:.300}); {rest}")
 
         self._finish_drawing()
         self._drawing = Thread(target=draw, name="figures")

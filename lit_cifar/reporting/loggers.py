@@ -72,24 +72,17 @@ class _ContinuedWriter(ExperimentWriter):
         self._path = Path(self.metrics_file_path)
         self._last: dict[str, Any] = {}  # the file's last row, which may grow
         self._grows = False
-        if self._path.exists():
-            self._keep(kept_rows)
+        rows = self._rows()
+        if kept := rows[:kept_rows]:
+            self._replace([*rows[0]], kept)
+            self._last = {name: cell for name, cell in kept[-1].items() if cell}
+        else:
+            self._path.unlink(missing_ok=True)
 
     def _check_log_dir_exists(self) -> None:
         """Do nothing: Lightning would delete the files."""
 
-    def _keep(self, num_rows: int) -> None:
-        """Cut the file to its first lines."""
-        rows = self._rows()
-        if not num_rows or not rows:
-            self._path.unlink()
-            return
-        kept = rows[:num_rows]
-        self._replace([*rows[0]], kept)
-        self._last = {name: cell for name, cell in kept[-1].items() if cell}
-
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
-        """Add to the row of this step."""
         super().log_metrics(metrics_dict, step)
         row = self.metrics.pop()
         if self.metrics and self.metrics[-1]["step"] == row["step"]:
@@ -115,7 +108,6 @@ class _ContinuedWriter(ExperimentWriter):
         self._last, self._grows = rows[-1], False
 
     def _rows(self) -> list[dict[str, str]]:
-        """The rows of the file, none if there is no file."""
         header, *rows = read_csv(self._path) or [[]]
         return [dict(zip(header, row, strict=False)) for row in rows if row]
 

@@ -42,11 +42,9 @@ class Throughput(Callback):
         self._logged_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._warmup_left = self.warmup_steps
+        self._warmup_left, self._logged_step = self.warmup_steps, trainer.global_step
         self._num_ranks = mode_of(trainer.strategy).layout.data_parallel_size
-        self._reset()
-        self._started_at = None
-        self._logged_step = trainer.global_step
+        self._num_images, self._elapsed_s, self._started_at = 0, 0.0, None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start before the epoch's first batch is fetched."""
@@ -75,19 +73,15 @@ class Throughput(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop(pl_module)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop(pl_module)
+    on_train_epoch_end = on_validation_start
 
     def _log(self, pl_module: LightningModule) -> None:
         self._stop(pl_module)
         if self._elapsed_s > 0:
             # With prog_bar=True Lightning would read the value back from the device in every step.
             pl_module.log(METRIC, self._num_images / self._elapsed_s, on_step=True, on_epoch=False, batch_size=1)
-        self._reset()
-        self._start()
-
-    def _reset(self) -> None:
         self._num_images, self._elapsed_s = 0, 0.0
+        self._start()
 
     def _start(self) -> None:
         if self._started_at is None and self._warmup_left == 0:
@@ -110,10 +104,8 @@ class ProgressBar(TQDMProgressBar):
 
     The bar is updated every `refresh_rate` steps, but at most twice a second, because the host waits for a GPU to have
     the values. If stdout is not a terminal there is no bar: a line is printed after each epoch, and at least every
-    `line_every_s`.
-
-    The values are those that the run logs, with or without `prog_bar=True`. That flag would make Lightning read a value
-    back from the device in every step; here it is read when the bar is updated.
+    `line_every_s`. The values are those that the run logs, with or without `prog_bar=True`, by which Lightning would
+    read a value back from the device in every step.
     """
 
     # All of it fits into 80 columns, where the bar itself gives way.

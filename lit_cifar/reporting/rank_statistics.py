@@ -14,8 +14,6 @@ FAMILY_WISE_LEVEL = 0.01
 
 @dataclass(frozen=True)
 class AccuracyCount:
-    """Samples seen and samples classified correctly."""
-
     correct: int
     total: int
 

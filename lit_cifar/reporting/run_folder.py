@@ -38,12 +38,7 @@ class RunLock:
         self._descriptor: int | None = None
 
     def take(self, folder: Path) -> None:
-        """Lock `folder`, unless that was done. The file of the lock stays there.
-
-        Raises:
-            ConfigError: Another process holds the lock, or the folder has links to what lies outside.
-            OSError: The folder cannot be written.
-        """
+        """Lock `folder`, unless that was done; a `ConfigError` if another process has, or it has links to outside."""
         if self._descriptor is not None:
             return
         _check_links(folder)
@@ -186,5 +181,4 @@ class SavedConfig(SaveConfigCallback):
         return dict(yaml.safe_load(self.parser.dump(self.config, skip_unset=False)))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save, if that was not done in `setup`."""
         super().setup(trainer, pl_module, "fit")

@@ -81,14 +81,8 @@ def export_parser() -> argparse.ArgumentParser:
     return parser
 
 
-# The exported network ------------------------------------------------------------------------------------------------
-
-
 class Classifier(nn.Module):
-    """A network in evaluation mode, with the normalisation of its data set before it.
-
-    `mean` and `std` of each channel are in units of the full range, 0 to 1.
-    """
+    """A network in evaluation mode, behind the normalisation of its data set, in units of the full range."""
 
     mean: Tensor
     std: Tensor
@@ -107,11 +101,7 @@ class Classifier(nn.Module):
 
 
 def own_network(configured: dict[str, Any] | None) -> nn.Module | None:
-    """The user's own network in a run's `config.yaml`, made as by `fit`; None for a network of this package.
-
-    Raises:
-        ConfigError: The class does not exist, or does not take these arguments.
-    """
+    """The user's own network in a run's `config.yaml`, made as by `fit`; None for a network of this package."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--network", type=nn.Module | None)
     try:
@@ -138,15 +128,8 @@ def open_checkpoint(
 ) -> tuple[LitResNet, CIFAR10DataModule]:
     """Read a checkpoint whose hash is right: its network, in evaluation mode, and the data set of its training.
 
-    Args:
-        path: A file that `fit` wrote.
-        network: The user's own network; None for one of this package's.
-        dataset: Name of the data set; None for the one that the checkpoint names.
-        root: Folder of the data set, needed where the classes are folders that the checkpoint does not name.
-
-    Raises:
-        CheckpointError: The file is missing, damaged or not of `fit`, or holds a different network or classes.
-        DataError: The classes are folders that do not exist, and the checkpoint does not name them either.
+    `network` is the user's own, if it has one, and `dataset` a name in place of the checkpoint's. `root` holds the data
+    set, and is needed where the classes are folders that the checkpoint does not name.
     """
     try:
         content = read_whole(path)
@@ -178,15 +161,8 @@ def open_checkpoint(
     return module.eval(), data
 
 
-# The files -----------------------------------------------------------------------------------------------------------
-
-
 def trace(classifier: Classifier, image_shape: tuple[int, ...]) -> ExportedProgram:
-    """The network as a graph of torch's operators, for any number of images of `image_shape`, (3, height, width).
-
-    Raises:
-        ConfigError: torch.export cannot follow the user's own network.
-    """
+    """The network as a graph of operators, for any number of images of `image_shape`, (3, height, width)."""
     images = torch.zeros(2, *image_shape, dtype=torch.uint8)
     try:
         return torch.export.export(classifier, (images,), dynamic_shapes={"images": {0: Dim("batch")}})
@@ -199,20 +175,15 @@ def trace(classifier: Classifier, image_shape: tuple[int, ...]) -> ExportedProgr
 
 
 class Format(NamedTuple):
-    """One kind of file."""
-
     file: str  # name of the file in the folder
     packages: tuple[str, ...]  # names of the modules that it needs beside torch
     content: Callable[[ExportedProgram], bytes]  # its caller writes the bytes: a full disk is then one kind of error
     load: Callable[[Path], Callable[[Tensor], Tensor]]  # maps images to logits, by the file alone
 
     def check(self) -> None:
-        """Raise a `ConfigError` if a package is missing."""
         if missing := [name for name in self.packages if find_spec(name) is None]:
-            raise ConfigError(
-                f"ONNX needs packages that are not installed: {', '.join(missing)}",
-                remedy="pip install 'lit-cifar[export]', or pass --format torch",
-            )
+            problem = f"ONNX needs packages that are not installed: {', '.join(missing)}"
+            raise ConfigError(problem, remedy="pip install 'lit-cifar[export]', or pass --format torch")
 
 
 def _torch_content(program: ExportedProgram) -> bytes:
@@ -237,7 +208,6 @@ def _onnx_content(program: ExportedProgram) -> bytes:
 
 
 def _load_onnx(file: Path) -> Callable[[Tensor], Tensor]:
-    """Load a file into ONNX Runtime, on the CPU."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
@@ -256,18 +226,8 @@ def export(
 ) -> dict[str, float]:
     """Write the files, run each again, and compare it with the checkpoint; `folder` is made only if all agree.
 
-    Args:
-        module: The module with the network, in evaluation mode.
-        data: The data set of the training; its images are not read.
-        formats: Formats to write.
-        folder: A folder that does not exist, or is empty.
-        record: The entries of `export.json` about the checkpoint.
-
-    Returns:
-        The largest difference of a logit for each file, on images of random bytes, in units of the largest logit.
-
-    Raises:
-        ConfigError: The network cannot be traced, or `folder` cannot be written.
+    Return the largest difference of a logit for each file, on images of random bytes, in units of the largest logit.
+    `record` holds the entries of `export.json` about the checkpoint.
     """
     random, ids = torch.Generator().manual_seed(0), torch.arange(_NUM_IMAGES)
     images = torch.randint(256, (_NUM_IMAGES, *module.image_shape), generator=random).to(torch.uint8)
@@ -299,7 +259,6 @@ def export(
 
 
 def _digest(path: Path) -> str:
-    """SHA-256 of a file."""
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()
 

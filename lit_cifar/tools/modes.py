@@ -130,8 +130,6 @@ def chosen(names: list[str], *, devices: int) -> list[SizedMode]:
     known = sized_modes(devices)
     unknown = [name for name in names if name not in known and name != "all"]
     if unknown or not names:
-        raise ConfigError(
-            f"there is no mode {unknown[0]!r} to verify" if unknown else "no mode is named",
-            remedy=f"pass --modes all, or some of {','.join(known)}",
-        )
+        problem = f"there is no mode {unknown[0]!r} to verify" if unknown else "no mode is named"
+        raise ConfigError(problem, remedy=f"pass --modes all, or some of {','.join(known)}")
     return [mode for name, mode in known.items() if name in names or "all" in names]

@@ -39,10 +39,8 @@ def main(args: list[str]) -> int:
     refuse_owned(options.flags, {"trainer.devices", "trainer.num_nodes"}, command="ray")
     resumes = names_config(options.flags) or any(flag.startswith("--resume") for flag in options.flags)
     if options.max_failures and options.command == "fit" and not resumes:
-        raise ConfigError(
-            f"--max_failures={options.max_failures}, but a training that starts again would not resume",
-            remedy="add --resume=auto and --run_dir=FOLDER, which every node can read",
-        )
+        problem = f"--max_failures={options.max_failures}, but a training that starts again would not resume"
+        raise ConfigError(problem, remedy="add --resume=auto and --run_dir=FOLDER, which every node can read")
     with _connected(options.address) as ray, handlers_put_back():
         return RayRun(ray, options).run()
 
@@ -107,7 +105,6 @@ class RayRun:
 
     @property
     def _gpus(self) -> int:
-        """The GPUs of each node."""
         return int(self.options.workers_per_node * self.options.gpus_per_worker)
 
     def _actor(self, group: Any, node: int) -> Any:

@@ -121,7 +121,6 @@ def empty_folder(name: str) -> Path:
 
 
 def write_json(file: Path | None, content: dict[str, Any]) -> None:
-    """Write a record, if there is a file for it."""
     if file is not None:
         file.write_text(json.dumps(content, indent=2) + "\n")
 

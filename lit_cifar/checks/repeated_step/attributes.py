@@ -68,7 +68,6 @@ def is_plain(value: Any) -> bool:
 
 @cache
 def _names_of_torch() -> set[str]:
-    """Names of attributes that every LightningModule holds."""
     return {*vars(LightningModule())}
 
 

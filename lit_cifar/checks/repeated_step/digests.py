@@ -86,17 +86,14 @@ class Surroundings:
         kind = device.type
         state: Any = np.random.get_state()
         name, words, *rest = state
+        is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         return cls(
             device=kind,
             python=random.getstate(),
             numpy=(name, words.tolist(), *rest),
             cpu=torch.get_rng_state(),
             accelerator=torch.cuda.get_rng_state(device) if kind == "cuda" else None,
-            autocast=(
-                torch.is_autocast_enabled(kind),
-                torch.get_autocast_dtype(kind),
-                torch.is_autocast_cache_enabled(),
-            ),
+            autocast=(is_on, dtype, torch.is_autocast_cache_enabled()),
             default_dtype=torch.get_default_dtype(),
             num_threads=torch.get_num_threads(),
         )

@@ -41,8 +41,6 @@ class Call:
 
 @dataclass
 class Backward:
-    """A backward pass, at its end."""
-
     inside: bool  # whether it is inside of a call, by manual optimization
     synced: bool  # whether gradients were averaged over the ranks
     surroundings: Surroundings | None  # surroundings at its beginning, where that was seen
@@ -98,8 +96,6 @@ def _bits(inputs: Any) -> list[int]:
 
 @dataclass
 class Recording:
-    """The events of all ranks in a folder."""
-
     folder: Path
     num_ranks: int
     device: torch.device
@@ -109,13 +105,10 @@ class Recording:
         reasons: list[str] = []
         hints: list[str] = []
         for rank in range(self.num_ranks):
-            path = self.folder / f"{rank}.pt"
-            if path.exists():
-                of_rank = torch.load(path, weights_only=True)
-                reasons += of_rank[0]
-                hints += of_rank[1]
-            else:
-                reasons.append(f"the record of rank {rank} cannot be seen from rank 0")
+            path, absent = self.folder / f"{rank}.pt", [f"the record of rank {rank} cannot be seen from rank 0"]
+            why, seen = torch.load(path, weights_only=True) if path.exists() else (absent, [])
+            reasons += why
+            hints += seen
         return [*dict.fromkeys(reasons)], [*dict.fromkeys(hints)]
 
     def segments(self, rank: int) -> list[list[Path]]:

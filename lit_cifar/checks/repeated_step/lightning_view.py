@@ -15,11 +15,6 @@ from lit_cifar.checks.repeated_step.exchange import process_groups
 from lit_cifar.mode.tensors import parameters_of
 
 
-def is_a(value: Any, *names: str) -> bool:
-    """Whether `value` has a class of one of these names; `lightning.pytorch` and `pytorch_lightning` share none."""
-    return any(kind.__name__ in names for kind in type(value).__mro__)
-
-
 def not_replayed(trainer: pl.Trainer) -> list[str]:
     """The attribute `not_replayed` of each callback that has one: the reason why no step can be repeated with it."""
     reasons = (getattr(callback, "not_replayed", "") for callback in trainer.callbacks)  # type: ignore[attr-defined]
@@ -44,12 +39,8 @@ def progress_of(trainer: pl.Trainer) -> dict[str, Any]:
     """The trainer's counters for a replayed step, and the factor of its loss."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     scale = 1.0 if scaler is None else scaler.get_scale()
-    return {
-        "current_epoch": trainer.current_epoch,
-        "global_step": trainer.global_step,
-        "loss_scale": scale,
-        "callbacks": step_states(trainer),
-    }
+    counters = {"current_epoch": trainer.current_epoch, "global_step": trainer.global_step}
+    return counters | {"loss_scale": scale, "callbacks": step_states(trainer)}
 
 
 class Repeats(Protocol):
@@ -108,14 +99,13 @@ def detach(module: nn.Module, view: TrainerView, replayer: Repeats) -> None:
 
     schedule = SimpleNamespace(step=nothing, get_last_lr=lambda: [], state_dict=dict)
     for part in module.modules():
-        if is_a(part, "LightningModule"):
+        # `lightning.pytorch` and `pytorch_lightning` share no class.
+        if any(kind.__name__ == "LightningModule" for kind in type(part).__mro__):
             wrapped = [_OptimizerView(optimizer, replayer, part) for optimizer in view.optimizers]
             views = wrapped[0] if len(wrapped) == 1 else wrapped
+            vars(part).update(dict.fromkeys(("log", "log_dict", "print"), nothing))
             vars(part).update(
                 _trainer=view,
-                log=nothing,
-                log_dict=nothing,
-                print=nothing,
                 manual_backward=replayer.backward_inside,
                 optimizers=lambda use_pl_optimizer=True, views=views: views,
                 lr_schedulers=lambda: schedule,

@@ -23,7 +23,6 @@ class ExactMean:
     magnitudes: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add the gradients of one more rank, by name."""
         for name, gradient in gradients.items():
             exact = gradient.double()
             self.totals[name] = self.totals.get(name, 0.0) + exact

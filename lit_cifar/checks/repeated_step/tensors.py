@@ -12,7 +12,6 @@ from lit_cifar.mode.tensors import parameters_of
 
 
 def fresh_copy(leaf: Any) -> Any:
-    """Copy an input, for one more call."""
     if isinstance(leaf, Tensor):
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
     return copy.deepcopy(leaf)

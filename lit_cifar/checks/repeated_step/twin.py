@@ -23,8 +23,6 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @dataclass
 class Twin:
-    """A copy of a module and its optimizers, and how to call it."""
-
     module: nn.Module
     optimizers: list[Optimizer]
     call: Callable[..., Any]
@@ -83,9 +81,9 @@ def communication_hook(model: Any) -> str:
 
 
 def twin_of(module: Module, optimizers: Sequence[Optimizer]) -> tuple[Module, list[Optimizer]]:
-    """Copy a module and its optimizers, so that the copied optimizers hold the copy's parameters.
+    """Copy a module, and optimizers that hold the copy's parameters, or raise an `UnjudgeableError`.
 
-    Raise an `UnjudgeableError` if they cannot be copied. For a sharded module every rank must call this.
+    For a sharded module every rank must call this.
     """
     memo: dict[int, Any] = {id(group): group for group in process_groups()}  # groups cannot be copied
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import lightning.pytorch as pl
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_cifar import internals
@@ -57,7 +57,7 @@ class ReplayError(RuntimeError):
     """The run did not train the model that one device would train."""
 
 
-class Replay(pl.Callback):
+class Replay(Callback):
     """Replays a few steps of a training on one device, in its own precision, and compares.
 
     Every rank writes down the batches, the random generators' states and the digests of its results. Then rank 0
@@ -89,22 +89,18 @@ class Replay(pl.Callback):
         self._noted: set[str] = set()
         self._saved: dict[str, Any] | None = None  # entry of the checkpoint that the training began with
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._epochs is not None and _each_rank_holds_all(trainer):
             checkpoint[KEY] = {"states": states_of(trainer)} | self._epochs.position()
             self._weights = (weights_of(pl_module), _AVERAGED) if trainer.state.fn == "fit" else None
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._saved = checkpoint.get(KEY)
         is_early = trainer.state.fn == "fit" and not trainer.strategy.restore_checkpoint_after_setup
         if self._saved is None and is_early and _each_rank_holds_all(trainer):
             self._loaded = loaded_weights(pl_module, checkpoint.get("state_dict", {}))
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._saved is None or self._epochs is None or not _each_rank_holds_all(trainer):
             return
         self._epochs.resumed = self._saved
@@ -113,20 +109,18 @@ class Replay(pl.Callback):
         self._saved = None
         self._tell(trainer, trainer.strategy.broadcast(report))
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loaded, self._weights, self._loaded = self._loaded, None, None
         if mode_of(trainer.strategy).is_known and not [*internals.missing(internals.REPLAY)]:
             self._weights = (loaded, _NOT_LOADED) if loaded else None
             self._epochs = Epochs(trainer, partial(self._tell, trainer))
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._epochs is not None:
             self._epochs.close()
             self._epochs = None
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._weights is not None:
             self._compare_with_checkpoint(trainer, pl_module)
         accumulates = batch_idx % trainer.accumulate_grad_batches != 0
@@ -142,7 +136,7 @@ class Replay(pl.Callback):
             else:
                 self._window = _Window(trainer, pl_module, folder, report)
 
-    def _compare_with_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def _compare_with_checkpoint(self, trainer: Trainer, module: LightningModule) -> None:
         """Note a checkpoint whose weights are not those of the training, such as averages, which a resume would use."""
         assert self._weights is not None
         now, (saved, text), self._weights = weights_of(module), self._weights, None
@@ -154,12 +148,12 @@ class Replay(pl.Callback):
             report.note(f"{len(unlike)} of {len(now)} {text}")
             self._tell(trainer, trainer.strategy.broadcast(report))
 
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._window is not None and not self._window.mode.has_own_step:
             self._window.recorder.backward_ended()
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._epochs is not None:
             self._epochs.batch_ended(batch_idx)
@@ -167,7 +161,7 @@ class Replay(pl.Callback):
         if window is not None and trainer.global_step - window.first_step >= self.steps * window.steps_per_count:
             self._judge(trainer)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._window is not None:
             self._judge(trainer)
         if trainer.world_size > 1 and are_replicas(trainer.strategy.model):
@@ -175,13 +169,12 @@ class Replay(pl.Callback):
             compare_replicas(report, pl_module)
             self._tell(trainer, trainer.strategy.broadcast(report))
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Remove the record and all hooks."""
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._window is not None:
             self._window.close()
             self._window.remove()
 
-    def _judge(self, trainer: pl.Trainer) -> None:
+    def _judge(self, trainer: Trainer) -> None:
         assert self._window is not None
         window, self._window = self._window, None
         report = window.judged()
@@ -190,7 +183,7 @@ class Replay(pl.Callback):
         self._tell(trainer, report)
         self._stop_if_done(trainer)
 
-    def _tell(self, trainer: pl.Trainer, report: Report) -> None:
+    def _tell(self, trainer: Trainer, report: Report) -> None:
         """Print a report and write it down; where that fails the training goes on."""
         self.reports.append(report)
         rank_zero_info("\n".join(report.lines()))
@@ -203,14 +196,14 @@ class Replay(pl.Callback):
         if self.raises and report.outcome == "fail":
             raise ReplayError("\n".join(report.lines()))
 
-    def _stop_if_done(self, trainer: pl.Trainer) -> None:
+    def _stop_if_done(self, trainer: Trainer) -> None:
         self._judged += 1
         if self.stop and self._judged == len(self.at):
             trainer.should_stop = True
 
 
 def _told(note: Callable[..., object]) -> Callable[..., None]:
-    def hook(self: Replay, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+    def hook(self: Replay, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if self._epochs is not None:
             note(self._epochs, *args)
 
@@ -223,7 +216,7 @@ _NOTES: dict[str, Callable[..., object]] = {
     "on_sanity_check_end": Epochs.evaluated,
     "on_validation_start": Epochs.begin_evaluation,
     "on_validation_batch_start": Epochs.begin_batch,
-    "on_validation_batch_end": Epochs.end_batch,
+    "on_validation_batch_end": lambda epochs, *_: epochs.begin_batch(None),
     "on_validation_end": Epochs.end_evaluation,
 }
 for _hook, _note in _NOTES.items():
@@ -233,7 +226,7 @@ for _hook, _note in _NOTES.items():
 class _Window:
     """A stretch of steps that is written down."""
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, folder: Path, report: Report) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, folder: Path, report: Report) -> None:
         self.trainer, self.module, self.folder, self.report = trainer, module, folder, report
         self.first_step = trainer.global_step
         strategy: Any = trainer.strategy
@@ -321,12 +314,11 @@ class _Window:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _each_rank_holds_all(trainer: pl.Trainer) -> bool:
-    """Whether each rank holds all weights and optimizer states."""
+def _each_rank_holds_all(trainer: Trainer) -> bool:
     return mode_of(trainer.strategy).model_parallel_size == 1 and not is_sharded(trainer.lightning_module)
 
 
-def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
+def _new_report(trainer: Trainer, module: LightningModule) -> Report:
     strategy, report = trainer.strategy, empty_report(trainer)
     if not mode_of(strategy).is_known:
         report.abstained.append(f"{type(strategy).__name__} is not known here: docs/replay.md lists those that are")
@@ -335,12 +327,12 @@ def _new_report(trainer: pl.Trainer, module: pl.LightningModule) -> Report:
     return report
 
 
-def _folder_of(trainer: pl.Trainer) -> Path:
+def _folder_of(trainer: Trainer) -> Path:
     """The folder of the run's logs. Every rank must call this."""
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 
-def _folder_for_all(trainer: pl.Trainer, report: Report) -> Path | None:
+def _folder_for_all(trainer: Trainer, report: Report) -> Path | None:
     """A folder of rank 0 that only its owner can read; None, and the reason in the report, if it cannot be made."""
     made, root = "", _folder_of(trainer)
     if trainer.is_global_zero:

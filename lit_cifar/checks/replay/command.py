@@ -23,15 +23,8 @@ def replayed(module: str, data: str | None, *, steps: int, args: Sequence[str]) 
     classes: dict[str, Any] = {"model_class": _class_of("--module", module, LightningModule)}
     if data is not None:
         classes["datamodule_class"] = _class_of("--data", data, LightningDataModule)
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "limit_val_batches": 0,
-        "max_epochs": -1,
-    }
+    silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet = dict.fromkeys(silent, False) | {"num_sanity_val_steps": 0, "limit_val_batches": 0, "max_epochs": -1}
     with warnings.catch_warnings(), _as_config_error():
         warnings.filterwarnings("ignore", ".*LightningCLI's args parameter")  # the process's own name our command
         cli = LightningCLI(
@@ -52,10 +45,8 @@ def replayed(module: str, data: str | None, *, steps: int, args: Sequence[str]) 
         return replay.reports[0].as_json()
     found = Path(trainer.default_root_dir, RESULT)
     if not found.exists() or found.stat().st_mtime < started:  # processes of `ddp_spawn` would have written it
-        raise ConfigError(
-            f"the training of {module} ended before its first step",
-            remedy="pass a --trainer.max_steps above 0, and data",
-        )
+        problem = f"the training of {module} ended before its first step"
+        raise ConfigError(problem, remedy="pass a --trainer.max_steps above 0, and data")
     reports: list[dict[str, Any]] = json.loads(found.read_text())
     return reports[0]
 

@@ -295,9 +295,6 @@ class Epochs:
         if self.evaluation is not None:
             self.evaluation.batch = batch
 
-    def end_batch(self, *_: Any) -> None:
-        self.begin_batch(None)
-
     def evaluated(self) -> list[int]:
         """The samples that this process has read for evaluations since the last call."""
         if (loader := self._val_loader()) is None:
@@ -309,9 +306,8 @@ class Epochs:
     def _val_loader(self) -> DataLoader[Any] | None:
         loaders = self.trainer.val_dataloaders
         one = loaders[0] if isinstance(loaders, list) and len(loaders) == 1 else loaders
-        if not isinstance(one, DataLoader) or one.batch_sampler is None:  # a number would mean a whole batch
-            return None
-        return one
+        has_batches = isinstance(one, DataLoader) and one.batch_sampler is not None  # else a number is a whole batch
+        return one if has_batches else None
 
     def _offered(self) -> int:
         """Number of samples of an evaluation's sampler; 0 if not all are asked for, or it makes batches itself."""

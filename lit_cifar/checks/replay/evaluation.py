@@ -72,19 +72,13 @@ class Evaluation:
 
 @dataclass
 class Seen:
-    """One rank's part of an evaluation."""
-
     logged: dict[str, Logged]
     kept: list[str]  # metrics that have counted before the evaluation and in it
     buffers: dict[str, int]  # bits of their digests
 
 
 def judge_evaluation(
-    report: Report,
-    seen: Sequence[Seen],
-    metrics: Mapping[str, Any],
-    read: Sequence[Sequence[int]],
-    offered: int = 0,
+    report: Report, seen: Sequence[Seen], metrics: Mapping[str, Any], read: Sequence[Sequence[int]], offered: int = 0
 ) -> None:
     """Compare each logged mean with the mean over all samples of all ranks; `read`: ids of the samples by rank.
 
@@ -111,10 +105,8 @@ def judge_evaluation(
             report.findings.append(Finding("evaluation", report.first_step, None, name, text))
         num_read = sum(map(len, read))
         if of_name[0].is_guessed and 0 < num_read < num_samples:
-            text = (
-                f"is weighted by batches of {num_samples} samples in all, as Lightning guesses, and {num_read} are read"
-            )
-            report.notes.append(f"{name} {text}: pass batch_size to self.log")
+            text = f"{name} is weighted by batches of {num_samples} samples in all, as Lightning guesses"
+            report.notes.append(f"{text}, and {num_read} are read: pass batch_size to self.log")
     if report.counts["metrics"]:
         report.not_looked_at.append("whether each logged value is a mean over samples, whatever the size of batches")
     distinct = {sample for ids in read for sample in ids}
@@ -122,12 +114,9 @@ def judge_evaluation(
         report.notes.append(f"{repeated} of {len(distinct)} samples are evaluated again: a sampler's padding")
     if 0 < len(distinct) < offered:
         report.notes.append(f"{len(distinct)} of {offered} samples are evaluated, as with drop_last")
-    for name, bits in seen[0].buffers.items():
-        if any(one.buffers.get(name) != bits for one in seen[1:]):
-            report.notes.append(
-                f"the ranks evaluate with unlike buffers, as {name}: what they log is of several models"
-            )
-            break
+    if unlike := [n for n, bits in seen[0].buffers.items() if any(one.buffers.get(n) != bits for one in seen[1:])]:
+        text = f"the ranks evaluate with unlike buffers, as {unlike[0]}: what they log is of several models"
+        report.notes.append(text)
     if seen[0].kept:
         report.notes.append(f"{seen[0].kept[0]} goes on counting from before the evaluation: call reset() on it")
 

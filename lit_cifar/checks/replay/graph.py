@@ -46,7 +46,6 @@ class Outputs:
         self._num_old = 0  # calls before the last backward pass
 
     def add(self, leaves: Sequence[Tensor]) -> None:
-        """Add the outputs of one more call."""
         self._calls.append({leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None})
 
     def begin(self, roots: Sequence[Tensor]) -> Iterator[str]:

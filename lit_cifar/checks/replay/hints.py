@@ -17,11 +17,7 @@ from lit_cifar.checks.repeated_step.events import Call
 
 
 class Hints:
-    """Texts about schedules, backward passes, loss scaling, and parameters that are not trained, until `close`.
-
-    Args:
-        is_changed: Whether an optimizer's gradients have changed since the last backward pass.
-    """
+    """Texts about schedules, backward passes, loss scaling, and parameters that are not trained, until `close`."""
 
     def __init__(self, module: nn.Module, device: torch.device, is_changed: Callable[[Optimizer], bool]) -> None:
         self.module, self._device, self._is_changed = module, device, is_changed
@@ -35,9 +31,14 @@ class Hints:
         self._watched.enter_context(_before(LRScheduler, "step", lambda s, *_, **__: self._scheduled.update([s])))
         self._watched.enter_context(_before(torch.amp.GradScaler, "unscale_", self._unscaled))
 
-    def close(self, names: Mapping[Tensor, str], optimizers: Sequence[Collection[Tensor]]) -> list[str]:
-        """Return all texts; `optimizers` holds the parameters of each."""
+    def close(
+        self, names: Mapping[Tensor, str], optimizers: Sequence[Collection[Tensor]], *, num_unknown: int
+    ) -> list[str]:
+        """Return all texts; `optimizers` holds the parameters of each, `num_unknown` have no name and take part."""
         self._watched.close()
+        if num_unknown:
+            text = "parameters that the loss depends on are in no module and no optimizer, as in a list"
+            self._add(f"{num_unknown} {text}")
         held = {names[parameter] for parameters in optimizers for parameter in parameters if parameter in names}
         trained = {names[parameter] for parameter in names if parameter.requires_grad}
         if lost := sorted(self._reached - held):
@@ -68,11 +69,6 @@ class Hints:
     def reached(self, names: Collection[str]) -> None:
         self._reached |= set(names)
 
-    def met_unknown(self, number: int) -> None:
-        """Report the number of parameters that take part in calls, and have no name."""
-        if number:
-            self._add(f"{number} parameters that the loss depends on are in no module and no optimizer, as in a list")
-
     def begins_backward(self, surroundings: Surroundings) -> None:
         self._at_backward = surroundings, self._buffers()
 
@@ -92,7 +88,6 @@ class Hints:
         self._scheduled.clear()
 
     def sent_beside(self, tensors: Sequence[Tensor]) -> None:
-        """Look at tensors that ranks exchange outside of calls."""
         if torch.is_grad_enabled() and any(tensor.grad_fn is not None for tensor in tensors):
             self._add("ranks exchange what a loss may be computed of, by a collective that no gradient passes")
 

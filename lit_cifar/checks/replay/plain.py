@@ -3,7 +3,6 @@
 import shutil
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -60,7 +59,8 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         precision = "autocast" if enabled else str(next(self.module.parameters()).dtype).removeprefix("torch.")
         self.report = Report(type(self.model).__name__, world_size, precision, 0)
         self.report.abstained += what_cannot_be_judged(self.module, autocast=enabled)
-        if world_size > 1 and _is_parallel_in_another_way(self.model):
+        # A plain module trains on each rank alone, which is a mistake. One that wraps another may do anything.
+        if world_size > 1 and self.module is self.model and isinstance(getattr(self.model, "module", None), nn.Module):
             self.report.abstained.append(f"{type(self.model).__name__} is not known here: DistributedDataParallel is")
         if not self.report.abstained:
             self._record()
@@ -86,9 +86,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         self._is_open = True
         self._read = ReadIds()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.finish()
         else:
@@ -163,11 +161,6 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
             judge(folder, self._twin, self.report, device=device_of(self.module), prepare=lambda replayer: None)
         self._remove()
         self.report = _from_rank_0(self.report)
-
-
-def _is_parallel_in_another_way(model: nn.Module) -> bool:
-    """Whether `model` wraps a module in an unknown way. A plain one trains on each rank alone, which is a mistake."""
-    return not isinstance(model, DistributedDataParallel) and isinstance(getattr(model, "module", None), nn.Module)
 
 
 def _unwrapped(optimizer: Optimizer) -> Optimizer:

@@ -81,18 +81,18 @@ class Recorder:
         self._replaced = ExitStack()
         self._replaced.enter_context(intercepted(self._exchange))
         self._known = {name: digest(parameter) for parameter, name in self._names.items()}
-        self._handles = [*self._hooks()]
+        self._handles: list[RemovableHandle] = []
+        for number, optimizer in enumerate(self.optimizers):
+            self._handles.append(optimizer.register_step_pre_hook(partial(self._before_step, number)))
+            self._handles.append(optimizer.register_step_post_hook(partial(self._after_step, number)))
         self._hooked: set[str] = set()  # names of parameters that have a hook
         self._hints = Hints(module, self._device, self._is_changed)
         self._outputs = Outputs(self._names)
         self._replaced.enter_context(observed(self._before_backward, self._after_backward))
         if rank and self._in_first_replica:
-            self._save_start()
-
-    def _save_start(self) -> None:
-        values = {name: parameter.detach() for parameter, name in self._names.items()}
-        states = [{self._names[p]: state for p, state in o.state.items() if p in self._names} for o in self.optimizers]
-        self._save(Start(values, states), f"start-{self.rank}")
+            names, values = self._names, {name: parameter.detach() for parameter, name in self._names.items()}
+            states = [{names[p]: state for p, state in one.state.items() if p in names} for one in self.optimizers]
+            self._save(Start(values, states), f"start-{rank}")
 
     def _hook_parameters(self) -> None:
         """Add hooks to parameters that are trained from now on."""
@@ -102,20 +102,13 @@ class Recorder:
                 hook = partial(self._on_gradient, name, parameter)
                 self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
-    def _hooks(self) -> Iterator[RemovableHandle]:
-        for number, optimizer in enumerate(self.optimizers):
-            yield optimizer.register_step_pre_hook(partial(self._before_step, number))
-            yield optimizer.register_step_post_hook(partial(self._after_step, number))
-
     def close(self) -> None:
-        """Remove all hooks and write the events that are open."""
         for handle in self._handles:
             handle.remove()
         self._replaced.close()
         self._flush()
-        if not self._sharded and not self._copies:
-            self._hints.met_unknown(len(self._outputs.unknown))
-        hints = self._hints.close(self._names, [parameters_of(optimizer) for optimizer in self.optimizers])
+        num_unknown = 0 if self._sharded or self._copies else len(self._outputs.unknown)
+        hints = self._hints.close(self._names, [*map(parameters_of, self.optimizers)], num_unknown=num_unknown)
         with suppress(OSError, RuntimeError):  # rank 0 misses the file, and reports it
             torch.save((self._reasons, hints), self.folder / f"{self.rank}.pt")
 
@@ -162,9 +155,8 @@ class Recorder:
         self._outputs.add(leaves)
         for place, leaf in enumerate(leaves):
             if leaf.requires_grad and not any(leaf is other for other in leaves[:place]):
-                leaf.register_hook(  # type: ignore[no-untyped-call]
-                    partial(self._began, call.output_grads, place, leaf.grad_fn)
-                )
+                began = partial(self._began, call.output_grads, place, leaf.grad_fn)
+                leaf.register_hook(began)  # type: ignore[no-untyped-call]
         call.buffers_after = {name: digest(buffer) for name, buffer in self._buffers()}
         call.has_drawn = call.surroundings.has_drawn(self._device)
         call.ended = Surroundings.now(self._device).generators()
@@ -297,11 +289,9 @@ class Recorder:
 
     def _is_changed(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's gradients have changed since the last backward pass."""
-        pairs = [(self._names[p], p.grad) for p in parameters_of(optimizer) if p in self._names]
-        return any(
-            gradient is not None and name in self._grads and digest(whole(gradient)).bits != self._grads[name].bits
-            for name, gradient in pairs
-        )
+        own = {self._names[p]: p.grad for p in parameters_of(optimizer) if p in self._names and p.grad is not None}
+        known = {name: self._grads[name].bits for name in own if name in self._grads}
+        return any(digest(whole(own[name])).bits != bits for name, bits in known.items())
 
     def _copied(self, values: Any) -> Any:
         def copied(leaf: Any) -> Any:

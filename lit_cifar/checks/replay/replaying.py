@@ -122,7 +122,10 @@ class Replayer:
         with one_process(self._exchange, lambda: self._as_rank):
             try:
                 for of_ranks in zip(*segments, strict=False):
-                    self._judge_join(of_ranks)
+                    # A rank without a batch waits at the end of its own `join()`.
+                    joins = {self.record.load(paths[0]).progress["joins"] for paths in of_ranks if self.twin.is_joined}
+                    if len(joins) > 1:
+                        raise UnjudgeableError(_RAN_OUT)
                     self._segment(of_ranks)
                 if is_uneven and self.twin.is_joined:
                     raise UnjudgeableError(_RAN_OUT)
@@ -132,11 +135,6 @@ class Replayer:
             judge_draws_between(self.report, self._generators)
         if self.report.counts["gradients"] and not self._has_gradients:
             self.report.note("every gradient is zero in these steps, so the loss trains nothing")
-
-    def _judge_join(self, of_ranks: Sequence[Sequence[Path]]) -> None:
-        """Abstain if ranks are in unlike `join()` contexts: a rank without a batch waits at the end of its own."""
-        if self.twin.is_joined and len({self.record.load(paths[0]).progress["joins"] for paths in of_ranks}) > 1:
-            raise UnjudgeableError(_RAN_OUT)
 
     @property
     def _step_number(self) -> int:
@@ -201,12 +199,10 @@ class Replayer:
 
     def _replay(self, event: Event) -> bool:
         """Replay an event. Return True if later ones cannot be judged."""
-        if isinstance(event, Call):
-            return self._call(event)
         if isinstance(event, Backward):
             self._backward(event)
             return False
-        return self._step(event)
+        return self._call(event) if isinstance(event, Call) else self._step(event)
 
     # Local computation
 
@@ -237,7 +233,12 @@ class Replayer:
                     "two replays of a step differ, as by a kernel that is not deterministic (pass deterministic=True), "
                     "or by the time"
                 )
-            self._abstain_where_something_else_may_have_changed(call)
+            self._abstain_where_attributes_are_unknown(call)
+            if not self._rank:  # in its own process nothing else can explain it
+                raise UnjudgeableError(
+                    "rank 0 does not get its own result again, so a step depends on what is not written down, as a "
+                    "global value, or a layer that takes the place of another one"
+                )
         self.report.counts["outputs"] += len(call.outputs)
         if len(found) != len(call.outputs):
             self._found("local computation", "the outputs", f"are {len(call.outputs)}, in the replay {len(found)}")
@@ -250,15 +251,6 @@ class Replayer:
             self._differs("local computation", name, expected, digest(buffers[name]), "(buffer)")
         self._outputs.append((outputs, call.output_grads))
         return False
-
-    def _abstain_where_something_else_may_have_changed(self, call: Call) -> None:
-        """Abstain if unknown attributes may explain a difference. On rank 0, in its own process, nothing else can."""
-        self._abstain_where_attributes_are_unknown(call)
-        if not self._rank:
-            raise UnjudgeableError(
-                "rank 0 does not get its own result again, so a step depends on what is not written down, as a global "
-                "value, or a layer that takes the place of another one"
-            )
 
     def _abstain_where_attributes_are_unknown(self, call: Call) -> None:
         if call.attributes.unknown:
@@ -336,15 +328,15 @@ class Replayer:
     def _after_backward(self, event: Backward) -> None:
         # For sharded parameters the run shows no gradients of single ranks: only their mean is judged.
         for name in dict.fromkeys([] if self.twin.sharded else [*event.local, *self._local]):
-            pairs = zip(event.local.get(name, []), self._local.get(name, []), strict=False)
+            of_run, mine = event.local.get(name, []), self._local.get(name, [])
             self.report.counts["gradients"] += 1
-            self._has_gradients |= any(each.norm for each in event.local.get(name, []))
-            if len(event.local.get(name, [])) != len(self._local.get(name, [])):
+            self._has_gradients |= any(each.norm for each in of_run)
+            if len(of_run) != len(mine):
                 self._wrong_locally.add(name)
                 self._found("local computation", name, "got a gradient in the run or in the replay, not in both")
-            elif first := next(((expected, mine) for expected, mine in pairs if expected.bits != mine.bits), None):
+            elif unlike := [pair for pair in zip(of_run, mine, strict=True) if pair[0].bits != pair[1].bits]:
                 self._wrong_locally.add(name)
-                self._differs("local computation", name, *first, "(gradient)")
+                self._differs("local computation", name, *unlike[0], "(gradient)")
         self._local = {}
         if event.synced:
             self._reduced(event)
@@ -424,31 +416,26 @@ class Replayer:
     def _judge_reductions(self) -> None:
         self._rank = -1
         for place, mean in self._means.items():
-            event = self._of_rank_0[place]
-            assert isinstance(event, Backward)
             # A gradient that is wrong locally has no known mean.
-            judged = {name: value for name, value in event.values.items() if name not in self._wrong_locally}
+            values = self._of_rank_0[place].values
+            judged = {name: value for name, value in values.items() if name not in self._wrong_locally}
             if self.twin.hook:
                 self._note_hook(mean.compared(judged))
                 continue
             for name, value in judged.items():
                 share = mean.share(name, value)
                 self.report.counts["reduced"] += 1
-                self.report.largest_share = max(self.report.largest_share, share if share <= 1 else 0.0)
-                if not share <= 1:
-                    total = mean.totals.get(name)
-                    norm = 0.0 if total is None else float((total / mean.num_ranks).norm())
-                    self._found(
-                        "reduction",
-                        name,
-                        f"is not the mean over ranks: its norm is {float(value.double().norm()):.9g}, the mean's "
-                        f"{norm:.9g}; an element is {share:.3g} times the bound away",
-                    )
+                if share <= 1:
+                    self.report.largest_share = max(self.report.largest_share, share)
+                    continue
+                norm = float((mean.totals[name] / mean.num_ranks).norm()) if name in mean.totals else 0.0
+                text = f"is not the mean over ranks: its norm is {float(value.double().norm()):.9g}, the mean's "
+                text += f"{norm:.9g}; an element is {share:.3g} times the bound away"
+                self._found("reduction", name, text)
 
     def _note_hook(self, compared: tuple[float, float]) -> None:
         factor, rest = compared
-        # Compression changes little beside a wrong divisor.
-        is_scaled = abs(factor - 1) > max(10 * rest, 1e-3)
+        is_scaled = abs(factor - 1) > max(10 * rest, 1e-3)  # compression changes little beside a wrong divisor
         how = f"as {factor:.3g} times" if is_scaled else f"{100 * rest:.2g} % away from"
         self.report.note(f"gradients leave the communication hook {self.twin.hook} {how} their mean: {TAKEN}")
 

@@ -87,19 +87,13 @@ def sample_digests(inputs: Any) -> Iterator[int]:
         yield hash(tuple(digest(leaf[place]).bits for leaf in leaves))
 
 
-# All batches of a step, those of all ranks and those that are accumulated, joined to one ----------------------------
-
-
 class JoinedBatch:
     """Compares the mean of the gradients of a step's batches with the gradient of one batch that holds them all.
 
     Both are computed in float64 and without autocast, so that precision plays no part; and without dropout and
-    statistics of batches, which nobody expects to be equal. Each is computed by a copy of its own, so nothing is left
-    behind. Nothing is reported where a batch cannot be joined, random numbers are drawn, or a stranger's code raises an
-    error.
-
-    Args:
-        copied: A function that copies a LightningModule, so that the copy logs nothing.
+    statistics of batches, which nobody expects to be equal. Each is computed by a copy of its own, made by `copied`,
+    which logs nothing, so nothing is left behind. Nothing is reported where a batch cannot be joined, random numbers
+    are drawn, or a stranger's code raises an error.
     """
 
     def __init__(self, copied: Callable[[Any], Any], device: torch.device) -> None:

@@ -8,10 +8,8 @@ Part: TypeAlias = Literal[
     "data", "parameters", "local computation", "exchange", "reduction", "optimizer", "evaluation", "resume"
 ]
 Outcome: TypeAlias = Literal["pass", "fail", "abstain", "error"]
-COMPARED = (
-    *("batches", "samples", "outputs", "gradients", "buffers", "exchanges", "reduced"),
-    *("steps", "states", "metrics"),
-)
+COMPARED: tuple[str, ...] = ("batches", "samples", "outputs", "gradients", "buffers", "exchanges", "reduced")
+COMPARED += ("steps", "states", "metrics")
 _SHOWN = 5  # most findings that are shown
 TAKEN = "taken as it is"  # the end of a note on what a replay follows without judging it
 

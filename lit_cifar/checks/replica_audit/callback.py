@@ -43,9 +43,8 @@ class ReplicaAudit(Callback):
 
     def __init__(self, every_n_steps: int = 200, *, stop: bool = True, exclude: bool = False) -> None:
         if every_n_steps < 0:
-            raise ConfigError(
-                f"--replica_audit.every_n_steps={every_n_steps} is less than 0", remedy="pass 200, or 0 for none"
-            )
+            problem = f"--replica_audit.every_n_steps={every_n_steps} is less than 0"
+            raise ConfigError(problem, remedy="pass 200, or 0 for none")
         self.every_n_steps, self.stop, self.exclude = every_n_steps, stop, exclude
         self._held: Held | None = None
         self._gradients: NeighborAudit | None = None

@@ -127,9 +127,9 @@ class NeighborAudit:
         return own
 
     def compare(self) -> tuple[list[Difference], str]:
-        """Return each wrong gradient, and a reason if nothing was judged.
+        """Return each wrong gradient, and a reason if nothing was judged; a `failure` will recur in each step.
 
-        Every rank must call this after the backward pass, and gets the same. A `failure` will recur in each step.
+        Every rank must call this after the backward pass, and gets the same.
         """
         own = None if self.failure else self.observed()
         sent = _from_next(b"" if own is None else _to_bytes(own))

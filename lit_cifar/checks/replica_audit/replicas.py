@@ -21,8 +21,6 @@ _FACTOR = 0x9E3779B1
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that is not the same on all ranks."""
-
     name: str
     ranks: tuple[int, ...]  # ranks that differ from the majority; all ranks, if there is none
     num_others: int  # size of the majority; 0 if there is none
@@ -75,12 +73,9 @@ class Held:
         if self._group is not dist.group.WORLD:
             dist.all_reduce(apart, op=dist.ReduceOp.MAX)
         if apart.item():
-            found += self._compared({name: value.item() for name, value in digests.items()})
+            groups = self._gathered({name: value.item() for name, value in digests.items()})
+            found += dict.fromkeys(each for ranks, of_ranks in groups for each in unlike(ranks, of_ranks))
         return found
-
-    def _compared(self, digests: dict[str, Any]) -> list[Difference]:
-        found = [difference for ranks, of_ranks in self._gathered(digests) for difference in unlike(ranks, of_ranks)]
-        return [*dict.fromkeys(found)]
 
     def _gathered(self, value: Any) -> Iterator[tuple[Sequence[int], list[Any]]]:
         """The ranks of each group of replicas, and their values."""

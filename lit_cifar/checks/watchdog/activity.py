@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import psutil
@@ -22,8 +23,6 @@ _NUM_SETTLED = 3
 
 
 class Moment(NamedTuple):
-    """The current phase of the main thread."""
-
     phase: str  # name of the phase, such as "training step"
     step: int  # optimizer steps that are done
     events: int  # number of phases begun so far, by which processes are compared
@@ -37,8 +36,6 @@ class Moment(NamedTuple):
 
 
 class _Durations(NamedTuple):
-    """Durations of one kind of phase, in seconds."""
-
     number: int
     first: float
     longest_other: float = 0.0
@@ -61,11 +58,7 @@ class PhaseTimer:
         longest_s = max(known.longest_other, duration_s) if known.number else 0.0
         self._durations[last.kind] = _Durations(known.number + 1, known.first, longest_s)
         self.moment = Moment(
-            phase,
-            last.step if step is None else step,
-            last.events + 1,
-            now,
-            last.shape if shape is None else shape,
+            phase, last.step if step is None else step, last.events + 1, now, last.shape if shape is None else shape
         )
 
     def forgive(self) -> None:
@@ -91,6 +84,7 @@ _COLLECTIVES = "torch.distributed.distributed_c10d"
 _LEAST_SHARE = 0.05
 
 
+@dataclass(kw_only=True)
 class Activity:
     """The activity of this process, sampled now and then.
 
@@ -101,18 +95,12 @@ class Activity:
     operation that is stuck there: CUDA spins meanwhile. Without a GPU it computes, such as in backward.
     """
 
-    def __init__(
-        self,
-        *,
-        peers: Collection[int],
-        memory_s: float,
-        on_gpu: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._peers = peers
-        self._on_gpu = on_gpu
-        self._memory_s = memory_s
-        self._clock = clock
+    peers: Collection[int]
+    memory_s: float
+    on_gpu: bool = False
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
@@ -123,10 +111,10 @@ class Activity:
 
     def look(self, stack: str, module: str) -> None:
         """Observe the activity since the last call; `stack` and `module` are those of the main thread's `stack_of`."""
-        now, (main_s, others_s, on_disk) = self._clock(), effort(self._peers)
+        now, (main_s, others_s, on_disk) = self.clock(), effort(self.peers)
         least_s = _LEAST_SHARE * (now - self._last_at)
         of_main_s, of_others_s = main_s - self._last_main_s, others_s - self._last_others_s
-        spins = self._on_gpu and stack == self._last_stack and of_main_s > least_s
+        spins = self.on_gpu and stack == self._last_stack and of_main_s > least_s
         much = of_others_s + (0.0 if spins else of_main_s) > least_s
         self._last_main_s, self._last_others_s, self._last_at, self._last_stack = main_s, others_s, now, stack
         if (much or on_disk) and module != _COLLECTIVES:
@@ -136,11 +124,11 @@ class Activity:
 
     @property
     def works(self) -> bool:
-        return self._clock() - self._worked_at <= self._memory_s
+        return self.clock() - self._worked_at <= self.memory_s
 
     @property
     def waits(self) -> bool:
-        return self._clock() - self._waited_at <= self._memory_s and not self.works
+        return self.clock() - self._waited_at <= self.memory_s and not self.works
 
 
 def effort(peers: Collection[int]) -> tuple[float, float, bool]:

@@ -59,10 +59,8 @@ class Watchdog(Callback):
 
     def __init__(self, timeout_s: float = 20.0, hang_timeout_s: float | None = None) -> None:
         if timeout_s and not timeout_s >= _LEAST_TIMEOUT_S:
-            raise ConfigError(
-                f"timeout_s={timeout_s:g} of the watchdog is too short: heartbeats come about once a second",
-                remedy=f"pass {_LEAST_TIMEOUT_S:g} or more, or 0 for no watchdog",
-            )
+            problem = f"timeout_s={timeout_s:g} of the watchdog is too short: heartbeats come about once a second"
+            raise ConfigError(problem, remedy=f"pass {_LEAST_TIMEOUT_S:g} or more, or 0 for no watchdog")
         if hang_timeout_s is not None and not (timeout_s and hang_timeout_s >= _LEAST_TIMEOUT_S):
             rule = "is too short: progress is told about once a second" if timeout_s else "has no effect without one"
             raise ConfigError(

@@ -245,14 +245,14 @@ def _of_late(late: Mapping[int, Peer]) -> tuple[Peer, str]:
     """
     culprit = min(late.values(), key=lambda peer: (peer.beat.events, peer.beat.waits, peer.beat.works, peer.beat.rank))
     why = "it computes or waits for a disk" if culprit.beat.works else "it is behind or not waiting"
-    others = [f"rank {rank}: {peer.beat.phase}" for rank, peer in late.items() if peer is not culprit]
-    if all(peer.beat.waits for peer in late.values()):
-        odd = _unlike_most(late, _place) or _unlike_most(late, _loop)
+    waits = all(peer.beat.waits for peer in late.values())
+    if waits:
+        # One that has fewer batches than others is in the next loop.
+        odd = _unlike_most(late, _place) or _unlike_most(late, lambda peer: "validat" in peer.beat.phase)
         culprit = odd[0] if odd else culprit
         why = "it waits elsewhere than most" if odd else "all wait"
-        others = [
-            f"rank {rank}: {peer.beat.phase}, {peer.beat.place}" for rank, peer in late.items() if peer is not culprit
-        ]
+    beats = [peer.beat for peer in late.values() if peer is not culprit]
+    others = [f"rank {beat.rank}: {beat.phase}" + f", {beat.place}" * waits for beat in beats]
     return culprit, f"{why}; {', '.join([*others[:_MAX_OTHERS], *(['...'] if others[_MAX_OTHERS:] else [])])}"
 
 
@@ -272,11 +272,6 @@ def _unlike_most(late: Mapping[int, Peer], key: Callable[[Peer], Hashable]) -> l
 
 def _place(peer: Peer) -> Hashable:
     return peer.beat.events, peer.beat.stack
-
-
-def _loop(peer: Peer) -> Hashable:
-    """The loop that a process is in: one that has fewer batches than others is in the next loop."""
-    return "validat" in peer.beat.phase
 
 
 def _hangs(kind: Kind, culprit: Peer, why: str) -> Verdict:

@@ -20,8 +20,6 @@ _STATE, _START_TIME, _EXIT_CODE = 0, 19, 49
 
 
 class Sight(NamedTuple):
-    """The observed state of a process."""
-
     # "unseen" for a process that cannot be observed from here, such as on a different machine, or that runs in another
     # network: that it runs does not tell whether it can be reached.
     state: Literal["running", "stopped", "gone", "unseen"]
@@ -74,8 +72,6 @@ def _stat(pid: int) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """A process and its progress."""
-
     rank: int
     pid: int
     started: str  # the result of `start_time`
@@ -147,7 +143,6 @@ class Mates:
                 self._traces[rank] = os.open(f"/proc/{beat.pid}/fd/{beat.trace_file}", os.O_RDONLY)
 
     def look(self) -> dict[int, Sight]:
-        """The state of each of these ranks."""
         sights = {}
         for rank, beat in self._beats.items():
             if rank not in self._gone:

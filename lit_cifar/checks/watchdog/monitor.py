@@ -90,11 +90,8 @@ def _say(message: str) -> None:
 class Monitor(threading.Thread):
     """Watches all processes of a run, in a thread of one of them; in all but the judge's it watches the judge.
 
-    A process has caused the end of a run if it has exited without a message, if it writes no heartbeat for some time
-    (it is stopped, or its machine is lost), if it was the first to fail by an exception, or if no main thread makes
-    progress and its own is behind the others, for as long as the user says or torch waits. One process reports that on
-    stderr. Then each ends: by an exception of its main thread, which a broken connection raises in most, or after
-    `grace_s` without one.
+    One process reports a verdict, see `diagnose`, on stderr. Then each ends: by an exception of its main thread, which
+    a broken connection raises in most, or after `grace_s` without one.
 
     A slow store is not silence: a process is judged by whether its heartbeat has changed between two reads, and only
     the time from an answer to the next question counts. A store that owes one answer for as long is another thing:
@@ -147,8 +144,7 @@ class Monitor(threading.Thread):
     # The main thread calls these.
 
     def fail(self, failure: str, *, quiet: bool = False) -> Verdict | None:
-        """Report that the main thread has failed, with the end of its traceback, and return the verdict once there is
-        one.
+        """Report that the main thread has failed, with the end of its traceback, and return the verdict.
 
         If it is `quiet` the main thread prints the message itself.
         """
@@ -224,7 +220,6 @@ class Monitor(threading.Thread):
         return self._follow_judge()
 
     def _ask_silent(self) -> None:
-        """Ask processes on this machine that do not answer to leave a trace."""
         for peer in self._others() if self._is_judge else [self._peers[JUDGE]]:
             if self._silence.listened_s - peer.heard_at > self._look_after_s and not peer.sight.trace:
                 self.mates.ask(peer.beat.rank)

@@ -36,7 +36,6 @@ class Stack(NamedTuple):
 
 
 def stack_of(thread_id: int) -> Stack:
-    """The stack of a thread of this process."""
     frame = sys._current_frames().get(thread_id)
     frames = traceback.extract_stack(frame) if frame else []
     module = frame.f_globals.get("__name__", "") if frame else ""

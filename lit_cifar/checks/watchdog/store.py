@@ -18,12 +18,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]  # public, but not named in its __all__
-    DistNetworkError,
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public
 
 from lit_cifar.checks.watchdog.heartbeat import Heartbeat, first_heartbeat
 
@@ -156,6 +151,5 @@ class SilenceClock:
         return passed_s
 
     def answer(self) -> None:
-        """Note that the store has answered."""
         self._answered_at, self.owed_s = self._clock(), 0.0
         self.listened_s += self._pause_s

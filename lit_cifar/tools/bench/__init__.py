@@ -23,8 +23,6 @@ Unit = Literal["x", "s", "us", "img/s"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of measurements."""
-
     folder: Path  # an existing folder, below which runs write
     rounds: int = 5  # number of times that each of the things that are compared is timed
     small: bool = False  # whether layers, images and steps are few: the figures then say nothing about a machine
@@ -36,8 +34,6 @@ class Settings:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement."""
-
     name: str  # the things that are compared
     unit: Unit
     values: Values
@@ -68,12 +64,7 @@ def interleaved(measurements: Mapping[str, Callable[[], float]], *, rounds: int)
 
 
 def fit(words: Sequence[str], *, folder: Path, threads: int = 1, num_ranks: int = 1) -> None:
-    """`python -m lit_cifar fit`, see `verify.runs.run`.
-
-    Raises:
-        ConfigError: `fit` refuses the user's flags.
-        RuntimeError: `fit` failed.
-    """
+    """`python -m lit_cifar fit`; a `ConfigError` if it refuses the user's flags, a `RuntimeError` if it failed."""
     outcome = run("fit", *words, folder=folder, threads=threads, num_ranks=num_ranks)
     if outcome.status == EXIT_REFUSED:
         raise outcome.refusal

@@ -24,7 +24,6 @@ the same run. `bench trace` shows where the time and the memory of one training 
 
 
 def main(args: list[str]) -> int:
-    """Measure, print and write; return 0."""
     if args and args[0] == "trace":
         return trace.main(args[1:])
     options = bench_parser().parse_args(args)

@@ -32,7 +32,6 @@ class TrainingMemory(Callback):
         self._resident_peak: int | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget earlier peaks."""
         self._with_gradient = 0
         for device in _gpus(trainer):
             torch.cuda.reset_peak_memory_stats(device)
@@ -44,15 +43,12 @@ class TrainingMemory(Callback):
             trained = [parameter for parameter in pl_module.parameters() if parameter.grad is not None]
             self._with_gradient = sum(_own_bytes(each) + _own_bytes(each.grad) for each in trained)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Note the peak of the steps, without that of saving the last checkpoint."""
         if self._resident_before is not None:
             self._resident_peak = resident_peak() - self._resident_before
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Add the optimizers' state, and write."""
         folder = run_folder(trainer)
         if folder is None:
             return

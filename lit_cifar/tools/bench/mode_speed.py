@@ -18,11 +18,7 @@ _WARM_UP = 2  # steps that `fit` does not time
 
 
 def measure(settings: Settings) -> list[Row]:
-    """Speed of ResNet34 in float32 on the CPU, both stems: each mode on two devices over one process with all threads.
-
-    Raises:
-        RuntimeError: A run failed.
-    """
+    """Speed of ResNet34 in float32 on the CPU: each mode on two devices over one process with all threads."""
     rows = []
     batch_size = 32 if settings.small else 128
     for stem in _STEPS:
@@ -50,10 +46,7 @@ def _speed_of_mode(mode: str, stem: Stem, batch_size: int, settings: Settings) -
 def images_per_s(
     flags: Sequence[str], *, batch_size: int, steps: int, folder: Path, ranks: int = 1, threads: int = 1
 ) -> float:
-    """The speed that a `fit` on the CPU logs over `steps` steps, after those that warm up, on synthetic images.
-
-    It is started in `ranks` processes, as by torchrun, and writes to `folder`, which exists.
-    """
+    """The speed that a `fit` on the CPU, in `ranks` processes, logs over `steps` steps after those that warm up."""
     number = _WARM_UP + steps
     words = [f"--trainer.max_steps={number}", f"--trainer.log_every_n_steps={number}", "--trainer.max_epochs=-1"]
     words += ["--data.dataset=synthetic", f"--data.num_train={batch_size * number}", "--data.val_size=0"]

@@ -33,11 +33,7 @@ OPTIMIZERS = {"SGD": [], "Muon": ["--model.optimizer=lit_cifar.MuonSGD", "--mode
 
 
 def measure(settings: Settings) -> list[Row]:
-    """A step with all that a run logs by default, over one of a plain loop in the same precision and layout.
-
-    Raises:
-        RuntimeError: A run failed.
-    """
+    """A step with all that a run logs by default, over one of a plain loop in the same precision and layout."""
     # A tiny network: the step is all that is not the network.
     turns = (1 if settings.small else 6) * settings.rounds
     ours, plain, _ = _in_turn(settings, [f"--model.network={__name__}.Small"], turns=turns, steps=50, batch_size=16)
@@ -73,10 +69,7 @@ def measure(settings: Settings) -> list[Row]:
 def _in_turn(
     settings: Settings, flags: list[str], *, turns: int, steps: int, batch_size: int, threads: int = 1
 ) -> tuple[Values, Values, dict[str, list[int]]]:
-    """Seconds of a step of `fit` and of the plain loop, a number for each turn.
-
-    The counts of each between two steps are returned too, by the names in `COUNTERS`.
-    """
+    """Seconds of a step of `fit` and of the plain loop, for each turn; and what `COUNTERS` count in each."""
     of_epoch = min(turns + _SKIPPED, (MAX_IMAGES["train"] // batch_size - 1) // steps)  # turns
     folder = Path(tempfile.mkdtemp(prefix="overhead-", dir=settings.folder))
     words = [f"--trainer.accelerator={'gpu' if torch.cuda.is_available() else 'cpu'}", "--trainer.devices=1", *flags]
@@ -124,8 +117,6 @@ class Operators(internals.TorchDispatchMode):  # type: ignore[misc]
 
 
 class PythonCalls:
-    """Counts calls of Python functions in this thread."""
-
     count = 0
 
     def __enter__(self) -> None:

@@ -17,13 +17,7 @@ _LAUNCHERS: dict[str, tuple[str, ...]] = {"under torchrun": (), "with --max_rest
 
 
 def measure(settings: Settings) -> list[Row]:
-    """Kill a rank of a training in `ddp`, and time the pause until both ranks have taken a step; several times.
-
-    torchrun starts new processes, each of which imports Python, torch and Lightning anew.
-
-    Raises:
-        RuntimeError: The training failed.
-    """
+    """Kill a rank of a training in `ddp`, and time the pause until both ranks have taken a step; several times."""
     device = "gpu" if torch.cuda.device_count() >= _RANKS else "cpu"
     measurements = {name: partial(_recovery, settings, words, device) for name, words in _LAUNCHERS.items()}
     found = interleaved(measurements, rounds=settings.rounds)
@@ -51,8 +45,6 @@ def _recovery(settings: Settings, launcher: tuple[str, ...], device: str) -> flo
 
 
 def _wait_for_steps(job: Job, reader: SampleLogReader, *, start: tuple[int, int], steps: int) -> None:
-    """Wait until each rank of that start of the processes has taken `steps` steps."""
-
     def taken() -> bool:
         reader.refresh()
         ranks = [line.rank for line in reader.lines if line.start == start]

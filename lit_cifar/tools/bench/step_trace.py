@@ -26,9 +26,6 @@ class StepTrace(Callback):
     """Writes `rank0.json` and so on into a folder: the arguments of a `RankStep`, with events by the time of day.
 
     A step lasts from the end of the one before it, so it includes fetching its batch.
-
-    Args:
-        folder: An existing folder.
     """
 
     def __init__(self, folder: str) -> None:
@@ -42,20 +39,14 @@ class StepTrace(Callback):
         observe_stages(trainer, self._recorder)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse an epoch that ends before the last step."""
         needed, there = NUM_STEPS * trainer.accumulate_grad_batches, trainer.num_training_batches
         if there < needed:
-            raise ConfigError(
-                f"a trace needs {needed} batches in an epoch, and there are {there}",
-                remedy="pass a larger --data.num_train or a smaller --data.batch_size",
-            )
+            problem = f"a trace needs {needed} batches in an epoch, and there are {there}"
+            raise ConfigError(problem, remedy="pass a larger --data.num_train or a smaller --data.batch_size")
         self._profile = profile()
         self._step: AbstractContextManager[Any] = record_function(STEP)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Begin and end the work that each step is for."""
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.global_step == self._steps:  # gradients are being accumulated
             return
         self._steps = trainer.global_step

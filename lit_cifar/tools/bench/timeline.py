@@ -64,11 +64,7 @@ class _Work:
 
 
 class StageRecorder(NoRecorder):
-    """Records the work that stages report; it does nothing while `step` is None.
-
-    Attributes:
-        step: The step that is being recorded.
-    """
+    """Records the work that stages report, in the training batch `step`; it does nothing while that is None."""
 
     def __init__(self) -> None:
         self.step: int | None = None
@@ -175,11 +171,7 @@ class Timeline(Callback):
         self._recorder = StageRecorder()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let the stages, which are made later, report to this callback.
-
-        Raises:
-            ConfigError: The mode has no stages.
-        """
+        """Let the stages, which are made later, report to this callback; raise a `ConfigError` if the mode has none."""
         if not observe_stages(trainer, self._recorder):
             raise ConfigError(
                 "the callback Timeline records stages, and this mode has none",
@@ -188,19 +180,14 @@ class Timeline(Callback):
         self._num_batches = 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Switch the recorder on when it is time."""
         if self.first_step <= self._num_batches < self.first_step + self.num_steps:
             self._recorder.begin(self._num_batches, pl_module)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Switch it off."""
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self._recorder.step = None
         self._num_batches += 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gather the spans of all processes and write them."""
         spans = self._recorder.spans()
         gathered: list[Any] = [spans]
         if dist.is_initialized():

@@ -1,7 +1,4 @@
-"""`python -m lit_cifar bench trace`: one training step of all ranks on one clock.
-
-It tells the work of each rank, its times and kinds, and draws them.
-"""
+"""`python -m lit_cifar bench trace`: one training step of all ranks on one clock, its kinds of work, and a picture."""
 
 import argparse
 import json
@@ -39,7 +36,6 @@ _MESSAGES = ("gloo:send", "gloo:recv")  # the asking thread notes these; collect
 
 
 def main(args: list[str]) -> int:
-    """Record, print and write; return 0."""
     options, rest = trace_parser().parse_known_args(args)
     known = sized_modes(options.devices)
     if options.mode not in known:
@@ -93,9 +89,6 @@ def _print(ranks: Sequence["RankStep"]) -> None:
         shares = (f"{part:,.1f}  {part / step:4.0%}" for part in rank.shares_ms.values())
         times.add_row(str(rank.rank), *shares, f"{step:,.1f}", f"{rank.plain_ms:,.1f}")
     terminal.console().print(times)
-
-
-# The recorded step ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)

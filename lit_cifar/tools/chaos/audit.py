@@ -111,13 +111,8 @@ class SampleLogReader:
         return sum(1 + restart for restart in newest_restarts.values())
 
 
-# The samples of a whole training -------------------------------------------------------------------------------------
-
-
 @dataclass
 class Audit:
-    """The mistakes in the samples of a whole training, and its repeated steps."""
-
     missing: int  # samples of an epoch that no step counts
     doubled: int  # samples that an epoch counts too often, or that are not in the data set
     repeated: int  # number of runs of an optimizer step that did not count
@@ -151,9 +146,8 @@ def effective(lines: Iterable[LoggedStep]) -> tuple[Batches, list[str]]:
             first, *others = (ids for _, ids in ranks)
             batches[key] += first
             if any(ids != first for ids in others):
-                problems.append(
-                    f"{_words(key)}: the processes of data-parallel rank {data_parallel_rank} read different samples"
-                )
+                who = f"the processes of data-parallel rank {data_parallel_rank}"
+                problems.append(f"{_words(key)}: {who} read different samples")
     return batches, problems
 
 
@@ -164,9 +158,6 @@ def _by_epoch(batches: Mapping[StepKey, Iterable[int]]) -> Counter[tuple[int, in
 
 def _words(key: StepKey) -> str:
     return f"epoch {key[0]}, step {key[1]}"
-
-
-# The end of a run folder ---------------------------------------------------------------------------------------------
 
 
 def distance(found: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:

@@ -41,16 +41,11 @@ _LAST = Path("run", "checkpoints", LAST)
 
 
 def main(args: list[str]) -> int:
-    """Run, print the table, and return 0 if nothing was lost, else 1.
-
-    Most of the faults hit a job that keeps its size, the others one that is resized: there is a row for each.
-    """
+    """Run, print a row for the job that keeps its size and one for the resized job; return 0 if nothing was lost."""
     options, rest = chaos_parser().parse_known_args(args)
     if options.faults < 1 or options.seed < 0:
-        raise ConfigError(
-            f"--faults={options.faults} --seed={options.seed}: faults must be 1 or more, and the seed 0 or more",
-            remedy="the defaults are 20 and 0",
-        )
+        problem = f"--faults={options.faults} --seed={options.seed}: faults must be 1 or more, and the seed 0 or more"
+        raise ConfigError(problem, remedy="the defaults are 20 and 0")
     modes = chosen_modes(options.modes.split(","), devices=options.devices, num_parts=options.virtual_replicas)
     target = terminal.writable(options.json)
     record = terminal.about() | {"seed": options.seed, "faults": options.faults, "devices": options.devices}
@@ -96,9 +91,6 @@ def chaos_parser() -> argparse.ArgumentParser:
     text("--json", metavar="FILE", help="Write all faults, results, versions and hardware to this file.")
     text("--output", metavar="FOLDER", help="Keep logs, sample logs and checkpoints there. Else nothing is kept.")
     return parser
-
-
-# A job ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -150,20 +142,16 @@ def _train_baseline(training: Training, folder: Path) -> None:
         job.start(training.mode.num_processes)
         wait_until(lambda: job.status is not None, limit_s=_BASELINE_LIMIT_S, poll_s=0.1)
         if status := job.status:
-            raise ConfigError(
-                "\n".join([f"{name} cannot train even without faults: exit status {status}", *job.last_words()]),
-                remedy=f"see that it works: python -m lit_cifar verify --modes {name}",
-            )
+            problem = "\n".join([f"{name} cannot train even without faults: exit status {status}", *job.last_words()])
+            raise ConfigError(problem, remedy=f"see that it works: python -m lit_cifar verify --modes {name}")
         if status is None:
             raise ConfigError(
                 f"{name} does not train {training.num_steps} steps within {_BASELINE_LIMIT_S:.0f} s without faults",
                 remedy="pass fewer --faults, a smaller network or smaller batches",
             )
     if (started := len({line.rank for line in _read(folder).lines})) != training.mode.num_processes:
-        raise ConfigError(
-            f"--launcher has started {started} processes, and {name} here has {training.mode.num_processes}",
-            remedy="have it start as many, or pass other --devices",
-        )
+        problem = f"--launcher has started {started} processes, and {name} here has {training.mode.num_processes}"
+        raise ConfigError(problem, remedy="have it start as many, or pass other --devices")
     terminal.say(f"{name}: {training.num_steps} steps without faults")
 
 
@@ -193,8 +181,6 @@ def _compare(row: JobResult, reader: SampleLogReader, folder: Path, baseline: Pa
     if row.bound == 0.0:
         row.problems += metric_problems(folder / "run" / "metrics.csv", baseline / "run" / "metrics.csv")
 
-
-# The table -----------------------------------------------------------------------------------------------------------
 
 _NAMES = {
     "node": "node killed",

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ _STDOUT = 1
 _POLL_S = 0.002
 
 
+@dataclass
 class Job:
     """A launcher and its ranks. At the end of a `with` statement all of them are killed.
 
@@ -26,21 +28,16 @@ class Job:
     for `FIT`.
     """
 
-    def __init__(
-        self,
-        command: Callable[[int], Sequence[str]],
-        *,
-        folder: Path,
-        max_restarts: int,
-        launcher: Sequence[str] = (),
-    ) -> None:
-        self.command = command
-        self.folder = folder
-        self.max_restarts = max_restarts
-        self.launcher = launcher
-        self.launches = 0
-        self._log = folder.resolve() / "log.txt"
-        self._launched: ForkedRun | None = None
+    command: Callable[[int], Sequence[str]]
+    folder: Path
+    max_restarts: int
+    launcher: Sequence[str] = ()
+    launches: int = 0
+    _launched: ForkedRun | None = None
+
+    @property
+    def _log(self) -> Path:
+        return self.folder.resolve() / "log.txt"
 
     def __enter__(self) -> "Job":
         (self.folder / "tmp").mkdir(parents=True, exist_ok=True)
@@ -57,10 +54,7 @@ class Job:
             psutil.wait_procs(found, timeout=5)
 
     def start(self, num_processes: int) -> None:
-        """Start the launcher, torchrun with so many ranks; it must not be running.
-
-        It gets the environment that a user's command would get.
-        """
+        """Start the launcher, torchrun with so many ranks, in a user's environment; it must not be running."""
         self.launches += 1
         words = [*self.launcher, *self.command(num_processes)]
         if not self.launcher:
@@ -85,7 +79,6 @@ class Job:
         return None if self._launched is None else self._launched.wait(0.0)
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The processes of the ranks that are alive, by rank."""
         found = {}
         for process in psutil.process_iter():
             with suppress(psutil.Error, KeyError):  # the process is gone, not ours, or a launcher
@@ -107,7 +100,6 @@ class Job:
 
     @property
     def log_bytes(self) -> int:
-        """Number of bytes that the processes have printed so far."""
         return self._log.stat().st_size if self._log.exists() else 0
 
     def log_since(self, offset: int) -> list[str]:
@@ -135,7 +127,6 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], *, limit_s: float, poll_s: float = _POLL_S) -> bool:
-    """Poll the condition. Return whether it became true within the limit."""
     end = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > end:

@@ -40,13 +40,7 @@ _OWNED |= {"run_dir", "resume", "ckpt_path", "virtual_replicas"}
 
 
 def configured(args: Sequence[str], *, folder: Path) -> tuple[tuple[str, ...], str, int]:
-    """The flags of `fit` to train with, their precision, and the number of steps between saves.
-
-    Without `--config` they change a small training.
-
-    Raises:
-        ConfigError: `fit` refuses them, or `chaos` sets one of them itself.
-    """
+    """The flags of `fit`, by default of a small training, their precision and the steps between saves."""
     refuse_owned(args, _OWNED, command="chaos")
     flags = (*(() if names_config(args) else _SMALL), *args, *_OURS)
     outcome = run("fit", *flags, "--print_config", folder=folder)
@@ -58,8 +52,6 @@ def configured(args: Sequence[str], *, folder: Path) -> tuple[tuple[str, ...], s
 
 @dataclass(frozen=True, kw_only=True)
 class ResizedMode:
-    """A mode in which processes meet, and its other sizes."""
-
     name: str  # its name in `--modes` and `--trainer.strategy`
     # Flags of `fit` under torchrun, by the number of processes: the full size first, then those to which a job is
     # resized. All compute the same, with virtual replicas bit for bit, otherwise except for rounding.
@@ -74,8 +66,6 @@ class ResizedMode:
 
 @dataclass(frozen=True)
 class Training:
-    """A training that is hit, and long enough for that."""
-
     flags: tuple[str, ...]  # flags of `fit`
     own_precision: str  # their `--trainer.precision`
     mode: ResizedMode  # mode of the training
@@ -142,9 +132,8 @@ def chosen_modes(names: Sequence[str], *, devices: int, num_parts: int | None = 
         raise ConfigError(f"--devices={devices}: chaos needs several processes", remedy="pass --devices 2 or more")
     known = {"ddp": "ddp-sync", "ddp_mp": "ddp_mp", "pp": "pp", "ddp_pp": "ddp_pp", "fsdp2": "fsdp2", "tp": "tp"}
     if wrong := [name for name in names if name not in known]:
-        raise ConfigError(
-            f"there is no mode {wrong[0]!r} that torchrun starts", remedy=f"pass --modes with some of {','.join(known)}"
-        )
+        problem = f"there is no mode {wrong[0]!r} that torchrun starts"
+        raise ConfigError(problem, remedy=f"pass --modes with some of {','.join(known)}")
     if num_parts is not None:
         return [_with_same_bits(name, devices, num_parts) for name in known if name in names]
     return [_mode(name, sized_modes(devices)[known[name]]) for name in known if name in names]
@@ -162,9 +151,8 @@ def _with_same_bits(name: str, devices: int, num_parts: int) -> ResizedMode:
 
 def _mode(name: str, mode: SizedMode) -> ResizedMode:
     if mode.num_processes < 2:
-        raise ConfigError(
-            f"--modes={name} has one process on {mode.devices} devices", remedy=f"pass --devices {2 * mode.devices}"
-        )
+        problem = f"--modes={name} has one process on {mode.devices} devices"
+        raise ConfigError(problem, remedy=f"pass --devices {2 * mode.devices}")
     alone = ["--trainer.strategy=auto", "--trainer.devices=1"]
     if (chunks := mode.ghost_batches(accumulation=1)) != GhostBatches():
         alone += [f"--model.ghost_batchnorm.{name}={value}" for name, value in asdict(chunks).items()]

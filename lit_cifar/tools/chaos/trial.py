@@ -33,8 +33,6 @@ class TrialError(Exception):
 
 @dataclass(kw_only=True)
 class Event:
-    """A fault as it happened."""
-
     fault: Fault
     at_s: float  # seconds since the trial's start
     step: int | None  # the newest optimizer step that a process had finished; None before the first
@@ -47,8 +45,6 @@ class Event:
 
 @dataclass
 class Trial:
-    """A job, the log of its samples, and the faults that hit it."""
-
     job: Job  # a job that is not yet started
     reader: SampleLogReader  # reader of the job's log of samples
     checkpoints: Path

@@ -22,8 +22,6 @@ class MachineFinding:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at, in printed form, and its findings."""
-
     name: str
     seen: str
     findings: Sequence[MachineFinding] = ()

@@ -1,7 +1,4 @@
-"""`python -m lit_cifar doctor`: the whole examination of this machine, and its page.
-
-The page tells first whether the machine is fit and what is wrong, then the modes that run, then all that was seen.
-"""
+"""`python -m lit_cifar doctor`: the examination of this machine, and its page: faults, then modes, then all else."""
 
 import argparse
 from collections.abc import Iterable, Sequence
@@ -77,11 +74,7 @@ class Examination:
 
 
 def examine(num_devices: int | None, *, folder: Path) -> Examination:
-    """Examine this machine with `num_ranks` processes; runs are written to `folder`.
-
-    Raises:
-        ConfigError: More processes than GPUs, or none.
-    """
+    """Examine this machine with `num_devices` processes, of which each needs a GPU; runs are written to `folder`."""
     num_cores, num_gpus = cores_and_gpus()
     num_ranks, accelerator = placed(num_devices, num_gpus=num_gpus)
     say("checking machine and environment")
@@ -116,9 +109,6 @@ def placed(num_devices: int | None, *, num_gpus: int) -> tuple[int, str]:
             remedy=f"pass --devices {num_gpus}, or hide the GPUs: CUDA_VISIBLE_DEVICES= python -m lit_cifar doctor",
         )
     return num_devices, "cuda" if num_gpus else "cpu"
-
-
-# The page ------------------------------------------------------------------------------------------------------------
 
 
 def print_page(found: Examination, out: Console) -> None:

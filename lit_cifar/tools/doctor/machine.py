@@ -1,8 +1,4 @@
-"""Checks of the machine, and of the environment of a run.
-
-The machine is processor, memory, GPUs and the copies between them, versions, disk. The environment is ports, network
-interfaces, and a launcher's variables.
-"""
+"""Checks of the machine, with its GPUs and the copies between them, and of the environment of a run."""
 
 import os
 import re
@@ -61,7 +57,6 @@ def ask_nvidia_smi(*arguments: str) -> str:
 
 
 def check_gpu(index: int) -> Check:
-    """Whether torch can use the GPU of that index, and whether others use it."""
     name = f"GPU {index}"
     try:
         free, total = torch.cuda.mem_get_info(index)
@@ -150,11 +145,7 @@ def check_copies(devices: Sequence[torch.device]) -> Check:
     return Check("GPU to GPU", seen, [MachineFinding(problem, _MEND_COPIES, COPY_MODES)])
 
 
-# The environment of a run --------------------------------------------------------------------------------------------
-
-
 def look_at_environment() -> list[Check]:
-    """Checks of the environment of a run."""
     found = [f"{name} {address}" for name, address in addresses().items() if address != LOOPBACK]
     shown = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)]
     variables = " ".join(shown) or "none of NCCL, gloo, CUDA, SLURM or OpenMP is set"
@@ -176,7 +167,6 @@ def _loopback() -> list[MachineFinding]:
 
 
 def _port() -> list[MachineFinding]:
-    """Whether `MASTER_PORT`, if set, is a free port."""
     try:
         port = given_port()
         socket.create_server((LOOPBACK, port)).close()

@@ -80,7 +80,6 @@ class Device:
         return OPERATIONS[operation](left, right)
 
     def all_reduce(self, values: Tensor) -> None:
-        """Replace the values by their sum over all ranks."""
         dist.all_reduce(values)
 
     def timed(self, call: Callable[[], T]) -> tuple[float, T]:
@@ -98,8 +97,6 @@ class Device:
 
 @dataclass(kw_only=True)
 class Measurement:
-    """The measurement of one rank."""
-
     rank: int
     device: str  # model of the rank's device
     seconds: dict[str, list[float]] = field(default_factory=dict)  # seconds of each operation, turn by turn

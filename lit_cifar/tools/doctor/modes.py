@@ -19,7 +19,6 @@ _STAGES_ON_ONE_GPU = (
 
 
 def main(args: list[str]) -> int:
-    """Print the table for this machine, and the command of every mode."""
     CommandParser("modes", description="Which modes run on this machine, and how to start them.").parse_args(args)
     num_cores, num_gpus = cores_and_gpus()
     rows = mode_table(num_cores, num_gpus)
@@ -47,7 +46,6 @@ class ModeRow:
 
 
 def cores_and_gpus() -> tuple[int, int]:
-    """The number of cores of this machine that this process may use, and of its CUDA devices."""
     return len(os.sched_getaffinity(0)), torch.cuda.device_count()
 
 

@@ -24,8 +24,6 @@ _ANOTHER = "memtest86+, or another machine"
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The results of the processes."""
-
     accelerator: str  # "cpu" or "cuda"
     measurements: list[Measurement] = field(default_factory=list)  # measurements by rank; empty if a process failed
     failure: str | None = None
@@ -91,7 +89,6 @@ def examine_ranks(num_ranks: int, accelerator: str) -> tuple[Ranks, list[Machine
 
 
 def wrong_results(ranks: Ranks) -> list[MachineFinding]:
-    """One finding for each operation that a rank has got wrong."""
     return [
         MachineFinding(
             f"Rank {each.rank} ({each.device}) computes wrongly: its {name} was wrong in "

@@ -29,8 +29,6 @@ _MOST_MARKERS = 30  # most points of a line that get markers
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart."""
-
     name: str
     run: int  # place of the run in the list, which chooses the color
     points: Sequence[tuple[float, float]]  # the line is broken where y is not finite

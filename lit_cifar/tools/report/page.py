@@ -1,7 +1,4 @@
-"""The command, and the tables and charts of its page.
-
-The tables tell the names, facts and results of runs, their differences, and how to repeat them.
-"""
+"""The command, its tables (facts and results of runs, their differences, how to repeat them) and its charts."""
 
 import argparse
 import shlex
@@ -35,7 +32,6 @@ loads nothing from the network. Several runs of the same data set are shown in t
 
 
 def main(args: list[str]) -> int:
-    """Write the page and return 0."""
     options = report_parser().parse_args(args)
     page = page_of([Path(run) for run in options.runs])
     target = Path(options.output)
@@ -57,11 +53,7 @@ def report_parser() -> argparse.ArgumentParser:
 
 
 def page_of(folders: Sequence[Path]) -> str:
-    """One HTML page about the runs in these folders, which loads nothing from anywhere.
-
-    Raises:
-        ConfigError: A folder is not that of a run, or has a damaged file; or the runs have different data sets.
-    """
+    """One HTML page about these runs, which loads nothing; a `ConfigError` if they cannot be read or compared."""
     runs = {printable(str(folder)): read_run(folder) for folder in folders}
     _check_comparable(runs)
     loader = FileSystemLoader(Path(__file__).parent)
@@ -99,9 +91,6 @@ def _check_comparable(runs: Runs) -> None:
 def _data_of(run: RunContents) -> tuple[str, str]:
     classes = [confusion.classes for confusion in run.confusion.values()]
     return run.environment["data"], ", ".join(classes[0]) if classes else ""
-
-
-# Tables --------------------------------------------------------------------------------------------------------------
 
 
 def different_settings(runs: Sequence[RunContents]) -> dict[str, list[str | None]]:
@@ -146,7 +135,6 @@ def _accuracy(run: RunContents, split: str) -> str | None:
 
 
 def _extent(run: RunContents) -> str:
-    """The length of the training: complete epochs, and steps."""
     last = max(logged[-1][0] for name, logged in run.metrics.items() if name.startswith("train/"))
     epochs = f"{counted(len(run.epochs), 'epoch')}, " if run.epochs else ""
     return f"{epochs}{counted(last + 1, 'step')}"
@@ -196,11 +184,7 @@ def _words(run: RunContents) -> list[str]:
         return []
 
 
-# Charts --------------------------------------------------------------------------------------------------------------
-
-
 def _curves(runs: Runs) -> list[Figure]:
-    """Loss and accuracy of training and validation."""
     loss, acc = (_lines(runs, f"val/{name}") + _lines(runs, f"train/{name}", dashed=True) for name in ("loss", "acc"))
     return _line_chart("Loss", loss, runs) + _line_chart("Accuracy", acc, runs, percent=True)
 
@@ -228,7 +212,6 @@ def _line_chart(title: str, lines: Sequence[Line], runs: Runs, **options: bool) 
 
 
 def _ranks(runs: Runs, split: Split) -> list[Figure]:
-    """Accuracy of every rank, and of all."""
     groups: dict[str, list[Bar]] = {}
     whole = []
     for place, run in enumerate(runs.values()):
@@ -244,19 +227,14 @@ def _ranks(runs: Runs, split: Split) -> list[Figure]:
 
 
 def _classes(runs: Runs, split: Split) -> list[Figure]:
-    """Accuracy of every class, and the confusion of classes."""
-    found = [
-        (place, name, run.confusion[split]) for place, (name, run) in enumerate(runs.items()) if split in run.confusion
-    ]
+    found = {place: run.confusion[split] for place, run in enumerate(runs.values()) if split in run.confusion}
     if not found:
         return []
-    groups = {
-        name: [Bar(place, confusion.of_class(index)) for place, _, confusion in found]
-        for index, name in enumerate(found[0][2].classes)
-    }
+    names = enumerate(next(iter(found.values())).classes)
+    groups = {name: [Bar(place, each.of_class(index)) for place, each in found.items()] for index, name in names}
     charts = [_bar_chart(f"Accuracy by class, {SPLIT_WORDS[split]}", groups, runs)]
-    for _, name, confusion in found:
-        title = f"Confusion matrix, {SPLIT_WORDS[split]}" + (f"\n{name[-40:]}" if len(runs) > 1 else "")
+    for place, confusion in found.items():
+        title = f"Confusion matrix, {SPLIT_WORDS[split]}" + (f"\n{[*runs][place][-40:]}" if len(runs) > 1 else "")
         charts.append(confusion_figure(torch.tensor(confusion.counts), confusion.classes, title=title))
     return charts
 

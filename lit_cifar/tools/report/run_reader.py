@@ -1,7 +1,4 @@
-"""The reader of a run folder's tables, for `report` and the notebooks.
-
-It needs no pandas, and names the file and line of damage.
-"""
+"""Reads a run folder's tables, for `report` and the notebooks, without pandas. Errors name file and line of damage."""
 
 import csv
 import json
@@ -35,15 +32,10 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True)
 class Confusion:
-    """Counts of true and predicted classes.
+    """Counts of true and predicted classes."""
 
-    Attributes:
-        classes: C names.
-        counts: C rows, one for each true class, of C counts, one for each predicted class.
-    """
-
-    classes: tuple[str, ...]
-    counts: tuple[tuple[int, ...], ...]
+    classes: tuple[str, ...]  # C names
+    counts: tuple[tuple[int, ...], ...]  # C rows, one for each true class, of C counts of predictions
 
     def of_class(self, index: int) -> AccuracyCount:
         """The number of images of a class, and of those that were recognised."""
@@ -62,25 +54,15 @@ class Epoch:
 
 @dataclass(frozen=True, kw_only=True)
 class RunContents:
-    """A run, as its folder describes it.
-
-    Attributes:
-        folder: Path of the folder.
-        settings: `config.yaml` as flags, such as "trainer.max_epochs": "15".
-        environment: `environment.json`.
-        metrics: `metrics.csv`: steps and values of each metric.
-        ranks: `per_rank.csv`: the counts of every rank, by split.
-        confusion: `confusion.csv` by split; empty for runs of earlier releases, which have no such file.
-        epochs: `sample_audit.csv`; empty for evaluations.
-    """
+    """A run, as its folder describes it."""
 
     folder: Path
-    settings: dict[str, str]
-    environment: dict[str, Any]
-    metrics: dict[str, list[tuple[int, float]]]
-    ranks: dict[str, list[AccuracyCount]]
-    confusion: dict[str, Confusion]
-    epochs: list[Epoch]
+    settings: dict[str, str]  # `config.yaml` as flags, such as "trainer.max_epochs": "15"
+    environment: dict[str, Any]  # `environment.json`
+    metrics: dict[str, list[tuple[int, float]]]  # `metrics.csv`: steps and values of each metric
+    ranks: dict[str, list[AccuracyCount]]  # `per_rank.csv`: the counts of every rank, by split
+    confusion: dict[str, Confusion]  # `confusion.csv` by split
+    epochs: list[Epoch]  # `sample_audit.csv`; empty for evaluations
 
     @property
     def trained(self) -> bool:
@@ -89,11 +71,7 @@ class RunContents:
 
 
 def read_run(folder: Path) -> RunContents:
-    """Read the files of a run folder.
-
-    Raises:
-        ConfigError: The folder is not that of a run that has logged something, or one of its files is damaged.
-    """
+    """Read a run folder; a `ConfigError` if it is not that of a run that has logged something, or a file is damaged."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ConfigError(f"{folder} {what}, not the folder of a run", remedy=_REMEDY)
@@ -151,15 +129,8 @@ def _flags(content: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str
             yield key, value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-# ---------------------------------------------------------------- the tables
-
-
 def read_metrics(path: Path) -> dict[str, dict[int, float]]:
-    """`metrics.csv`: the values of each metric by step. Values of one step may be in several lines.
-
-    Raises:
-        ConfigError: The file is damaged.
-    """
+    """`metrics.csv`: the values of each metric by step. Values of one step may be in several lines."""
     found: dict[str, dict[int, float]] = {}
 
     def add(row: dict[str, str]) -> None:
@@ -173,11 +144,7 @@ def read_metrics(path: Path) -> dict[str, dict[int, float]]:
 
 
 def read_ranks(path: Path) -> dict[str, list[AccuracyCount]]:
-    """`per_rank.csv`: the counts of every rank, by split; empty without such a file.
-
-    Raises:
-        ConfigError: The file is damaged.
-    """
+    """`per_rank.csv`: the counts of every rank, by split; empty without such a file."""
     found: dict[str, list[AccuracyCount]] = {}
 
     def add(row: dict[str, str]) -> None:
@@ -214,12 +181,9 @@ def _count(cell: str) -> int:
 
 
 def read_table(path: Path, convert: Callable[[dict[str, str]], Row], *columns: str) -> list[Row]:
-    """The lines of a CSV file with these columns, each converted; none if there is no such file.
+    """The lines of a CSV file with these columns, each converted, or a `ConfigError`; none if there is no such file.
 
-    An incomplete last line is left out: `metrics.csv` grows while its run lasts.
-
-    Raises:
-        ConfigError: The file cannot be read, lacks a column, or `convert` has raised a ValueError.
+    An incomplete last line is left out: `metrics.csv` grows while its run lasts. `convert` may raise a `ValueError`.
     """
     if not path.exists():
         return []
@@ -248,6 +212,5 @@ def _text(path: Path) -> str:
 
 
 def _damaged(path: Path, problem: str) -> ConfigError:
-    return ConfigError(
-        f"{path} is damaged: {problem}", remedy="restore it from a copy, or leave its run out of the report"
-    )
+    remedy = "restore it from a copy, or leave its run out of the report"
+    return ConfigError(f"{path} is damaged: {problem}", remedy=remedy)

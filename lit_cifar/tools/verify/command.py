@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -189,16 +189,8 @@ def _cell(row: VerifiedMode, kind: str) -> str:
     return f"{shown if value <= bound else f'[red]{shown}[/]'}\n[dim]<= {f'{bound:.1e}' if bound else '0'}[/]"
 
 
-# The rows ------------------------------------------------------------------------------------------------------------
-
-
 def verify(
-    names: Sequence[str],
-    *,
-    devices: int = 2,
-    steps: int = 4,
-    args: Sequence[str] = (),
-    launcher: tuple[str, ...] = (),
+    names: Sequence[str], *, devices: int = 2, steps: int = 4, args: Sequence[str] = (), launcher: tuple[str, ...] = ()
 ) -> list[VerifiedMode]:
     """Compare modes, "all" for every one, with one device: a row for each.
 
@@ -210,33 +202,26 @@ def verify(
     """
     if steps < 2:
         raise ConfigError(f"--steps={steps} leaves no step before a resume", remedy="pass --steps 2 or more")
-    rows_of = partial(_rows, devices=devices, steps=steps, launcher=launcher)
-    rows = rows_of(names, args=args)
+
+    def rows_of(names: Sequence[str], *more: str) -> list[VerifiedMode]:
+        wanted, leave_out = chosen(list(names), devices=devices), "all" in names
+        with tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
+            settings = Configuration.of([*args, *more], devices=devices, folder=Path(folder), launcher=launcher)
+            verifier = Verifier(Launcher(settings, steps, Path(folder)))
+            return verify_modes(verifier, [*_possible(wanted, settings, leave_out=leave_out)], leave_out=leave_out)
+
+    rows = rows_of(names)
     if doubted := {row.mode: row for row in rows if row.may_be_rounding}:
         say("once more in float64, where rounding is no excuse: " + ", ".join(doubted))
-        in_float64 = [*args, f"--trainer.precision={EXACT}"]
-        for again in rows_of([*doubted], args=in_float64):
+        for again in rows_of([*doubted], f"--trainer.precision={EXACT}"):
             if again.passed:
                 doubted[again.mode].outcome = "abstained"
                 doubted[again.mode].problems.insert(0, ROUNDING)
     return rows
 
 
-def _rows(
-    names: Sequence[str], *, devices: int, steps: int, args: Sequence[str], launcher: tuple[str, ...]
-) -> list[VerifiedMode]:
-    wanted, leave_out = chosen(list(names), devices=devices), "all" in names
-    with tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
-        settings = Configuration.of(list(args), devices=devices, folder=Path(folder), launcher=launcher)
-        verifier = Verifier(Launcher(settings, steps, Path(folder)))
-        return verify_modes(verifier, [*_possible(wanted, settings, leave_out=leave_out)], leave_out=leave_out)
-
-
 def _possible(wanted: Sequence[SizedMode], settings: Configuration, *, leave_out: bool) -> Iterator[SizedMode]:
-    """The modes that can run with these sizes: `tp`, for example, must divide the channels.
-
-    The reason for leaving out a mode is printed; without `leave_out` it is raised.
-    """
+    """The modes that can run with these sizes. The reason for leaving out one is printed, or else raised."""
     module, data = settings.module(), settings.data()
     sampler = settings.train_sampler(data)
     for mode in wanted if settings.num_parts is None else [mode.with_parts() for mode in wanted]:
@@ -254,11 +239,7 @@ def _possible(wanted: Sequence[SizedMode], settings: Configuration, *, leave_out
 
 
 def verify_modes(verifier: "Verifier", wanted: Sequence[SizedMode], *, leave_out: bool = False) -> list[VerifiedMode]:
-    """Rows in the order of `wanted`.
-
-    What only the run of a mode finds wrong with the user's flags is a `ConfigError`, no failed proof; or the mode is
-    left out.
-    """
+    """Rows in the order of `wanted`. Flags that a run refuses are a `ConfigError`, no failed proof; or left out."""
     rows = {mode.name: row for mode in wanted if (row := verifier.abstained(mode))}
     for compared in verifier.compare([Case(mode) for mode in wanted if mode.name not in rows]):
         if compared.outcome.status != EXIT_REFUSED:
@@ -279,9 +260,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Compared:
-    """The result of case `number`."""
-
-    number: int
+    number: int  # number of the case
     row: VerifiedMode
     outcome: Outcome
 
@@ -330,10 +309,7 @@ class Verifier:
                     references.forget(key)
 
     def ghost_batches_of(self, mode: SizedMode) -> GhostBatches:
-        """The chunks that the mode normalises together, told by its strategy; equal for all modes without BatchNorm.
-
-        Virtual replicas normalise the same parts in every mode.
-        """
+        """The chunks that the mode normalises together; equal for all without BatchNorm, or with virtual replicas."""
         if not self._normalises_batches or self.launcher.settings.num_parts is not None:
             return GhostBatches()
         return mode.ghost_batches(accumulation=self.launcher.settings.accumulation)
@@ -400,7 +376,6 @@ class References:
         return Reference(self._runs[chunks].result(), self._bounds[words])
 
     def _measured(self, expected: Record, *others: Record) -> list[Bounds]:
-        """The bounds of each kind after each step."""
         if not others:
             same_bits = self.launcher.settings.num_parts is not None
             return [SAME_BITS if same_bits else dict.fromkeys(KINDS, EXACT_BOUND)] * self.launcher.steps

@@ -1,7 +1,4 @@
-"""Judges a mode by comparing its runs with the single-device computation that it equals.
-
-It compares steps, samples, evaluations, logged metrics, checkpoints and tables, and the same run resumed.
-"""
+"""Judges a mode, also resumed, by comparing what its runs write with the single-device computation that it equals."""
 
 import csv
 import json
@@ -193,11 +190,7 @@ def _resumed_problems(outcome: Outcome, record: Record, reference: Reference, se
     return problems
 
 
-# Evaluations and logged values ---------------------------------------------------------------------------------------
-
-
 def _compare_metrics(row: VerifiedMode, record: Record, reference: Reference, settings: Configuration) -> list[str]:
-    """Logged metrics and evaluations beyond their bounds."""
     bounds = dict(_SAME_METRICS)
     if settings.num_parts is None:
         # Rounding may turn two answers, in bfloat16 any number.
@@ -207,20 +200,16 @@ def _compare_metrics(row: VerifiedMode, record: Record, reference: Reference, se
         bounds["val/"] = math.inf  # they must exist; `_compare_evaluation` compares their values
     problems = logged_problems(record.logged, reference.record.logged, bounds=bounds, source=f"{ONE_DEVICE} has")
     for number in record.steps:
-        if evaluated := record.evaluated(number):
-            problems += _compare_evaluation(row, number, evaluated, record, reference, settings)
+        problems += _compare_evaluation(row, number, record, reference, settings)
     return problems
 
 
 def _compare_evaluation(
-    row: VerifiedMode,
-    number: int,
-    evaluated: dict[int, Evaluated],
-    record: Record,
-    reference: Reference,
-    settings: Configuration,
+    row: VerifiedMode, number: int, record: Record, reference: Reference, settings: Configuration
 ) -> list[str]:
-    """Compare an evaluation with one device that has the same weights."""
+    """Compare an evaluation after a step, if there was one, with one device that has the same weights."""
+    if not (evaluated := record.evaluated(number)):
+        return []
     problems = []
     if settings.num_parts is None:
         alone = expected(record.step(number), settings)
@@ -242,13 +231,9 @@ def _compare_evaluation(
 
 def logits_problems(when: str, rank: int, gaps: Sequence[tuple[int, float]], *, bound: float) -> list[str]:
     """The first sample of process `rank` whose logits, or label, differ from one device's, and the number of others."""
-    return first(
-        [
-            f"{when}: logits of sample {sample} of process {rank} differ by {gap:.1e}, allowed {bound:.1e}"
-            for sample, gap in gaps
-            if not gap <= bound
-        ]
-    )
+    of = f"of process {rank} differ by"
+    beyond = [(sample, gap) for sample, gap in gaps if not gap <= bound]
+    return first([f"{when}: logits of sample {sample} {of} {gap:.1e}, allowed {bound:.1e}" for sample, gap in beyond])
 
 
 def logged_problems(found: Logged, expected: Logged, *, bounds: Mapping[str, float], source: str) -> list[str]:
@@ -268,9 +253,6 @@ def logged_problems(found: Logged, expected: Logged, *, bounds: Mapping[str, flo
         elif not abs(a - b) / max(1.0, abs(b)) <= bound:
             problems.append(f"logged: {name} of step {step} is {a:.6g}, {source} {b:.6g}")
     return problems
-
-
-# Checkpoints and tables, which rounding does not touch ---------------------------------------------------------------
 
 
 def _file_problems(record: Record, alone: Record, settings: Configuration) -> list[str]:
@@ -336,10 +318,9 @@ def entry_problems(
             mine, wanted = (
                 dict(_entries("", read_checkpoint(record.checkpoints[name]), leave_out)) for record in (found, expected)
             )
-            other = [key for key in {**wanted, **mine} if not _equal(mine.get(key), wanted.get(key), bound=bound)]
-            problems += first(
-                [f"{name}: {key} is {_shown(mine.get(key))}, {source} has {_shown(wanted.get(key))}" for key in other]
-            )
+            both = {key: (mine.get(key), wanted.get(key)) for key in {**wanted, **mine}}
+            other = {key: [*map(_shown, pair)] for key, pair in both.items() if not _equal(*pair, bound=bound)}
+            problems += first([f"{name}: {key} is {own}, {source} has {right}" for key, (own, right) in other.items()])
     return problems
 
 
@@ -385,8 +366,7 @@ def table_problems(found: Record, expected: Record, *, source: str, leave_out: C
 def evaluation_table_problems(record: Record, last: dict[int, Evaluated], *, in_chunks: bool) -> list[str]:
     """Places where `per_rank.csv` and `confusion.csv` contradict the logits of the last evaluation.
 
-    `per_rank.csv` is compared by process, and `in_chunks` by replica of `dp`, which virtual replicas divide
-    differently.
+    Replicas of `dp` are compared `in_chunks`, which virtual replicas divide differently, or else by process.
     """
     ranks, problems = record.first_of_ranks(last), []
     matrix = torch.zeros(2 * [ranks[0].logits.shape[1]], dtype=torch.int64)

@@ -55,16 +55,8 @@ DEFAULTS = (
     "--data.eval_batch_size=24",
 )
 
-_OWNED = (
-    "trainer.strategy",
-    "trainer.devices",
-    "trainer.sync_batchnorm",
-    "trainer.max_steps",
-    "trainer.max_epochs",
-    "run_dir",
-    "ckpt_path",
-    "resume",
-)
+_OWNED = {"trainer.strategy", "trainer.devices", "trainer.sync_batchnorm", "trainer.max_steps", "trainer.max_epochs"}
+_OWNED |= {"run_dir", "ckpt_path", "resume"}
 
 # Switches off outputs that are not used here; each takes longer than a step.
 _LEFT_OUT = ("--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0", "--figures.every_n_epochs=0")
@@ -202,18 +194,15 @@ class Configuration:
         flags = [f"--trainer.max_steps={steps}", "--trainer.max_epochs=-1", "--trainer.log_every_n_steps=1"]
         flags += [f"--trainer.accumulate_grad_batches={accumulation}", f"--last_checkpoint.every_n_steps={steps - 1}"]
         if CIFAR10DataModule(**self.config["data"]).val_size > 0 and self.config["trainer"]["limit_val_batches"] != 0:
-            every = max(
-                every for every in range(1, max(steps, 2)) if steps % every == 0
-            )  # half of the steps if that divides
+            every = max(every for every in range(1, max(steps, 2)) if steps % every == 0)  # half of them, if possible
             flags += ["--trainer.check_val_every_n_epoch=null", f"--trainer.val_check_interval={every * accumulation}"]
         return flags
 
 
 def _network_flags(model: dict[str, Any]) -> list[str]:
-    """Fill in what the user has left open: `tiny` has every kind of layer that ResNet34 has, with an eighth of the
-    channels, so that a run takes little more than its start.
+    """Fill in what the user has left open, and return flags that say so.
 
-    Returns flags that say so.
+    `tiny` has every kind of layer that ResNet34 has, with an eighth of the channels: a run takes little but its start.
     """
     flags = []
     if model["arch"] is None:
@@ -243,10 +232,7 @@ class Launcher:
         return Path(tempfile.mkdtemp(prefix=f"{name.replace(' ', '-')}-", dir=self.folder))
 
     def run_mode(self, mode: SizedMode, folder: Path, *, title: str, more: Sequence[str] = ()) -> Outcome:
-        """Run the mode in `folder`, with further flags; then resume it before its last step.
-
-        The outcome is that of the first run that has failed, or of the last one.
-        """
+        """Run the mode, then resume it before its last step. The outcome is of the first that failed, or the last."""
         flags = self.settings.length_flags(steps=self.steps, accumulation=self.settings.accumulation)
         flags += [*mode.flags, *more]
         replay = []
@@ -281,15 +267,11 @@ class Launcher:
         record = Record(self.new_folder("reference"))
         outcome = self._fit(title, record.folder, flags, order=order)
         if outcome.status is None:
-            raise ConfigError(
-                f"one device is too slow for this configuration: {outcome.last_words}",
-                remedy="pass fewer --steps, or a smaller --data.batch_size or --model.arch",
-            )
+            problem = f"one device is too slow for this configuration: {outcome.last_words}"
+            raise ConfigError(problem, remedy="pass fewer --steps, or a smaller --data.batch_size or --model.arch")
         if outcome.status != 0:
-            raise ConfigError(
-                f"one device cannot train this configuration: {outcome.last_words}",
-                remedy="correct it until `python -m lit_cifar fit` runs with it",
-            )
+            problem = f"one device cannot train this configuration: {outcome.last_words}"
+            raise ConfigError(problem, remedy="correct it until `python -m lit_cifar fit` runs with it")
         if (num_steps := len(record.steps)) < self.steps:
             raise ConfigError(
                 f"the configuration ends a run after {num_steps} of {self.steps} steps",
@@ -326,9 +308,6 @@ class Launcher:
 def _link(source: str, target: str) -> None:
     """Link a checkpoint, which is large and replaced as a whole; copy any other file, which is written on."""
     (os.link if source.endswith(".ckpt") else shutil.copy2)(source, target)
-
-
-# An evaluation by one device, in this very process -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -370,8 +349,6 @@ def _evaluated_alone(step: Step, settings: Configuration, precision: Any) -> tup
     return Evaluated(**callback.take()), metrics
 
 
-# Placement of a mode: each part on a GPU of its own, or several parts on one ------------------------------------------
-
 # The class that stands for a mode on one GPU, and its sizes for n devices. `placed` has one for all other modes.
 _Sizes = Callable[[int], dict[str, int | str]]
 _SHARED: dict[str, tuple[str, _Sizes]] = {
@@ -398,10 +375,8 @@ _SHARED: dict[str, tuple[str, _Sizes]] = {
 def launched(mode: SizedMode) -> SizedMode:
     """`mode` itself, if a launcher has processes to start."""
     if mode.num_ranks == 1:
-        raise ConfigError(
-            f"{mode.name} starts its own processes, or has one: there is nothing for --launcher to start",
-            remedy="leave it out, or verify it without --launcher",
-        )
+        problem = f"{mode.name} starts its own processes, or has one: there is nothing for --launcher to start"
+        raise ConfigError(problem, remedy="leave it out, or verify it without --launcher")
     return mode
 
 

@@ -93,7 +93,6 @@ class Record:
 
     @property
     def checkpoints(self) -> dict[str, Path]:
-        """Checkpoint files by name: "last.ckpt" and so on."""
         return {path.name: path for path in sorted((self.run / "checkpoints").glob("*.ckpt"))}
 
     def first_of_ranks(self, by_process: Mapping[int, T]) -> list[T]:
@@ -104,7 +103,6 @@ class Record:
 
     @property
     def ends_of_epochs(self) -> dict[int, int]:
-        """The last step of each epoch."""
         found, step = {}, 0
         for line in self._lines("samples"):
             what, number = line["when"].split()[0], int(line["when"].split()[-1])
@@ -119,9 +117,9 @@ class Record:
         problems, samples = [], self._samples
         for when, ranks in reference._samples.items():
             mine = samples.get(when, {})
-            disagreeing = [rank for rank, readers in mine.items() if any(ids != readers[0] for ids in readers)]
+            unlike = [rank for rank, readers in mine.items() if any(ids != readers[0] for ids in readers)]
             problems += [
-                f"{when}: the processes of data-parallel rank {rank} read different samples" for rank in disagreeing
+                f"{when}: the processes of data-parallel rank {rank} read different samples" for rank in unlike
             ]
             expected = [i for readers in ranks.values() for i in readers[0]]
             found = sample_problems([readers[0] for readers in mine.values()], expected)
@@ -212,9 +210,6 @@ def _whole(pieces: Mapping[tuple[int, ...], Tensor], dims: Sequence[int | None])
     return pieces[()]
 
 
-# Steps of two records, and their bounds ------------------------------------------------------------------------------
-
-
 def differences(found: Step, expected: Step) -> dict[str, dict[str, float]]:
     """The difference of every tensor by kind and name, in the order of `expected`; infinite where one side has none."""
     return {
@@ -289,9 +284,6 @@ def measured_bounds(noise: Sequence[Sequence[Bounds]], *, eps: float) -> list[Bo
     return bounds
 
 
-# Samples and evaluations ---------------------------------------------------------------------------------------------
-
-
 def sample_problems(found: Sequence[Sequence[int]], expected: Sequence[int]) -> list[str]:
     """Phrases for the ids that are missing, seen too often or foreign, of those that the processes of a step read.
 
@@ -346,9 +338,6 @@ class Evaluated:
         return list(zip(self.ids[rows].tolist(), gaps.tolist(), strict=True))
 
 
-# Equal tensors of one run's processes --------------------------------------------------------------------------------
-
-
 def peer_problems(snapshots: Sequence[Snapshot]) -> list[str]:
     """The first difference, at each moment, between processes that must hold the same."""
     moments: dict[str, list[Snapshot]] = {}
@@ -390,12 +379,8 @@ def saved_problems(snapshots: Sequence[Snapshot], saved: Mapping[str, Any]) -> l
     wanted = {name: short_digest(value) for name, value in saved.items()}
     found = []
     for snapshot in snapshots:
-        other = [
-            name
-            for name, (_, replica, value) in snapshot.state.items()
-            if not replica and value != wanted.get(name.split()[0])
-        ]
-        found += first(
-            [f"{snapshot.when}: {name} of process {snapshot.rank} is not the checkpoint's" for name in other]
-        )
+        own = {name: value for name, (_, replica, value) in snapshot.state.items() if not replica}
+        other = [name for name, value in own.items() if value != wanted.get(name.split()[0])]
+        of = f"of process {snapshot.rank} is not the checkpoint's"
+        found += first([f"{snapshot.when}: {name} {of}" for name in other])
     return found

@@ -36,8 +36,6 @@ Pieces: TypeAlias = dict[str, dict[str, Piece]]  # pieces by kind and name
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The tensors of a process at a moment of a run."""
-
     when: str  # the moment, such as "step 2"
     rank: int
     same_as: str | None  # an earlier moment since which nothing may have changed; None if something was to
@@ -45,8 +43,6 @@ class Snapshot:
 
 
 class Logits(L.Callback):
-    """Collects the logits that a process computes in an evaluation."""
-
     def __init__(self) -> None:
         self._batches: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -132,7 +128,6 @@ class Trace(Logits):
             self._write_own(trainer, f"{self._evaluation}, first batch", self._own_state(trainer, pl_module), same=True)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write down this process's samples, the counts of its metrics, and its evaluation."""
         self._write_samples(trainer, "evaluation", self._evaluation, counted=counted(pl_module, "val_"))
         self._write_own(trainer, self._evaluation, self._own_state(trainer, pl_module), same=True)
         self._save(trainer, "evaluation", self.take())
@@ -162,27 +157,14 @@ class Trace(Logits):
 
     def _write_own(self, trainer: L.Trainer, when: str, state: State, *, same: bool = False) -> None:
         same_as = f"step {self._step}" if same else None
-        self._append(
-            trainer, "own", asdict(Snapshot(when=when, rank=trainer.global_rank, same_as=same_as, state=state))
-        )
+        snapshot = Snapshot(when=when, rank=trainer.global_rank, same_as=same_as, state=state)
+        self._append(trainer, "own", asdict(snapshot))
 
-    def _write_samples(
-        self,
-        trainer: L.Trainer,
-        period: str,
-        when: str,
-        *,
-        counted: Mapping[str, int] | None = None,
-        parts: Iterable[tuple[int, float]] = (),
-    ) -> None:
-        data_parallel_rank = mode_of(trainer.strategy).layout.data_parallel_rank
-        line = {
-            "when": when,
-            "rank": trainer.global_rank,
-            "data_parallel_rank": data_parallel_rank,
-            "ids": self._ids[period],
-        }
-        self._append(trainer, "samples", line | {"counted": counted or {}, "parts": [*parts]})
+    def _write_samples(self, trainer: L.Trainer, period: str, when: str, **more: Any) -> None:
+        """Write the ids since the last period; `more` are counts of metrics (`counted`), or `parts` of a step."""
+        of = {"rank": trainer.global_rank, "data_parallel_rank": mode_of(trainer.strategy).layout.data_parallel_rank}
+        line = {"when": when, **of, "ids": self._ids[period], "counted": {}, "parts": []}
+        self._append(trainer, "samples", line | more)
         self._ids[period] = []
 
     def _append(self, trainer: L.Trainer, name: str, line: dict[str, Any]) -> None:
@@ -194,16 +176,11 @@ class Trace(Logits):
 
 
 def _reverse_chunks(batch: Batch, pl_module: Any) -> None:
-    """Reverse the samples inside each chunk of the batch, in place."""
     layers = (layer for layer in pl_module.modules() if isinstance(layer, GhostBatchNorm2d))
     chunks = next((layer.chunks for layer in layers), None)
     num_samples = len(batch.ids)
-    positions = torch.arange(num_samples)
-    groups = (
-        [positions] if chunks is None else [chunk for replica in chunks.positions(num_samples) for chunk in replica]
-    )
-    for group in groups:
-        group = group.to(batch.ids.device)
+    replicas = [[torch.arange(num_samples)]] if chunks is None else chunks.positions(num_samples)
+    for group in (chunk.to(batch.ids.device) for replica in replicas for chunk in replica):
         for tensor in (batch.images, batch.labels, batch.ids):
             tensor[group] = tensor[group.flip(0)]
 
@@ -222,9 +199,6 @@ def counted(module: nn.Module, prefix: str = "") -> dict[str, int]:
         elif "tp" in state:  # right answers and mistakes
             found[name] = int(state["tp"].sum() + state["fn"].sum())
     return found
-
-
-# The tensors themselves ----------------------------------------------------------------------------------------------
 
 
 def pieces_of(trainer: Any, module: nn.Module) -> Pieces:
@@ -294,9 +268,6 @@ def filled(network: nn.Module, step: Mapping[str, Mapping[str, Tensor]]) -> nn.M
     for name, _, tensor in _tensors(network):
         tensor.copy_(found[name])
     return network
-
-
-# Digests of the tensors, with their parts of the whole ---------------------------------------------------------------
 
 
 def own_state(trainer: Any, module: nn.Module, *, one_model: bool) -> State:
