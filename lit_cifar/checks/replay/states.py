@@ -52,8 +52,7 @@ def states_of(trainer: pl.Trainer) -> States:
     module, optimizers = trainer.lightning_module, trainer.optimizers
     names = names_of(module, optimizers)
     found = {name: digest(parameter) for parameter, name in names.items()}
-    kept = module.state_dict()
-    found |= {name: digest(buffer) for name, buffer in module.named_buffers() if name in kept}
+    found |= {name: digest(buffer) for name, buffer in _kept_buffers(module)}
     settings: dict[str, Any] = {"global_step": trainer.global_step}
     for number, optimizer in enumerate(optimizers):
         found |= state_digests(optimizer, names)
@@ -75,6 +74,14 @@ def loaded_weights(module: nn.Module, state: Mapping[str, Any]) -> dict[str, int
     """Digests of the weights in `state` that `module` has by the same name, in the module's dtypes."""
     own = {name: p for name, p in module.named_parameters() if name in state and state[name].shape == p.shape}
     return {name: digest(state[name].to(p.dtype)).bits for name, p in own.items()}
+
+
+def _kept_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that a checkpoint holds, also one that two modules share under both names."""
+    kept = module.state_dict()
+    for path, part in module.named_modules():
+        named = ((f"{path}.{name}".lstrip("."), buffer) for name, buffer in part.named_buffers(recurse=False))
+        yield from ((name, buffer) for name, buffer in named if name in kept)
 
 
 def _is_plain(value: Any) -> bool:
