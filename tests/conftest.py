@@ -23,9 +23,10 @@ EXPECTED = {"CUDA_DEVICE_ORDER", "GLOO_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PO
 EXPECTED |= {"OMP_NUM_THREADS", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "PYTEST_CURRENT_TEST"}
 _FAREWELL_S = 5.0  # for a process that has been told to end
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell that runs the tests in the background lets them ignore Ctrl-C, and so all that they start.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell that runs the tests in the background lets them ignore Ctrl-C, nohup SIGHUP, and so all that they start.
+for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 adopt_orphans()

@@ -136,7 +136,7 @@ WHOLE = {
     "doctor --devices=0": "--devices=0",
     "doctor --device=2": "--device=2",
     "doctor --json=/no/such/file.json": "--json=/no/such/file.json",
-    "export": "CHECKPOINT",
+    "export": "RUN_FOLDER",
     "export some.ckpt --format=onxx": "choose from",
     "export some.ckpt --format=torch --model.network=no_such.Net": "no_such",
     "export some.ckpt --format=torch --config=no_such.yaml": "--config=no_such.yaml is not a run's",
