@@ -112,6 +112,15 @@ class CIFAR10DataModule(L.LightningDataModule):
         skip_unreadable: Leave out pictures of "folder" that cannot be read. With false they are an error.
         seed: Seed of order, augmentation, split and synthetic images, and of dropout; not negative.
         predict_dir: Folder of the images that `predict` classifies.
+
+    Attributes:
+        name: The data set's name in logs and tables.
+        sets: Images that `setup` has read, by split: "train", "val", "test", "predict".
+        folder: Every file of `predict_dir`, readable or not.
+
+    Raises:
+        ConfigError: Settings that contradict each other; sizes that cannot be cut.
+        DataError: A data set that is missing, incomplete or damaged, in `prepare_data` or `setup`.
     """
 
     def __init__(
@@ -173,7 +182,7 @@ class CIFAR10DataModule(L.LightningDataModule):
             cache_limit_gb=cache_limit_gb,
             skip_unreadable=skip_unreadable,
         )
-        self.name, self.image_size = self.source.title, self.source.image_size  # the name in logs and tables
+        self.name, self.image_size = self.source.title, self.source.image_size
         self.decoded_size = decoded_size or self.image_size
         resized_to = None if decoded_size is None else self.image_size
         drawn = Augmentation(
@@ -187,9 +196,9 @@ class CIFAR10DataModule(L.LightningDataModule):
             small_size=small_size,
         )
         self.augmentation = drawn if augment else None
-        self.sets: dict[str, ImageSet] = {}  # images that `setup` has read: "train", "val", "test", "predict"
+        self.sets: dict[str, ImageSet] = {}
         self._resumed: OrderSettings = {}  # `state_dict` of the run that wrote the checkpoint
-        self.folder: FolderImages | None = None  # every file of `predict_dir`, readable or not
+        self.folder: FolderImages | None = None
         self._prepared = False
         given = {"padding": padding, "reflect": reflect, "alternate_flips": alternate_flips, "cutout": cutout}
         given |= {"small_epochs": small_epochs}
@@ -237,6 +246,7 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     @cached_property
     def val_size(self) -> int:
+        """Number of images to validate on."""
         own, num_train = self.source.val_size, self.num_images["train"]
         if self.source.own_val:
             if self._held_out is not None:
