@@ -21,7 +21,7 @@ from lit_cifar.launch.signals import EXIT_STOPPED
 from lit_cifar.strategies.mp import DDPLayerParallelStrategy
 from lit_cifar.tools.chaos.audit import metric_problems
 from lit_cifar.tools.chaos.job import _rank_of, wait_until
-from lit_cifar.tools.forked import ForkedRun
+from lit_cifar.launch.forked import ForkedRun
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from lit_cifar.reporting.environment import command_line, git_state
 from lit_cifar.reporting.run_folder import LOCK, RunLock, create_run_folder
 from lit_cifar.reporting.run_report import RunReport, next_steps, opening_lines
 from lit_cifar.task.module import LitResNet
-from lit_cifar.tools.forked import start_forked
+from lit_cifar.launch.forked import start_forked
 
 IMAGE = (3, 32, 32)
 

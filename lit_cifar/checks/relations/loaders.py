@@ -1,0 +1,154 @@
+"""Data loaders of a watched training: shortened, kept for another run, or replaced by the batches of an earlier one."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import wraps
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lit_cifar.checks.relations.plan import Imposed
+from lit_cifar.checks.relations.watching import Watched
+from lit_cifar.checks.repeated_step.batches import in_batches_of, joined, num_samples, parted, row_digests, tensors_in
+
+_PROBES = 16  # how often a sample is asked for
+_MOST_SAMPLES = 2000  # of a stream that are read
+
+
+class Loaders:
+    """Follows every `DataLoader` of a process."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched, self._plan = watched, watched.plan
+        self._made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._trained: list[Any] = []
+
+    def patch(self) -> None:
+        make, begin, length = DataLoader.__init__, DataLoader.__iter__, DataLoader.__len__
+
+        @wraps(make)  # Lightning reads the signature
+        def made(loader: Any, *args: Any, **settings: Any) -> None:
+            if self._plan.workers is not None:
+                settings["num_workers"] = self._plan.workers
+                if not self._plan.workers:
+                    for own in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
+                        settings.pop(own, None)
+            make(loader, *args, **settings)
+            self._made[loader] = len(self._made)
+
+        @wraps(begin)
+        def begun(loader: Any) -> Iterator[Any]:
+            if self._watched.phase() == "train":
+                return self._training(loader, begin)
+            return self._noted(self._evaluated(begin(loader)))
+
+        @wraps(length)
+        def shortened(loader: Any) -> int:
+            if self._watched.phase() == "evaluate" and self._watched.evaluation_batch is not None:
+                return sum(1 for _ in self._evaluated(begin(loader)))
+            if (imposed := self._plan.imposed) and (own := self._imposed_length(loader, imposed)) is not None:
+                return own
+            return min(length(loader), self._plan.most_batches)
+
+        DataLoader.__init__ = made  # type: ignore[method-assign]
+        DataLoader.__iter__ = begun  # type: ignore[method-assign, assignment]
+        DataLoader.__len__ = shortened  # type: ignore[method-assign]
+
+    def _training(self, loader: Any, begin: Any) -> Iterator[Any]:
+        if not any(loader is other for other in self._trained):
+            self._trained.append(loader)
+        trace = self._watched.trace
+        epoch = len(trace.epochs)
+        trace.epochs.append(0)
+        try:
+            trace.lengths[self._made[loader]] = len(loader)
+        except TypeError:  # a stream
+            trace.remarks.add("stream")
+        for number, batch in enumerate(self._batches(loader, epoch, begin)):
+            self._watched.continues()
+            if self._plan.record:
+                folder = self._watched.folder / "batches" / str(epoch)
+                folder.mkdir(parents=True, exist_ok=True)
+                torch.save(batch, folder / f"{number:06d}.pt")
+            trace.epochs[epoch] += 1
+            self._watched.begins_batch()
+            yield batch
+            self._watched.fetches_batch()
+
+    def _batches(self, loader: Any, epoch: int, begin: Any) -> Iterator[Any]:
+        if self._plan.imposed:
+            yield from imposed_batches(self._plan.imposed, epoch)
+            return
+        if self._plan.generators:
+            self._watched.seed("order")
+        yield from islice(begin(loader), self._plan.most_batches)
+
+    def _evaluated(self, batches: Iterator[Any]) -> Iterator[Any]:
+        own, size = islice(batches, self._plan.most_batches), self._watched.evaluation_batch
+        return own if size is None else in_batches_of([*own], size)
+
+    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            with suppress(ValueError):
+                self._watched.trace.evaluated.append(num_samples(batch))
+            yield batch
+
+    def _imposed_length(self, loader: Any, imposed: Imposed) -> int | None:
+        own = dict(imposed.lengths).get(self._made.get(loader, -1))
+        return None if own is None else -(-own // imposed.window) * imposed.parts
+
+    def probe(self) -> None:
+        """See whether workers of each loader that trained draw the same random numbers, or read the same samples."""
+        for loader in self._trained[:3]:
+            seen = _of_stream(loader) if isinstance(loader.dataset, IterableDataset) else _of_samples(loader)
+            self._watched.trace.loaders.append(seen)
+
+
+def imposed_batches(imposed: Imposed, epoch: int) -> Iterator[Any]:
+    """The batches of an epoch of the run whose ranks have their folders in `imposed.folder`."""
+    number = str(imposed.first_epoch + epoch)
+    folders = [Path(imposed.folder, str(rank), "batches", number) for rank in range(imposed.ranks)]
+    names = sorted(set.intersection(*({file.name for file in folder.glob("*.pt")} for folder in folders)))
+    names = names[imposed.skip :] if epoch == 0 else names
+    for start in range(0, len(names), imposed.window):
+        window = [folder / name for name in names[start : start + imposed.window] for folder in folders]
+        batches = [torch.load(file, weights_only=False) for file in window]
+        one = batches[0] if len(batches) == 1 else joined(batches)
+        yield from [one] if imposed.parts == 1 else parted(one, imposed.parts)
+
+
+def _again(loader: Any, workers: int, **settings: Any) -> DataLoader[Any]:
+    return DataLoader(
+        loader.dataset,
+        num_workers=workers,
+        collate_fn=loader.collate_fn,
+        worker_init_fn=loader.worker_init_fn,
+        **settings,
+    )
+
+
+def _of_samples(loader: Any) -> dict[str, Any]:
+    """Digests of the first sample, asked for again and again, in two epochs, without workers and with two."""
+    seen: dict[str, Any] = {"stream": False}
+    for workers in (0, 2):
+        again = _again(loader, workers, batch_size=1, sampler=[0] * _PROBES)
+        seen[str(workers)] = [[hash(tuple(_digests(batch))) for batch in again] for _ in range(2)]
+    return seen
+
+
+def _of_stream(loader: Any) -> dict[str, Any]:
+    """How often each sample of a stream is read, without workers and with two."""
+    seen: dict[str, Any] = {"stream": True}
+    for workers in (0, 2):
+        again = islice(_again(loader, workers, batch_size=loader.batch_size), _MOST_SAMPLES // (loader.batch_size or 1))
+        seen[str(workers)] = Counter(value for batch in again for value in _digests(batch))
+    return seen
+
+
+def _digests(batch: Any) -> list[int]:
+    return [value for tensor in tensors_in(batch)[:1] for value in row_digests(tensor)]

@@ -1,0 +1,245 @@
+"""What a process sees of the training in it: its modules, optimizers, schedules, steps, and what the script tells."""
+
+import weakref
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.swa_utils import AveragedModel
+from torch.utils import checkpoint
+
+from lit_cifar.checks.relations.generators import seed_all, still
+from lit_cifar.checks.relations.plan import Plan, Trace
+from lit_cifar.checks.relations.snapshot import snapshot
+from lit_cifar.checks.repeated_step.batches import row_digests, tensors_in
+from lit_cifar.checks.repeated_step.digests import digest
+
+_MOST_VALUES = 2**22  # of a step's samples that are told apart
+
+
+class Ended(BaseException):
+    """The training ends here, as if it were killed; no `except Exception` of the script catches it."""
+
+
+class Watched:
+    """The training of this process, and the answers to its calls (`calls.Session`)."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self.plan, self.folder, self.trace = plan, folder, Trace()
+        self.roots: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        self.schedules: list[LRScheduler] = []
+        self.kept: dict[str, Any] = {}
+        self.phase: Callable[[], str] = lambda: "train" if torch.is_grad_enabled() else "evaluate"
+        self.evaluation_batch = plan.evaluation_batch
+        self._made: list[weakref.ref[nn.Parameter]] = []  # in the order of their making
+        self._depth = 0
+        self._is_over = self._is_saved = self._is_spoilt = False
+        self._batch_of_step = 0
+        self._random: torch.Tensor | None = None  # the state of torch's generator before a step's first call
+
+    # What the script asks
+    def knob(self, name: str, own: Any) -> Any:
+        self.trace.asked[name] = own
+        return dict(self.plan.knobs).get(name, own)
+
+    def resume(self) -> str | None:
+        self.trace.asked["resume"] = None
+        return self.plan.resume
+
+    def save(self) -> str | None:
+        self.trace.asked["save"] = None
+        self.trace.saves.append(self.trace.steps)
+        if self._is_saved:
+            raise Ended
+        if len(self.trace.saves) != self.plan.save_at:
+            return None
+        self.has_saved()
+        return str(self.folder / "checkpoint")
+
+    def has_saved(self) -> None:
+        """Note the state of the training as it should be in the checkpoint."""
+        self._is_saved = True
+        self.trace.saved = self.snapshot()
+
+    def asked_to_share(self) -> None:
+        self.trace.asked["share"] = None
+
+    def report(self, values: dict[str, Any]) -> None:
+        numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+        if numbers:
+            self.trace.logged.append((self.trace.steps, numbers))
+        self.kept |= values
+
+    # What torch does
+    def patch(self) -> None:
+        """Follow every module, optimizer and schedule of this process."""
+        self._follow_optimizers()
+        self._follow_modules()
+        make_average = AveragedModel.__init__
+
+        @wraps(make_average)
+        def averaged(average: AveragedModel, *args: Any, **settings: Any) -> None:
+            make_average(average, *args, **settings)
+            self.kept[f"average {sum(name.startswith('average') for name in self.kept)}"] = average
+
+        AveragedModel.__init__ = averaged  # type: ignore[method-assign]
+        recomputed = checkpoint.checkpoint
+
+        @wraps(recomputed)
+        def checkpointed(function: Any, *args: Any, **settings: Any) -> Any:
+            self.trace.recomputes = True
+            if not self.plan.keep_activations:
+                return recomputed(function, *args, **settings)
+            for own in ("use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop"):
+                settings.pop(own, None)
+            return function(*args, **settings)
+
+        checkpoint.checkpoint = checkpointed
+
+    def _follow_optimizers(self) -> None:
+        make, make_schedule = Optimizer.__init__, LRScheduler.__init__
+
+        @wraps(make)
+        def optimizer_made(optimizer: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
+            make(optimizer, _in_other_groups(list(params)) if self.plan.regroup else params, defaults)
+            self.optimizers.append(optimizer)
+
+        @wraps(make_schedule)
+        def schedule_made(schedule: LRScheduler, *args: Any, **settings: Any) -> None:
+            make_schedule(schedule, *args, **settings)
+            self.schedules.append(schedule)
+
+        Optimizer.__init__ = optimizer_made  # type: ignore[method-assign]
+        LRScheduler.__init__ = schedule_made  # type: ignore[method-assign]
+        register_optimizer_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.trace.steps += 1
+        self._random, self._batch_of_step = None, 0
+        owned = [p.detach().double().norm() for group in optimizer.param_groups for p in group["params"]]
+        self.trace.norms.append(float(torch.stack([norm.cpu() for norm in owned]).norm()) if owned else 0.0)
+        if self.plan.generators:
+            self.seed("step")
+        if self.trace.steps >= self.plan.most_steps:
+            self._is_over = True
+
+    def begins_batch(self) -> None:
+        """Called after a batch of training was fetched."""
+        self._batch_of_step += 1
+        if self.plan.generators:
+            self.seed(f"batch {self._batch_of_step}")
+
+    def fetches_batch(self) -> None:
+        """Called before a batch of training is fetched, but for the first of a loader."""
+        if self.plan.generators:
+            self.seed(f"fetch {self._batch_of_step}")
+
+    def seed(self, what: str) -> None:
+        """Seed all generators by the number of steps before, also of those of a run that this one goes on from."""
+        seed_all(what, self.trace.steps + self.plan.steps_before)
+
+    def _follow_modules(self) -> None:
+        call, register, load = nn.Module.__call__, nn.Module.register_parameter, nn.Module.load_state_dict
+
+        @wraps(call)
+        def called(module: nn.Module, *args: Any, **settings: Any) -> Any:
+            is_outermost = self._depth == 0
+            if is_outermost and next(module.parameters(), None) is not None:
+                self._before_call(module, (args, settings))
+                args, settings = self._in_double(args), self._in_double(settings)
+            self._depth += 1
+            try:
+                return call(module, *args, **settings)
+            finally:
+                self._depth -= 1
+                if is_outermost:
+                    self._after_call()
+
+        @wraps(register)
+        def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            register(module, name, parameter)
+            if parameter is not None:
+                self._made.append(weakref.ref(parameter))
+
+        @wraps(load)
+        def loaded(module: nn.Module, *args: Any, **settings: Any) -> Any:
+            self._spoil()
+            return load(module, *args, **settings)
+
+        nn.Module.__call__ = called  # type: ignore[method-assign]
+        nn.Module.register_parameter = registered  # type: ignore[method-assign]
+        nn.Module.load_state_dict = loaded  # type: ignore[method-assign]
+
+    def _in_double(self, tree: Any) -> Any:
+        """Inputs of the type of the weights, where a script asks for float32 by name."""
+        from lit_cifar.internals import tree_map
+
+        def cast(leaf: Any) -> Any:
+            is_single = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32
+            return leaf.double() if is_single else leaf
+
+        return tree_map(cast, tree) if self.plan.double else tree
+
+    def _before_call(self, module: nn.Module, inputs: Any) -> None:
+        if not any(module is root for root in self.roots):
+            self.roots.append(module)
+            if self.plan.quiet:
+                still(module)
+        if self.phase() != "train":
+            return
+        self.continues()
+        if self._random is None:
+            self._random = torch.get_rng_state()
+        if (first := next(iter(tensors_in(inputs)), None)) is not None and not first.requires_grad:
+            self.note_samples(first)
+
+    def continues(self) -> None:
+        """Called before each batch or call of training: end the training if it is time; note what it begins with."""
+        if self._is_over or self._is_saved:
+            raise Ended
+        if not self.trace.first:
+            self.trace.first = [digest(p).bits if (p := own()) is not None else 0 for own in self._made]
+        if self.plan.resume and not self.trace.resumed:
+            self.trace.resumed = self.snapshot()
+
+    def note_samples(self, batch: torch.Tensor) -> None:
+        while len(self.trace.samples) <= self.trace.steps:
+            self.trace.samples.append([])
+        if batch.numel() <= _MOST_VALUES:
+            self.trace.samples[self.trace.steps] += row_digests(batch)
+
+    def _after_call(self) -> None:
+        if self._random is not None and self.plan.quiet and not torch.equal(self._random, torch.get_rng_state()):
+            self.trace.draws = True
+
+    def _spoil(self) -> None:
+        """Change parameters that are drawn: the same seed would otherwise hide that a checkpoint does not hold them."""
+        if self.plan.resume is None or self._is_spoilt:
+            return
+        self._is_spoilt = True
+        with torch.no_grad():
+            for place in self.plan.redrawn:
+                if place < len(self._made) and (parameter := self._made[place]()) is not None:
+                    parameter.mul_(1.5).add_(0.01)
+
+    def snapshot(self) -> dict[str, Any]:
+        depth, self._depth = self._depth, 1  # modules that are called for it belong to nobody
+        try:
+            return snapshot(self.roots, self.optimizers, self.schedules, self.kept)
+        finally:
+            self._depth = depth
+
+
+def _in_other_groups(params: list[Any]) -> list[Any]:
+    """Groups in reverse order; two groups in place of one."""
+    if params and isinstance(params[0], dict):
+        return params[::-1]
+    half = len(params) // 2
+    return [{"params": params[half:]}, {"params": params[:half]}] if half else params
