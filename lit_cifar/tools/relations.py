@@ -12,7 +12,16 @@ from lit_cifar.checks.relations.judging import RELATIONS, judged
 from lit_cifar.checks.relations.plan import Plan, Target
 from lit_cifar.checks.relations.runs import Verdict
 from lit_cifar.errors import ConfigError, nearest
-from lit_cifar.tools.terminal import CommandParser, about, console, exit_orderly_when_terminated, say, table, writable, write_json
+from lit_cifar.tools.terminal import (
+    CommandParser,
+    about,
+    console,
+    exit_orderly_when_terminated,
+    say,
+    table,
+    writable,
+    write_json,
+)
 
 _DESCRIPTION = """\
 Run your own training script in pairs that must train the same model: resumed or not, on one process or two, with one
@@ -50,10 +59,12 @@ def relations_parser() -> argparse.ArgumentParser:
     parser.add_argument("program", metavar="SCRIPT", help="The script; its arguments follow a --.")
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for `python -m`.")
     parser.add_argument("--only", default=",".join(RELATIONS), metavar="A,B", help=f"Of {', '.join(RELATIONS)}.")
-    parser.add_argument("--also", action="append", default=[], metavar="PACKAGE.FUNCTION", help="A relation of your own.")
+    parser.add_argument(
+        "--also", action="append", default=[], metavar="PACKAGE.FUNCTION", help="A relation of your own."
+    )
     parser.add_argument("--batches", type=int, default=8, metavar="N", help="At most, of an epoch (default: 8).")
     parser.add_argument("--epochs", type=int, default=3, metavar="N", help="At most, of a Trainer (default: 3).")
-    parser.add_argument("--steps", type=int, default=40, metavar="N", help="At most, of a script (default: 40).")
+    parser.add_argument("--steps", type=int, default=96, metavar="N", help="At most, of a script (default: 96).")
     parser.add_argument("--limit", type=float, default=60, metavar="S", help="Seconds of a run (default: 60).")
     parser.add_argument("--json", metavar="FILE", help="Write all differences there.")
     return parser
@@ -81,7 +92,9 @@ def _chosen(options: argparse.Namespace) -> dict[str, object]:
         try:
             chosen[path] = resolve_name(path)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"--also={path} cannot be imported: {error}", remedy="pass package.module.function") from None
+            raise ConfigError(
+                f"--also={path} cannot be imported: {error}", remedy="pass package.module.function"
+            ) from None
     return chosen
 
 
@@ -97,4 +110,10 @@ def _summary(verdicts: list[Verdict]) -> None:
         if verdict.outcome == "pass":
             shown.add_row(verdict.relation, verdict.looked_at)
     console().print(shown)
-    say(", ".join(f"{counts[outcome]} {outcome}" for outcome in ("pass", "fail", "note", "abstain", "crash") if counts[outcome]))
+    say(
+        ", ".join(
+            f"{counts[outcome]} {outcome}"
+            for outcome in ("pass", "fail", "note", "abstain", "crash")
+            if counts[outcome]
+        )
+    )

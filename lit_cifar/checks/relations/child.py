@@ -18,7 +18,7 @@ from lit_cifar.checks.relations import calls, in_lightning
 from lit_cifar.checks.relations.generators import make_quiet, seed_all
 from lit_cifar.checks.relations.loaders import Loaders
 from lit_cifar.checks.relations.own_files import Guard, mirror
-from lit_cifar.checks.relations.plan import Plan, Target
+from lit_cifar.checks.relations.plan import Target
 from lit_cifar.checks.relations.watching import Ended, Watched
 
 _THREADS = 1  # more would add up in another order from run to run
@@ -70,7 +70,7 @@ def _prepare(watched: Watched, loaders: Loaders, rank: int) -> None:
         _seed_otherwise(plan.seed)
     seed_all("start", plan.seed)
     calls.session = watched
-    Guard(watched.folder, watched.trace.outside).start()
+    Guard(watched.folder.parent, watched.trace.outside).start()
 
 
 def _run(target: Target, watched: Watched, loaders: Loaders) -> None:
@@ -106,7 +106,7 @@ def _join(watched: Watched, rank: int) -> None:
         function(rank, *args)
 
     dist.init_process_group = begun
-    torch.multiprocessing.spawn = spawned
+    torch.multiprocessing.spawn = torch.multiprocessing.start_processes = spawned
 
 
 def _compute_in_one_precision() -> None:

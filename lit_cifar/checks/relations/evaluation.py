@@ -16,7 +16,9 @@ def evaluation(runs: Runs) -> Iterator[Verdict]:
 def _in_lightning(runs: Runs) -> Iterator[Verdict]:
     metrics = runs.run(variants=True, most_epochs=1)[0].metrics
     if not metrics:
-        yield Verdict(NAME, "abstain", "no validation: give the Trainer validation data and the module a validation_step")
+        yield Verdict(
+            NAME, "abstain", "no validation: give the Trainer validation data and the module a validation_step"
+        )
         return
     own, *ways = metrics
     found = [text for way in ways if (text := _apart(runs, metrics[own], metrics[way], f"validated {way}"))]
@@ -52,7 +54,9 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
         other = _results(runs.run(generators=True, evaluation_batch=size)[0])
         if text := _apart(runs, values, other, f"evaluated {way}"):
             found.append(text)
-    yield Verdict(NAME, "fail" if found else "pass", "; ".join(found[:2]), f"{', '.join(values)}: in batches of 1, 7, all", found)
+    yield Verdict(
+        NAME, "fail" if found else "pass", "; ".join(found[:2]), f"{', '.join(values)}: in batches of 1, 7, all", found
+    )
 
 
 def rescored(runs: Runs) -> Iterator[Verdict]:
@@ -64,7 +68,11 @@ def rescored(runs: Runs) -> Iterator[Verdict]:
     numbers = {name: value for _, values in own.logged for name, value in values.items()}
     pairs = [name for name in numbers if name.startswith("score") and name.replace("score", "rescored", 1) in numbers]
     if not pairs:
-        yield Verdict("score of a file", "abstain", "relations.report(score=...), and rescored=... of the model that is loaded from the file")
+        yield Verdict(
+            "score of a file",
+            "abstain",
+            "relations.report(score=...), and rescored=... of the model that is loaded from the file",
+        )
         return
     for name in pairs:
         again = numbers[name.replace("score", "rescored", 1)]

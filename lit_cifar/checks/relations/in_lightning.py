@@ -13,12 +13,18 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lit_cifar.checks.relations.generators import seed_all
-from lit_cifar.checks.relations.watching import Ended, Watched
+from lit_cifar.checks.relations.watching import CHECKPOINT, Ended, Watched
 from lit_cifar.checks.repeated_step.batches import tensors_in
 
 _OWN = ("_", "trainer", "training", "fabric", "prepare_data_per_node", "allow_zero_length_dataloader", "example_input")
 # Ways to validate the same weights: attributes of the plan.
-VARIANTS: dict[str, int | None] = {"as it is": None, "again": None, "batches of 1": 1, "batches of 7": 7, "one batch": 0}
+VARIANTS: dict[str, int | None] = {
+    "as it is": None,
+    "again": None,
+    "batches of 1": 1,
+    "batches of 7": 7,
+    "one batch": 0,
+}
 
 
 class Follower(Checkpoint):
@@ -47,7 +53,7 @@ class Follower(Checkpoint):
 
     def _save(self, trainer: pl.Trainer, number: int) -> None:
         if number == self._plan.save_at:
-            trainer.save_checkpoint(self._watched.folder / "checkpoint")
+            trainer.save_checkpoint(self._watched.folder.parent / CHECKPOINT)
             look_at(trainer, self._watched)
             self._watched.has_saved()
             raise Ended

@@ -69,7 +69,9 @@ def _begun(runs: Runs) -> Iterator[Verdict]:
         return
     again = runs.judge("run", own, runs.run(repetition=1)[0])
     if again.outcome == "fail":
-        yield replace(again, outcome="abstain", text=f"two runs of the script differ, so nothing can be compared: {again.text}")
+        yield replace(
+            again, outcome="abstain", text=f"two runs of the script differ, so nothing can be compared: {again.text}"
+        )
         return
     yield replace(again, looked_at=f"{again.looked_at}, twice the same{'' if runs.plan.double else ', in float32'}")
 

@@ -60,7 +60,7 @@ class Loaders:
         DataLoader.__len__ = shortened  # type: ignore[method-assign]
 
     def _training(self, loader: Any, begin: Any) -> Iterator[Any]:
-        if not any(loader is other for other in self._trained):
+        if not any(loader.dataset is other.dataset for other in self._trained):
             self._trained.append(loader)
         trace = self._watched.trace
         epoch = len(trace.epochs)
@@ -82,7 +82,7 @@ class Loaders:
 
     def _batches(self, loader: Any, epoch: int, begin: Any) -> Iterator[Any]:
         if self._plan.imposed:
-            yield from imposed_batches(self._plan.imposed, epoch)
+            yield from imposed_batches(self._plan.imposed, epoch, int(self._watched.folder.name))
             return
         if self._plan.generators:
             self._watched.seed("order")
@@ -109,10 +109,11 @@ class Loaders:
             self._watched.trace.loaders.append(seen)
 
 
-def imposed_batches(imposed: Imposed, epoch: int) -> Iterator[Any]:
+def imposed_batches(imposed: Imposed, epoch: int, rank: int) -> Iterator[Any]:
     """The batches of an epoch of the run whose ranks have their folders in `imposed.folder`."""
     number = str(imposed.first_epoch + epoch)
-    folders = [Path(imposed.folder, str(rank), "batches", number) for rank in range(imposed.ranks)]
+    ranks = range(imposed.ranks) if imposed.ranks else [rank]
+    folders = [Path(imposed.folder, str(of_rank), "batches", number) for of_rank in ranks]
     names = sorted(set.intersection(*({file.name for file in folder.glob("*.pt")} for folder in folders)))
     names = names[imposed.skip :] if epoch == 0 else names
     for start in range(0, len(names), imposed.window):

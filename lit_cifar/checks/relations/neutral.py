@@ -21,7 +21,9 @@ def often(runs: Runs) -> Iterator[Verdict]:
         other = runs.run(generators=True, **changes)[0]
     else:
         if "validate_every" not in own.asked:
-            yield Verdict(name, "abstain", 'write relations.knob("validate_every", N) for the steps or epochs between evaluations')
+            yield Verdict(
+                name, "abstain", 'write relations.knob("validate_every", N) for the steps or epochs between evaluations'
+            )
             return
         value = int(own.asked["validate_every"])
         other = runs.run(generators=True, knobs=(("validate_every", value // 2 if value > 1 else 2),))[0]
@@ -45,7 +47,9 @@ def effects(runs: Runs) -> Iterator[Verdict]:
     """Change each option of the script's own: a training that stays as it was, bit for bit, does not use it."""
     own = runs.run(generators=True)[0]
     for name, value in own.asked.items():
-        if name in ("accumulate", "validate_every", "epochs", "resume", "save", "share") or not isinstance(value, int | float):
+        if name in ("accumulate", "validate_every", "epochs", "resume", "save", "share") or not isinstance(
+            value, int | float
+        ):
             continue
         changed = not value if isinstance(value, bool) else value / 2 if value else 1.0
         other = runs.run(generators=True, knobs=((name, type(value)(changed)),))[0]

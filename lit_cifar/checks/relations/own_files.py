@@ -59,10 +59,14 @@ class Guard:
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(args[0], str | os.PathLike):
             mode, flags = args[1], args[2] if isinstance(args[2], int) else 0
-            writes = any(char in mode for char in "wax+") if isinstance(mode, str) else flags & (os.O_WRONLY | os.O_RDWR)
+            writes = (
+                any(char in mode for char in "wax+") if isinstance(mode, str) else flags & (os.O_WRONLY | os.O_RDWR)
+            )
             if writes:
                 self._before_writing(os.fspath(args[0]))
-        elif event in ("os.remove", "os.rename", "os.rmdir", "shutil.rmtree", "os.truncate") and isinstance(args[0], str):
+        elif event in ("os.remove", "os.rename", "os.rmdir", "shutil.rmtree", "os.truncate") and isinstance(
+            args[0], str
+        ):
             self._check(args[0], Path(args[0]).absolute().parent.resolve() / Path(args[0]).name)
 
     def _before_writing(self, name: str | bytes) -> None:

@@ -18,7 +18,7 @@ class Target:
 class Imposed:
     """Batches of an earlier run in place of those that the loaders read.
 
-    The batches of `ranks` ranks are joined to one, then `window` of those that follow one another, and the result is
+    The batches of `ranks` ranks are joined to one (with 0, each rank has those of its own), then `window` of those that follow one another, and the result is
     divided into `parts`. A run that goes on from a checkpoint begins with batch `skip` of epoch `first_epoch`.
     """
 

@@ -16,7 +16,11 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
     recorded = {"ranks": 2, "quiet": True, "record": True}
     two = runs.run(**recorded)
     if not two[0].is_distributed:
-        yield Verdict("ranks", "abstain", "the script makes no process group: start it as torchrun would, or call init_process_group")
+        yield Verdict(
+            "ranks",
+            "abstain",
+            "the script makes no process group: start it as torchrun would, or call init_process_group",
+        )
         return
     why = "" if own.own_ranks > 1 or not own.is_lightning else "the script asks for one process"
     yield unused(_replicas(runs, two), why) if why else _replicas(runs, two)
@@ -35,7 +39,9 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
     except RunError as error:
         yield Verdict("ranks", "abstain", f"{error}")
         return
-    verdict = runs.judge("ranks", one, replace(two[0], samples=one.samples), leave_out=_LEFT_OUT, samples=False, said="2 processes: ")
+    verdict = runs.judge(
+        "ranks", one, replace(two[0], samples=one.samples), leave_out=_LEFT_OUT, samples=False, said="2 processes: "
+    )
     yield _weighed(runs, verdict, [*two, one], why)
 
 
@@ -43,7 +49,11 @@ def accumulation(runs: Runs) -> Iterator[Verdict]:
     """Train with microbatches; then with one batch of all."""
     own = runs.own()
     if own.is_lightning and "manual" in own.remarks:
-        yield Verdict("accumulation", "abstain", "manual optimization accumulates by itself: a plain script can call relations.knob")
+        yield Verdict(
+            "accumulation",
+            "abstain",
+            "manual optimization accumulates by itself: a plain script can call relations.knob",
+        )
         return
     if not own.is_lightning and "accumulate" not in own.asked:
         yield Verdict("accumulation", "abstain", 'write relations.knob("accumulate", N) for the number of microbatches')
@@ -61,7 +71,9 @@ def accumulation(runs: Runs) -> Iterator[Verdict]:
     if not divided.batches:
         yield Verdict("accumulation", "abstain", "no data loader was read")
         return
-    verdict = runs.judge("accumulation", whole, divided, leave_out=_LEFT_OUT, samples=False, said=f"{max(micro, 2)} microbatches: ")
+    verdict = runs.judge(
+        "accumulation", whole, divided, leave_out=_LEFT_OUT, samples=False, said=f"{max(micro, 2)} microbatches: "
+    )
     yield _weighed(runs, verdict, [whole, divided], "" if micro > 1 else "the script does not accumulate")
 
 
@@ -97,4 +109,8 @@ def _data(two: list[Trace]) -> Verdict | None:
     together = sum(map(len, steps)) / max(1, sum(len(set(a)) for a in two[0].samples))
     if together >= _MOST_SHARED:
         return Verdict("samples of ranks", "fail", f"{together:.0%} of a step's samples are read by both ranks")
-    return Verdict("samples of ranks", "pass", looked_at=f"{len(first)} and {len(second)} samples, {shared:.0%} of them on both in the end")
+    return Verdict(
+        "samples of ranks",
+        "pass",
+        looked_at=f"{len(first)} and {len(second)} samples, {shared:.0%} of them on both in the end",
+    )

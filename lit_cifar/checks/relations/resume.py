@@ -1,90 +1,113 @@
 """A training that is interrupted and resumed ends as one that is not."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import RunError, Runs, Verdict
+from lit_cifar.checks.relations.watching import CHECKPOINT
 
 NAME = "resume"
+_MOST_RANKS = 2
+_LEFT_OUT = ("kept/metric", "kept/module.example")
 
 
 def resumed(runs: Runs) -> Iterator[Verdict]:
     """Stop after an epoch, and inside one; for a script with calls, at two of its calls of `save`."""
     own = runs.own()
-    if own.is_lightning:
-        batches = own.epochs[0]
-        yield _judged(runs, f"{NAME} after epoch 1", {"save_at": 1, "save_epoch": True})
-        if batches > 1:
-            yield _judged(runs, f"{NAME} inside epoch 2", {"save_at": batches + (batches + 1) // 2}, inside=True)
-        return
-    if not {"resume", "save"} <= own.asked.keys():
+    if not own.is_lightning and not {"resume", "save"} <= own.asked.keys():
         remedy = "call relations.save() where a checkpoint could be written, and relations.resume() before it is read"
         yield Verdict(NAME, "abstain", remedy)
         return
-    if not own.saves or own.saves[-1] == 0:
-        yield Verdict(NAME, "abstain", "relations.save() was never called after a step: write a checkpoint earlier")
+    ranks = min(own.own_ranks, _MOST_RANKS)
+    own = runs.run(ranks=ranks)[0]
+    drawn = _drawn(runs, ranks)
+    if own.is_lightning:
+        batches = own.epochs[0]
+        yield _Interruption(runs, f"{NAME} after epoch 1", ranks, drawn, save_at=1, save_epoch=True).verdict()
+        if batches > 1:
+            inside = batches + (batches + 1) // 2
+            yield _Interruption(runs, f"{NAME} inside epoch 2", ranks, drawn, save_at=inside).verdict()
         return
-    for number in sorted({1 + len(own.saves) // 3, 1 + 2 * len(own.saves) // 3}):
-        if number < len(own.saves) or len(own.saves) == 1:
-            yield _judged(runs, f"{NAME} after {own.saves[number - 1]} steps", {"save_at": number})
+    saves = [number for number in _thirds(len(own.saves)) if own.saves[number - 1]]
+    if not saves:
+        yield Verdict(NAME, "abstain", "relations.save() was never called after a step: write a checkpoint earlier")
+    for number in saves:
+        yield _Interruption(runs, f"{NAME} after {own.saves[number - 1]} steps", ranks, drawn, save_at=number).verdict()
 
 
-def _judged(runs: Runs, name: str, where: dict[str, Any], *, inside: bool = False) -> Verdict:
-    redrawn = _redrawn(runs)
-    verdict, halves = _compared(runs, name, where, redrawn)
-    if verdict.outcome != "fail":
-        return verdict
-    imposed, _ = _compared(runs, name, where, redrawn, generators=True)
-    if imposed.outcome == "pass":
-        text = f"equal only if random generators are set alike: a checkpoint does not hold their states ({verdict.text})"
-        return replace(imposed, outcome="note", text=text)
-    if inside:
-        follows = {"record": True, "generators": True}
-        *before, begun = halves[0].epochs
-        given = {"imposed": runs.imposed(follows, first_epoch=len(before), skip=begun), "generators": True}
-        whole, (first, second) = runs.run(**follows)[0], _halves(runs, where, redrawn, first={"generators": True}, second=given)
-        if runs.judge(name, whole, _one(first, second)).outcome == "pass":
-            text = "all but the samples is equal: Lightning begins the order of the epoch anew, unless its loader has a state"
-            return replace(verdict, outcome="note", text=f"{text} ({verdict.text})")
-    first, second = halves
-    lost = [str(each) for each in runs.differences(first.saved, second.resumed, leave_out=("kept/metric",))]
-    if lost and second.resumed:
-        return replace(verdict, text=f"{lost[0]} is not what it was when the checkpoint was written; {verdict.text}")
-    return verdict
+def _thirds(count: int) -> list[int]:
+    return sorted({max(1, count * third // 3) for third in (1, 2)}) if count else []
 
 
-def _compared(
-    runs: Runs, name: str, where: dict[str, Any], redrawn: tuple[int, ...], *, generators: bool = False
-) -> tuple[Verdict, tuple[Trace, Trace]]:
-    same = {"generators": generators}
-    halves = _halves(runs, where, redrawn, first=same, second=same)
-    return runs.judge(name, runs.run(**same)[0], _one(*halves), leave_out=("kept/module.example",)), halves
-
-
-def _halves(
-    runs: Runs, where: dict[str, Any], redrawn: tuple[int, ...], *, first: dict[str, Any], second: dict[str, Any]
-) -> tuple[Trace, Trace]:
-    """The run that writes a checkpoint, and the one that reads it."""
-    begun = runs.run(**where, **first)[0]
-    path = runs.folder_of(**where, **first) / "0" / "checkpoint"
-    if not path.exists():
-        raise RunError("an end before a checkpoint was written")
-    steps = {"steps_before": begun.steps, "most_steps": max(1, runs.plan.most_steps - begun.steps)}
-    return begun, runs.run(resume=str(path), redrawn=redrawn, **steps, **second)[0]
-
-
-def _one(first: Trace, second: Trace) -> Trace:
-    """Both as one training."""
-    return replace(
-        second,
-        samples=[*first.samples[: first.steps], *second.samples],
-        norms=[*first.norms, *second.norms],
-    )
-
-
-def _redrawn(runs: Runs) -> tuple[int, ...]:
+def _drawn(runs: Runs, ranks: int) -> tuple[int, ...]:
     """Parameters that another seed draws otherwise. Those that come from a file need not be in a checkpoint."""
-    own, other = runs.own().first, runs.run(seed=1, most_steps=1)[0].first
+    own, other = (runs.run(ranks=ranks, **changes)[0].first for changes in ({}, {"seed": 1, "most_steps": 1}))
     return tuple(place for place, (a, b) in enumerate(zip(own, other, strict=False)) if a != b)
+
+
+@dataclass
+class _Interruption:
+    """A training that is stopped at one place, and goes on in new processes."""
+
+    runs: Runs
+    name: str
+    ranks: int
+    drawn: tuple[int, ...]
+    save_at: int
+    save_epoch: bool = False
+
+    def verdict(self) -> Verdict:
+        verdict = self._judged()
+        if verdict.outcome != "fail":
+            return verdict
+        if self._judged(generators=True).outcome == "pass":
+            text = "equal only if random generators are set alike: a checkpoint does not hold their states"
+            return replace(verdict, outcome="note", text=f"{text} ({verdict.text})")
+        first, second = self._halves({}, {})
+        if first[0].is_lightning and not self.save_epoch and self._judged_with_samples().outcome == "pass":
+            text = "all but the samples is equal: Lightning begins the order of an epoch anew, unless its loader has a state"
+            return replace(verdict, outcome="note", text=f"{text} ({verdict.text})")
+        lost = (
+            self.runs.differences(first[0].saved, second[0].resumed, leave_out=_LEFT_OUT) if second[0].resumed else []
+        )
+        if lost:
+            return replace(verdict, text=f"{lost[0]} is not what it was at the checkpoint; {verdict.text}")
+        return verdict
+
+    def _judged(self, **same: Any) -> Verdict:
+        return self._compared(self.runs.run(ranks=self.ranks, **same), *self._halves(same, same))
+
+    def _judged_with_samples(self) -> Verdict:
+        """Give the second half the samples that come next."""
+        follows = {"ranks": self.ranks, "record": True, "generators": True}
+        first, _ = self._halves({"generators": True}, {"generators": True})
+        *before, begun = first[0].epochs
+        imposed = self.runs.imposed(follows, apart=True, first_epoch=len(before), skip=begun)
+        halves = self._halves({"generators": True}, {"generators": True, "imposed": imposed})
+        return self._compared(self.runs.run(**follows), *halves)
+
+    def _halves(self, first: dict[str, Any], second: dict[str, Any]) -> tuple[list[Trace], list[Trace]]:
+        """The run that writes a checkpoint, and the one that reads it."""
+        stopped = {"ranks": self.ranks, "save_at": self.save_at, "save_epoch": self.save_epoch, **first}
+        begun = self.runs.run(**stopped)
+        folder = self.runs.folder_of(**stopped)
+        if not any(folder.glob(f"{CHECKPOINT}*")):
+            raise RunError("its end, before a checkpoint was written where relations.save() said")
+        steps = {"steps_before": begun[0].steps, "most_steps": max(1, self.runs.plan.most_steps - begun[0].steps)}
+        path = str(folder / CHECKPOINT)
+        return begun, self.runs.run(ranks=self.ranks, resume=path, redrawn=self.drawn, **steps, **second)
+
+    def _compared(self, whole: list[Trace], first: list[Trace], second: list[Trace]) -> Verdict:
+        """The verdict of the first rank whose halves are not equal to its whole, or that of rank 0."""
+        verdicts = []
+        for rank, (of_whole, begun, ended) in enumerate(zip(whole, first, second, strict=True)):
+            one = replace(
+                ended,
+                samples=[*begun.samples[: begun.steps], *ended.samples],
+                norms=[*begun.norms, *ended.norms],
+            )
+            said = f"rank {rank}: " if rank else ""
+            verdicts.append(self.runs.judge(self.name, of_whole, one, leave_out=_LEFT_OUT, said=said))
+        return next((verdict for verdict in verdicts if verdict.outcome == "fail"), verdicts[0])

@@ -77,10 +77,11 @@ class Runs:
         self.run(**changes)
         return self._folders[replace(self.plan, **changes)]
 
-    def imposed(self, of: dict[str, Any], **how: int) -> Imposed:
-        """The batches of the run with the changes `of`, which must have recorded them."""
+    def imposed(self, of: dict[str, Any], *, apart: bool = False, **how: int) -> Imposed:
+        """The batches of the run with the changes `of`, which must have recorded them; `apart` each rank has its own."""
         lengths = tuple(self.run(**of)[0].lengths.items())
-        return Imposed(folder=str(self.folder_of(**of)), ranks=of.get("ranks", 1), lengths=lengths, **how)
+        ranks = 0 if apart else of.get("ranks", 1)
+        return Imposed(folder=str(self.folder_of(**of)), ranks=ranks, lengths=lengths, **how)
 
     def _start(self, plan: Plan) -> list[Trace]:
         folder = self._folders[plan] = self.folder / f"run-{len(self._folders)}"
@@ -90,7 +91,9 @@ class Runs:
         paths = os.pathsep.join(filter(None, sys.path))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
         if plan.torchrun:
-            environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
+            environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(
+                ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"
+            )
         words = [str(folder / "plan")]
         output = folder / "output"
         started = ForkedRun(
@@ -123,7 +126,12 @@ class Runs:
         return _LIMITS[self.plan.double]
 
     def differences(
-        self, one: dict[str, Any], other: dict[str, Any], *, kinds: Sequence[str] = _KINDS, leave_out: Sequence[str] = ()
+        self,
+        one: dict[str, Any],
+        other: dict[str, Any],
+        *,
+        kinds: Sequence[str] = _KINDS,
+        leave_out: Sequence[str] = (),
     ) -> list[Difference]:
         """Those above the limit: weights first, and the largest of a kind first."""
         found = [
@@ -132,7 +140,8 @@ class Runs:
             if name.split("/")[0] in kinds and not name.endswith(COUNTERS) and not name.startswith(tuple(leave_out))
         ]
         return sorted(
-            (each for each in found if each.size > self.limit), key=lambda its: (_KINDS.index(its.name.split("/")[0]), -its.size)
+            (each for each in found if each.size > self.limit),
+            key=lambda its: (_KINDS.index(its.name.split("/")[0]), -its.size),
         )
 
     def judge(
@@ -152,7 +161,9 @@ class Runs:
             found.insert(0, f"one has {len(one.norms)} steps, the other {len(other.norms)}")
         if samples and (text := other_samples(one.samples, other.samples)):
             found.insert(0, text)
-        looked_at = f"{len(one.norms)} steps, {sum(map(len, one.samples))} samples, {len(one.state)} tensors and numbers"
+        looked_at = (
+            f"{len(one.norms)} steps, {sum(map(len, one.samples))} samples, {len(one.state)} tensors and numbers"
+        )
         if not one.state or not one.norms:
             return Verdict(relation, "abstain", "no step of an optimizer was seen")
         if not found:
@@ -194,7 +205,11 @@ def first_apart(one: Sequence[float], other: Sequence[float], limit: float) -> i
 
 def unused(verdict: Verdict, why: str) -> Verdict:
     """A failure in a setting that the script does not use is a note."""
-    return replace(verdict, outcome="note", text=f"{why}; it would not hold: {verdict.text}") if verdict.outcome == "fail" else verdict
+    return (
+        replace(verdict, outcome="note", text=f"{why}; it would not hold: {verdict.text}")
+        if verdict.outcome == "fail"
+        else verdict
+    )
 
 
 def quiet_draws(traces: Sequence[Trace]) -> Iterator[str]:

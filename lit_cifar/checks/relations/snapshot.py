@@ -18,7 +18,10 @@ _FOREIGN = ("torch", "lightning", "torchmetrics", "numpy", "builtins", "functool
 
 
 def snapshot(
-    roots: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedules: Sequence[LRScheduler], kept: Mapping[str, Any]
+    roots: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    schedules: Sequence[LRScheduler],
+    kept: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Copies of all tensors and numbers. All ranks must call this, as they may divide a tensor."""
     found: dict[str, Any] = {}

@@ -20,6 +20,7 @@ from lit_cifar.checks.relations.snapshot import snapshot
 from lit_cifar.checks.repeated_step.batches import row_digests, tensors_in
 from lit_cifar.checks.repeated_step.digests import digest
 
+CHECKPOINT = "checkpoint"  # in the folder of the run, for all ranks; a script may add to the name
 _MOST_VALUES = 2**22  # of a step's samples that are told apart
 
 
@@ -61,7 +62,7 @@ class Watched:
         if len(self.trace.saves) != self.plan.save_at:
             return None
         self.has_saved()
-        return str(self.folder / "checkpoint")
+        return str(self.folder.parent / CHECKPOINT)
 
     def has_saved(self) -> None:
         """Note the state of the training as it should be in the checkpoint."""
@@ -97,7 +98,14 @@ class Watched:
             self.trace.recomputes = True
             if not self.plan.keep_activations:
                 return recomputed(function, *args, **settings)
-            for own in ("use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop"):
+            for own in (
+                "use_reentrant",
+                "context_fn",
+                "determinism_check",
+                "debug",
+                "preserve_rng_state",
+                "early_stop",
+            ):
                 settings.pop(own, None)
             return function(*args, **settings)
 
