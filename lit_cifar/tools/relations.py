@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 
 from rich.table import Column
 
-from lit_cifar.checks.relations.judging import RELATIONS, judged
+from lit_cifar.checks.relations.judging import RELATIONS, Relation, judged
 from lit_cifar.checks.relations.plan import Plan, Target
 from lit_cifar.checks.relations.runs import Verdict
 from lit_cifar.errors import ConfigError, nearest
@@ -80,8 +80,8 @@ def _target(options: argparse.Namespace, arguments: list[str]) -> Target:
     return Target(program=program, arguments=tuple(arguments), is_module=options.is_module, folder=str(folder))
 
 
-def _chosen(options: argparse.Namespace) -> dict[str, object]:
-    chosen = {}
+def _chosen(options: argparse.Namespace) -> dict[str, Relation]:
+    chosen: dict[str, Relation] = {}
     for name in filter(None, options.only.split(",")):
         if name not in RELATIONS:
             near = nearest(name, RELATIONS)

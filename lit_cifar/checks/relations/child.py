@@ -1,4 +1,4 @@
-"""`python -m lit_cifar.checks.relations.child PLAN`: one process of a run. It runs the user's training and watches it."""
+"""`python -m lit_cifar.checks.relations.child PLAN`: a process of a run. It runs the user's training and watches it."""
 
 import multiprocessing
 import os
@@ -7,17 +7,19 @@ import runpy
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 import torch.multiprocessing
 
 from lit_cifar.checks.relations import calls, in_lightning
 from lit_cifar.checks.relations.generators import make_quiet, seed_all
 from lit_cifar.checks.relations.loaders import Loaders
 from lit_cifar.checks.relations.own_files import Guard, mirror
+from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Target
 from lit_cifar.checks.relations.watching import Ended, Watched
 
@@ -54,16 +56,13 @@ def _prepare(watched: Watched, loaders: Loaders, rank: int) -> None:
     temporary.mkdir()
     os.environ |= {"TMPDIR": str(temporary), "WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}
     tempfile.tempdir = None
-    sys.stdin = Path(os.devnull).open()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     watched.patch()
     loaders.patch()
     in_lightning.patch(watched)
     _join(watched, rank)
     if plan.double:
-        torch.set_default_dtype(torch.float64)
-        torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
-        torch.nn.Module.float = torch.nn.Module.double  # type: ignore[method-assign]
-        _compute_in_one_precision()
+        _compute_in_double()
     if plan.quiet:
         make_quiet()
     if plan.seed:
@@ -94,34 +93,45 @@ def _run(target: Target, watched: Watched, loaders: Loaders) -> None:
 
 def _join(watched: Watched, rank: int) -> None:
     """Let every process group of this run meet in a file, whatever addresses the script names."""
-    begin, plan = dist.init_process_group, watched.plan
+    plan = watched.plan
 
-    def begun(*args: Any, **settings: Any) -> None:
-        watched.trace.is_distributed = True
-        store = dist.FileStore(str(watched.folder.parent / "store"), plan.ranks)
-        begin("gloo", store=store, rank=rank, world_size=plan.ranks)
+    def joiner(begin: Any) -> Any:
+        def begun(*args: Any, **settings: Any) -> None:
+            watched.trace.is_distributed = True
+            store = torch.distributed.FileStore(str(watched.folder.parent / "store"), plan.ranks)  # type: ignore[attr-defined]
+            begin("gloo", store=store, rank=rank, world_size=plan.ranks)
 
-    def spawned(function: Any, args: tuple[Any, ...] = (), nprocs: int = 1, **settings: Any) -> None:
+        return begun
+
+    def here(function: Any, args: tuple[Any, ...] = (), nprocs: int = 1, **settings: Any) -> None:
+        """Every process of the run is one of those that the script would start."""
         watched.trace.own_ranks = nprocs
         function(rank, *args)
 
-    dist.init_process_group = begun
-    torch.multiprocessing.spawn = torch.multiprocessing.start_processes = spawned
+    patched(torch.distributed, "init_process_group", joiner)
+    for name in ("spawn", "start_processes"):
+        patched(torch.multiprocessing, name, lambda _: here)
 
 
-def _compute_in_one_precision() -> None:
-    make = torch.autocast.__init__
+def _compute_in_double() -> None:
+    """New tensors are float64, and what a script asks to be float32 by `.float()`; autocast is off."""
+    torch.set_default_dtype(torch.float64)
+    for owner in (torch.Tensor, torch.nn.Module):
+        patched(owner, "float", _double)
+    patched(torch.autocast, "__init__", _no_autocast)
 
-    def made(own: Any, device_type: str = "cpu", *args: Any, **settings: Any) -> None:
-        make(own, "cpu", enabled=False)
 
-    torch.autocast.__init__ = made  # type: ignore[method-assign]
+def _double(_: Any) -> Callable[..., Any]:
+    return lambda own, *args, **settings: own.double(*args, **settings)
+
+
+def _no_autocast(make: Any) -> Callable[..., None]:
+    return lambda own, *args, **settings: make(own, "cpu", enabled=False)
 
 
 def _seed_otherwise(offset: int) -> None:
     """Every seed of torch's own generator is another."""
-    seed = torch.manual_seed
-    torch.manual_seed = lambda number: seed(int(number) + offset)
+    patched(torch, "manual_seed", lambda seed: lambda number: seed(int(number) + offset))
 
 
 if __name__ == "__main__":

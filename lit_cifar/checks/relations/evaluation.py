@@ -66,7 +66,9 @@ def rescored(runs: Runs) -> Iterator[Verdict]:
         yield from _rescored_in_lightning(runs)
         return
     numbers = {name: value for _, values in own.logged for name, value in values.items()}
-    pairs = [name for name in numbers if name.startswith("score") and name.replace("score", "rescored", 1) in numbers]
+    pairs = [
+        name for name in numbers if name.startswith("score") and f"re{name.replace('score', 'scored', 1)}" in numbers
+    ]
     if not pairs:
         yield Verdict(
             "score of a file",
@@ -75,7 +77,7 @@ def rescored(runs: Runs) -> Iterator[Verdict]:
         )
         return
     for name in pairs:
-        again = numbers[name.replace("score", "rescored", 1)]
+        again = numbers[f"re{name.replace('score', 'scored', 1)}"]
         is_same = difference(numbers[name], again) <= runs.limit
         text = "" if is_same else f"{name} was {numbers[name]:.9g} when it was kept, and is {again:.9g}"
         yield Verdict("score of a file", "pass" if is_same else "fail", text, f"{len(pairs)} scores")
@@ -90,7 +92,8 @@ def _rescored_in_lightning(runs: Runs) -> Iterator[Verdict]:
     file = runs.folder_of(record=True) / "0" / f"validated-{last}.ckpt"
     again = runs.run(validate=str(file))[0].metrics.get("as it is", {})
     history = [values for _, values in run.logged]
-    found, notes = [], []
+    found: list[str] = []
+    notes: list[str] = []
     for name, value in again.items():
         if name not in history[-1] or difference(history[-1][name], value) <= runs.limit:
             continue

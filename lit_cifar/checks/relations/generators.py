@@ -2,13 +2,15 @@
 
 import hashlib
 import random
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from lit_cifar.checks.relations.patching import patched
 
 
 def seed_all(*numbers: object) -> None:
@@ -25,15 +27,21 @@ def make_quiet() -> None:
     Both are others by right where the same samples come in other batches.
     """
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
-        setattr(F, name, _untouched)
-    attention, norm = F.scaled_dot_product_attention, F.batch_norm
+        patched(F, name, lambda _: _untouched)
+    patched(F, "scaled_dot_product_attention", _without_dropout)
+    patched(F, "batch_norm", _of_running_statistics)
+    patched(nn.SyncBatchNorm, "forward", lambda _: nn.BatchNorm1d.forward)
 
-    @wraps(attention)
-    def without_dropout(*args: Any, dropout_p: float = 0.0, **settings: Any) -> Tensor:
-        return attention(*args[:4], **settings)
 
-    @wraps(norm)
-    def of_running_statistics(
+def _without_dropout(attention: Any) -> Callable[..., Tensor]:
+    def attend(*args: Any, dropout_p: float = 0.0, **settings: Any) -> Tensor:
+        return attention(*args[:4], **settings)  # type: ignore[no-any-return]
+
+    return attend
+
+
+def _of_running_statistics(norm: Any) -> Callable[..., Tensor]:
+    def normalized(
         input: Tensor,
         running_mean: Tensor | None,
         running_var: Tensor | None,
@@ -44,10 +52,10 @@ def make_quiet() -> None:
         eps: float = 1e-5,
     ) -> Tensor:
         of_batch = training and running_mean is None
-        return norm(input, running_mean, running_var, weight, bias, of_batch, momentum, eps)
+        found: Tensor = norm(input, running_mean, running_var, weight, bias, of_batch, momentum, eps)
+        return found
 
-    F.scaled_dot_product_attention, F.batch_norm = without_dropout, of_running_statistics
-    nn.SyncBatchNorm.forward = _running_statistics  # type: ignore[method-assign]
+    return normalized
 
 
 def still(module: nn.Module) -> None:
@@ -59,8 +67,3 @@ def still(module: nn.Module) -> None:
 
 def _untouched(input: Tensor, *args: Any, **settings: Any) -> Tensor:
     return input
-
-
-def _running_statistics(layer: nn.SyncBatchNorm, input: Tensor) -> Tensor:
-    mean, var = layer.running_mean, layer.running_var
-    return F.batch_norm(input, mean, var, layer.weight, layer.bias, layer.training, 0.1, layer.eps)

@@ -3,7 +3,7 @@
 import copy
 import logging
 import warnings
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,11 +13,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lit_cifar.checks.relations.generators import seed_all
+from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.watching import CHECKPOINT, Ended, Watched
 from lit_cifar.checks.repeated_step.batches import tensors_in
 
 _OWN = ("_", "trainer", "training", "fabric", "prepare_data_per_node", "allow_zero_length_dataloader", "example_input")
-# Ways to validate the same weights: attributes of the plan.
+# Ways to validate the same weights, and the sizes of their batches.
 VARIANTS: dict[str, int | None] = {
     "as it is": None,
     "again": None,
@@ -60,41 +61,47 @@ class Follower(Checkpoint):
 
 
 def patch(watched: Watched) -> None:
-    """Follow the first `fit` of this process's trainers."""
-    make, fit = pl.Trainer.__init__, pl.Trainer.fit
+    """Follow the trainers of this process, up to the end of the first `fit`."""
 
-    @wraps(make)
-    def made(trainer: pl.Trainer, *args: Any, **own: Any) -> None:
-        make(trainer, *args, **_settings(watched, own))
-        trainer.callbacks.append(Follower(watched))  # type: ignore[attr-defined]
-        watched.phase = lambda: "train" if trainer.training else "evaluate"
+    def maker(make: Any) -> Callable[..., None]:
+        def made(trainer: pl.Trainer, *args: Any, **own: Any) -> None:
+            make(trainer, *args, **_settings(watched, own))
+            trainer.callbacks.append(Follower(watched))  # type: ignore[attr-defined]
+            watched.phase = lambda: "train" if trainer.training else "evaluate"
 
-    @wraps(fit)
-    def fitted(trainer: pl.Trainer, model: pl.LightningModule, *args: Any, **settings: Any) -> None:
-        pl.Trainer.fit = fit  # type: ignore[method-assign]
-        names = ("train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path")
-        settings |= dict(zip(names, args, strict=False))
-        watched.trace.is_lightning = True
-        watched.roots[:] = [model]
-        evaluated = _where(settings)
-        if watched.plan.validate:
-            file = None if watched.plan.validate == "weights" else watched.plan.validate
-            _validate(trainer, watched, model, evaluated, "as it is", file)
-            raise Ended
-        if watched.plan.resume:
-            settings |= {"ckpt_path": watched.plan.resume, "weights_only": False}
-        else:
-            seed_all("fit", watched.plan.seed)
-        fit(trainer, model, **settings)
-        look_at(trainer, watched)
-        if watched.plan.variants:
-            watched.trace.state = watched.snapshot()
-            _validate_in_many_ways(trainer, watched, model, evaluated)
-        raise Ended
+        return made
 
-    pl.Trainer.__init__, pl.Trainer.fit = made, fitted  # type: ignore[method-assign]
+    def fitter(fit: Any) -> Callable[..., None]:
+        return lambda *args, **settings: _fit(watched, fit, *args, **settings)
+
+    patched(pl.Trainer, "__init__", maker)
+    patched(pl.Trainer, "fit", fitter)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+def _fit(
+    watched: Watched, fit: Any, trainer: pl.Trainer, model: pl.LightningModule, *args: Any, **settings: Any
+) -> None:
+    names = ("train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path")
+    settings |= dict(zip(names, args, strict=False))
+    plan = watched.plan
+    watched.trace.is_lightning = True
+    watched.roots[:] = [model]
+    evaluated = _where(settings)
+    if plan.validate:
+        _validate(trainer, watched, model, evaluated, "as it is", None if plan.validate == "weights" else plan.validate)
+        raise Ended
+    if plan.resume:
+        settings |= {"ckpt_path": plan.resume, "weights_only": False}
+    else:
+        seed_all("fit", plan.seed)
+    fit(trainer, model, **settings)
+    look_at(trainer, watched)
+    watched.trace.state = watched.snapshot()
+    if plan.variants:
+        _validate_in_many_ways(trainer, watched, model, evaluated)
+    raise Ended
 
 
 def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +136,7 @@ def look_at(trainer: pl.Trainer, watched: Watched) -> None:
     module, trace = trainer.lightning_module, watched.trace
     watched.roots[:] = [module]
     watched.optimizers[:] = trainer.optimizers
-    watched.schedules[:] = [config.scheduler for config in trainer.lr_scheduler_configs]  # type: ignore[misc]
+    watched.schedules[:] = [config.scheduler for config in trainer.lr_scheduler_configs]
     foreign = ("lightning.", "lit_cifar.")
     for number, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
         if not type(callback).__module__.startswith(foreign):

@@ -62,7 +62,7 @@ def _begun(runs: Runs) -> Iterator[Verdict]:
             problem = str(error)
             runs.errors.append(problem)
     else:
-        yield Verdict("run", "crash", runs.errors[0])
+        yield Verdict("run", "crash", runs.errors[2])  # of the script as its user starts it
         return
     if not own.norms:
         yield Verdict("run", "abstain", "no step of an optimizer was seen: does the script train when it is run?")

@@ -1,9 +1,8 @@
 """Data loaders of a watched training: shortened, kept for another run, or replaced by the batches of an earlier one."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import wraps
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Imposed
 from lit_cifar.checks.relations.watching import Watched
 from lit_cifar.checks.repeated_step.batches import in_batches_of, joined, num_samples, parted, row_digests, tensors_in
@@ -29,35 +29,34 @@ class Loaders:
         self._trained: list[Any] = []
 
     def patch(self) -> None:
-        make, begin, length = DataLoader.__init__, DataLoader.__iter__, DataLoader.__len__
+        patched(DataLoader, "__init__", self._maker)
+        patched(DataLoader, "__iter__", self._beginner)
+        patched(DataLoader, "__len__", self._measurer)
 
-        @wraps(make)  # Lightning reads the signature
+    def _maker(self, make: Any) -> Callable[..., None]:
         def made(loader: Any, *args: Any, **settings: Any) -> None:
-            if self._plan.workers is not None:
-                settings["num_workers"] = self._plan.workers
-                if not self._plan.workers:
-                    for own in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
-                        settings.pop(own, None)
             make(loader, *args, **settings)
             self._made[loader] = len(self._made)
 
-        @wraps(begin)
+        return made
+
+    def _beginner(self, begin: Any) -> Callable[..., Iterator[Any]]:
         def begun(loader: Any) -> Iterator[Any]:
             if self._watched.phase() == "train":
                 return self._training(loader, begin)
             return self._noted(self._evaluated(begin(loader)))
 
-        @wraps(length)
+        return begun
+
+    def _measurer(self, length: Any) -> Callable[..., int]:
         def shortened(loader: Any) -> int:
             if self._watched.phase() == "evaluate" and self._watched.evaluation_batch is not None:
-                return sum(1 for _ in self._evaluated(begin(loader)))
+                return sum(1 for _ in self._evaluated(iter(loader)))
             if (imposed := self._plan.imposed) and (own := self._imposed_length(loader, imposed)) is not None:
                 return own
-            return min(length(loader), self._plan.most_batches)
+            return min(int(length(loader)), self._plan.most_batches)
 
-        DataLoader.__init__ = made  # type: ignore[method-assign]
-        DataLoader.__iter__ = begun  # type: ignore[method-assign, assignment]
-        DataLoader.__len__ = shortened  # type: ignore[method-assign]
+        return shortened
 
     def _training(self, loader: Any, begin: Any) -> Iterator[Any]:
         if not any(loader.dataset is other.dataset for other in self._trained):

@@ -33,4 +33,5 @@ def _of_stream(seen: dict[str, Any]) -> Iterator[str]:
     alone, two = seen["0"], seen["2"]
     again = sum(two[sample] > alone[sample] for sample in alone)
     if again > len(alone) / 2:
-        yield f"with two workers {again} of {len(alone)} samples of the stream are read twice: divide it by get_worker_info()"
+        remedy = "divide the stream by torch.utils.data.get_worker_info()"
+        yield f"two workers read {again} of {len(alone)} samples twice: {remedy}"

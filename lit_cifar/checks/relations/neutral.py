@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from lit_cifar.checks.relations.runs import Runs, Verdict, difference
 
+_OTHERS = ("accumulate", "validate_every", "epochs", "resume", "save", "share")  # have relations of their own, or none
 _TRAINED = ("weights", "buffers", "optimizer")
 
 

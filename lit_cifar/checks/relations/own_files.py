@@ -8,12 +8,16 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lit_cifar.checks.relations.patching import patched
+
 _MOST = 5000  # files and folders; a folder with more is a link, and what is in it cannot be written
+_CHANGES = {"os.remove", "os.rename", "os.rmdir", "shutil.rmtree", "os.truncate"}
 _SKIPPED = {".git", "__pycache__", ".venv", "venv", "node_modules"}
 
 
@@ -47,14 +51,15 @@ class Guard:
 
     def start(self) -> None:
         sys.addaudithook(self._audit)
-        save = torch.save
+        patched(torch, "save", self._saver)
 
+    def _saver(self, save: Any) -> Callable[..., None]:
         def saved(value: Any, file: Any, *args: Any, **settings: Any) -> None:
-            if isinstance(file, str | os.PathLike):  # torch writes it by itself
+            if isinstance(file, str | os.PathLike):  # torch opens it by itself
                 self._before_writing(os.fspath(file))
             save(value, file, *args, **settings)
 
-        torch.save = saved
+        return saved
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(args[0], str | os.PathLike):

@@ -18,8 +18,9 @@ class Target:
 class Imposed:
     """Batches of an earlier run in place of those that the loaders read.
 
-    The batches of `ranks` ranks are joined to one (with 0, each rank has those of its own), then `window` of those that follow one another, and the result is
-    divided into `parts`. A run that goes on from a checkpoint begins with batch `skip` of epoch `first_epoch`.
+    The batches of `ranks` ranks are joined to one; with 0, each rank has its own. Then `window` of them that follow one
+    another are joined, and the result is divided into `parts`. A run that goes on from a checkpoint begins with batch
+    `skip` of epoch `first_epoch`.
     """
 
     folder: str
@@ -55,7 +56,6 @@ class Plan:
     evaluation_batch: int | None = None  # samples of a batch where no gradient is made; 0 for all
     validate: str | None = None  # in place of training: "weights" as they are made, or a checkpoint
     variants: bool = False  # validate in several ways after the training
-    workers: int | None = None
     keep_activations: bool = False  # no recomputation
     regroup: bool = False  # groups of parameters in another order
     probe_loaders: bool = False

@@ -1,7 +1,6 @@
 """Two processes with half of a batch each train what one process trains; so do microbatches."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import Difference, RunError, Runs, Verdict, difference, quiet_draws, unused
@@ -39,9 +38,7 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
     except RunError as error:
         yield Verdict("ranks", "abstain", f"{error}")
         return
-    verdict = runs.judge(
-        "ranks", one, replace(two[0], samples=one.samples), leave_out=_LEFT_OUT, samples=False, said="2 processes: "
-    )
+    verdict = runs.judge("ranks", one, two[0], leave_out=_LEFT_OUT, samples=False, said="2 processes: ")
     yield _weighed(runs, verdict, [*two, one], why)
 
 

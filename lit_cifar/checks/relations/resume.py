@@ -67,7 +67,9 @@ class _Interruption:
             return replace(verdict, outcome="note", text=f"{text} ({verdict.text})")
         first, second = self._halves({}, {})
         if first[0].is_lightning and not self.save_epoch and self._judged_with_samples().outcome == "pass":
-            text = "all but the samples is equal: Lightning begins the order of an epoch anew, unless its loader has a state"
+            text = (
+                "equal but for the samples: Lightning begins the order of an epoch anew, unless its loader has a state"
+            )
             return replace(verdict, outcome="note", text=f"{text} ({verdict.text})")
         lost = (
             self.runs.differences(first[0].saved, second[0].resumed, leave_out=_LEFT_OUT) if second[0].resumed else []

@@ -78,7 +78,7 @@ class Runs:
         return self._folders[replace(self.plan, **changes)]
 
     def imposed(self, of: dict[str, Any], *, apart: bool = False, **how: int) -> Imposed:
-        """The batches of the run with the changes `of`, which must have recorded them; `apart` each rank has its own."""
+        """The recorded batches of the run with the changes `of`; with `apart`, each rank has its own."""
         lengths = tuple(self.run(**of)[0].lengths.items())
         ranks = 0 if apart else of.get("ranks", 1)
         return Imposed(folder=str(self.folder_of(**of)), ranks=ranks, lengths=lengths, **how)
@@ -134,15 +134,11 @@ class Runs:
         leave_out: Sequence[str] = (),
     ) -> list[Difference]:
         """Those above the limit: weights first, and the largest of a kind first."""
-        found = [
-            Difference(name, difference(one.get(name), other.get(name)))
-            for name in {**one, **other}
-            if name.split("/")[0] in kinds and not name.endswith(COUNTERS) and not name.startswith(tuple(leave_out))
-        ]
-        return sorted(
-            (each for each in found if each.size > self.limit),
-            key=lambda its: (_KINDS.index(its.name.split("/")[0]), -its.size),
-        )
+        names = [name for name in {**one, **other} if name.split("/")[0] in kinds and not name.endswith(COUNTERS)]
+        left = [name for name in names if not name.startswith(tuple(leave_out))]
+        found = [Difference(name, difference(one.get(name), other.get(name))) for name in left]
+        above = [each for each in found if each.size > self.limit]
+        return sorted(above, key=lambda each: (_KINDS.index(each.name.split("/")[0]), -each.size))
 
     def judge(
         self,
@@ -204,12 +200,10 @@ def first_apart(one: Sequence[float], other: Sequence[float], limit: float) -> i
 
 
 def unused(verdict: Verdict, why: str) -> Verdict:
-    """A failure in a setting that the script does not use is a note."""
-    return (
-        replace(verdict, outcome="note", text=f"{why}; it would not hold: {verdict.text}")
-        if verdict.outcome == "fail"
-        else verdict
-    )
+    """The verdict; a note where it would be a failure in a setting that the script does not use."""
+    if verdict.outcome != "fail":
+        return verdict
+    return replace(verdict, outcome="note", text=f"{why}; it would not hold: {verdict.text}")
 
 
 def quiet_draws(traces: Sequence[Trace]) -> Iterator[str]:

@@ -60,7 +60,7 @@ def _of_optimizer(optimizer: Optimizer, prefix: str, names: Mapping[int, str]) -
                 if isinstance(value, Tensor | Real):
                     yield f"optimizer/{name}.{what}", _copy(torch.as_tensor(value))
             for what, value in group.items():
-                if isinstance(value, Real) and not isinstance(value, bool):
+                if type(value) in (int, float):
                     yield f"settings/{name}.{what}", float(value)
 
 

@@ -1,8 +1,8 @@
 """What a process sees of the training in it: its modules, optimizers, schedules, steps, and what the script tells."""
 
+import inspect
 import weakref
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils import checkpoint
 
 from lit_cifar.checks.relations.generators import seed_all, still
+from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Plan, Trace
 from lit_cifar.checks.relations.snapshot import snapshot
 from lit_cifar.checks.repeated_step.batches import row_digests, tensors_in
 from lit_cifar.checks.repeated_step.digests import digest
+from lit_cifar.internals import tree_map
 
 CHECKPOINT = "checkpoint"  # in the folder of the run, for all ranks; a script may add to the name
 _MOST_VALUES = 2**22  # of a step's samples that are told apart
@@ -41,7 +43,8 @@ class Watched:
         self.evaluation_batch = plan.evaluation_batch
         self._made: list[weakref.ref[nn.Parameter]] = []  # in the order of their making
         self._depth = 0
-        self._is_over = self._is_saved = self._is_spoilt = False
+        self._is_over = self._is_saved = False
+        self._spoilt: set[int] = set()
         self._batch_of_step = 0
         self._random: torch.Tensor | None = None  # the state of torch's generator before a step's first call
 
@@ -81,52 +84,48 @@ class Watched:
     # What torch does
     def patch(self) -> None:
         """Follow every module, optimizer and schedule of this process."""
-        self._follow_optimizers()
-        self._follow_modules()
-        make_average = AveragedModel.__init__
+        patched(nn.Module, "__call__", self._called)
+        patched(nn.Module, "register_parameter", self._registered)
+        patched(nn.Module, "load_state_dict", self._state_loaded)
+        patched(torch, "load", self._file_loaded)
+        patched(Optimizer, "__init__", self._optimizer_made)
+        patched(LRScheduler, "__init__", self._noting(self.schedules.append))
+        patched(AveragedModel, "__init__", self._noting(self._keep_average))
+        patched(checkpoint, "checkpoint", self._checkpointed)
+        register_optimizer_step_post_hook(self._after_step)
 
-        @wraps(make_average)
-        def averaged(average: AveragedModel, *args: Any, **settings: Any) -> None:
-            make_average(average, *args, **settings)
-            self.kept[f"average {sum(name.startswith('average') for name in self.kept)}"] = average
+    def _noting(self, note: Callable[[Any], None]) -> Callable[[Any], Callable[..., None]]:
+        """For a constructor: `note` each object that it has made."""
 
-        AveragedModel.__init__ = averaged  # type: ignore[method-assign]
-        recomputed = checkpoint.checkpoint
+        def made(make: Any) -> Callable[..., None]:
+            def noted(own: Any, *args: Any, **settings: Any) -> None:
+                make(own, *args, **settings)
+                note(own)
 
-        @wraps(recomputed)
-        def checkpointed(function: Any, *args: Any, **settings: Any) -> Any:
-            self.trace.recomputes = True
-            if not self.plan.keep_activations:
-                return recomputed(function, *args, **settings)
-            for own in (
-                "use_reentrant",
-                "context_fn",
-                "determinism_check",
-                "debug",
-                "preserve_rng_state",
-                "early_stop",
-            ):
-                settings.pop(own, None)
-            return function(*args, **settings)
+            return noted
 
-        checkpoint.checkpoint = checkpointed
+        return made
 
-    def _follow_optimizers(self) -> None:
-        make, make_schedule = Optimizer.__init__, LRScheduler.__init__
+    def _keep_average(self, average: nn.Module) -> None:
+        self.kept[f"average {sum(name.startswith('average ') for name in self.kept)}"] = average
 
-        @wraps(make)
-        def optimizer_made(optimizer: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
+    def _optimizer_made(self, make: Any) -> Callable[..., None]:
+        def made(optimizer: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
             make(optimizer, _in_other_groups(list(params)) if self.plan.regroup else params, defaults)
             self.optimizers.append(optimizer)
 
-        @wraps(make_schedule)
-        def schedule_made(schedule: LRScheduler, *args: Any, **settings: Any) -> None:
-            make_schedule(schedule, *args, **settings)
-            self.schedules.append(schedule)
+        return made
 
-        Optimizer.__init__ = optimizer_made  # type: ignore[method-assign]
-        LRScheduler.__init__ = schedule_made  # type: ignore[method-assign]
-        register_optimizer_step_post_hook(self._after_step)
+    def _checkpointed(self, recompute: Any) -> Callable[..., Any]:
+        own = inspect.signature(recompute).parameters
+
+        def checkpointed(function: Any, *args: Any, **settings: Any) -> Any:
+            self.trace.recomputes = True
+            if not self.plan.keep_activations:
+                return recompute(function, *args, **settings)
+            return function(*args, **{name: value for name, value in settings.items() if name not in own})
+
+        return checkpointed
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.trace.steps += 1
@@ -153,10 +152,7 @@ class Watched:
         """Seed all generators by the number of steps before, also of those of a run that this one goes on from."""
         seed_all(what, self.trace.steps + self.plan.steps_before)
 
-    def _follow_modules(self) -> None:
-        call, register, load = nn.Module.__call__, nn.Module.register_parameter, nn.Module.load_state_dict
-
-        @wraps(call)
+    def _called(self, call: Any) -> Callable[..., Any]:
         def called(module: nn.Module, *args: Any, **settings: Any) -> Any:
             is_outermost = self._depth == 0
             if is_outermost and next(module.parameters(), None) is not None:
@@ -170,24 +166,33 @@ class Watched:
                 if is_outermost:
                     self._after_call()
 
-        @wraps(register)
+        return called
+
+    def _registered(self, register: Any) -> Callable[..., None]:
         def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
             register(module, name, parameter)
             if parameter is not None:
                 self._made.append(weakref.ref(parameter))
 
-        @wraps(load)
+        return registered
+
+    def _state_loaded(self, load: Any) -> Callable[..., Any]:
         def loaded(module: nn.Module, *args: Any, **settings: Any) -> Any:
-            self._spoil()
+            self._spoil({id(parameter) for parameter in module.parameters()})
             return load(module, *args, **settings)
 
-        nn.Module.__call__ = called  # type: ignore[method-assign]
-        nn.Module.register_parameter = registered  # type: ignore[method-assign]
-        nn.Module.load_state_dict = loaded  # type: ignore[method-assign]
+        return loaded
+
+    def _file_loaded(self, load: Any) -> Callable[..., Any]:
+        def loaded(file: Any, *args: Any, **settings: Any) -> Any:
+            if str(file).startswith(self.plan.resume or "\0"):
+                self._spoil({id(own()) for own in self._made})
+            return load(file, *args, **settings)
+
+        return loaded
 
     def _in_double(self, tree: Any) -> Any:
         """Inputs of the type of the weights, where a script asks for float32 by name."""
-        from lit_cifar.internals import tree_map
 
         def cast(leaf: Any) -> Any:
             is_single = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32
@@ -227,14 +232,13 @@ class Watched:
         if self._random is not None and self.plan.quiet and not torch.equal(self._random, torch.get_rng_state()):
             self.trace.draws = True
 
-    def _spoil(self) -> None:
+    def _spoil(self, ids: set[int]) -> None:
         """Change parameters that are drawn: the same seed would otherwise hide that a checkpoint does not hold them."""
-        if self.plan.resume is None or self._is_spoilt:
-            return
-        self._is_spoilt = True
-        with torch.no_grad():
-            for place in self.plan.redrawn:
-                if place < len(self._made) and (parameter := self._made[place]()) is not None:
+        for place in (*self.plan.redrawn,) if self.plan.resume else ():
+            parameter = self._made[place]() if place < len(self._made) else None
+            if parameter is not None and place not in self._spoilt and id(parameter) in ids:
+                self._spoilt.add(place)
+                with torch.no_grad():
                     parameter.mul_(1.5).add_(0.01)
 
     def snapshot(self) -> dict[str, Any]:

@@ -42,9 +42,7 @@ def parted(batch: Any, count: int) -> list[Any]:
     total = num_samples(batch)
     ends = [0, *(part * (total // count) + min(part, total % count) for part in range(1, count + 1))]
     leaves, spec = tree_flatten(batch)
-    return [
-        tree_unflatten([_rows(leaf, *place) for leaf in leaves], spec) for place in zip(ends, ends[1:], strict=False)
-    ]
+    return [tree_unflatten([_rows(leaf, *place) for leaf in leaves], spec) for place in pairwise(ends)]
 
 
 def in_batches_of(batches: Sequence[Any], size: int) -> Iterator[Any]:
