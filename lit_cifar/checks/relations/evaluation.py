@@ -14,7 +14,8 @@ def evaluation(runs: Runs) -> Iterator[Verdict]:
 
 
 def _in_lightning(runs: Runs) -> Iterator[Verdict]:
-    metrics = runs.run(variants=True, most_epochs=1)[0].metrics
+    trace = runs.run(variants=True, most_epochs=1)[0]
+    metrics = trace.metrics
     if not metrics:
         yield Verdict(
             NAME, "abstain", "no validation: give the Trainer validation data and the module a validation_step"
@@ -24,6 +25,8 @@ def _in_lightning(runs: Runs) -> Iterator[Verdict]:
     found = [text for way in ways if (text := _apart(runs, metrics[own], metrics[way], f"validated {way}"))]
     looked_at = f"{', '.join(metrics[own])}: {', '.join(ways)}"
     yield Verdict(NAME, "fail" if found else "pass", "; ".join(found[:3]), looked_at, found)
+    for way, error in trace.failed.items():
+        yield Verdict(f"{NAME} {way}", "note", f"ends by {error}", looked_at)
     one = runs.run(validate="weights")[0].metrics.get("as it is", {})
     asks = runs.own().own_ranks
     for number in (2, 3):

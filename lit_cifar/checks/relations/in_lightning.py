@@ -16,6 +16,7 @@ from lit_cifar.checks.relations.generators import seed_all
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.watching import CHECKPOINT, Ended, Watched
 from lit_cifar.checks.repeated_step.batches import tensors_in
+from lit_cifar.errors import one_line
 
 _OWN = ("_", "trainer", "training", "fabric", "prepare_data_per_node", "allow_zero_length_dataloader", "example_input")
 # Ways to validate the same weights, and the sizes of their batches.
@@ -35,6 +36,9 @@ class Follower(Checkpoint):
         self._watched, self._plan = watched, watched.plan
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if not self._watched.trace.first:
+            look_at(trainer, self._watched)
+            self._watched.begins()
         if tensors := tensors_in(batch):
             self._watched.note_samples(tensors[0])
 
@@ -178,4 +182,9 @@ def _validate_in_many_ways(trainer: pl.Trainer, watched: Watched, model: pl.Ligh
     for way, size in VARIANTS.items():
         watched.evaluation_batch = size
         trainer.limit_val_batches = 1.0 if size is not None else watched.plan.most_batches
-        _validate(trainer, watched, model if size is None else copy.deepcopy(fresh), data, way, None)
+        try:
+            _validate(trainer, watched, model if size is None else copy.deepcopy(fresh), data, way, None)
+        except Exception as error:  # such as of BatchNorm for a batch of one sample
+            if size is None:
+                raise
+            watched.trace.failed[way] = f"{type(error).__name__}: {one_line(error)}"

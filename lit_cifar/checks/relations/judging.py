@@ -9,12 +9,12 @@ from time import perf_counter
 from typing import TypeAlias
 
 from lit_cifar.checks.relations.evaluation import evaluation, rescored
+from lit_cifar.checks.relations.interruption import resumed
 from lit_cifar.checks.relations.loading import workers
 from lit_cifar.checks.relations.neutral import effects, groups, often, recomputation
 from lit_cifar.checks.relations.plan import Plan, Target
 from lit_cifar.checks.relations.ranks import accumulation, ranks
-from lit_cifar.checks.relations.resume import resumed
-from lit_cifar.checks.relations.runs import RunError, Runs, Verdict
+from lit_cifar.checks.relations.runs import RunError, Runs, RunTimeoutError, Verdict
 from lit_cifar.errors import one_line
 
 Relation: TypeAlias = Callable[[Runs], Iterator[Verdict]]
@@ -53,27 +53,30 @@ def judged(target: Target, plan: Plan, relations: Mapping[str, Relation], *, lim
 
 def _begun(runs: Runs) -> Iterator[Verdict]:
     """Run the training twice. Change the common plan if it cannot compute in float64, or needs torchrun's variables."""
+    errors = {}
     for double, torchrun in ((True, False), (True, True), (False, False), (False, True)):
         runs.plan = replace(runs.plan, double=double, torchrun=torchrun)
         try:
             own = runs.own()
             break
+        except RunTimeoutError as error:
+            yield Verdict("run", "crash", str(error))
+            return
         except RunError as error:
-            problem = str(error)
-            runs.errors.append(problem)
+            errors[double, torchrun] = str(error)
     else:
-        yield Verdict("run", "crash", runs.errors[2])  # of the script as its user starts it
+        yield Verdict("run", "crash", errors[False, False])  # of the script as its user starts it
         return
     if not own.norms:
         yield Verdict("run", "abstain", "no step of an optimizer was seen: does the script train when it is run?")
         return
     again = runs.judge("run", own, runs.run(repetition=1)[0])
     if again.outcome == "fail":
-        yield replace(
-            again, outcome="abstain", text=f"two runs of the script differ, so nothing can be compared: {again.text}"
-        )
+        text = f"two runs of the script differ, so that nothing can be compared: {again.text}"
+        yield replace(again, outcome="abstain", text=text)
         return
-    yield replace(again, looked_at=f"{again.looked_at}, twice the same{'' if runs.plan.double else ', in float32'}")
+    precision = f", in float32: with float64 {errors[True, False]}" if not runs.plan.double else ""
+    yield replace(again, looked_at=f"{again.looked_at}, twice the same{precision}")
 
 
 def _of(name: str, relation: Relation, runs: Runs) -> Iterator[Verdict]:

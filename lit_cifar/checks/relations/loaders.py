@@ -51,7 +51,7 @@ class Loaders:
     def _measurer(self, length: Any) -> Callable[..., int]:
         def shortened(loader: Any) -> int:
             if self._watched.phase() == "evaluate" and self._watched.evaluation_batch is not None:
-                return sum(1 for _ in self._evaluated(iter(loader)))
+                return sum(1 for _ in loader)
             if (imposed := self._plan.imposed) and (own := self._imposed_length(loader, imposed)) is not None:
                 return own
             return min(int(length(loader)), self._plan.most_batches)

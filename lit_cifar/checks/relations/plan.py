@@ -69,6 +69,7 @@ class Trace:
 
     error: str = ""  # the last line of a traceback
     traceback: str = ""
+    is_late: bool = False  # it was ended by the checker
     steps: int = 0
     epochs: list[int] = field(default_factory=list)  # numbers of batches of each iteration over a loader that trains
     state: dict[str, Any] = field(default_factory=dict)  # tensors and numbers by name, at the end
@@ -87,6 +88,7 @@ class Trace:
     is_distributed: bool = False  # the script has made a process group
     recomputes: bool = False
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)  # of each way to validate
+    failed: dict[str, str] = field(default_factory=dict)  # errors of ways to validate
     logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # steps and results of each evaluation
     evaluated: list[int] = field(default_factory=list)  # samples of batches where no gradient was made
     loaders: list[dict[str, Any]] = field(default_factory=list)  # what was seen of each that trains

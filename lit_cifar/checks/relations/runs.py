@@ -49,6 +49,10 @@ class RunError(Exception):
     """A run ended by an error, so that a relation cannot be judged."""
 
 
+class RunTimeoutError(RunError):
+    """A run did not end in time."""
+
+
 class Runs:
     """Runs of one training. `plan` is what all of them have in common."""
 
@@ -56,7 +60,6 @@ class Runs:
         self.target, self.plan, self.folder, self.limit_s = target, plan, folder, limit_s
         self._made: dict[Plan, list[Trace]] = {}
         self._folders: dict[Plan, Path] = {}
-        self.errors: list[str] = []  # of the training as it is
 
     def run(self, **changes: Any) -> list[Trace]:
         """What each rank of a run with these changes to the common plan has written. An error raises a `RunError`."""
@@ -66,7 +69,8 @@ class Runs:
         for trace in self._made[plan]:
             if trace.error:
                 where = f" on {plan.ranks} processes" if plan.ranks > 1 else ""
-                raise RunError(f"a run{where} ended by {trace.error[:200]}")
+                kind = RunTimeoutError if trace.is_late else RunError
+                raise kind(f"a run{where} ended by {trace.error[:200]}")
         return self._made[plan]
 
     def own(self) -> Trace:
@@ -115,7 +119,8 @@ class Runs:
             trace: Trace = pickle.loads((folder / str(rank) / "trace").read_bytes())
             return trace
         if status is None:
-            return Trace(error=f"a limit of {self.limit_s:.0f} s: pass a higher --limit, or make the training smaller")
+            remedy = "pass a higher --limit, or make the training smaller"
+            return Trace(error=f"a limit of {self.limit_s:.0f} s: {remedy}", is_late=True)
         lines = (folder / "output").read_text(errors="replace").strip().splitlines()[-1:]
         return Trace(error=f"exit status {status}, without a result: {' '.join(lines)}")
 

@@ -208,15 +208,19 @@ class Watched:
         if self.phase() != "train":
             return
         self.continues()
+        self.begins()
         if self._random is None:
             self._random = torch.get_rng_state()
         if (first := next(iter(tensors_in(inputs)), None)) is not None and not first.requires_grad:
             self.note_samples(first)
 
     def continues(self) -> None:
-        """Called before each batch or call of training: end the training if it is time; note what it begins with."""
+        """Called before each batch and call of training: end the training if it is time."""
         if self._is_over or self._is_saved:
             raise Ended
+
+    def begins(self) -> None:
+        """Note what the training begins with, the first time."""
         if not self.trace.first:
             self.trace.first = [digest(p).bits if (p := own()) is not None else 0 for own in self._made]
         if self.plan.resume and not self.trace.resumed:

@@ -1,6 +1,7 @@
 """Batches as trees of tensors with samples along dimension 0: joined, divided, and their samples told apart."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch

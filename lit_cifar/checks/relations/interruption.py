@@ -67,14 +67,11 @@ class _Interruption:
             return replace(verdict, outcome="note", text=f"{text} ({verdict.text})")
         first, second = self._halves({}, {})
         if first[0].is_lightning and not self.save_epoch and self._judged_with_samples().outcome == "pass":
-            text = (
-                "equal but for the samples: Lightning begins the order of an epoch anew, unless its loader has a state"
-            )
+            text = "equal but for the samples: Lightning begins the order of an epoch anew, if its loader has no state"
             return replace(verdict, outcome="note", text=f"{text} ({verdict.text})")
-        lost = (
-            self.runs.differences(first[0].saved, second[0].resumed, leave_out=_LEFT_OUT) if second[0].resumed else []
-        )
-        if lost:
+        saved, resumed = first[0].saved, second[0].resumed
+        both = [{name: state[name] for name in saved.keys() & resumed.keys()} for state in (saved, resumed)]
+        if lost := self.runs.differences(*both, leave_out=_LEFT_OUT):
             return replace(verdict, text=f"{lost[0]} is not what it was at the checkpoint; {verdict.text}")
         return verdict
 
