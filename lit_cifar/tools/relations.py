@@ -5,20 +5,17 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from pkgutil import resolve_name
-
-from rich.table import Column
+from typing import get_args
 
 from lit_cifar.checks.relations.judging import RELATIONS, Relation, judged
 from lit_cifar.checks.relations.plan import Plan, Target
-from lit_cifar.checks.relations.runs import Verdict
+from lit_cifar.checks.relations.runs import Outcome, Verdict
 from lit_cifar.errors import ConfigError, nearest
 from lit_cifar.tools.terminal import (
     CommandParser,
     about,
-    console,
     exit_orderly_when_terminated,
     say,
-    table,
     writable,
     write_json,
 )
@@ -28,6 +25,7 @@ Run your own training script in pairs that must train the same model: resumed or
 batch or two microbatches, evaluated in other batches. Say what differs. A Lightning script needs no change; a script in
 plain PyTorch calls lit_cifar.relations where its own values could be others. Runs are short, on the CPU, in float64,
 each in a folder that mirrors this one; no file of yours is changed."""
+_NOT_LOOKED_AT = "GPUs, mixed precision and compiled code (runs are on the CPU, in one precision), later steps"
 _EPILOG = """\
 exit status: 0 all that was judged is equal, 1 a relation fails, 2 a mistake in the command, 3 nothing could be judged
 
@@ -104,16 +102,7 @@ def _say(verdict: Verdict) -> None:
 
 
 def _summary(verdicts: list[Verdict]) -> None:
+    say(f"not looked at: {_NOT_LOOKED_AT}")
     counts = Counter(verdict.outcome for verdict in verdicts[1:])
-    shown = table("What each pass has looked at", ["relation", Column("looked at", overflow="fold")])
-    for verdict in verdicts:
-        if verdict.outcome == "pass":
-            shown.add_row(verdict.relation, verdict.looked_at)
-    console().print(shown)
-    say(
-        ", ".join(
-            f"{counts[outcome]} {outcome}"
-            for outcome in ("pass", "fail", "note", "abstain", "crash")
-            if counts[outcome]
-        )
-    )
+    counted = (f"{counts[outcome]} {outcome}" for outcome in get_args(Outcome) if counts[outcome])
+    say(", ".join(counted) or "nothing was judged")

@@ -22,6 +22,7 @@ _LIMITS = {True: 1e-7, False: 1e-3}
 COUNTERS = ("num_batches_tracked", "._step_count", "n_averaged")
 _KINDS = ("weights", "buffers", "optimizer", "settings", "schedule", "kept")
 _TINY = 1e-12
+_SHOWN = 20  # most differences of a verdict
 
 
 @dataclass
@@ -157,22 +158,29 @@ class Runs:
         said: str = "",
     ) -> Verdict:
         """Compare states, numbers of steps, and with `samples` those of each step."""
-        found = [str(each) for each in self.differences(one.state, other.state, kinds=kinds, leave_out=leave_out)]
+        apart = self.differences(one.state, other.state, kinds=kinds, leave_out=leave_out)
+        found = [str(each) for each in apart]
         if len(one.norms) != len(other.norms):
             found.insert(0, f"one has {len(one.norms)} steps, the other {len(other.norms)}")
         if samples and (text := other_samples(one.samples, other.samples)):
             found.insert(0, text)
-        looked_at = (
-            f"{len(one.norms)} steps, {sum(map(len, one.samples))} samples, {len(one.state)} tensors and numbers"
-        )
+        num_samples = sum(map(len, one.samples))
+        looked_at = f"{len(one.norms)} steps, {num_samples} samples, {len(one.state)} tensors and numbers"
         if not one.state or not one.norms:
             return Verdict(relation, "abstain", "no step of an optimizer was seen")
         if not found:
             return Verdict(relation, "pass", looked_at=looked_at)
+        if len(found) == len(apart) and all(_is_own_number(each.name, one.state) for each in apart):
+            text = f"{said}{found[0]}; {len(found)} such numbers differ, and nothing that is trained"
+            return Verdict(relation, "note", text, looked_at, found[:_SHOWN])
         since = first_apart(one.norms, other.norms, self.limit)
         when = "" if since is None else f"; parameters differ since step {since}"
-        text = f"{said}{found[0]}{when}; {len(found)} differ"
-        return Verdict(relation, "fail", text, looked_at, found[:20])
+        return Verdict(relation, "fail", f"{said}{found[0]}{when}; {len(found)} differ", looked_at, found[:_SHOWN])
+
+
+def _is_own_number(name: str, state: dict[str, Any]) -> bool:
+    """Whether it is a number that a module or callback holds beside its parameters, such as a counter for its log."""
+    return name.startswith(("kept/module.", "kept/callback ")) and not isinstance(state.get(name), torch.Tensor)
 
 
 def difference(one: Any, other: Any) -> float:
