@@ -56,7 +56,8 @@ def probe(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> Ranks:
     """By real processes on these devices of `faulty_devices`."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setenv("FAULTY_DEVICES", " ".join(kinds))
-    return probe_ranks(len(kinds), "cpu", module="faulty_devices")
+    monkeypatch.setattr("lit_cifar.tools.doctor.ranks._PROBE", "faulty_devices")
+    return probe_ranks(len(kinds), "cpu")
 
 
 def test_real_processes_with_three_faults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +86,8 @@ def test_a_process_that_dies_is_named_with_its_place(monkeypatch: pytest.MonkeyP
     assert "rank 1 was at an all-reduce of 1,024 bytes" in finding.problem
     assert finding.modes == PROCESS_MODES
     # Those that take too long are ended; that none is left is checked after each test.
-    assert "did not end within 0 s" in str(probe_ranks(2, "cpu", timeout_s=0).failure)
+    monkeypatch.setattr("lit_cifar.tools.doctor.ranks._TIMEOUT_S", 0)
+    assert "did not end within 0 s" in str(probe_ranks(2, "cpu").failure)
 
 
 def measured(*seconds: list[float]) -> Ranks:
