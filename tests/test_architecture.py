@@ -154,8 +154,3 @@ def test_a_row_of_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with traced(tmp_path / "calls"):
         run_here("verify", "--modes=ddp", "--steps=2", *VERIFIED, *tracing(tmp_path))
     assert_in_order("A row of `tools/verify`", tmp_path / "calls")
-
-
-def test_the_top_of_the_package_is_seen_at_once() -> None:
-    names = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert len(names - {"__init__", "__main__"}) <= 14

@@ -41,12 +41,6 @@ def succeeds(folder: Path, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_ci_names_tests_that_exist() -> None:
-    named = {name for path in (ROOT / ".ci").iterdir() for name in re.findall(r"tests/\w+\.py", path.read_text())}
-    assert named
-    assert [name for name in named if not (ROOT / name).exists()] == []
-
-
 @pytest.mark.parametrize("title", [part.split("\n")[0] for part in PAGE.split("\n### ")[1:] if "```diff" in part])
 def test_what_is_to_be_added_applies(title: str, tmp_path: Path) -> None:
     added(title, tmp_path)

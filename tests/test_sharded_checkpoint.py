@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import assert_same_checkpoint, before_each_line
-from commands import TINY, callback, last_checkpoint, launch, refused, run_here
+from commands import TINY, callback, last_checkpoint, launch, run_here
 from threads import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -237,10 +237,6 @@ def test_a_disk_that_one_process_cannot_write_to_is_told_on_every_process(
 
 
 SHARDED = "--last_checkpoint.sharded=true"
-
-
-def test_other_modes_have_no_parts_to_save(tmp_path: Path) -> None:
-    refused("fit", *TINY, SHARDED, f"--run_dir={tmp_path / 'run'}", says=["only --trainer.strategy=fsdp2 has parts"])
 
 
 @pytest.mark.slow

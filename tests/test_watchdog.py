@@ -35,10 +35,9 @@ import lit_cifar
 from lit_cifar.checks.watchdog import HELPER, activity
 from lit_cifar.checks.watchdog import heartbeat as process
 from lit_cifar.checks.watchdog import monitor as watch_module
-from lit_cifar.checks.watchdog.activity import FACTOR, FIRST_TIME_S, PhaseTimer
+from lit_cifar.checks.watchdog.activity import FIRST_TIME_S, PhaseTimer
 from lit_cifar.checks.watchdog.callback import PHASES, Watchdog
 from lit_cifar.checks.watchdog.diagnosis import (
-    NOTICE_S,
     Patience,
     Peer,
     Verdict,
@@ -285,25 +284,6 @@ def test_the_others_name_a_judge_that_is_silent(judge: Peer, late: bool) -> None
 def test_the_others_judge_the_judge(peers: tuple[Peer, ...], expected: tuple[int, str, int] | None) -> None:
     table = {peer.beat.rank: peer for peer in peers}
     assert told(diagnose_judge(table, me=max(table), now=100.0, patience=DEFAULT)) == expected
-
-
-def test_the_page_shows_the_message_and_the_times_as_they_are() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "watching.md").read_text()
-    culprit = gone(1, "SIGKILL")
-    told = replace(culprit.beat, pid=28206, host="node7", step=60, phase="ending an epoch")
-    verdict = verdict_of(peer(0), replace(culprit, beat=told))
-    assert verdict is not None
-    assert f"```text\n{verdict.message}\n```" in page
-    main, barrier = "train.py:90 (main)", "barrier, called at train.py:16 (training_step)"
-    others = [peer(rank, idle_s=12, waits=True, place=main, stack=main, phase="backward") for rank in (0, 2)]
-    odd = replace(told, idle_s=12, waits=True, place=barrier, stack=barrier, phase="training step")
-    late = notice({1: replace(peer(1), beat=odd)} | {each.beat.rank: each for each in others}, now=100.0)
-    assert late is not None
-    assert f"```text\n{late.message.splitlines()[0]}\n```" in page
-    assert NOTICE_S == 10
-    assert f"`--watchdog.timeout_s` ({Watchdog().timeout_s:g}; 0 turns the watchdog off)" in page
-    assert (BEAT_S, FACTOR, FIRST_TIME_S) == (1, 5, 600)
-    assert all(words in page for words in ("Each second", "five times", "after ten minutes without progress"))
 
 
 def test_an_answer_is_a_beat_that_was_heard_after_the_failure_or_the_end_of_another() -> None:

@@ -23,7 +23,10 @@ from lit_cifar.models.blocks import blocks_of
 
 @dataclass
 class _Now:
-    """The position of this process's training; one object, because torch's generators are global too."""
+    """The position of this process's training; one object, because torch's generators are global too.
+
+    `RandomStreams` sets it from the beginning of a training to its end.
+    """
 
     step: int | None = None  # key of seed and optimizer step; None outside of a training
     first: int = 0  # number of this process's first part in its accumulation step; the others follow at equal distance
@@ -70,7 +73,8 @@ class RandomStreams(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, _now.step = [], None
+        self._handles = []
+        self.load_step_state(vars(_Now()))
 
 
 def begin_part(place: int = 0, *, device: torch.device | None = None) -> None:

@@ -34,28 +34,21 @@ class Ranks:
         return bool(self.failure or any(each.faults for each in self.measurements))
 
 
-def probe_ranks(
-    num_ranks: int,
-    accelerator: str,
-    *,
-    settings: dict[str, str] | None = None,
-    module: str = _PROBE,
-    timeout_s: float = _TIMEOUT_S,
-) -> Ranks:
-    """Let `num_ranks` processes run `module`, with environment variables `settings` beside this process's own."""
+def probe_ranks(num_ranks: int, accelerator: str, *, settings: dict[str, str] | None = None) -> Ranks:
+    """Let `num_ranks` processes measure, with environment variables `settings` beside this process's own."""
     # A launcher's variables are left out. The ranks share the cores.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
     environment |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks))} | (settings or {})
     with tempfile.TemporaryDirectory(prefix="lit_cifar-doctor-") as name:
         folder = Path(name)
         output = {"stdout": folder / "stdout", "stderr": folder / "stderr"}
-        run = ForkedRun([accelerator, name], environment=environment, num_ranks=num_ranks, module=module, **output)
+        run = ForkedRun([accelerator, name], environment=environment, num_ranks=num_ranks, module=_PROBE, **output)
         try:
-            status = run.wait(timeout_s)
+            status = run.wait(_TIMEOUT_S)
         finally:
             run.kill()
         if status != 0:
-            ended = f"did not end within {timeout_s:g} s" if status is None else f"ended with status {status}"
+            ended = f"did not end within {_TIMEOUT_S:g} s" if status is None else f"ended with status {status}"
             return Ranks(accelerator=accelerator, failure="; ".join([ended, *_traces(folder, num_ranks)]))
         found = [Measurement(**torch.load(folder / f"rank{rank}.pt", weights_only=True)) for rank in range(num_ranks)]
     return Ranks(accelerator=accelerator, measurements=found)

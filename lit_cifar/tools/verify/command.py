@@ -5,9 +5,9 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future, as_completed
+from concurrent.futures import Future, as_completed
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -24,22 +24,9 @@ from lit_cifar.reporting.run_folder import process_rank
 from lit_cifar.tools import terminal
 from lit_cifar.tools.modes import SizedMode, chosen
 from lit_cifar.tools.terminal import say
-from lit_cifar.tools.verify.judge import Reference, Verdict, VerifiedMode, judge
-from lit_cifar.tools.verify.launcher import EXACT, Configuration, Launcher, launched, placed
-from lit_cifar.tools.verify.record import (
-    EXACT_BOUND,
-    FLOOR_ULP,
-    KINDS,
-    LOGITS,
-    NOISE_FACTOR,
-    SAME_BITS,
-    Bounds,
-    Record,
-    differences,
-    largest,
-    measured_bounds,
-)
-from lit_cifar.tools.verify.recorder import Order
+from lit_cifar.tools.verify.judge import Verdict, VerifiedMode, judge
+from lit_cifar.tools.verify.launcher import Configuration, Launcher, launched, placed
+from lit_cifar.tools.verify.record import EXACT_BOUND, KINDS, LOGITS, Record
 from lit_cifar.tools.verify.runs import Outcome, workers
 
 _DESCRIPTION = """\
@@ -49,8 +36,8 @@ logits of evaluations, checkpoints, and the same run resumed before its last ste
 values are compared bit for bit.
 Every other argument is passed on to `fit`, e.g. --config FILE, --model.arch=resnet34, --trainer.precision=bf16-mixed.
 Without --config it is `tiny`, a narrow ResNet, on synthetic images in float64, where nothing may differ by more than
-1e-9. In float32 and bfloat16 the bound is measured by the same run with sums in another order, and steps are replayed
-on one device; a mode beyond its bound is judged in float64.
+1e-9. In float32 and bfloat16, where rounding could explain a difference, steps are replayed on one device instead, and
+the modes run once more in float64.
 
 With --module, a training of your own: its first steps are replayed on one device, and compared bit for bit. Every other
 argument is then one of LightningCLI, e.g. --trainer.strategy=ddp --trainer.devices=2 --model.width=64."""
@@ -66,7 +53,7 @@ exit status:
   2  something that was asked for cannot work
   3  no verdict: a run ended by an error of its own, or there was nothing to compare"""
 
-RULES = {"noise_factor": NOISE_FACTOR, "floor_ulp": FLOOR_ULP, "float64": EXACT_BOUND}
+RULES = {"float64": EXACT_BOUND}
 NO_VERDICT = 3  # exit status where nothing is known to be wrong, but not all that ran could be compared
 _NUM_SHOWN = 5  # most findings of a mode that are shown
 _COLUMNS = (*KINDS, LOGITS)
@@ -81,19 +68,8 @@ RANDOM = (
     "not judged: the network draws random numbers in training, as dropout does, and with several parts of a batch it "
     "draws others than one device; pass --virtual_replicas=2 or more, with which all modes draw the same"
 )
-ROUNDING = (
-    "not judged: it is further from one device than measured rounding, but not in float64, so this is rounding or a "
-    "mistake of this precision alone; pass --virtual_replicas=2 or more, with which no bit may differ"
-)
 
-# Runs of one device in which only the rounding differs: the order of `Trace`, and further flags.
-_ROUNDINGS: dict[str, tuple[Order, list[str]]] = {
-    "reversed": ("reversed", []),
-    "plain kernels": ("plain_kernels", []),
-    "float32": ("usual", ["--trainer.precision=32-true"]),
-}
-# The runs that measure the tolerance, by precision.
-_USED = {"32-true": ["reversed", "plain kernels"], "bf16-mixed": ["reversed", "plain kernels", "float32"]}
+NOT_IN_FLOAT64 = "not judged beyond a replay of its steps, because it does not run in float64"
 
 
 def main(args: list[str]) -> int:
@@ -195,29 +171,17 @@ def verify(
     """Compare modes, "all" for every one, with one device: a row for each.
 
     A mode has so many `devices`: GPUs, or on the CPU processes or virtual devices of one process. `args` are flags of
-    `fit`; by default it is `tiny` on synthetic images, in float64. In float32 and bfloat16 rounding is magnified from
-    step to step: a mode beyond the measured bounds fails only if it fails in float64 too, else nothing is known. A mode
-    called by its name that cannot run so is a `ConfigError`; "all" leaves it out. `launcher`, the words before `fit`,
-    starts the processes of each mode, as many as the mode has.
+    `fit`; by default it is `tiny` on synthetic images, in float64. A mode called by its name that cannot run so is a
+    `ConfigError`; "all" leaves it out. `launcher`, the words before `fit`, starts the processes of each mode, as many
+    as the mode has.
     """
     if steps < 2:
         raise ConfigError(f"--steps={steps} leaves no step before a resume", remedy="pass --steps 2 or more")
-
-    def rows_of(names: Sequence[str], *more: str) -> list[VerifiedMode]:
-        wanted, leave_out = chosen(list(names), devices=devices), "all" in names
-        with tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
-            settings = Configuration.of([*args, *more], devices=devices, folder=Path(folder), launcher=launcher)
-            verifier = Verifier(Launcher(settings, steps, Path(folder)))
-            return verify_modes(verifier, [*_possible(wanted, settings, leave_out=leave_out)], leave_out=leave_out)
-
-    rows = rows_of(names)
-    if doubted := {row.mode: row for row in rows if row.may_be_rounding}:
-        say("once more in float64, where rounding is no excuse: " + ", ".join(doubted))
-        for again in rows_of([*doubted], f"--trainer.precision={EXACT}"):
-            if again.passed:
-                doubted[again.mode].outcome = "abstained"
-                doubted[again.mode].problems.insert(0, ROUNDING)
-    return rows
+    wanted, leave_out = chosen(list(names), devices=devices), "all" in names
+    with tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
+        settings = Configuration.of([*args], devices=devices, folder=Path(folder), launcher=launcher)
+        verifier = Verifier(Launcher(settings, steps, Path(folder)))
+        return verify_modes(verifier, [*_possible(wanted, settings, leave_out=leave_out)], leave_out=leave_out)
 
 
 def _possible(wanted: Sequence[SizedMode], settings: Configuration, *, leave_out: bool) -> Iterator[SizedMode]:
@@ -272,7 +236,36 @@ class Verifier:
     launcher: Launcher
 
     def compare(self, cases: Sequence[Case]) -> Iterator[Compared]:
-        """Run each case and the references that they need, several at a time; and yield results as they are judged.
+        """Run and judge each case, and yield results as they are known.
+
+        In float32 and bfloat16 rounding is magnified from step to step, and could explain any difference. There steps
+        are replayed, and a case in which nothing was wrong is run once more in float64, whose numbers it then has.
+        """
+        settings = self.launcher.settings
+        right: dict[int, Compared] = {}
+        for compared in self._compare(cases):
+            if settings.is_exact or compared.row.outcome in ("failed", "crashed"):
+                yield compared
+            else:
+                right[compared.number] = compared
+        if not right:
+            return
+        numbers = sorted(right)
+        say("once more in float64, where rounding is no excuse: " + ", ".join(cases[it].mode.name for it in numbers))
+        in_float64 = Verifier(replace(self.launcher, settings=settings.in_float64()))
+        try:
+            for again in in_float64._compare([cases[number] for number in numbers]):
+                before = right.pop(numbers[again.number])
+                again.row.seconds += before.row.seconds
+                yield replace(again, number=before.number)
+        except ConfigError as error:  # one device cannot
+            for compared in right.values():
+                compared.row.outcome = "abstained"
+                compared.row.problems.append(f"{NOT_IN_FLOAT64}: {error.problem}")
+                yield compared
+
+    def _compare(self, cases: Sequence[Case]) -> Iterator[Compared]:
+        """Run each case and the references that they need, several at a time.
 
         A worker judges what it has run before it runs the next: records are large, and must not pile up on the disk. So
         each reference is forgotten as soon as its last case has been judged.
@@ -282,13 +275,15 @@ class Verifier:
         waiting = Counter(chunks)
         judging = Lock()  # the precision in which an evaluation is repeated is set for all threads
 
-        def compared(number: int, references: References) -> Compared:
+        references: dict[GhostBatches, Future[Record]] = {}
+
+        def compared(number: int) -> Compared:
             case = cases[number]
             folder = self.launcher.new_folder(case.mode.name)
             outcome = self.launcher.run_mode(case.mode, folder, title=case.title or case.mode.name, more=case.flags)
             row = VerifiedMode(case.mode.name, settings.in_words(chunks[number]))
             with judging:
-                judge(row, outcome, Record(folder), references.get(chunks[number]), settings)
+                judge(row, outcome, Record(folder), references[chunks[number]].result(), settings)
             shutil.rmtree(folder)
             return Compared(number, row, outcome)
 
@@ -296,17 +291,16 @@ class Verifier:
         slowest_first = sorted(range(len(cases)), key=lambda number: cases[number].mode.name != "ddp_spawn")
         launched: list[Future[Compared]] = []
         with workers(settings.num_at_once) as pool:
-            references = References(self.launcher, pool)
             for key in dict.fromkeys(chunks[number] for number in slowest_first):
-                references.start(key)
+                references[key] = pool.submit(self.launcher.run_alone, f"reference: {settings.in_words(key)}", key)
                 numbers = [number for number in slowest_first if chunks[number] == key]
-                launched += [pool.submit(compared, number, references) for number in numbers]
+                launched += [pool.submit(compared, number) for number in numbers]
             for done in as_completed(launched):
                 yield done.result()
                 key = chunks[done.result().number]
                 waiting[key] -= 1
                 if not waiting[key]:
-                    references.forget(key)
+                    shutil.rmtree(references.pop(key).result().folder)
 
     def ghost_batches_of(self, mode: SizedMode) -> GhostBatches:
         """The chunks that the mode normalises together; equal for all without BatchNorm, or with virtual replicas."""
@@ -339,52 +333,3 @@ class Verifier:
             with suppress(Exception):  # the network may be the user's; `fit` reports its errors
                 module.network.train()(torch.zeros(4, *module.image_shape))
             return not torch.equal(before, torch.get_rng_state())
-
-
-@dataclass(frozen=True)
-class References:
-    """Single-device runs that are made once and kept until they are forgotten, and how far a mode may be from them."""
-
-    launcher: Launcher
-    pool: Executor
-    _runs: dict[GhostBatches, Future[Record]] = field(default_factory=dict)
-    # Bounds depend on the number of samples that are normalised at once, so they are measured once for equal words: by
-    # a reference, and the runs that differ from it by rounding alone.
-    _measuring: dict[str, list[Future[Record]]] = field(default_factory=dict)
-    _bounds: dict[str, list[Bounds]] = field(default_factory=dict)
-
-    def start(self, chunks: GhostBatches) -> None:
-        """Start the run of one device that normalises `chunks` apart, and the runs that measure its tolerance."""
-        settings = self.launcher.settings
-        words = settings.in_words(chunks)
-        self._runs[chunks] = self._started(f"reference: {words}", chunks)
-        if words not in self._measuring:
-            names = [] if settings.is_exact else _USED[settings.precision]
-            others = [self._started(f"tolerance: {words}, {name}", chunks, *_ROUNDINGS[name]) for name in names]
-            self._measuring[words] = [self._runs[chunks], *others]
-
-    def _started(
-        self, title: str, chunks: GhostBatches, order: Order = "usual", more: Sequence[str] = ()
-    ) -> Future[Record]:
-        return self.pool.submit(self.launcher.run_alone, title, chunks, order, more)
-
-    def get(self, chunks: GhostBatches) -> Reference:
-        """Wait for the reference that normalises `chunks` apart; only one thread may do so at a time."""
-        words = self.launcher.settings.in_words(chunks)
-        if words not in self._bounds:
-            self._bounds[words] = self._measured(*(run.result() for run in self._measuring[words]))
-        return Reference(self._runs[chunks].result(), self._bounds[words])
-
-    def _measured(self, expected: Record, *others: Record) -> list[Bounds]:
-        if not others:
-            same_bits = self.launcher.settings.num_parts is not None
-            return [SAME_BITS if same_bits else dict.fromkeys(KINDS, EXACT_BOUND)] * self.launcher.steps
-        steps = range(1, self.launcher.steps + 1)
-        noise = [[largest(differences(other.step(k), expected.step(k))) for k in steps] for other in others]
-        for other in others:
-            shutil.rmtree(other.folder)
-        dtype = next(iter(expected.step(1)["parameters"].values())).dtype
-        return measured_bounds(noise, eps=torch.finfo(dtype).eps)
-
-    def forget(self, chunks: GhostBatches) -> None:
-        shutil.rmtree(self._runs.pop(chunks).result().folder)

@@ -22,8 +22,9 @@ from lit_cifar.checks.replay.states import KEY as OF_REPLAY
 from lit_cifar.checks.replay.verdict import TAKEN, Finding
 from lit_cifar.errors import CheckpointError
 from lit_cifar.reporting.evaluation_tables import CONFUSION, PER_RANK
-from lit_cifar.tools.verify.launcher import Configuration, expected, made
+from lit_cifar.tools.verify.launcher import Configuration, evaluated_alone, made
 from lit_cifar.tools.verify.record import (
+    EXACT_BOUND,
     LOGITS,
     METRIC_BOUND,
     METRICS,
@@ -74,65 +75,53 @@ class VerifiedMode:
     losses: list[float] = field(default_factory=list)  # the loss of the global batch, step by step
     expected_losses: list[float] = field(default_factory=list)  # losses of the single-device computation
     differences: Bounds = field(default_factory=dict)  # the largest difference of each kind over all steps
-    tolerance: Bounds = field(default_factory=dict)  # bound of each kind after the last step
+    tolerance: Bounds = field(default_factory=dict)  # bound of each kind
     counts: tuple[int, int] | None = None  # right and seen samples of its last evaluation
     seconds: float = 0.0  # the duration of its run, without that of the reference
     outcome: Verdict = "abstained"  # "abstained" until it has been compared
     # The mistakes, the first step first; the reason not to judge; the last words of a crash; empty if it passed.
     problems: list[str] = field(default_factory=list)
-    # Whether these are only differences beyond measured bounds, which rounding may exceed too.
-    may_be_rounding: bool = False
 
     @property
     def passed(self) -> bool:
         return self.outcome == "passed"
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A single-device run, and the bounds of a mode's difference from it after each step."""
+def judge(row: VerifiedMode, outcome: Outcome, record: Record, reference: Record, settings: Configuration) -> None:
+    """Complete the mode's `row` with the results of its runs; it passes only if it was compared.
 
-    record: Record
-    bounds: list[Bounds]
-
-
-def judge(row: VerifiedMode, outcome: Outcome, record: Record, reference: Reference, settings: Configuration) -> None:
-    """Complete the mode's `row` with the results of its runs; it passes only if it was compared."""
-    row.tolerance, row.seconds = dict(reference.bounds[-1]), outcome.seconds
-    num_steps = len(reference.bounds)
+    `reference` is the run of one device. Where the settings are not exact, no number is compared with one of its.
+    """
+    row.tolerance, row.seconds = dict(settings.bounds), outcome.seconds
     if outcome.status != 0 and not record.resumed.folder.exists():
         row.outcome = "crashed"
         row.problems.append(outcome.last_words)
         return
-    if record.steps != [*range(1, num_steps + 1)]:
+    if record.steps != reference.steps:
         row.outcome = "failed"
-        row.problems.append(f"the run ended after {len(record.steps)} of {num_steps} steps")
+        row.problems.append(f"the run ended after {len(record.steps)} of {len(reference.steps)} steps")
         return
     row.processes, row.nodes = record.size
-    of_steps = _compare_steps(row, record, reference)
-    row.problems += of_steps
+    row.problems += _compare_steps(row, record, reference, settings.bounds)
     row.problems += replay_problems(record, settings.added_callbacks)
-    row.problems += record.sample_problems(reference.record)
-    if (reason := other_weights(reference.record, settings.added_callbacks)) is not None:
+    row.problems += record.sample_problems(reference)
+    if (reason := other_weights(reference, settings.added_callbacks)) is not None:
         row.outcome = "failed" if row.problems else "crashed" if outcome.status else "abstained"
         row.problems.append(f"{RESUMED}: {outcome.last_words}" if outcome.status else reason)
         return
     row.problems += [*record.own_problems(), *record.count_problems(), *record.weight_problems()]
-    of_metrics = _compare_metrics(row, record, reference, settings)
-    row.problems += of_metrics
-    row.problems += _file_problems(record, reference.record, settings)
+    row.problems += _compare_metrics(row, record, reference, settings)
+    row.problems += _file_problems(record, reference, settings)
     crashed = outcome.status != 0 and not row.problems
-    row.problems += [f"{RESUMED}: {problem}" for problem in _resumed_problems(outcome, record, reference, settings)]
+    row.problems += [f"{RESUMED}: {problem}" for problem in _resumed_problems(outcome, record, settings)]
     row.outcome = "crashed" if crashed else "failed" if row.problems else "passed"
-    rounded = {*of_steps, *of_metrics}
-    row.may_be_rounding = not settings.is_exact and row.outcome == "failed" and rounded.issuperset(row.problems)
 
 
-def _compare_steps(row: VerifiedMode, record: Record, reference: Reference) -> list[str]:
+def _compare_steps(row: VerifiedMode, record: Record, reference: Record, bounds: Bounds) -> list[str]:
     """The first tensor of each step beyond its bound."""
     problems = []
-    for number, bounds in enumerate(reference.bounds, 1):
-        step, wanted = record.step(number), reference.record.step(number)
+    for number in reference.steps:
+        step, wanted = record.step(number), reference.step(number)
         row.losses.append(float(step["loss"]["loss"]))
         row.expected_losses.append(float(wanted["loss"]["loss"]))
         found = differences(step, wanted)
@@ -172,14 +161,14 @@ def other_weights(alone: Record, added_callbacks: Sequence[str]) -> str | None:
     )
 
 
-def _resumed_problems(outcome: Outcome, record: Record, reference: Reference, settings: Configuration) -> list[str]:
+def _resumed_problems(outcome: Outcome, record: Record, settings: Configuration) -> list[str]:
     """Differences of the process that has repeated the last step from the first one: of bits on the CPU."""
     last, resumed = max(record.steps), record.resumed
     if outcome.status != 0:
         return [outcome.last_words]
     if resumed.steps != [last]:
         return [f"it has made the steps {resumed.steps}, not {last} alone"]
-    bounds = {"loss": 0.0} | SAME_BITS if settings.on_cpu else reference.bounds[-1]
+    bounds = {"loss": 0.0} | SAME_BITS if settings.on_cpu else settings.bounds
     problems = step_problems(differences(resumed.step(last), record.step(last)), bounds, step=last)
     problems += resumed.own_problems()
     if settings.on_cpu:
@@ -190,35 +179,32 @@ def _resumed_problems(outcome: Outcome, record: Record, reference: Reference, se
     return problems
 
 
-def _compare_metrics(row: VerifiedMode, record: Record, reference: Reference, settings: Configuration) -> list[str]:
+def _compare_metrics(row: VerifiedMode, record: Record, reference: Record, settings: Configuration) -> list[str]:
     bounds = dict(_SAME_METRICS)
     if settings.num_parts is None:
-        # Rounding may turn two answers, in bfloat16 any number.
-        turned = {"64-true": METRIC_BOUND, "32-true": 2 / settings.batch_size, "bf16-mixed": math.inf}
-        of_loss = reference.bounds[-1]["loss"] + METRIC_BOUND
-        bounds = {"train/loss": of_loss, "train/acc": turned[settings.precision], **_SAME_METRICS}
-        bounds["val/"] = math.inf  # they must exist; `_compare_evaluation` compares their values
-    problems = logged_problems(record.logged, reference.record.logged, bounds=bounds, source=f"{ONE_DEVICE} has")
-    for number in record.steps:
+        of_training = METRIC_BOUND if settings.is_exact else math.inf  # metrics with an infinite bound must exist
+        # `_compare_evaluation` compares the values of "val/".
+        bounds = {"train/loss": of_training, "train/acc": of_training, **_SAME_METRICS, "val/": math.inf}
+    problems = logged_problems(record.logged, reference.logged, bounds=bounds, source=f"{ONE_DEVICE} has")
+    for number in record.steps if settings.is_exact else []:
         problems += _compare_evaluation(row, number, record, reference, settings)
     return problems
 
 
 def _compare_evaluation(
-    row: VerifiedMode, number: int, record: Record, reference: Reference, settings: Configuration
+    row: VerifiedMode, number: int, record: Record, reference: Record, settings: Configuration
 ) -> list[str]:
     """Compare an evaluation after a step, if there was one, with one device that has the same weights."""
     if not (evaluated := record.evaluated(number)):
         return []
     problems = []
     if settings.num_parts is None:
-        alone = expected(record.step(number), settings)
-        own = {key: value for key, value in record.logged.items() if key[0] in alone.metrics and key[1] == number}
-        wanted = {key: alone.metrics[key[0]] for key in own}
-        problems += logged_problems(own, wanted, bounds=alone.bounds, source=f"{SAME_WEIGHTS} has")
-        samples, bound = alone.evaluated, alone.bounds[LOGITS]
+        (samples, metrics), bound = evaluated_alone(record.step(number), settings), EXACT_BOUND
+        own = {key: value for key, value in record.logged.items() if key[0] in metrics and key[1] == number}
+        wanted, bounds = {key: metrics[key[0]] for key in own}, dict.fromkeys(metrics, METRIC_BOUND)
+        problems += logged_problems(own, wanted, bounds=bounds, source=f"{SAME_WEIGHTS} has")
     else:  # the bits of the one device itself
-        (samples,), bound = reference.record.evaluated(number).values(), 0.0
+        (samples,), bound = reference.evaluated(number).values(), 0.0
     for process, of_process in evaluated.items():
         gaps = of_process.gaps(samples)
         problems += logits_problems(f"evaluation after step {number}", process, gaps, bound=bound)

@@ -9,7 +9,7 @@ from functools import cached_property
 from os import cpu_count
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Final
 
 import lightning as L
 import torch
@@ -25,21 +25,11 @@ from lit_cifar.task.callbacks import default_callbacks
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.modes import SILENT, SizedMode
 from lit_cifar.tools.terminal import names_config, refuse_owned, say, without_devices
-from lit_cifar.tools.verify.record import (
-    EXACT_BOUND,
-    FLOOR_ULP,
-    LOGITS,
-    METRIC_BOUND,
-    NOISE_FACTOR,
-    Bounds,
-    Evaluated,
-    Record,
-    Step,
-)
-from lit_cifar.tools.verify.recorder import Logits, Order, filled
+from lit_cifar.tools.verify.record import EXACT_BOUND, KINDS, SAME_BITS, Bounds, Evaluated, Record, Step
+from lit_cifar.tools.verify.recorder import Logits, filled
 from lit_cifar.tools.verify.runs import ERROR, TIMEOUT_S, Outcome, refuse_if_invalid, run
 
-EXACT = "64-true"
+EXACT: Final = "64-true"
 
 # Flags for float64, in which no rounding looks like a mistake, on images that need no files. An epoch is a batch of 64
 # and a ragged one of 37, of which no two or four processes have equal parts, but 9 or more: BatchNorm over few values
@@ -61,11 +51,9 @@ _OWNED |= {"run_dir", "ckpt_path", "resume"}
 # Switches off outputs that are not used here; each takes longer than a step.
 _LEFT_OUT = ("--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0", "--figures.every_n_epochs=0")
 
-# Precisions in which rounding does not cancel a whole step; and the next wider one, in which one device evaluates once
-# more, to measure rounding.
+# Precisions in which rounding does not cancel a whole step.
 _PRECISIONS = {"32": "32-true", "64": EXACT, "bf16": "bf16-mixed"}
 _PRECISIONS |= {name: name for name in ("32-true", EXACT, "bf16-mixed")}
-_WIDER = {"32-true": EXACT, "bf16-mixed": "32-true"}
 
 _MAX_AT_ONCE = 8  # a run holds some copies of the network on disk
 
@@ -113,8 +101,20 @@ class Configuration:
 
     @property
     def is_exact(self) -> bool:
-        """Whether bounds are far below any mistake; otherwise they are measured, and rounding may go beyond them."""
+        """Whether the numbers of a mode are compared with one device's; rounding could explain any others."""
         return self.precision == EXACT or self.num_parts is not None
+
+    def in_float64(self) -> "Configuration":
+        trainer = self.config["trainer"] | {"precision": EXACT}
+        flags = (*self.flags, f"--trainer.precision={EXACT}")
+        return replace(self, flags=flags, config=self.config | {"trainer": trainer})
+
+    @property
+    def bounds(self) -> Bounds:
+        """Bounds of a mode's difference from one device, for each kind that is compared."""
+        if self.num_parts is not None:
+            return SAME_BITS
+        return dict.fromkeys(KINDS, EXACT_BOUND) if self.is_exact else {}
 
     @property
     def on_cpu(self) -> bool:
@@ -236,7 +236,7 @@ class Launcher:
         flags = self.settings.length_flags(steps=self.steps, accumulation=self.settings.accumulation)
         flags += [*mode.flags, *more]
         replay = []
-        if not self.settings.is_exact:  # bounds are measured, and wide
+        if not self.settings.is_exact:
             replay = ["--trainer.callbacks+=lit_cifar.Replay", f"--trainer.callbacks.steps={self.steps}"]
         first = self._fit(title, folder, [*flags, *replay], mode)
         if first.status != 0:
@@ -253,19 +253,19 @@ class Launcher:
         status = 1 if resumed.status == EXIT_REFUSED else resumed.status
         return replace(resumed, status=status, seconds=first.seconds + resumed.seconds)
 
-    def run_alone(self, title: str, chunks: GhostBatches, order: Order = "usual", more: Sequence[str] = ()) -> Record:
-        """The record of one device, which normalises `chunks` apart; `order` is that of `Trace`.
+    def run_alone(self, title: str, chunks: GhostBatches) -> Record:
+        """The record of one device, which normalises `chunks` apart.
 
         Raises a `ConfigError` if it cannot train the configuration, or not to its last step, or not in time.
         """
-        flags = [*self.settings.length_flags(steps=self.steps, accumulation=1), *more]
+        flags = self.settings.length_flags(steps=self.steps, accumulation=1)
         flags += ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.sync_batchnorm=false"]
         if self.settings.num_parts is None:  # otherwise the same kernels must run
             flags += ["--model.channels_last=false", "--model.compile=false"]  # modes may use these, and equal it
         if chunks != GhostBatches():
             flags += [f"--model.ghost_batchnorm.{name}={value}" for name, value in asdict(chunks).items()]
         record = Record(self.new_folder("reference"))
-        outcome = self._fit(title, record.folder, flags, order=order)
+        outcome = self._fit(title, record.folder, flags)
         if outcome.status is None:
             problem = f"one device is too slow for this configuration: {outcome.last_words}"
             raise ConfigError(problem, remedy="pass fewer --steps, or a smaller --data.batch_size or --model.arch")
@@ -279,13 +279,11 @@ class Launcher:
             )
         return record
 
-    def _fit(
-        self, title: str, folder: Path, flags: list[str], mode: SizedMode | None = None, *, order: Order = "usual"
-    ) -> Outcome:
+    def _fit(self, title: str, folder: Path, flags: list[str], mode: SizedMode | None = None) -> Outcome:
         processes, ranks = (1, 1) if mode is None else (mode.num_processes, mode.num_ranks)
         (folder / "trace").mkdir()
         trace = ["--trainer.callbacks+=lit_cifar.tools.verify.recorder.Trace"]
-        trace += [f"--trainer.callbacks.folder={folder / 'trace'}", f"--trainer.callbacks.order={order}"]
+        trace.append(f"--trainer.callbacks.folder={folder / 'trace'}")
         say(f"running  {title}")
         launcher = self.settings.launcher if mode is not None else ()
         at_once = self.settings.num_at_once * (self.settings.num_parts or processes)  # bits depend on the threads
@@ -310,41 +308,15 @@ def _link(source: str, target: str) -> None:
     (os.link if source.endswith(".ckpt") else shutil.copy2)(source, target)
 
 
-@dataclass(frozen=True)
-class Expected:
-    """An evaluation by one device, and the bounds for another one with the same weights."""
-
-    evaluated: Evaluated
-    metrics: dict[str, float]  # values by their logged names
-    bounds: Bounds  # bounds of the logits, and of the metrics by their names
-
-
-def expected(step: Step, settings: Configuration) -> Expected:
-    """The validation of one device with the weights of `step`.
-
-    The bound is 1e-9 in float64; otherwise it is measured, by the same evaluation in the next wider precision.
-    """
-    evaluated, metrics = _evaluated_alone(step, settings, settings.precision)
-    logits, bounds = EXACT_BOUND, dict.fromkeys(metrics, METRIC_BOUND)
-    if (wider := _WIDER.get(settings.precision)) is not None:
-        wide, wide_metrics = _evaluated_alone(step, settings, wider)
-        rounding = NOISE_FACTOR * max(gap for _, gap in evaluated.gaps(wide))
-        logits = max(FLOOR_ULP * torch.finfo(torch.float32).eps, rounding)
-        if wider == "32-true":
-            turned = max(2, round(NOISE_FACTOR * abs(wide.counts[0] - evaluated.counts[0]))) / len(wide.ids)
-            bounds = {name: max(turned, NOISE_FACTOR * abs(wide_metrics[name] - metrics[name])) for name in metrics}
-    return Expected(evaluated, metrics, {LOGITS: logits} | bounds)
-
-
-def _evaluated_alone(step: Step, settings: Configuration, precision: Any) -> tuple[Evaluated, dict[str, float]]:
+def evaluated_alone(step: Step, settings: Configuration) -> tuple[Evaluated, dict[str, float]]:
+    """The validation of one device in float64 with the weights of `step`, and its metrics by their logged names."""
     model = settings.config["model"]
     module = settings.module(label_smoothing=model["label_smoothing"], test_views=model["test_views"])
     filled(module.network, step)
     callback = Logits()
     trainer_settings = {name: settings.config["trainer"][name] for name in ("accelerator", "limit_val_batches")}
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # `Trace` does the same
-        trainer = L.Trainer(devices=1, precision=precision, callbacks=[callback], **SILENT, **trainer_settings)
-        trainer.validate(module, CIFAR10DataModule(**settings.config["data"]), verbose=False)
+    trainer = L.Trainer(devices=1, precision=EXACT, callbacks=[callback], **SILENT, **trainer_settings)
+    trainer.validate(module, CIFAR10DataModule(**settings.config["data"]), verbose=False)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return Evaluated(**callback.take()), metrics
 

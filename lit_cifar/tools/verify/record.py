@@ -33,9 +33,6 @@ METRICS = "metrics.csv"
 SAME_BITS = {"parameters": 0.0, "buffers": 0.0, "optimizer": 0.0}
 EXACT_BOUND = 1e-9  # bound of every kind in float64, where rounding is far below any mistake
 METRIC_BOUND = 1e-5  # metrics add up in float32, whatever the precision of the run is
-NOISE_FACTOR = 4.0  # bound of a mode, in units of the measured effect of a different order of summation
-# The smallest tolerance, in units of the last place of 1.0, for values that no order of summation changed.
-FLOOR_ULP = 4.0
 
 
 @dataclass(frozen=True)
@@ -267,21 +264,6 @@ def first(problems: Sequence[str]) -> list[str]:
 
 def largest(of_step: Mapping[str, Mapping[str, float]]) -> Bounds:
     return {kind: max(values.values(), default=0.0) for kind, values in of_step.items()}
-
-
-def measured_bounds(noise: Sequence[Sequence[Bounds]], *, eps: float) -> list[Bounds]:
-    """Bounds of each kind after each step, from the `noise` of reference runs that added in a different order.
-
-    A bound is `NOISE_FACTOR` times the largest difference of any such run in this or an earlier step, and at least
-    `FLOOR_ULP` times `eps`: rounding of one step is amplified in the next, and by chance may come back. A network may
-    have no buffers.
-    """
-    bounds: list[Bounds] = []
-    worst = dict.fromkeys(KINDS, FLOOR_ULP * eps)
-    for runs in zip(*noise, strict=True):
-        worst = {kind: max(worst[kind], *(NOISE_FACTOR * run.get(kind, 0.0) for run in runs)) for kind in KINDS}
-        bounds.append(dict(worst))
-    return bounds
 
 
 def sample_problems(found: Sequence[Sequence[int]], expected: Sequence[int]) -> list[str]:

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import lightning as L
 import torch
@@ -20,9 +20,6 @@ from torchmetrics import MeanMetric, Metric
 from lit_cifar.data.images import Batch
 from lit_cifar.mode import mode_of
 from lit_cifar.mode.tensors import local_part
-from lit_cifar.models.ghost_batchnorm import GhostBatchNorm2d
-
-Order = Literal["usual", "reversed", "plain_kernels"]
 
 # By name with the kind in brackets: the part of the whole, the replica whose statistics they are (None for a tensor of
 # all replicas), and the digest. Of equal names, parts and replicas the bits must be equal.
@@ -67,15 +64,11 @@ class Trace(Logits):
     `pieces_of`), `evaluation<k>-<r>.pt` (ids, labels and logits, of the weights after step k), `samples<r>.jsonl` (the
     ids of each step, epoch and evaluation, and the number of samples that its metrics have counted) and `own<r>.jsonl`
     (a `Snapshot` in each line: digests of its tensors). Rank 0 writes `run.json` at the end.
-
-    `order` changes the rounding of sums alone: "reversed" turns the samples round inside every chunk that is normalised
-    by itself; "plain_kernels" uses torch's own convolutions in place of oneDNN's or cuDNN's.
     """
 
-    def __init__(self, folder: str, *, order: Order = "usual") -> None:
+    def __init__(self, folder: str) -> None:
         super().__init__()
         self.folder = Path(folder)
-        self.order = order
         self._step = 0
         self._loss: Tensor | float = 0.0
         self._ids: dict[str, list[int]] = {"step": [], "epoch": [], "evaluation": []}
@@ -83,12 +76,9 @@ class Trace(Logits):
         self._one_model = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        # TF32 has 10 bits, which the plain kernels do not use: the tolerance would be the distance between the two.
+        # TF32 has 10 bits: float32 would not be what it is on the CPU.
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.deterministic = True  # processes of `tp` that compute the same must get the same bits
-        if self.order == "plain_kernels":
-            torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # a property in a module
-            torch.backends.cudnn.enabled = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
@@ -97,8 +87,6 @@ class Trace(Logits):
         for period in ("step", "epoch"):
             self._ids[period] += batch.ids.tolist()
         self._parts.append((len(batch.ids), batch.weight))
-        if self.order == "reversed":
-            _reverse_chunks(batch, pl_module)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
         """Add to the loss, and after the last accumulation step write everything down."""
@@ -173,16 +161,6 @@ class Trace(Logits):
 
     def _save(self, trainer: L.Trainer, what: str, content: dict[str, Any]) -> None:
         torch.save(content, self.folder / f"{what}{self._step}-{trainer.global_rank}.pt")
-
-
-def _reverse_chunks(batch: Batch, pl_module: Any) -> None:
-    layers = (layer for layer in pl_module.modules() if isinstance(layer, GhostBatchNorm2d))
-    chunks = next((layer.chunks for layer in layers), None)
-    num_samples = len(batch.ids)
-    replicas = [[torch.arange(num_samples)]] if chunks is None else chunks.positions(num_samples)
-    for group in (chunk.to(batch.ids.device) for replica in replicas for chunk in replica):
-        for tensor in (batch.images, batch.labels, batch.ids):
-            tensor[group] = tensor[group.flip(0)]
 
 
 def counted(module: nn.Module, prefix: str = "") -> dict[str, int]:
