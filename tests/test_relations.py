@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import launch, refused
+from commands import refused, run_here
 from relation_scripts import LIGHTNING, PLAIN
 
 from lit_cifar import relations
@@ -206,18 +206,17 @@ def test_a_script_that_cannot_be_judged_has_a_reason(
 
 
 def test_the_command_says_what_differs_and_what_it_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(PLAIN)
-    words = ("relations", script, "--only=evaluation,workers", f"--json={tmp_path / 'result.json'}", "--batches=4")
-    right = launch(*words)
-    assert re.search(r"^PASS +evaluation .*in batches of 1, 7, all", right.stdout, flags=re.M)
-    assert right.stdout.splitlines()[-1] == "2 pass"
+    monkeypatch.setattr("lit_cifar.tools.relations.exit_orderly_when_terminated", lambda: None)
     monkeypatch.setenv("BUG", "mean of means")
-    wrong = launch(*words, check=False)
-    assert wrong.status == 1
-    found = json.loads((tmp_path / "result.json").read_text())["verdicts"][1]
-    assert (found["relation"], found["outcome"]) == ("evaluation", "fail")
-    assert "evaluated in batches of 1" in found["text"]
+    (tmp_path / "train.py").write_text(PLAIN)
+    only, file = "--only=evaluation,workers,accumulation", tmp_path / "result.json"
+    result = run_here("relations", tmp_path / "train.py", only, f"--json={file}", "--batches=4", check=False)
+    assert result.status == 1
+    assert re.search(r"^FAIL +evaluation .*evaluated in batches of 1", result.stdout, flags=re.M)
+    assert re.search(r"^PASS +accumulation .*6 steps, 48 samples", result.stdout, flags=re.M)
+    assert result.stdout.splitlines()[-1] == "2 pass, 1 fail"
+    found = json.loads(file.read_text())["verdicts"]
+    assert [each["outcome"] for each in found] == ["pass", "fail", "pass", "pass"]
 
 
 @pytest.mark.parametrize(

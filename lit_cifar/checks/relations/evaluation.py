@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lit_cifar.checks.relations.loaders import UNDIVIDED
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import RunError, Runs, Verdict, difference, unused
 
@@ -21,10 +22,12 @@ def _in_lightning(runs: Runs) -> Iterator[Verdict]:
             NAME, "abstain", "no validation: give the Trainer validation data and the module a validation_step"
         )
         return
-    own, *ways = metrics
+    own, *ways = metrics if UNDIVIDED not in trace.remarks else ("as it is", "again")
     found = [text for way in ways if (text := _apart(runs, metrics[own], metrics[way], f"validated {way}"))]
     looked_at = f"{', '.join(metrics[own])}: {', '.join(ways)}"
     yield Verdict(NAME, "fail" if found else "pass", "; ".join(found[:3]), looked_at, found)
+    if UNDIVIDED in trace.remarks:
+        yield Verdict(f"{NAME} in other batches", "abstain", UNDIVIDED)
     for way, error in trace.failed.items():
         yield Verdict(f"{NAME} {way}", "note", f"ends by {error}", looked_at)
     one = runs.run(validate="weights")[0].metrics.get("as it is", {})
@@ -48,6 +51,9 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
     values = _results(own)
     if not values:
         yield Verdict(NAME, "abstain", "report the results: relations.report(val_loss=...)")
+        return
+    if UNDIVIDED in own.remarks:
+        yield Verdict(NAME, "abstain", UNDIVIDED)
         return
     if not own.evaluated:
         yield Verdict(NAME, "abstain", "no data loader was read where no gradient is made: use torch.no_grad()")

@@ -59,19 +59,26 @@ class _Interruption:
     save_epoch: bool = False
 
     def verdict(self) -> Verdict:
-        verdict = self._judged()
-        if verdict.outcome != "fail":
-            return verdict
-        if self._judged(generators=True).outcome == "pass":
+        """Judge the training as it is; where it differs, with generators that follow the step: only state can then."""
+        as_it_is = self._judged()
+        if as_it_is.outcome != "fail":
+            return as_it_is
+        verdict = self._judged(generators=True)
+        if verdict.outcome == "pass":
             text = "equal only if random generators are set alike: a checkpoint does not hold their states"
-            return replace(verdict, outcome="note", text=f"{text} ({verdict.text})")
-        first, second = self._halves({}, {})
-        if first[0].is_lightning and not self.save_epoch and self._judged_with_samples().outcome == "pass":
-            text = "equal but for the samples: Lightning begins the order of an epoch anew, if its loader has no state"
-            return replace(verdict, outcome="note", text=f"{text} ({verdict.text})")
+            return replace(verdict, outcome="note", text=f"{text} ({as_it_is.text})")
+        first, second = self._halves({"generators": True}, {"generators": True})
+        if first[0].is_lightning and not self.save_epoch:
+            with_samples = self._judged_with_samples()
+            if with_samples.outcome == "pass":
+                text = (
+                    "equal but for the samples: Lightning begins the order of an epoch anew, if its loader has no state"
+                )
+                return replace(verdict, outcome="note", text=f"{text} ({as_it_is.text})")
+            verdict = with_samples
         saved, resumed = first[0].saved, second[0].resumed
         both = [{name: state[name] for name in saved.keys() & resumed.keys()} for state in (saved, resumed)]
-        if lost := self.runs.differences(*both, leave_out=_LEFT_OUT):
+        if verdict.outcome == "fail" and (lost := self.runs.differences(*both, leave_out=_LEFT_OUT)):
             return replace(verdict, text=f"{lost[0]} is not what it was at the checkpoint; {verdict.text}")
         return verdict
 

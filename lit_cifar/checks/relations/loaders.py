@@ -17,6 +17,8 @@ from lit_cifar.checks.relations.watching import Watched
 from lit_cifar.checks.repeated_step.batches import in_batches_of, joined, num_samples, parted, row_digests, tensors_in
 
 _PROBES = 16  # how often a sample is asked for
+UNDIVIDED = "the batches are not divided into samples along dimension 0"
+_FEW = 4  # tensors of a batch; more may be its samples
 _MOST_SAMPLES = 2000  # of a stream that are read
 
 
@@ -44,7 +46,7 @@ class Loaders:
         def begun(loader: Any) -> Iterator[Any]:
             if self._watched.phase() == "train":
                 return self._training(loader, begin)
-            return self._noted(self._evaluated(begin(loader)))
+            return self._noted(self._evaluated(loader, begin(loader)))
 
         return begun
 
@@ -70,6 +72,8 @@ class Loaders:
             trace.remarks.add("stream")
         for number, batch in enumerate(self._batches(loader, epoch, begin)):
             self._watched.continues()
+            if not number and not is_divided(loader, batch):
+                trace.remarks.add(UNDIVIDED)
             if self._plan.record:
                 folder = self._watched.folder / "batches" / str(epoch)
                 folder.mkdir(parents=True, exist_ok=True)
@@ -87,9 +91,13 @@ class Loaders:
             self._watched.seed("order")
         yield from islice(begin(loader), self._plan.most_batches)
 
-    def _evaluated(self, batches: Iterator[Any]) -> Iterator[Any]:
-        own, size = islice(batches, self._plan.most_batches), self._watched.evaluation_batch
-        return own if size is None else in_batches_of([*own], size)
+    def _evaluated(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        own, size = [*islice(batches, self._plan.most_batches)], self._watched.evaluation_batch
+        if own and not is_divided(loader, own[0]):
+            self._watched.trace.remarks.add(UNDIVIDED)
+        elif size is not None:
+            return in_batches_of(own, size)
+        return iter(own)
 
     def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
@@ -106,6 +114,22 @@ class Loaders:
         for loader in self._trained[:3]:
             seen = _of_stream(loader) if isinstance(loader.dataset, IterableDataset) else _of_samples(loader)
             self._watched.trace.loaders.append(seen)
+
+
+def is_divided(loader: Any, batch: Any) -> bool:
+    """Whether dimension 0 of a batch's tensors are its samples, as far as the size tells that the loader was given."""
+    try:
+        size = num_samples(batch)
+    except ValueError:
+        return False
+    if loader.batch_size is None:
+        return len(tensors_in(batch)) <= _FEW
+    return size == loader.batch_size or (size < loader.batch_size and is_short(loader, size))
+
+
+def is_short(loader: Any, size: int) -> bool:
+    """Whether a first batch of so few samples is all that there is."""
+    return isinstance(loader.dataset, IterableDataset) or size == len(loader.sampler)
 
 
 def imposed_batches(imposed: Imposed, epoch: int, rank: int) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from lit_cifar.checks.relations.loaders import UNDIVIDED
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import Difference, RunError, Runs, Verdict, difference, quiet_draws, unused
 
@@ -29,6 +30,9 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
         if verdict.outcome == "fail":
             yield Verdict("ranks", "abstain", "ranks read the same samples, so there is no batch of both")
             return
+    if UNDIVIDED in two[0].remarks:
+        yield Verdict("ranks", "abstain", UNDIVIDED)
+        return
     if two[0].batches == 0 and not shares:
         yield Verdict("ranks", "abstain", "no data loader was read: divide batches by relations.share(batch)")
         return
@@ -65,8 +69,9 @@ def accumulation(runs: Runs) -> Iterator[Verdict]:
         whole = runs.run(**recorded)[0]
         changes = {"imposed": runs.imposed(recorded, parts=2), **_accumulating(own, 2, runs, parts=2)}
         divided = runs.run(quiet=True, **changes)[0]
-    if not divided.batches:
-        yield Verdict("accumulation", "abstain", "no data loader was read")
+    if not divided.batches or UNDIVIDED in own.remarks:
+        reason = UNDIVIDED if divided.batches else "no data loader was read"
+        yield Verdict("accumulation", "abstain", reason)
         return
     verdict = runs.judge(
         "accumulation", whole, divided, leave_out=_LEFT_OUT, samples=False, said=f"{max(micro, 2)} microbatches: "
