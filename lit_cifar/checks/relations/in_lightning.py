@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -33,7 +33,7 @@ class Follower(Checkpoint):
     """Notes samples, saves where the plan says, ends there. A `Checkpoint`, so that it comes after other callbacks."""
 
     def __init__(self, watched: Watched) -> None:
-        self._watched, self._plan = watched, watched.plan
+        self._watched, self._plan, self._trained = watched, watched.plan, 0
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if not self._watched.trace.first:
@@ -43,8 +43,10 @@ class Follower(Checkpoint):
             self._watched.note_samples(tensors[0])
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._trained += 1
+        self._watched.trace.batches_of_epoch = int(trainer.num_training_batches)
         if not self._plan.save_epoch:
-            self._save(trainer, self._watched.trace.batches)
+            self._save(trainer, self._trained)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if self._plan.save_epoch:
@@ -114,8 +116,11 @@ def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
     devices, strategy = own.get("devices", 1), own.get("strategy", "auto")
     trace.own_ranks = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 1
     trace.own_accumulation = own.get("accumulate_grad_batches") or 1
+    callbacks = own.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     changed = {
         "accelerator": "cpu",
+        "callbacks": [one for one in callbacks if not isinstance(one, ProgressBar | ModelSummary)],
         "devices": plan.ranks,
         "num_nodes": 1,
         "strategy": strategy if plan.ranks > 1 and strategy != "auto" else "ddp" if plan.ranks > 1 else "auto",

@@ -24,7 +24,7 @@ def resumed(runs: Runs) -> Iterator[Verdict]:
     own = runs.run(ranks=ranks)[0]
     drawn = _drawn(runs, ranks)
     if own.is_lightning:
-        batches = own.epochs[0]
+        batches = own.batches_of_epoch
         yield _Interruption(runs, f"{NAME} after epoch 1", ranks, drawn, save_at=1, save_epoch=True).verdict()
         if batches > 1:
             inside = batches + (batches + 1) // 2
@@ -68,7 +68,7 @@ class _Interruption:
             text = "equal only if random generators are set alike: a checkpoint does not hold their states"
             return replace(verdict, outcome="note", text=f"{text} ({as_it_is.text})")
         first, second = self._halves({"generators": True}, {"generators": True})
-        if first[0].is_lightning and not self.save_epoch:
+        if first[0].is_lightning and first[0].epochs and not self.save_epoch:
             with_samples = self._judged_with_samples()
             if with_samples.outcome == "pass":
                 text = (

@@ -118,12 +118,13 @@ class Runs:
     def _read(self, folder: Path, rank: int, status: int | None) -> Trace:
         with suppress(FileNotFoundError):
             trace: Trace = pickle.loads((folder / str(rank) / "trace").read_bytes())
+            if trace.error.startswith("SystemExit"):
+                trace.error = f"{trace.error}: {_end_of(folder / 'output')}"
             return trace
         if status is None:
             remedy = "pass a higher --limit, or make the training smaller"
             return Trace(error=f"a limit of {self.limit_s:.0f} s: {remedy}", is_late=True)
-        lines = (folder / "output").read_text(errors="replace").strip().splitlines()[-1:]
-        return Trace(error=f"exit status {status}, without a result: {' '.join(lines)}")
+        return Trace(error=f"exit status {status}, without a result: {_end_of(folder / 'output')}")
 
     # Comparisons
     @property
@@ -181,6 +182,12 @@ class Runs:
 def _is_own_number(name: str, state: dict[str, Any]) -> bool:
     """Whether it is a number that a module or callback holds beside its parameters, such as a counter for its log."""
     return name.startswith(("kept/module.", "kept/callback ")) and not isinstance(state.get(name), torch.Tensor)
+
+
+def _end_of(output: Path) -> str:
+    """The last two lines that a run has printed."""
+    lines = output.read_text(errors="replace").strip().splitlines() if output.exists() else []
+    return " ".join(" ".join(lines[-2:]).split())
 
 
 def difference(one: Any, other: Any) -> float:
