@@ -13,7 +13,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 from statistics import median
-from string import ascii_lowercase
 from typing import Any, TypeAlias
 
 import gallery
@@ -277,23 +276,14 @@ def same_bits() -> Values:
 
 def options() -> Values:
     """Which options work in which mode: the table of refusals."""
-    options = dict.fromkeys([*refusals.OTHERS, *(row.option for row in refusals.TABLE)])
-    letters = {row: f"({letter})" for row, letter in zip(refusals.TABLE, ascii_lowercase, strict=False)}
 
     def cell(option: str, name: str) -> str:
-        if (row := refusals.refusal_of(option, name)) is not None:
-            return letters[row]
+        if refusals.refusal_of(option, name) is not None:
+            return "no"
         return "GPU" if option in refusals.NEED_GPU else "yes"
 
-    shown = {"mode": "NAME", "parts": 4}
-    return {
-        "options": [[f"`{option}`", *(cell(option, name) for name in refusals.NAMES)] for option in options],
-        "refusals": [
-            [letter, f"{row.problem.format(option=row.option, optimizer=optimizer, **shown)}; {row.remedy}"]
-            for row, letter in letters.items()
-            for optimizer in ["MuonSGD" if "Muon" in row.option else "NesterovSGD"]
-        ],
-    }
+    options = dict.fromkeys(row.option for row in refusals.TABLE)
+    return {"options": [[f"`{option}`", *(cell(option, name) for name in refusals.NAMES)] for option in options]}
 
 
 def filled(place: re.Match[str], values: Values) -> str:
