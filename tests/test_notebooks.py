@@ -25,8 +25,6 @@ SYNTHETIC = 'DATA = ["--data.dataset=synthetic"]\n'
 SMALL = {
     "dp_versus_ddp.ipynb": SYNTHETIC
     + "BATCH, STEPS, FAULTY_STEPS, LEARNING_RATES, TOO_LARGE = 32, 3, 30, (0.1,), (100.0,)\n",
-    "fashion_mnist.ipynb": SYNTHETIC
-    + "SEEDS, LARGE, NUM_TRAIN, NUM_VAL, EPOCHS, TARGET = (0,), (2,), 640, 200, 2, 0.12\n",
     "fault_tolerance.ipynb": (
         'DATASET = "synthetic"\n'
         'SIZES["small"] = {"arch": "tiny", "stem": "imagenet", "num_train": 1280, "batch": 32, "save_every": 7}\n'
@@ -38,13 +36,9 @@ SMALL = {
     "per_rank_accuracy.ipynb": SYNTHETIC
     + "PROCESS_COUNTS = (1, 2)\nPADDED_PROCESSES = 2\nNUM_TEST = 1001\n"
     + 'FIT = ["--trainer.max_epochs=6", "--data.num_train=3000", "--data.val_size=500"]\n',
-    "reproduce_the_articles.ipynb": (
-        'DATASET, SEEDS = "synthetic", (0,)\n'
-        'SIZES["small"] = ["--model.arch=tiny", "--data.num_train=512", "--trainer.max_epochs=2"]\n'
-    ),
     "same_bits.ipynb": SYNTHETIC
     + 'ARCH, DEVICES, OTHER_MODES = "tiny", (1, 2), ()\n'
-    + "AT_ONCE, ROUNDS, BATCH, STEPS, EPOCHS = 2, 2, 16, 4, 2\n",
+    + "BATCH, STEPS, EPOCHS = 16, 4, 2\n",
     "scaling.ipynb": SYNTHETIC
     + 'MODES, ONLY_MEMORY, ROUNDS, SEEDS, RULES = ("ddp",), (), 1, (0,), ("linear",)\n'
     + 'NETWORK, BATCH, STEPS = ["--model.arch=tiny", "--model.stem=imagenet"], 16, 8\n'
@@ -63,14 +57,6 @@ assert means["kept"] == means["replica 0"] == 1.5
 import math
 assert all(map(math.isfinite, arrived["0.1"]))
 assert diverges(lost["0.1"]) and diverges(arrived["100"]) and not diverges(arrived["0.1"])
-""",
-    "fashion_mnist.ipynb": """
-assert speed[["mode", "devices"]].values.tolist() == [["one process", 1], ["batch kept", 2], ["batch grown", 2]]
-assert (speed["images_per_s"] > 0).all()
-assert [curves[kind][0]["step"].tolist() for kind in KINDS] == [[19, 39], [19, 39], [9, 19]]
-assert (one["images"] == 32 * one["steps"])[one["steps"].notna()].all()
-assert set(final) == {(2, "none"), (2, "sqrt"), (2, "linear")}
-assert len({read_run(folders[0])["loss"] for folders in grown.values()}) == 3, "the rules train differently"
 """,
     "fault_tolerance.ipynb": """
 assert "lit_cifar: rank 1 " in killed.output and "SIGKILL" in killed.output
@@ -109,15 +95,6 @@ assert 0.05 < missing < 0.5
 assert flagged < 0.02
 assert found[-1] > found[0]
 """,
-    "reproduce_the_articles.ipynb": """
-assert list(records)[0] == "stem of the copies, Nesterov, decay 5e-4, seed 0"
-assert {len(means) for means in records.values()} == {15}
-assert table.loc["printed", 6] == 0.55
-assert 0.08 < table.loc[list(records)[0], "distance"] < 0.09
-assert steps_of("ddp") == 196
-assert losses.shape == (2, 2) and losses.notna().all(axis=None)
-assert losses.iloc[-1].nunique() == 2, "the two optimizers should train differently"
-""",
     "same_bits.ipynb": """
 assert digests["on"].shape == digests["off"].shape == (2, 2)
 assert same_digests and same_metrics
@@ -126,8 +103,6 @@ assert distances["on: 2 devices and 1"].tolist() == [0, 0]
 assert (distances["off: 2 devices and 1"] > 1e-4).all(), "BatchNorm sees other parts"
 assert rounding.iloc[0] < 1e-4 and 0 < rounding.iloc[2] < another.iloc[2] / 2, growth.to_string()
 assert list(off) == list(on) == ["1 device", "2 devices"]
-assert (prices["times as long"] > 0).all()
-assert ratios.shape == (2, 4)
 """,
     "scaling.ipynb": """
 assert speed[["mode", "devices"]].values.tolist() == [["single", 1], ["threads", 2], ["ddp", 2]]

@@ -1,4 +1,4 @@
-"""Options in every mode: each works, or is refused in the words of the table that docs/gpu-options.md shows.
+"""Options in every mode: each works, or is refused in the words of `lit_cifar/mode/refusals.py`.
 
 `test_cli` has options that do not go together.
 """

@@ -64,6 +64,10 @@ def check_command(words: Sequence[str]) -> None:
             check_extras(checkout.removeprefix("."))
         case ["pytest", *args]:
             check_pytest(args)
+        case ["git", "clone", "URL_OF_THIS_PAGE", "lit_cifar"] | ["cd", "lit_cifar"]:
+            pass
+        case [".ci/pages"]:
+            assert os.access(words[0], os.X_OK)
         case ["mkdocs", "serve"] | ["mkdocs", "build", "--strict"]:
             assert Path("mkdocs.yml").exists()
         case ["bash", "benchmarks/gpu_visit.sh", *args]:

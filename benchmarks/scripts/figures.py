@@ -4,7 +4,6 @@ import argparse
 import hashlib
 import json
 import re
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,18 +36,10 @@ PRINTED_ACCURACIES = [0.7479, 0.7604]  # of the articles' single process, after 
 STOCK = HERE / "stock-lightning" / "2026-11-24" / "stock.json"
 SAME_BITS = 1e-17  # where a difference of 0 is drawn on a logarithmic axis
 BOUND = 1e-9  # what `verify` allows in float64
-SMALLEST_MISTAKES = {  # of each mode
-    "lost-schedule": "schedule restarts on resume",
-    "stale-buffers": "stale running statistics saved",
+SMALLEST_MISTAKES = {
     "other-decay": "one rank has no weight decay",
-    "no-batchnorm-sync": "BatchNorm not synchronised",
-    "copied-stage": "an untrained copy of a stage",
-    "unaveraged-stage": "one gradient not averaged",
-    "stale-shard": "a shard is not updated",
-    "shifted-norm": "one rank's BatchNorm diverges",
-    "other-rate": "one rank has another learning rate",
     "dropped-microbatch": "a microbatch without gradients",
-    "local-norm": "clipping by the norm of a stage",
+    "local-norm": "each stage clips by its own norm",
     "lone-pipelines": "pipelines not averaged",
     "other-decay-of-part": "one rank has no weight decay",
 }
@@ -88,33 +79,56 @@ def tested_accuracy(run: Path) -> float:
 
 
 def loss_curves(record: Path) -> Figure:
-    """Every mode's loss beside that of the one device that it equals, and how far apart the two are."""
+    """How far the loss of every mode is from that of the one device that it equals."""
     content = json.loads(record.read_text())
+    alike: dict[tuple[float, ...], list[str]] = {}  # the modes whose losses differ by the same
+    for row in content["rows"]:
+        gap = (abs(a - b) for a, b in zip(row["losses"], row["expected_losses"], strict=True))
+        alike.setdefault(tuple(gap), []).append(row["mode"])
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    axes = figure.subplots()
     steps = range(1, content["steps"] + 1)
-    groups: dict[tuple[float, ...], list[dict]] = {}
-    for index, row in enumerate(content["rows"]):
-        groups.setdefault(tuple(row["expected_losses"]), []).append({"color": f"C{index}", **row})
-    figure = Figure(figsize=(9.5, 6), layout="constrained")
-    grid = figure.add_gridspec(2, len(groups), height_ratios=(1, 1.2))
-    gaps = figure.add_subplot(grid[1, :])
-    panels = grid[0, :].subgridspec(1, len(groups)).subplots(sharey=True)
-    for panel, (expected, rows) in zip(panels, groups.items(), strict=True):
-        panel.plot(steps, expected, color="0.75", linewidth=9, solid_capstyle="round")
-        for nth, row in enumerate(rows):
-            # Modes that compute the same lie on each other, the later ones thinner.
-            style = {"color": row["color"], "linewidth": 1.2 + 1.6 * (len(rows) - 1 - nth), "label": row["mode"]}
-            panel.plot(steps, row["losses"], **style)
-            gap = [abs(a - b) for a, b in zip(row["losses"], expected, strict=True)]
-            gaps.plot(steps, [max(value, SAME_BITS) for value in gap], **style)
-        panel.set_title(textwrap.fill(", ".join(row["mode"] for row in rows), 16), fontsize=9)
-    panels[0].set_ylabel("loss of the global batch\n(wide: one device)")
-    gaps.set(xlabel="step", ylabel="difference from one device", yscale="log", ylim=(SAME_BITS / 2, 1))
-    gaps.set_yticks([SAME_BITS, 1e-15, 1e-12, 1e-9, 1e-6, 1e-3, 1], ["0", *(f"1e-{e}" for e in (15, 12, 9, 6, 3)), "1"])
-    gaps.legend(loc="upper left", ncols=5, frameon=False, fontsize=8)
-    for axes in (*panels, gaps):
-        axes.set_xticks([1, 5, 10, 15, 20])
+    for gap, names in sorted(alike.items(), key=lambda item: -item[0][-1]):
+        axes.plot(steps, [max(value, SAME_BITS) for value in gap], linewidth=2.2, label="\n".join(names))
+    axes.axhline(1, color=GREY, linestyle=":")
+    losses = [loss for row in content["rows"] for loss in row["losses"]]
+    axes.annotate(
+        f"the loss itself: {min(losses):.1f} to {max(losses):.1f}",
+        (1, 1),
+        xytext=(0, 3),
+        textcoords="offset points",
+        fontsize=10,
+    )
+    axes.set(xlabel="step", ylabel="difference of the loss\nfrom one device", yscale="log", ylim=(SAME_BITS / 2, 30))
+    axes.set_yticks([SAME_BITS, 1e-15, 1e-12, 1e-9, 1e-6, 1e-3, 1], ["0", *(f"1e-{e}" for e in (15, 12, 9, 6, 3)), "1"])
+    axes.set_xticks([1, 5, 10, 15, 20])
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right center", frameon=False, fontsize=10)
+    return figure
+
+
+def default_run(folder: Path) -> Figure:
+    """Loss and accuracy of the default recipe over its epochs, and its accuracy on the test images."""
+    tested = json.loads((folder / "test.json").read_text())
+    epochs = read_metrics(folder).dropna(subset=["train/loss"]).reset_index(drop=True)
+    figure = Figure(figsize=(6.4, 3), layout="constrained")
+    loss, acc = figure.subplots(1, 2)
+    for axes, key, scale in ((loss, "loss", 1), (acc, "acc", 100)):
+        for split, color, label in (("train", GREY, "training images"), ("val", BLUE, "held-out images")):
+            style = {"marker": "o", "markersize": 3.5, "linewidth": 2, "color": color, "label": label}
+            axes.plot(epochs.index + 1, scale * epochs[f"{split}/{key}"], **style)
+        axes.set_xlabel("epoch", fontsize=11)
+        axes.set_xticks([1, 5, 10, 15])
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
+    accuracy = 100 * tested["correct"] / tested["total"]
+    acc.plot([15], [accuracy], "*", color=RED, markersize=13, label=f"test images: {accuracy:.2f} %")
+    loss.set_title("loss", fontsize=12)
+    loss.set_ylim(0, None)
+    acc.set_title("accuracy in %", fontsize=12)
+    acc.set_ylim(30, 100)
+    acc.legend(frameon=False, fontsize=10, loc="lower right")
     return figure
 
 
@@ -131,22 +145,27 @@ def mistakes(record: Path) -> dict[str, dict[str, float]]:
 def proof(verified: Path, planted: Path = PLANTED) -> Figure:
     """How far every mode is from its one device, and how far the same mode is with a planted mistake."""
     sizes, rows = mistakes(planted), json.loads(verified.read_text())["rows"]
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(6.4, 4.6), layout="constrained")
     axes = figure.subplots()
     for y, row in enumerate(rows):
         right, wrong = max(row["differences"].values()), sizes[row["mode"]]
-        names = ("the mode", "the mode with a planted mistake") if y == 0 else (None, None)
+        names = ("ResNet34", "a small ResNet with a planted mistake") if y == 0 else (None, None)
         axes.plot([max(right, SAME_BITS)], [y], "o", color=BLUE, markersize=8, label=names[0])
         axes.plot(list(wrong.values()), [y] * len(wrong), "x", color=RED, markersize=7, mew=1.8, label=names[1])
-        mutation = min(wrong, key=wrong.__getitem__)
-        beside = {"xytext": (-7, 0), "textcoords": "offset points", "ha": "right", "va": "center", "fontsize": 8}
-        over = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # the line of the bound
-        axes.annotate(SMALLEST_MISTAKES[mutation], (wrong[mutation], y), **beside, bbox=over)
-    axes.axvline(BOUND, color=GREY, linestyle="--", label="allowed by verify: 1e-9")
-    axes.set(xscale="log", xlim=(SAME_BITS / 3, 2), ylim=(len(rows) - 0.4, -0.6), xlabel="difference from one device")
+        if (mutation := min(wrong, key=wrong.__getitem__)) in SMALLEST_MISTAKES:
+            beside = {"xytext": (-7, 0), "textcoords": "offset points", "ha": "right", "va": "center", "fontsize": 9}
+            over = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # the line of the bound
+            axes.annotate(SMALLEST_MISTAKES[mutation], (wrong[mutation], y), **beside, bbox=over)
+    axes.axvline(BOUND, color=GREY, linestyle="--", label="allowed: 1e-9")
+    axes.set(
+        xscale="log",
+        xlim=(SAME_BITS / 3, 2),
+        ylim=(len(rows) - 0.4, -0.6),
+        xlabel="largest difference from one device, float64",
+    )
     ticks = ("1e-15", "1e-12", "1e-9", "1e-6", "1e-3", "1")
     axes.set_xticks([SAME_BITS, *map(float, ticks)], ["0", *ticks])
-    axes.set_yticks(range(len(rows)), [row["mode"] for row in rows])
+    axes.set_yticks(range(len(rows)), [row["mode"] for row in rows], fontsize=11)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=9)
@@ -154,22 +173,32 @@ def proof(verified: Path, planted: Path = PLANTED) -> Figure:
 
 
 def stock_lightning(record: Path) -> Figure:
-    """The losses of stock Lightning on 1, 2 and 4 CPU processes, and those of `fit`."""
-    rows = [row for row in json.loads(record.read_text())["rows"] if row["seed"] == 0]
-    figure = Figure(figsize=(7, 3), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    titles = {"stock": "Lightning's ddp and sampler", "lit_cifar": "lit_cifar's ddp"}
-    for panel, (program, title) in zip(panels, titles.items(), strict=True):
-        curves = {row["processes"]: row["losses"] for row in rows if row["program"] == program}
-        for (processes, losses), width, color in zip(curves.items(), (5, 3, 1), (GREY, BLUE, RED), strict=True):
-            label = f"{processes} CPU process{'es' if processes > 1 else ''}"
-            panel.plot(range(1, len(losses) + 1), gallery.smooth(losses), linewidth=width, color=color, label=label)
-        panel.set_title(f"{title}\nlosses differ by up to {farthest(curves):.2g}", fontsize=10)
-        panel.set_xlabel("optimizer step, global batch 128")
-        panel.grid(alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(frameon=False, fontsize=8)
-    panels[0].set_ylabel("training loss, mean over 10 steps")
+    """Losses of stock Lightning on 1 and 4 processes and with another seed, and their differences; those of `fit`."""
+    rows = json.loads(record.read_text())["rows"]
+    losses = {(row["program"], row["processes"], row["seed"]): row["losses"] for row in rows}
+    cases = [
+        ("stock", 4, 0, RED, "Lightning's ddp: 4 processes"),
+        ("stock", 1, 1, "#e8912d", "1 process, another seed"),
+        ("lit_cifar", 4, 0, BLUE, "lit_cifar's ddp: 4 processes"),
+    ]
+    figure = Figure(figsize=(6.4, 5), layout="constrained")
+    panel, gaps = figure.subplots(2, 1, sharex=True)
+    steps = range(1, 101)
+    panel.plot(steps, gallery.smooth(losses["stock", 1, 0]), color="0.72", linewidth=5, label="Lightning: 1 process")
+    for program, processes, seed, color, label in cases:
+        if program == "stock":
+            panel.plot(steps, gallery.smooth(losses[program, processes, seed]), color=color, linewidth=2)
+        pairs = zip(losses[program, processes, seed], losses[program, 1, 0], strict=True)
+        gap = [max(abs(a - b), SAME_BITS) for a, b in pairs]
+        gaps.plot(steps, gap, color=color, linewidth=1.6, label=label)
+    panel.set_title("A small network with GroupNorm, global batch 128, float64", fontsize=11)
+    panel.set_ylabel("training loss,\nmean over 10 steps")
+    gaps.set(xlabel="optimizer step", ylabel="difference from 1 process\nin each step", yscale="log", ylim=(5e-18, 3))
+    gaps.set_yticks([SAME_BITS, 1e-15, 1e-10, 1e-5, 1], ["0", "1e-15", "1e-10", "1e-5", "1"])
+    for axes in (panel, gaps):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=10)
     return figure
 
 
@@ -184,6 +213,7 @@ FIGURES: dict[str, tuple[Callable[[Any], Figure], Any]] = {
     "stock_lightning": (stock_lightning, STOCK),
     "proof": (proof, VERIFIED),
     "loss_curves": (loss_curves, REAL_DATA),
+    "default_run": (default_run, HERE / "gpu" / "2026-11-26" / "default"),
     "articles_run": (articles_run, ARTICLES_RUN),
     "gallery": (gallery.drawn, GALLERY),
     "silent_bugs": (silent_bugs.drawn, silent_bugs.RECORD),

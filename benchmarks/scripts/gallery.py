@@ -7,13 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import notebooks_path  # noqa: F401  # for `analysis`
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis.run_frames import RED
 
 EPOCHS = 3  # of each recorded run
 T_95 = 2.776  # 97.5 % quantile of Student's t with 4 degrees of freedom: there are five seeds
-COLUMNS = 8
+VISIBLE = {
+    "duplicated-shard": "all read the\nsame images",
+    "copied-stage": "an untrained\ncopy computes",
+    "skipped-update": "one process\ndoes not step",
+    "other-weights": "one evaluates\nother weights",
+}
+HIDDEN = {
+    "no-all-reduce": "gradients are\nnot averaged",
+    "lost-momentum": "momentum is\nlost on one",
+    "local-norm": "each stage\nclips by itself",
+    "stale-shard": "a shard is\nnot updated",
+}
 
 Curves = dict[str, list[float]]  # the training loss of every step, and the validation loss of every epoch
 
@@ -44,22 +56,36 @@ def smooth(losses: list[float], width: int = 10) -> list[float]:
 
 
 def drawn(path: Path) -> Figure:
-    """A panel for each mistake: the training loss without it and with it."""
+    """Four mistakes that the curves show, or that end the run, and four that they do not show."""
     record = json.loads(path.read_text())
-    noise, rows = spread(record["of_seeds"]), record["rows"]
-    figure = Figure(figsize=(13, 1.55 * math.ceil(len(rows) / COLUMNS)), layout="constrained")
-    panels = figure.subplots(math.ceil(len(rows) / COLUMNS), COLUMNS, sharex=True, sharey=True).flat
-    for panel, row in zip(panels, rows, strict=False):
-        panel.plot(smooth(row["without"]["train/loss_step"]), color="0.7", linewidth=3)
-        if row["with"] is not None:
-            panel.plot(smooth(row["with"]["train/loss_step"]), color=RED, linewidth=1)
-        is_hidden = not is_seen(row, noise)
-        panel.set_title(f"{row['mutation']}\n{row['mode']}", fontsize=8, color="black" if is_hidden else RED)
-        panel.set_ylim(1.4, 2.8)
-        panel.tick_params(labelsize=7)
-        panel.spines[["top", "right"]].set_visible(False)
-    for panel in list(figure.axes)[len(rows) :]:
-        panel.set_axis_off()
-    figure.supxlabel("optimizer step", fontsize=9)
-    figure.supylabel("training loss of rank 0, mean over 10 steps", fontsize=9)
+    noise, rows = spread(record["of_seeds"]), {row["mutation"]: row for row in record["rows"]}
+    figure = Figure(figsize=(6.4, 5.6), layout="constrained")
+    upper, lower = figure.subfigures(2, 1)
+    hidden = sum(not is_seen(row, noise) for row in rows.values())
+    titles = {
+        f"{len(rows) - hidden} of {len(rows)} mistakes change the curves, or end the run": (upper, VISIBLE),
+        f"{hidden} of {len(rows)} do not, beyond what another seed does; four of them": (lower, HIDDEN),
+    }
+    for title, (half, names) in titles.items():
+        half.suptitle(title, fontsize=11, fontweight="bold")
+        for panel, (name, words) in zip(half.subplots(1, 4, sharey=True), names.items(), strict=True):
+            _draw(panel, rows[name], f"{words}\n({rows[name]['mode']})")
+        half.supxlabel("optimizer step", fontsize=10)
+    figure.axes[0].set_ylabel("training loss", fontsize=10)
+    figure.axes[4].set_ylabel("training loss", fontsize=10)
     return figure
+
+
+def _draw(panel: Axes, row: dict[str, Any], title: str) -> None:
+    panel.plot(smooth(row["without"]["train/loss_step"]), color="0.7", linewidth=3)
+    if row["with"] is None:
+        panel.text(60, 2.6, "the run\nis stopped", color=RED, ha="center", va="center", fontsize=10)
+    else:
+        panel.plot(smooth(row["with"]["train/loss_step"]), color=RED, linewidth=1.4)
+        if (more := row["with"]["val/loss"][-1] - row["without"]["val/loss"][-1]) > 1:
+            panel.text(60, 2.6, f"validation\nloss {more:+.0f}", color=RED, ha="center", va="center", fontsize=10)
+    panel.set_title(title, fontsize=9)
+    panel.set_ylim(1.4, 2.8)
+    panel.set_xticks([0, 100])
+    panel.tick_params(labelsize=9)
+    panel.spines[["top", "right"]].set_visible(False)

@@ -13,10 +13,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 from statistics import median
-from string import ascii_lowercase
 from typing import Any, TypeAlias
 
 import gallery
+from diagrams import SPLIT
 from figures import PLANTED, farthest, mistakes
 
 from lit_cifar.mode import refusals
@@ -146,11 +146,7 @@ def job(row: dict[str, Any]) -> list[str]:
 
 def chaos() -> Values:
     """Jobs that were killed and resized."""
-    jobs = read("chaos/2026-11-22/chaos.json")
-    kinds = [event["fault"]["kind"] for row in jobs for event in row["events"]]
-    resizes, repeated = kinds.count("resize"), sum(row["repeated"] for row in jobs)
-    faults = f"{len(kinds) - resizes} faults and {resizes} resizes"
-    return {"chaos": [job(row) for row in jobs], "chaos-faults": faults, "chaos-repeated": str(repeated)}
+    return {"chaos": [job(row) for row in read("chaos/2026-11-22/chaos.json")]}
 
 
 def audited() -> Values:
@@ -174,10 +170,8 @@ def recovered() -> Values:
             away = [event["away_s"] for event in kills if event["away_s"] and event["fault"]["aim"] != "start"]
             medians.append((median(away), f"{median(away):.2f} and {max(away):.2f} s (`{row['mode']}`)"))
         values |= {f"{key}-best": min(medians)[1], f"{key}-worst": max(medians)[1]}
-        values[f"{key}-repeated"] = " in ".join(
-            str(sum(row[name] for row in rows)) for name in ("repeated", "restarts")
-        )
-    return values
+    counts = (str(sum(row[name] for row in rows)) for name in ("repeated", "restarts"))  # of those in memory
+    return values | {"kills-memory-repeated": " in ".join(counts)}
 
 
 def trained() -> Values:
@@ -200,9 +194,12 @@ def trained() -> Values:
         cells = [f"{row['correct'] / 100:.2f} %", f"{row['correct_flipped'] / 100:.2f} %"]
         cells += [f"{row['train_s'] / 60:.1f} minutes" if name == "cpu" else f"{row['train_s']:.1f} s"]
         cells += [f"{row['seconds']:.1f} s"]
-        values |= zip((name, f"{name}-mirrored", f"{name}-time", f"{name}-command"), cells, strict=True)
-        values["recipes"].append([f"`{name}.yaml`", *cells])
-    del values["recipes"][0]  # that of a CPU has a page of its own
+        if name in ("cpu", "muon_23_epochs"):
+            values |= zip((f"{name}-mirrored", f"{name}-time"), cells[1:3], strict=True)
+        if name == "cpu":
+            values[name] = cells[0]
+        else:
+            values["recipes"].append([f"`{name}.yaml`", *cells])
     rows = read("recipes/2026-11-26-fast/fast.json")
     for name, key in {"fast": "correct", "fast-mirrored": "correct_flipped"}.items():
         values[name] = f"{statistics.fmean(row[key] for row in rows) / 100:.2f} %"
@@ -232,12 +229,17 @@ def on_one_h200() -> Values:
     """Every mode beside one device, a step of `fit` beside that of a plain loop, recipes."""
     folder = "gpu/2026-11-26"
     (step,) = read(f"{folder}/modes.json", "steps")
-    rows = [each["figures"] for each in step["findings"].values() if each["status"] == "ok"]
-    by_mode = {row["mode"]: row for row in reversed(rows)}  # of `ddp_mp` the one of four devices
+    found = [each["figures"] for each in step["findings"].values() if each["status"] == "ok"]
+    by_mode = {row["mode"]: row for row in reversed(found)}  # of `ddp_mp` the one of four devices
     on_cpu = {row["mode"]: row for row in read("verify/2026-11-20/devices4_float64.json")}
     names = [row.name for row in MODES]
+    splits = {split: [name for name in names if SPLIT[name] == split] for split in SPLIT.values()}
     values: Values = {
-        "status": [[f"`{name}`", brief(largest(on_cpu[name])), brief(largest(by_mode[name]))] for name in names]
+        "status": [
+            [split, ", ".join(f"`{name}`" for name in alike)]
+            + [brief(max(largest(rows[name]) for name in alike)) for rows in (on_cpu, by_mode)]
+            for split, alike in splits.items()
+        ]
     }
     ratios = {}
     for name in ("eager", "graphs-fit-alone", "compiled", "compiled-again", "compiled-alone"):
@@ -245,15 +247,16 @@ def on_one_h200() -> Values:
         if name == "graphs-fit-alone":
             turns |= read(f"{folder}/step-graphs-plain-alone.json", "turns")
         fit, plain = (median(turn["wall"] for turn in turns[way]) for way in ("fit", "plain loop"))
-        values |= {f"h200-{name}-fit": f"{fit:.2f}", f"h200-{name}-plain": f"{plain:.2f}"}
+        if not name.startswith("compiled"):
+            values |= {f"h200-{name}-fit": f"{fit:.2f}", f"h200-{name}-plain": f"{plain:.2f}"}
         ratios[name] = f"{fit / plain:.2f}"
     compiled = sorted(ratio for name, ratio in ratios.items() if name.startswith("compiled"))
     values["h200-compiled-ratio"] = f"{compiled[0]} to {compiled[-1]}"
     values["h200-default"] = f"{read(f'{folder}/default/test.json', 'correct') / 100:.2f}"
     for short, name in {"fast": "fast_9_epochs", "muon": "muon_12_epochs"}.items():
         runs = read(f"recipes/2026-11-26-gpu/{name}.json")
-        for key, suffix in {"correct": "", "correct_flipped": "-mirrored"}.items():
-            values[f"h200-{short}{suffix}"] = f"{statistics.fmean(row[key] for row in runs) / 100:.2f} %"
+        mirrored = statistics.fmean(row["correct_flipped"] for row in runs)
+        values[f"h200-{short}-mirrored"] = f"{mirrored / 100:.2f} %"
         values[f"h200-{short}-time"] = f"{median(row['train_s'] for row in runs):.1f} s"
     return values
 
@@ -262,33 +265,25 @@ def same_bits() -> Values:
     """What virtual replicas cost."""
     values: Values = {}
     for row in read("same-bits/2026-11-22/price.json"):
-        if row["parts"]:
+        if (row["parts"] or 0) > 1:
             price = f"{statistics.median(row['price']):.2f}"
             values[f"same-bits-price-{row['processes']}-{row['parts']}"] = price
     for row in read("same-bits/2026-11-22/memory.json"):
-        values[f"same-bits-peak-{row['processes']}-{row['parts'] or 0}"] = f"{row['peak_mib'][0]:.0f}"
+        if row["processes"] == 2 and row["parts"] in (None, 8):
+            values[f"same-bits-peak-2-{row['parts'] or 0}"] = f"{row['peak_mib'][0]:.0f}"
     return values
 
 
 def options() -> Values:
     """Which options work in which mode: the table of refusals."""
-    options = dict.fromkeys([*refusals.OTHERS, *(row.option for row in refusals.TABLE)])
-    letters = {row: f"({letter})" for row, letter in zip(refusals.TABLE, ascii_lowercase, strict=False)}
 
     def cell(option: str, name: str) -> str:
-        if (row := refusals.refusal_of(option, name)) is not None:
-            return letters[row]
+        if refusals.refusal_of(option, name) is not None:
+            return "no"
         return "GPU" if option in refusals.NEED_GPU else "yes"
 
-    shown = {"mode": "NAME", "parts": 4}
-    return {
-        "options": [[f"`{option}`", *(cell(option, name) for name in refusals.NAMES)] for option in options],
-        "refusals": [
-            [letter, f"{row.problem.format(option=row.option, optimizer=optimizer, **shown)}; {row.remedy}"]
-            for row, letter in letters.items()
-            for optimizer in ["MuonSGD" if "Muon" in row.option else "NesterovSGD"]
-        ],
-    }
+    options = dict.fromkeys(row.option for row in refusals.TABLE)
+    return {"options": [[f"`{option}`", *(cell(option, name) for name in refusals.NAMES)] for option in options]}
 
 
 def filled(place: re.Match[str], values: Values) -> str:

@@ -1,15 +1,16 @@
 """What `Replay` and other tools say of the cases of `benchmarks/silent_bugs`: read, counted, drawn."""
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 RECORD = Path(__file__).parents[1] / "silent_bugs" / "2026-11-25"
 BLIND = "written after the checks"
-COLORS = {"found": "#0072b2", "noted": "#56b4e9", "missed": "#d9d9d9", "no answer": "#f0e442"}  # Okabe and Ito's
+COLORS = {"found": "#0072b2", "noted": "#56b4e9"}  # Okabe and Ito's
+MEANS = {"found": "found: it fails", "noted": "noted: no failure, but a hint"}
 WORDS = {"fail": "found", "note": "noted", "": "missed"}
 Rows = list[dict[str, Any]]
 
@@ -47,27 +48,37 @@ def count(rows: Rows, word: str) -> int:
 
 
 def drawn(record: Path) -> Figure:
-    """For each tool a panel, for each class a row, for each case a mark."""
-    found = tools(record)
-    sizes = Counter(row["class"] for row in found["Replay"])
-    kinds = sorted(sizes, key=lambda kind: (kind == BLIND, kind))
-    figure = Figure(figsize=(2.1 + 1.5 * len(found), 4.2), layout="constrained")
-    for axes, (tool, rows) in zip(figure.subplots(1, len(found), sharey=True), found.items(), strict=True):
-        for y, kind in enumerate(kinds):
-            words = sorted((row["word"] for row in rows if row["class"] == kind), key=list(COLORS).index)
-            axes.barh([y] * len(words), 0.85, left=range(len(words)), color=[COLORS[word] for word in words])
-        title = f"{tool}\n{count(rows, 'found')} of {len(rows)} found\n+ {count(rows, 'noted')} noted"
-        if tool == "loss curves":  # outside of the range of the seeds, as one more seed is by chance
-            by_chance = round(len(rows) * 2 / (json.loads((record / "results.json").read_text())["seeds"] + 1))
-            title = f"{tool}\n{count(rows, 'found')} of {len(rows)} show it\nby chance: {by_chance}"
-        axes.set_title(title, fontsize=9)
-        axes.set(xlim=(0, max(sizes.values())), ylim=(len(kinds) - 0.5, -0.5), xticks=[])
-        axes.set_yticks(range(len(kinds)), [f"{kind} ({sizes[kind]})" for kind in kinds], fontsize=9)
-        axes.tick_params(left=False)
-        axes.spines[:].set_visible(False)
-    words = [word for word in COLORS if any(count(rows, word) for rows in found.values())]
-    bars = [figure.axes[0].barh(0, 0, color=COLORS[word], label=word) for word in words]
-    figure.legend(handles=bars, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    rows = found["Replay"]
-    figure.suptitle(f"Of {len(rows)} real bugs that raise no error, Replay misses {count(rows, 'missed')}", fontsize=11)
+    """A bar for each tool and set of cases; and one for what the losses of runs without a bug would show by chance."""
+    ours, losses, *others = tools(record).values()
+    fresh = [row for row in ours if row["class"] == BLIND]
+    seen = [row for row in ours if row["class"] != BLIND]
+    bars = {
+        f"Replay, {len(seen)} bugs, some used\nto write its checks": seen,
+        f"Replay, {len(fresh)} fresh bugs": fresh,
+        f"loss curves, the {len(losses)} bugs": losses,
+    }
+    shares = {label: [count(rows, word) / len(rows) for word in ("found", "noted")] for label, rows in bars.items()}
+    # Outside of the range of the seeds, as one more seed is by chance.
+    by_chance = 2 / (json.loads((record / "results.json").read_text())["seeds"] + 1)
+    shares["loss curves, no bug at all"] = [by_chance, 0]
+    shares |= {
+        f"torch's own checks,\nall {len(rows)} bugs": [count(rows, "found") / len(rows), 0] for rows in others[:1]
+    }
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for y, (label, (found, noted)) in enumerate(shares.items()):
+        color = "#9a9a9a" if label.endswith("at all") else COLORS["found"]
+        axes.barh(y, 100, 0.7, color="#eeeeee")
+        axes.barh(y, 100 * found, 0.7, color=color)
+        axes.barh(y, 100 * noted, 0.7, left=100 * found, color=COLORS["noted"])
+        words = f"{100 * found:.0f} %" + (f" + {100 * noted:.0f} %" if noted else "")
+        axes.text(100 * (found + noted) + 1.5, y, words, va="center", fontsize=11)
+    axes.set(xlim=(0, 100), ylim=(len(shares) - 0.5, -0.5), xticks=[])
+    axes.set_yticks(range(len(shares)), list(shares), fontsize=11)
+    axes.tick_params(left=False)
+    axes.spines[:].set_visible(False)
+    handles = [Patch(color=COLORS[word], label=label) for word, label in MEANS.items()]
+    handles.append(Patch(color="#9a9a9a", label="by chance"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=10)
+    figure.suptitle("Real bugs that raise no error: which tool says something?", fontsize=12, fontweight="bold")
     return figure

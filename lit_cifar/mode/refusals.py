@@ -10,7 +10,7 @@ from lit_cifar.mode import Mode
 from lit_cifar.mode.table import MODES
 
 NAMES = tuple("single_device" if row.name == "single" else row.name for row in MODES)
-# Options that docs/gpu-options.md lists beside those that a mode refuses.
+# Options that no mode refuses, as docs/gpu-options.md says.
 OTHERS = (
     "--model.channels_last=true",
     "--trainer.precision=bf16-mixed",

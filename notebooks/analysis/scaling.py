@@ -109,15 +109,14 @@ def accuracy_over_time(run: str | Path) -> pd.DataFrame:
     return frame.dropna(subset=["accuracy"])[["step", "seconds", "accuracy"]].reset_index(drop=True)
 
 
-def time_to(frame: pd.DataFrame, accuracy: float, *, in_a_row: int = 1) -> dict[str, float]:
-    """The optimizer steps and seconds of training until validations had reached `accuracy`; nan if none did.
+def time_to(frame: pd.DataFrame, accuracy: float) -> dict[str, float]:
+    """The optimizer steps and seconds of training until a validation has reached `accuracy`; nan if none did.
 
     Args:
         frame: From `accuracy_over_time`.
         accuracy: From 0 to 1.
-        in_a_row: So many validations one after the other. The last of them counts, where a training could have stopped.
     """
-    reached = frame[(frame["accuracy"] >= accuracy).rolling(in_a_row).sum() == in_a_row]
+    reached = frame[frame["accuracy"] >= accuracy]
     if reached.empty:
         return {"steps": math.nan, "seconds": math.nan}
     return {"steps": float(reached["step"].iloc[0]) + 1, "seconds": float(reached["seconds"].iloc[0])}

@@ -26,6 +26,7 @@ _LAYERS: tuple[dict[str, Any], ...] = (
     {"color": RED, "linestyle": "", "marker": "o", "markersize": 7, "fillstyle": "none"},
     {"color": "black", "linestyle": "", "marker": "x", "markersize": 4},
 )
+HIGHEST_LOSS = 1e10  # on the axis of `plot_losses`
 _POINTS = (("#d98c1f", "o"), (BLUE, "s"), (RED, "^"), ("black", "x"))
 
 
@@ -79,6 +80,8 @@ def read_losses(run: str | Path) -> list[float]:
 def plot_losses(panels: Mapping[str, Mapping[str, Sequence[float]]], *, xlabels: Sequence[str]) -> Figure:
     """A panel for each group of curves over 0, 1, 2, ..., with one logarithmic axis; a cross where a curve becomes nan.
 
+    The axis ends at `HIGHEST_LOSS`. Where a curve leaves it stands how high the curve goes.
+
     Args:
         panels: Losses by label, by title. None of the finite ones may be 0 or less.
         xlabels: What is counted on the horizontal axis of each panel.
@@ -91,6 +94,8 @@ def plot_losses(panels: Mapping[str, Mapping[str, Sequence[float]]], *, xlabels:
         axes.set(yscale="log", xlabel=xlabel)
         axes.set_title(title, fontsize=10)
         _tidy(axes)
+    if max(axes.get_ylim()[1] for axes in every_axes) > HIGHEST_LOSS:
+        every_axes[0].set_ylim(top=HIGHEST_LOSS)
     every_axes[0].set_ylabel("training loss")
     return figure
 
@@ -98,7 +103,11 @@ def plot_losses(panels: Mapping[str, Mapping[str, Sequence[float]]], *, xlabels:
 def _draw_losses(axes: Axes, losses: np.ndarray[tuple[int], np.dtype[np.float64]], label: str) -> None:
     steps, finite = np.arange(len(losses)), np.isfinite(losses)
     (line,) = axes.plot(steps[finite], losses[finite], marker="." if finite.sum() < 10 else "", label=label)
-    if not finite.all():
+    if (above := losses > HIGHEST_LOSS).any():
+        text = f"to {losses[finite].max():.0e}"
+        at, beside = (int(np.argmax(above)), HIGHEST_LOSS), (12, -2)
+        axes.annotate(text, at, beside, textcoords="offset points", va="top", fontsize=8, color=line.get_color())
+    elif not finite.all():
         first = int(np.argmin(finite))
         height = losses[first - 1] if first else 1.0
         axes.plot([first], [height], marker="x", markersize=9, markeredgewidth=2, color=line.get_color())
