@@ -45,7 +45,8 @@ def main(plan_file: str) -> None:
     file.with_suffix(".part").write_bytes(pickle.dumps(watched.trace))
     file.with_suffix(".part").rename(file)
     sys.stdout.flush()
-    os._exit(0)  # a training that was ended may have threads and workers that wait for it
+    # A training that was ended may have threads and workers that wait for it. An error ends the other ranks too.
+    os._exit(bool(watched.trace.error))
 
 
 def _prepare(watched: Watched, loaders: Loaders, rank: int) -> None:
@@ -92,14 +93,16 @@ def _run(target: Target, watched: Watched, loaders: Loaders) -> None:
 
 
 def _join(watched: Watched, rank: int) -> None:
-    """Let every process group of this run meet in a file, whatever addresses the script names."""
-    plan = watched.plan
+    """Let every process group of this run meet at the run's own address, whatever the script names."""
+    ranks = watched.plan.ranks
+    address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
 
     def joiner(begin: Any) -> Any:
         def begun(*args: Any, **settings: Any) -> None:
             watched.trace.is_distributed = True
-            store = torch.distributed.FileStore(str(watched.folder.parent / "store"), plan.ranks)  # type: ignore[attr-defined]
-            begin("gloo", store=store, rank=rank, world_size=plan.ranks)
+            os.environ.update(address)
+            alone = {"store": torch.distributed.HashStore()} if ranks == 1 else {}  # type: ignore[attr-defined]
+            begin("gloo", rank=rank, world_size=ranks, **alone)
 
         return begun
 

@@ -8,6 +8,7 @@ from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import RunError, Runs, Verdict, difference, unused
 
 NAME = "evaluation"
+_NO_LOADER = "the evaluation reads no DataLoader of torch"
 
 
 def evaluation(runs: Runs) -> Iterator[Verdict]:
@@ -22,12 +23,13 @@ def _in_lightning(runs: Runs) -> Iterator[Verdict]:
             NAME, "abstain", "no validation: give the Trainer validation data and the module a validation_step"
         )
         return
-    own, *ways = metrics if UNDIVIDED not in trace.remarks else ("as it is", "again")
+    reason = UNDIVIDED if UNDIVIDED in trace.remarks else "" if trace.evaluated else _NO_LOADER
+    own, *ways = ("as it is", "again") if reason else metrics
     found = [text for way in ways if (text := _apart(runs, metrics[own], metrics[way], f"validated {way}"))]
     looked_at = f"{', '.join(metrics[own])}: {', '.join(ways)}"
     yield Verdict(NAME, "fail" if found else "pass", "; ".join(found[:3]), looked_at, found)
-    if UNDIVIDED in trace.remarks:
-        yield Verdict(f"{NAME} in other batches", "abstain", UNDIVIDED)
+    if reason:
+        yield Verdict(f"{NAME} in other batches", "abstain", reason)
     for way, error in trace.failed.items():
         yield Verdict(f"{NAME} {way}", "note", f"ends by {error}", looked_at)
     one = runs.run(validate="weights")[0].metrics.get("as it is", {})
@@ -56,7 +58,7 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
         yield Verdict(NAME, "abstain", UNDIVIDED)
         return
     if not own.evaluated:
-        yield Verdict(NAME, "abstain", "no data loader was read where no gradient is made: use torch.no_grad()")
+        yield Verdict(NAME, "abstain", f"{_NO_LOADER}: use one where no gradient is made, in torch.no_grad()")
         return
     found = []
     for way, size in (("in batches of 1", 1), ("in batches of 7", 7), ("as one batch", 0)):

@@ -11,7 +11,7 @@ NAME = "workers"
 def workers(runs: Runs) -> Iterator[Verdict]:
     loaders = runs.run(probe_loaders=True)[0].loaders
     if not loaders:
-        yield Verdict(NAME, "abstain", "no data loader was read")
+        yield Verdict(NAME, "abstain", "it reads no DataLoader of torch")
         return
     found = [text for seen in loaders for text in (_of_stream(seen) if seen["stream"] else _of_samples(seen))]
     looked_at = f"{len(loaders)} loaders, without workers and with 2"

@@ -34,7 +34,7 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
         yield Verdict("ranks", "abstain", UNDIVIDED)
         return
     if two[0].batches == 0 and not shares:
-        yield Verdict("ranks", "abstain", "no data loader was read: divide batches by relations.share(batch)")
+        yield Verdict("ranks", "abstain", "it reads no DataLoader of torch: divide batches by relations.share(batch)")
         return
     try:
         imposed = {} if shares and not two[0].batches else {"imposed": runs.imposed(recorded)}
@@ -70,7 +70,7 @@ def accumulation(runs: Runs) -> Iterator[Verdict]:
         changes = {"imposed": runs.imposed(recorded, parts=2), **_accumulating(own, 2, runs, parts=2)}
         divided = runs.run(quiet=True, **changes)[0]
     if not divided.batches or UNDIVIDED in own.remarks:
-        reason = UNDIVIDED if divided.batches else "no data loader was read"
+        reason = UNDIVIDED if divided.batches else "it reads no DataLoader of torch"
         yield Verdict("accumulation", "abstain", reason)
         return
     verdict = runs.judge(
