@@ -219,6 +219,20 @@ def test_the_command_says_what_differs_and_what_it_looked_at(tmp_path: Path, mon
     assert [each["outcome"] for each in found] == ["pass", "fail", "pass", "pass"]
 
 
+def test_other_projects_get_a_fixture(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('trains nothing')")
+    (tmp_path / "test_theirs.py").write_text("def test_wrong(related):\n    related('train.py', '--only=resume')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "lit_cifar.checks.pytest_plugin", "-q", "test_theirs.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert "relations train.py --only=resume: exit status 3" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
