@@ -10,6 +10,7 @@ from lit_cifar.launch import startup as startup  # notes the parent before the i
 from lit_cifar.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from lit_cifar.checks import relations
     from lit_cifar.checks.replay import Replay, ReplayError, replay
     from lit_cifar.checks.replica_audit import ReplicaAudit
     from lit_cifar.checks.watchdog.callback import Watchdog
@@ -47,12 +48,15 @@ __all__ = [
     "ReplicaAudit",
     "WarmupDecay",
     "Watchdog",
+    "relations",
     "replay",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is used."""
+    if name == "relations":
+        return import_module("lit_cifar.checks.relations")
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = getattr(import_module(_PLACES[name]), name)

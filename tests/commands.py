@@ -14,7 +14,7 @@ import pytest
 
 from lit_cifar.checkpoint.files import read_checkpoint
 from lit_cifar.cli.main import main
-from lit_cifar.tools.forked import ForkedRun
+from lit_cifar.launch.forked import ForkedRun
 
 TINY = [
     "--model.arch=tiny",

@@ -35,9 +35,9 @@ from lit_cifar.checkpoint.files import DIGESTS, read_checkpoint, weights_digest
 from lit_cifar.cli.main import CLI
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import CheckpointError
+from lit_cifar.launch.forked import ForkedRun, _rank_environments
 from lit_cifar.launch.signals import Stopped
 from lit_cifar.reporting.run_folder import LOCK
-from lit_cifar.tools.forked import ForkedRun, _rank_environments
 
 # 79 images in batches of 16: four steps and a ragged one of 15 an epoch, ten steps in all.
 SETTINGS = [*TINY, "--data.num_train=95", "--trainer.max_epochs=2", "--trainer.devices=1"]

@@ -12,8 +12,8 @@ import psutil
 import pytest
 from processes import is_running
 
+from lit_cifar.launch.forked import ForkedRun, _rank_environments
 from lit_cifar.tools import forked
-from lit_cifar.tools.forked import ForkedRun, _rank_environments
 
 
 def start(folder: Path, program: str, *words: str, num_ranks: int = 1) -> ForkedRun:
@@ -84,7 +84,7 @@ def test_temporary_files_may_lie_deep(tmp_path: Path) -> None:
     folder = tmp_path / ("d" * 100)
     folder.mkdir()
     program = (
-        "import sys, tempfile; from lit_cifar.tools.forked import start_forked; "
+        "import sys, tempfile; from lit_cifar.launch.forked import start_forked; "
         "process = start_forked(sys.exit, (7,)); process.join(); print(process.exitcode, tempfile.gettempdir())"
     )
     environment = {**os.environ, "TMPDIR": str(folder)}

@@ -14,6 +14,7 @@ from processes import is_running
 
 import lit_cifar.strategies  # noqa: F401  # registers their names
 from lit_cifar.errors import ConfigError
+from lit_cifar.launch.forked import ForkedRun
 from lit_cifar.launch.network_interfaces import LOOPBACK
 from lit_cifar.launch.rendezvous import count_processes
 from lit_cifar.launch.restarts import ForkedRanks
@@ -21,7 +22,6 @@ from lit_cifar.launch.signals import EXIT_STOPPED
 from lit_cifar.strategies.mp import DDPLayerParallelStrategy
 from lit_cifar.tools.chaos.audit import metric_problems
 from lit_cifar.tools.chaos.job import _rank_of, wait_until
-from lit_cifar.tools.forked import ForkedRun
 
 
 @pytest.mark.parametrize(

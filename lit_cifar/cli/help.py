@@ -69,6 +69,7 @@ _COMMANDS = {
     "train": {**SUBCOMMANDS, "ray": "Train over the nodes of a Ray cluster, in any mode."},
     "check": {
         "verify": "Compare modes with the one device that each must equal.",
+        "relations": "Run your own script in pairs that must train the same model.",
         "doctor": "Whether this machine is fit to train in parallel.",
         "chaos": "Kill, stop and resize a training: is anything lost?",
     },

@@ -12,6 +12,7 @@ _MODULES = {
     "doctor": "doctor.command",
     "modes": "doctor.modes",
     "ray": "ray",
+    "relations": "relations",
     "report": "report.page",
     "verify": "verify.command",
 }

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lit_cifar.tools.forked import ForkedRun
+from lit_cifar.launch.forked import ForkedRun
 
 MARK = "LIT_CIFAR_GPU_VISIT"
 """Environment variable by which every process that a run has started is found, whatever session it is in."""

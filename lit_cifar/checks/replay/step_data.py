@@ -7,10 +7,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lit_cifar.checks.repeated_step.batches import joined, num_samples
 from lit_cifar.checks.repeated_step.digests import Surroundings, digest
 from lit_cifar.checks.repeated_step.events import Call
 from lit_cifar.checks.replay.verdict import Finding, Report
-from lit_cifar.internals import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from lit_cifar.internals import tree_leaves, tree_map
 
 Generators: TypeAlias = tuple[int, ...]  # digests of their states
 _TOO_FEW = "whether ranks read the same, as batches hold too few values"
@@ -128,7 +129,7 @@ class JoinedBatch:
 
     def _compared(self, calls: Sequence[Call]) -> str:
         batches = [call.inputs[0][0] for call in calls]
-        one, sizes = joined(batches), [*map(_size, batches)]
+        one, sizes = joined(batches), [*map(num_samples, batches)]
         mean = sum(self._gradient(batch, calls[0]) for batch in batches) / len(batches)
         expected = self._gradient(one, calls[0])
         share = float((mean - expected).norm() / expected.norm())
@@ -154,28 +155,6 @@ class JoinedBatch:
             raise ValueError("random numbers are drawn, which are others for a joined batch")
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in twin.parameters()]
         return torch.cat([gradient.reshape(-1) for gradient in grads])
-
-
-def joined(batches: Sequence[Any]) -> Any:
-    """Join batches. Raise an error where tensors are not divided by samples, or other values differ."""
-    flat = [tree_flatten(batch) for batch in batches]
-    if any(spec != flat[0][1] for _, spec in flat):
-        raise ValueError("the batches hold unlike numbers of things")
-    return tree_unflatten([_joined(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)], flat[0][1])
-
-
-def _joined(leaves: Sequence[Any]) -> Any:
-    if isinstance(leaves[0], Tensor) and leaves[0].dim():
-        return torch.cat([*leaves])
-    if not all(bool(leaf == leaves[0]) for leaf in leaves):
-        raise ValueError("what is no tensor differs")
-    return leaves[0]
-
-
-def _size(batch: Any) -> int:
-    """Number of samples, or of whatever the batch's tensors are divided into."""
-    (size,) = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
-    return size
 
 
 def _copied_as_double(leaf: Any) -> Any:

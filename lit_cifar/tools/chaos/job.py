@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from lit_cifar.launch.forked import ForkedRun
 from lit_cifar.tools.chaos.audit import LAUNCH
-from lit_cifar.tools.forked import ForkedRun
 
 FIT = (sys.executable, "-m", "lit_cifar")  # the launcher if `fit --max_restarts` starts the processes itself
 _STDOUT = 1

@@ -8,9 +8,9 @@ from statistics import median
 
 import torch
 
+from lit_cifar.launch.forked import ForkedRun
 from lit_cifar.tools.doctor import ALL_MODES, PROCESS_MODES, MachineFinding, size_of
 from lit_cifar.tools.doctor.measurement import NUM_CALLS, OPERATIONS, SIZES, Measurement
-from lit_cifar.tools.forked import ForkedRun
 
 _PROBE = "lit_cifar.tools.doctor.measurement"
 _TIMEOUT_S = 90.0

@@ -11,7 +11,7 @@ from threading import Event
 from time import perf_counter
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.tools.forked import ForkedRun
+from lit_cifar.launch.forked import ForkedRun
 
 TIMEOUT_S = 900.0
 

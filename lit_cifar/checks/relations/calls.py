@@ -1,0 +1,70 @@
+"""What a training script may ask `python -m lit_cifar relations`. Without it, each call gives the script's own value.
+
+>>> from lit_cifar import relations
+>>> accumulate = relations.knob("accumulate", 4)
+>>> if path := relations.resume():
+...     load(path)
+>>> if path := relations.save():  # wherever the script could write a checkpoint
+...     save(path)
+"""
+
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Session(Protocol):
+    """The training that the checker watches in this process."""
+
+    def knob(self, name: str, own: Any) -> Any: ...
+    def resume(self) -> str | None: ...
+    def save(self) -> str | None: ...
+    def report(self, values: dict[str, Any]) -> None: ...
+    def asked_to_share(self) -> None: ...
+
+
+session: Session | None = None
+
+
+def knob(name: str, own: T) -> T:
+    """The script's own value, or another that a relation needs.
+
+    These names have relations of their own: `accumulate`, the number of microbatches of a step; `validate_every`, the
+    number of steps or epochs between two evaluations; `epochs`. Any other is an option that should have an effect.
+    """
+    value: T = own if session is None else session.knob(name, own)
+    return value
+
+
+def resume() -> str | None:
+    """The path of a checkpoint to go on from, or None."""
+    return None if session is None else session.resume()
+
+
+def save() -> str | None:
+    """A path to write a checkpoint to, or None. The checker ends the training soon after it has given one."""
+    return None if session is None else session.save()
+
+
+def report(**values: Any) -> None:
+    """Tell values to compare beside those that are found without it: numbers, tensors, modules such as averages.
+
+    The names of an evaluation's results begin with `val`. A `score` that was kept for a checkpoint and a `rescored` of
+    the same checkpoint must be equal.
+    """
+    if session is not None:
+        session.report(values)
+
+
+def share(batch: T) -> T:
+    """This rank's rows of a batch that all ranks have made alike: tensors in any tree, divided along dimension 0."""
+    import torch.distributed as dist  # a script that never calls this should not have to wait for it
+
+    from lit_cifar.checks.repeated_step.batches import parted
+
+    if session is not None:
+        session.asked_to_share()
+    if not dist.is_initialized():
+        return batch
+    own: T = parted(batch, dist.get_world_size())[dist.get_rank()]
+    return own

@@ -1,0 +1,141 @@
+"""`python -m lit_cifar.checks.relations.child PLAN`: a process of a run. It runs the user's training and watches it."""
+
+import multiprocessing
+import os
+import pickle
+import runpy
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+import torch.multiprocessing
+
+from lit_cifar.checks.relations import calls, in_lightning
+from lit_cifar.checks.relations.generators import make_quiet, seed_all
+from lit_cifar.checks.relations.loaders import Loaders
+from lit_cifar.checks.relations.own_files import Guard, mirror
+from lit_cifar.checks.relations.patching import patched
+from lit_cifar.checks.relations.plan import Target
+from lit_cifar.checks.relations.watching import Ended, Watched
+
+_THREADS = 1  # more would add up in another order from run to run
+
+
+def main(plan_file: str) -> None:
+    target, plan = pickle.loads(Path(plan_file).read_bytes())
+    rank = int(os.environ.get("RANK", "0"))
+    folder = Path(plan_file).parent / str(rank)
+    own = folder / "folder"
+    mirror(Path(target.folder), own)
+    os.chdir(own)
+    watched = Watched(plan, folder)
+    loaders = Loaders(watched)
+    try:
+        _prepare(watched, loaders, rank)
+        _run(target, watched, loaders)
+    except BaseException as error:
+        watched.trace.error = (traceback.format_exception_only(error)[-1].strip().splitlines() or [""])[0]
+        watched.trace.traceback = traceback.format_exc()
+    file = folder / "trace"
+    file.with_suffix(".part").write_bytes(pickle.dumps(watched.trace))
+    file.with_suffix(".part").rename(file)
+    sys.stdout.flush()
+    # A training that was ended may have threads and workers that wait for it. An error ends the other ranks too.
+    os._exit(bool(watched.trace.error))
+
+
+def _prepare(watched: Watched, loaders: Loaders, rank: int) -> None:
+    plan = watched.plan
+    torch.set_num_threads(_THREADS)
+    multiprocessing.set_start_method(None, force=True)  # the fork server's own would hold for loaders' workers
+    temporary = watched.folder / "temporary"
+    temporary.mkdir()
+    os.environ |= {"TMPDIR": str(temporary), "WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}
+    tempfile.tempdir = None
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    watched.patch()
+    loaders.patch()
+    in_lightning.patch(watched)
+    _join(watched, rank)
+    if plan.double:
+        _compute_in_double()
+    if plan.quiet:
+        make_quiet()
+    if plan.seed:
+        _seed_otherwise(plan.seed)
+    seed_all("start", plan.seed)
+    calls.session = watched
+    Guard(watched.folder.parent, watched.trace.outside).start()
+
+
+def _run(target: Target, watched: Watched, loaders: Loaders) -> None:
+    sys.argv = [target.program, *target.arguments]
+    try:
+        if target.is_module:
+            sys.path.insert(0, "")
+            runpy.run_module(target.program, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(target.program).absolute().parent))
+            runpy.run_path(target.program, run_name="__main__")
+    except Ended:
+        pass
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise
+    if watched.plan.probe_loaders:
+        loaders.probe()
+    watched.trace.state = watched.trace.state or watched.snapshot()
+
+
+def _join(watched: Watched, rank: int) -> None:
+    """Let every process group of this run meet at the run's own address, whatever the script names."""
+    ranks = watched.plan.ranks
+    address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
+
+    def joiner(begin: Any) -> Any:
+        def begun(*args: Any, **settings: Any) -> None:
+            watched.trace.is_distributed = True
+            os.environ.update(address)
+            alone = {"store": torch.distributed.HashStore()} if ranks == 1 else {}  # type: ignore[attr-defined]
+            begin("gloo", rank=rank, world_size=ranks, **alone)
+
+        return begun
+
+    def here(function: Any, args: tuple[Any, ...] = (), nprocs: int = 1, **settings: Any) -> None:
+        """Every process of the run is one of those that the script would start."""
+        watched.trace.own_ranks = nprocs
+        function(rank, *args)
+
+    patched(torch.distributed, "init_process_group", joiner)
+    for name in ("spawn", "start_processes"):
+        patched(torch.multiprocessing, name, lambda _: here)
+
+
+def _compute_in_double() -> None:
+    """New tensors are float64, and what a script asks to be float32 by `.float()`; autocast is off."""
+    torch.set_default_dtype(torch.float64)
+    for owner in (torch.Tensor, torch.nn.Module):
+        patched(owner, "float", _double)
+    patched(torch.autocast, "__init__", _no_autocast)
+
+
+def _double(_: Any) -> Callable[..., Any]:
+    return lambda own, *args, **settings: own.double(*args, **settings)
+
+
+def _no_autocast(make: Any) -> Callable[..., None]:
+    return lambda own, *args, **settings: make(own, "cpu", enabled=False)
+
+
+def _seed_otherwise(offset: int) -> None:
+    """Every seed of torch's own generator is another."""
+    patched(torch, "manual_seed", lambda seed: lambda number: seed(int(number) + offset))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,150 @@
+"""An evaluation does not depend on how its samples are divided, on repetition, or on the number of processes."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lit_cifar.checks.relations.loaders import UNDIVIDED
+from lit_cifar.checks.relations.plan import Trace
+from lit_cifar.checks.relations.runs import RunError, Runs, Verdict, difference, unused
+
+NAME = "evaluation"
+_NO_LOADER = "the evaluation reads no DataLoader of torch"
+
+
+def evaluation(runs: Runs) -> Iterator[Verdict]:
+    yield from _in_lightning(runs) if runs.own().is_lightning else _in_plain_pytorch(runs)
+
+
+def _in_lightning(runs: Runs) -> Iterator[Verdict]:
+    trace = runs.run(variants=True, most_epochs=1)[0]
+    metrics = trace.metrics
+    if not metrics:
+        yield Verdict(
+            NAME, "abstain", "no validation: give the Trainer validation data and the module a validation_step"
+        )
+        return
+    reason = UNDIVIDED if UNDIVIDED in trace.remarks else "" if trace.evaluated else _NO_LOADER
+    own, *ways = ("as it is", "again") if reason else metrics
+    found = [text for way in ways if (text := _apart(runs, metrics[own], metrics[way], f"validated {way}"))]
+    looked_at = f"{', '.join(metrics[own])}: {', '.join(ways)}"
+    yield Verdict(NAME, "fail" if found else "pass", "; ".join(found[:3]), looked_at, found)
+    if reason:
+        yield Verdict(f"{NAME} in other batches", "abstain", reason)
+    for way, error in trace.failed.items():
+        yield Verdict(f"{NAME} {way}", "note", f"ends by {error}", looked_at)
+    one = runs.run(validate="weights")[0].metrics.get("as it is", {})
+    asks = runs.own().own_ranks
+    for number in (2, 3):
+        name = f"{NAME} on {number} ranks"
+        try:
+            traces = runs.run(validate="weights", ranks=number)
+        except RunError as error:
+            yield Verdict(name, "abstain", str(error))
+            continue
+        text = _apart(runs, one, traces[0].metrics.get("as it is", {}), f"validated by {number} processes")
+        found = [text] if text else []
+        verdict = Verdict(name, "fail" if found else "pass", text, ", ".join(one), found)
+        yield verdict if asks == number else unused(verdict, f"the script asks for {_processes(asks)}")
+
+
+def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
+    """The training again, with other batches wherever no gradient is made."""
+    own = runs.run(generators=True)[0]
+    values = _results(own)
+    if not values:
+        yield Verdict(NAME, "abstain", "report the results: relations.report(val_loss=...)")
+        return
+    if UNDIVIDED in own.remarks:
+        yield Verdict(NAME, "abstain", UNDIVIDED)
+        return
+    if not own.evaluated:
+        yield Verdict(NAME, "abstain", f"{_NO_LOADER}: use one where no gradient is made, in torch.no_grad()")
+        return
+    found = []
+    for way, size in (("in batches of 1", 1), ("in batches of 7", 7), ("as one batch", 0)):
+        other = _results(runs.run(generators=True, evaluation_batch=size)[0])
+        if text := _apart(runs, values, other, f"evaluated {way}"):
+            found.append(text)
+    yield Verdict(
+        NAME, "fail" if found else "pass", "; ".join(found[:2]), f"{', '.join(values)}: in batches of 1, 7, all", found
+    )
+
+
+def rescored(runs: Runs) -> Iterator[Verdict]:
+    """A checkpoint has the results that were logged when it was written."""
+    own = runs.own()
+    if own.is_lightning:
+        yield from _rescored_in_lightning(runs)
+        return
+    numbers = {name: value for _, values in own.logged for name, value in values.items()}
+    pairs = [
+        name for name in numbers if name.startswith("score") and f"re{name.replace('score', 'scored', 1)}" in numbers
+    ]
+    if not pairs:
+        yield Verdict(
+            "score of a file",
+            "abstain",
+            "relations.report(score=...), and rescored=... of the model that is loaded from the file",
+        )
+        return
+    for name in pairs:
+        again = numbers[f"re{name.replace('score', 'scored', 1)}"]
+        is_same = difference(numbers[name], again) <= runs.limit
+        text = "" if is_same else f"{name} was {numbers[name]:.9g} when it was kept, and is {again:.9g}"
+        yield Verdict("score of a file", "pass" if is_same else "fail", text, f"{len(pairs)} scores")
+
+
+def _rescored_in_lightning(runs: Runs) -> Iterator[Verdict]:
+    run = runs.run(record=True)[0]
+    if not run.logged:
+        yield Verdict("score of a file", "abstain", "no validation")
+        return
+    last = len(run.logged)
+    file = runs.folder_of(record=True) / "0" / f"validated-{last}.ckpt"
+    again = runs.run(validate=str(file))[0].metrics.get("as it is", {})
+    history = [values for _, values in run.logged]
+    found: list[str] = []
+    notes: list[str] = []
+    for name, value in again.items():
+        if name not in history[-1] or difference(history[-1][name], value) <= runs.limit:
+            continue
+        text = f"{name} was logged as {history[-1][name]:.9g}, and is {value:.9g} where the checkpoint is validated"
+        (notes if _is_running(name, history) else found).append(text)
+    outcome: Any = "fail" if found else "note" if notes else "pass"
+    why = "; ".join(found[:2]) or "; ".join(f"{text}: it is the best so far" for text in notes[:2])
+    yield Verdict("score of a file", outcome, why, ", ".join(again), found)
+
+
+def _is_running(name: str, history: list[dict[str, float]]) -> bool:
+    """Whether a metric is the best of another until then, which a single evaluation cannot know."""
+    own = [values.get(name) for values in history]
+    for other in history[-1].keys() - {name}:
+        series = [values.get(other, 0.0) for values in history]
+        for best in (max, min):
+            if own == [best(series[: end + 1]) for end in range(len(series))]:
+                return True
+    return False
+
+
+def _results(trace: Trace) -> dict[str, float]:
+    """Reported results by the evaluation and name."""
+    return {
+        f"{name} after {steps} steps": value
+        for steps, values in trace.logged
+        for name, value in values.items()
+        if name.startswith("val")
+    }
+
+
+def _apart(runs: Runs, own: Mapping[str, float], other: Mapping[str, float], how: str) -> str:
+    """In words, the result that differs most."""
+    sizes = {name: difference(value, other.get(name)) for name, value in own.items()}
+    name = max(sizes, key=lambda its: sizes[its], default="")
+    if not name or sizes[name] <= runs.limit:
+        return ""
+    value = f"{other[name]:.9g}" if name in other else "missing"
+    return f"{name} is {own[name]:.9g}, and {value} if {how}"
+
+
+def _processes(number: int) -> str:
+    return "one process" if number == 1 else f"{number} processes"

@@ -1,0 +1,195 @@
+"""Lightning's `Trainer` in a watched process: shorter, on as many CPU processes as the run has, and followed."""
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelSummary, ProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from lit_cifar.checks.relations.generators import seed_all
+from lit_cifar.checks.relations.patching import patched
+from lit_cifar.checks.relations.watching import CHECKPOINT, Ended, Watched
+from lit_cifar.checks.repeated_step.batches import tensors_in
+from lit_cifar.errors import one_line
+
+_OWN = ("_", "trainer", "training", "fabric", "prepare_data_per_node", "allow_zero_length_dataloader", "example_input")
+# Ways to validate the same weights, and the sizes of their batches.
+VARIANTS: dict[str, int | None] = {
+    "as it is": None,
+    "again": None,
+    "batches of 1": 1,
+    "batches of 7": 7,
+    "one batch": 0,
+}
+
+
+class Follower(Checkpoint):
+    """Notes samples, saves where the plan says, ends there. A `Checkpoint`, so that it comes after other callbacks."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched, self._plan, self._trained = watched, watched.plan, 0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if not self._watched.trace.first:
+            look_at(trainer, self._watched)
+            self._watched.begins()
+        if tensors := tensors_in(batch):
+            self._watched.note_samples(tensors[0])
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._trained += 1
+        self._watched.trace.batches_of_epoch = int(trainer.num_training_batches)
+        if not self._plan.save_epoch:
+            self._save(trainer, self._trained)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if self._plan.save_epoch:
+            self._save(trainer, trainer.current_epoch + 1)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self._watched.trace.logged.append((trainer.global_step, metrics_of(trainer)))
+            if self._plan.record:
+                trainer.save_checkpoint(self._watched.folder / f"validated-{len(self._watched.trace.logged)}.ckpt")
+
+    def _save(self, trainer: pl.Trainer, number: int) -> None:
+        if number == self._plan.save_at:
+            trainer.save_checkpoint(self._watched.folder.parent / CHECKPOINT)
+            look_at(trainer, self._watched)
+            self._watched.has_saved()
+            raise Ended
+
+
+def patch(watched: Watched) -> None:
+    """Follow the trainers of this process, up to the end of the first `fit`."""
+
+    def maker(make: Any) -> Callable[..., None]:
+        def made(trainer: pl.Trainer, *args: Any, **own: Any) -> None:
+            make(trainer, *args, **_settings(watched, own))
+            trainer.callbacks.append(Follower(watched))  # type: ignore[attr-defined]
+            watched.phase = lambda: "train" if trainer.training else "evaluate"
+
+        return made
+
+    def fitter(fit: Any) -> Callable[..., None]:
+        return lambda *args, **settings: _fit(watched, fit, *args, **settings)
+
+    patched(pl.Trainer, "__init__", maker)
+    patched(pl.Trainer, "fit", fitter)
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+def _fit(
+    watched: Watched, fit: Any, trainer: pl.Trainer, model: pl.LightningModule, *args: Any, **settings: Any
+) -> None:
+    names = ("train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path")
+    settings |= dict(zip(names, args, strict=False))
+    plan = watched.plan
+    watched.trace.is_lightning = True
+    watched.roots[:] = [model]
+    evaluated = _where(settings)
+    if plan.validate:
+        _validate(trainer, watched, model, evaluated, "as it is", None if plan.validate == "weights" else plan.validate)
+        raise Ended
+    if plan.resume:
+        settings |= {"ckpt_path": plan.resume, "weights_only": False}
+    else:
+        seed_all("fit", plan.seed)
+    fit(trainer, model, **settings)
+    look_at(trainer, watched)
+    watched.trace.state = watched.snapshot()
+    if plan.variants:
+        _validate_in_many_ways(trainer, watched, model, evaluated)
+    raise Ended
+
+
+def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the Trainer: the script's own, but for lengths, devices, precision and what prints."""
+    plan, trace = watched.plan, watched.trace
+    devices, strategy = own.get("devices", 1), own.get("strategy", "auto")
+    trace.own_ranks = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 1
+    trace.own_accumulation = own.get("accumulate_grad_batches") or 1
+    callbacks = own.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    changed = {
+        "accelerator": "cpu",
+        "callbacks": [one for one in callbacks if not isinstance(one, ProgressBar | ModelSummary)],
+        "devices": plan.ranks,
+        "num_nodes": 1,
+        "strategy": strategy if plan.ranks > 1 and strategy != "auto" else "ddp" if plan.ranks > 1 else "auto",
+        "max_epochs": min(own.get("max_epochs") or plan.most_epochs, plan.most_epochs),
+        "max_steps": -1,
+        "max_time": None,
+        "limit_train_batches": plan.most_batches,
+        "limit_val_batches": plan.most_batches,
+        "num_sanity_val_steps": 0,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": own["logger"] if own.get("logger") is False else CSVLogger("logs"),
+        "benchmark": None,
+    }
+    if plan.double:
+        changed |= {"precision": "64-true", "plugins": None}
+    return own | changed | dict(plan.trainer)
+
+
+def look_at(trainer: pl.Trainer, watched: Watched) -> None:
+    """Note what the trainer holds."""
+    module, trace = trainer.lightning_module, watched.trace
+    watched.roots[:] = [module]
+    watched.optimizers[:] = trainer.optimizers
+    watched.schedules[:] = [config.scheduler for config in trainer.lr_scheduler_configs]
+    foreign = ("lightning.", "lit_cifar.")
+    for number, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
+        if not type(callback).__module__.startswith(foreign):
+            watched.kept[f"callback {number} {type(callback).__name__}"] = callback
+        if isinstance(callback, EarlyStopping):
+            trace.remarks.add("stops early")
+    watched.kept["module"] = {name: value for name, value in vars(module).items() if not name.startswith(_OWN)}
+    watched.kept["metric"] = metrics_of(trainer)
+    if any(isinstance(schedule, ReduceLROnPlateau) for schedule in watched.schedules):
+        trace.remarks.add("follows its evaluation")
+    if not module.automatic_optimization:
+        trace.remarks.add("manual")
+
+
+def metrics_of(trainer: pl.Trainer) -> dict[str, float]:
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def _where(settings: dict[str, Any]) -> dict[str, Any]:
+    """The data of `validate`."""
+    if settings.get("datamodule") is not None:
+        return {"datamodule": settings["datamodule"]}
+    return {"dataloaders": settings.get("val_dataloaders")}
+
+
+def _validate(
+    trainer: pl.Trainer, watched: Watched, model: pl.LightningModule, data: dict[str, Any], way: str, file: str | None
+) -> None:
+    has_data = data.get("dataloaders") is not None or "datamodule" in data or is_overridden("val_dataloader", model)
+    if not has_data or not is_overridden("validation_step", model):
+        return
+    trainer.validate(model, verbose=False, ckpt_path=file, weights_only=False if file else None, **data)
+    watched.trace.metrics[way] = metrics_of(trainer)
+
+
+def _validate_in_many_ways(trainer: pl.Trainer, watched: Watched, model: pl.LightningModule, data: Any) -> None:
+    """Validate the weights of the end: as it is, once more by the same module, and copies of it in other batches."""
+    fresh = copy.deepcopy(model)
+    for way, size in VARIANTS.items():
+        watched.evaluation_batch = size
+        trainer.limit_val_batches = 1.0 if size is not None else watched.plan.most_batches
+        try:
+            _validate(trainer, watched, model if size is None else copy.deepcopy(fresh), data, way, None)
+        except Exception as error:  # such as of BatchNorm for a batch of one sample
+            if size is None:
+                raise
+            watched.trace.failed[way] = f"{type(error).__name__}: {one_line(error)}"

@@ -1,0 +1,119 @@
+"""A training that is interrupted and resumed ends as one that is not."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lit_cifar.checks.relations.plan import Trace
+from lit_cifar.checks.relations.runs import RunError, Runs, Verdict
+from lit_cifar.checks.relations.watching import CHECKPOINT
+
+NAME = "resume"
+_MOST_RANKS = 2
+_LEFT_OUT = ("kept/metric", "kept/module.example")
+
+
+def resumed(runs: Runs) -> Iterator[Verdict]:
+    """Stop after an epoch, and inside one; for a script with calls, at two of its calls of `save`."""
+    own = runs.own()
+    if not own.is_lightning and not {"resume", "save"} <= own.asked.keys():
+        remedy = "call relations.save() where a checkpoint could be written, and relations.resume() before it is read"
+        yield Verdict(NAME, "abstain", remedy)
+        return
+    ranks = min(own.own_ranks, _MOST_RANKS)
+    own = runs.run(ranks=ranks)[0]
+    drawn = _drawn(runs, ranks)
+    if own.is_lightning:
+        batches = own.batches_of_epoch
+        yield _Interruption(runs, f"{NAME} after epoch 1", ranks, drawn, save_at=1, save_epoch=True).verdict()
+        if batches > 1:
+            inside = batches + (batches + 1) // 2
+            yield _Interruption(runs, f"{NAME} inside epoch 2", ranks, drawn, save_at=inside).verdict()
+        return
+    saves = [number for number in _thirds(len(own.saves)) if own.saves[number - 1]]
+    if not saves:
+        yield Verdict(NAME, "abstain", "relations.save() was never called after a step: write a checkpoint earlier")
+    for number in saves:
+        yield _Interruption(runs, f"{NAME} after {own.saves[number - 1]} steps", ranks, drawn, save_at=number).verdict()
+
+
+def _thirds(count: int) -> list[int]:
+    return sorted({max(1, count * third // 3) for third in (1, 2)}) if count else []
+
+
+def _drawn(runs: Runs, ranks: int) -> tuple[int, ...]:
+    """Parameters that another seed draws otherwise. Those that come from a file need not be in a checkpoint."""
+    own, other = (runs.run(ranks=ranks, **changes)[0].first for changes in ({}, {"seed": 1, "most_steps": 1}))
+    return tuple(place for place, (a, b) in enumerate(zip(own, other, strict=False)) if a != b)
+
+
+@dataclass
+class _Interruption:
+    """A training that is stopped at one place, and goes on in new processes."""
+
+    runs: Runs
+    name: str
+    ranks: int
+    drawn: tuple[int, ...]
+    save_at: int
+    save_epoch: bool = False
+
+    def verdict(self) -> Verdict:
+        """Judge the training as it is; where it differs, with generators that follow the step: only state can then."""
+        as_it_is = self._judged()
+        if as_it_is.outcome != "fail":
+            return as_it_is
+        verdict = self._judged(generators=True)
+        if verdict.outcome == "pass":
+            text = "equal only if random generators are set alike: a checkpoint does not hold their states"
+            return replace(verdict, outcome="note", text=f"{text} ({as_it_is.text})")
+        first, second = self._halves({"generators": True}, {"generators": True})
+        if first[0].is_lightning and first[0].epochs and not self.save_epoch:
+            with_samples = self._judged_with_samples()
+            if with_samples.outcome == "pass":
+                text = (
+                    "equal but for the samples: Lightning begins the order of an epoch anew, if its loader has no state"
+                )
+                return replace(verdict, outcome="note", text=f"{text} ({as_it_is.text})")
+            verdict = with_samples
+        saved, resumed = first[0].saved, second[0].resumed
+        both = [{name: state[name] for name in saved.keys() & resumed.keys()} for state in (saved, resumed)]
+        if verdict.outcome == "fail" and (lost := self.runs.differences(*both, leave_out=_LEFT_OUT)):
+            return replace(verdict, text=f"{lost[0]} is not what it was at the checkpoint; {verdict.text}")
+        return verdict
+
+    def _judged(self, **same: Any) -> Verdict:
+        return self._compared(self.runs.run(ranks=self.ranks, **same), *self._halves(same, same))
+
+    def _judged_with_samples(self) -> Verdict:
+        """Give the second half the samples that come next."""
+        follows = {"ranks": self.ranks, "record": True, "generators": True}
+        first, _ = self._halves({"generators": True}, {"generators": True})
+        *before, begun = first[0].epochs
+        imposed = self.runs.imposed(follows, apart=True, first_epoch=len(before), skip=begun)
+        halves = self._halves({"generators": True}, {"generators": True, "imposed": imposed})
+        return self._compared(self.runs.run(**follows), *halves)
+
+    def _halves(self, first: dict[str, Any], second: dict[str, Any]) -> tuple[list[Trace], list[Trace]]:
+        """The run that writes a checkpoint, and the one that reads it."""
+        stopped = {"ranks": self.ranks, "save_at": self.save_at, "save_epoch": self.save_epoch, **first}
+        begun = self.runs.run(**stopped)
+        folder = self.runs.folder_of(**stopped)
+        if not any(folder.glob(f"{CHECKPOINT}*")):
+            raise RunError("its end, before a checkpoint was written where relations.save() said")
+        steps = {"steps_before": begun[0].steps, "most_steps": max(1, self.runs.plan.most_steps - begun[0].steps)}
+        path = str(folder / CHECKPOINT)
+        return begun, self.runs.run(ranks=self.ranks, resume=path, redrawn=self.drawn, **steps, **second)
+
+    def _compared(self, whole: list[Trace], first: list[Trace], second: list[Trace]) -> Verdict:
+        """The verdict of the first rank whose halves are not equal to its whole, or that of rank 0."""
+        verdicts = []
+        for rank, (of_whole, begun, ended) in enumerate(zip(whole, first, second, strict=True)):
+            one = replace(
+                ended,
+                samples=[*begun.samples[: begun.steps], *ended.samples],
+                norms=[*begun.norms, *ended.norms],
+            )
+            said = f"rank {rank}: " if rank else ""
+            verdicts.append(self.runs.judge(self.name, of_whole, one, leave_out=_LEFT_OUT, said=said))
+        return next((verdict for verdict in verdicts if verdict.outcome == "fail"), verdicts[0])

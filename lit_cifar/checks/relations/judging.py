@@ -1,0 +1,88 @@
+"""All relations, in the order in which they are judged, and the judgement of a training by them."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import TypeAlias
+
+from lit_cifar.checks.relations.evaluation import evaluation, rescored
+from lit_cifar.checks.relations.interruption import resumed
+from lit_cifar.checks.relations.loading import workers
+from lit_cifar.checks.relations.neutral import effects, groups, often, recomputation
+from lit_cifar.checks.relations.plan import Plan, Target
+from lit_cifar.checks.relations.ranks import accumulation, ranks
+from lit_cifar.checks.relations.runs import RunError, Runs, RunTimeoutError, Verdict
+from lit_cifar.errors import one_line
+
+Relation: TypeAlias = Callable[[Runs], Iterator[Verdict]]
+RELATIONS: dict[str, Relation] = {
+    "resume": resumed,
+    "evaluation": evaluation,
+    "score": rescored,
+    "ranks": ranks,
+    "accumulation": accumulation,
+    "workers": workers,
+    "often": often,
+    "recomputation": recomputation,
+    "groups": groups,
+    "effects": effects,
+}
+
+
+def judged(target: Target, plan: Plan, relations: Mapping[str, Relation], *, limit_s: float) -> Iterator[Verdict]:
+    """The verdicts of these relations, each as soon as it is known."""
+    folder = Path(tempfile.mkdtemp(prefix="relations-"))
+    try:
+        runs = Runs(target, plan, folder, limit_s=limit_s)
+        started = perf_counter()
+        for verdict in _begun(runs):
+            yield replace(verdict, seconds=perf_counter() - started)
+            if verdict.outcome != "pass":
+                return
+        for name, relation in relations.items():
+            started = perf_counter()
+            for verdict in _of(name, relation, runs):
+                yield replace(verdict, seconds=perf_counter() - started)
+                started = perf_counter()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _begun(runs: Runs) -> Iterator[Verdict]:
+    """Run the training twice. Change the common plan if it cannot compute in float64, or needs torchrun's variables."""
+    errors = {}
+    for double, torchrun in ((True, False), (True, True), (False, False), (False, True)):
+        runs.plan = replace(runs.plan, double=double, torchrun=torchrun)
+        try:
+            own = runs.own()
+            break
+        except RunTimeoutError as error:
+            yield Verdict("run", "crash", str(error))
+            return
+        except RunError as error:
+            errors[double, torchrun] = str(error)
+    else:
+        yield Verdict("run", "crash", errors[False, False])  # of the script as its user starts it
+        return
+    if not own.norms:
+        yield Verdict("run", "abstain", "no step of an optimizer was seen: does the script train when it is run?")
+        return
+    again = runs.judge("run", own, runs.run(repetition=1)[0])
+    if again.outcome == "fail":
+        text = f"two runs of the script differ, so that nothing can be compared: {again.text}"
+        yield replace(again, outcome="abstain", text=text)
+        return
+    precision = f", in float32: with float64 {errors[True, False]}" if not runs.plan.double else ""
+    yield replace(again, looked_at=f"{again.looked_at}, twice the same{precision}")
+
+
+def _of(name: str, relation: Relation, runs: Runs) -> Iterator[Verdict]:
+    try:
+        yield from relation(runs)
+    except RunError as error:
+        yield Verdict(name, "abstain", str(error))
+    except Exception as error:  # a mistake of the relation, which must not hide what the others say
+        yield Verdict(name, "crash", f"{type(error).__name__}: {one_line(error)}")

@@ -1,0 +1,178 @@
+"""Data loaders of a watched training: shortened, kept for another run, or replaced by the batches of an earlier one."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lit_cifar.checks.relations.patching import patched
+from lit_cifar.checks.relations.plan import Imposed
+from lit_cifar.checks.relations.watching import Watched
+from lit_cifar.checks.repeated_step.batches import in_batches_of, joined, num_samples, parted, row_digests, tensors_in
+
+_PROBES = 16  # how often a sample is asked for
+UNDIVIDED = "the batches are not divided into samples along dimension 0"
+_FEW = 4  # tensors of a batch; more may be its samples
+_MOST_SAMPLES = 2000  # of a stream that are read
+
+
+class Loaders:
+    """Follows every `DataLoader` of a process."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched, self._plan = watched, watched.plan
+        self._made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._trained: list[Any] = []
+
+    def patch(self) -> None:
+        patched(DataLoader, "__init__", self._maker)
+        patched(DataLoader, "__iter__", self._beginner)
+        patched(DataLoader, "__len__", self._measurer)
+
+    def _maker(self, make: Any) -> Callable[..., None]:
+        def made(loader: Any, *args: Any, **settings: Any) -> None:
+            make(loader, *args, **settings)
+            self._made[loader] = len(self._made)
+
+        return made
+
+    def _beginner(self, begin: Any) -> Callable[..., Iterator[Any]]:
+        def begun(loader: Any) -> Iterator[Any]:
+            if self._watched.phase() == "train":
+                return self._training(loader, begin)
+            return self._noted(self._evaluated(loader, begin(loader)))
+
+        return begun
+
+    def _measurer(self, length: Any) -> Callable[..., int]:
+        def shortened(loader: Any) -> int:
+            if self._watched.phase() == "evaluate" and self._watched.evaluation_batch is not None:
+                return sum(1 for _ in loader)
+            if (imposed := self._plan.imposed) and (own := self._imposed_length(loader, imposed)) is not None:
+                return own
+            return min(int(length(loader)), self._plan.most_batches)
+
+        return shortened
+
+    def _training(self, loader: Any, begin: Any) -> Iterator[Any]:
+        if not any(loader.dataset is other.dataset for other in self._trained):
+            self._trained.append(loader)
+        trace = self._watched.trace
+        epoch = len(trace.epochs)
+        trace.epochs.append(0)
+        try:
+            trace.lengths[self._made[loader]] = len(loader)
+        except TypeError:  # a stream
+            trace.remarks.add("stream")
+        for number, batch in enumerate(self._batches(loader, epoch, begin)):
+            self._watched.continues()
+            if not number and not is_divided(loader, batch):
+                trace.remarks.add(UNDIVIDED)
+            if self._plan.record:
+                folder = self._watched.folder / "batches" / str(epoch)
+                folder.mkdir(parents=True, exist_ok=True)
+                torch.save(batch, folder / f"{number:06d}.pt")
+            trace.epochs[epoch] += 1
+            self._watched.begins_batch()
+            yield batch
+            self._watched.fetches_batch()
+
+    def _batches(self, loader: Any, epoch: int, begin: Any) -> Iterator[Any]:
+        if self._plan.imposed:
+            yield from imposed_batches(self._plan.imposed, epoch, int(self._watched.folder.name))
+            return
+        if self._plan.generators:
+            self._watched.seed("order")
+        yield from islice(begin(loader), self._plan.most_batches)
+
+    def _evaluated(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        own, size = [*islice(batches, self._plan.most_batches)], self._watched.evaluation_batch
+        if own and not is_divided(loader, own[0]):
+            self._watched.trace.remarks.add(UNDIVIDED)
+        elif size is not None:
+            return in_batches_of(own, size)
+        return iter(own)
+
+    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            with suppress(ValueError):
+                self._watched.trace.evaluated.append(num_samples(batch))
+            yield batch
+
+    def _imposed_length(self, loader: Any, imposed: Imposed) -> int | None:
+        own = dict(imposed.lengths).get(self._made.get(loader, -1))
+        return None if own is None else -(-own // imposed.window) * imposed.parts
+
+    def probe(self) -> None:
+        """See whether workers of each loader that trained draw the same random numbers, or read the same samples."""
+        for loader in self._trained[:3]:
+            seen = _of_stream(loader) if isinstance(loader.dataset, IterableDataset) else _of_samples(loader)
+            self._watched.trace.loaders.append(seen)
+
+
+def is_divided(loader: Any, batch: Any) -> bool:
+    """Whether dimension 0 of a batch's tensors are its samples, as far as the size tells that the loader was given."""
+    try:
+        size = num_samples(batch)
+    except ValueError:
+        return False
+    if loader.batch_size is None:
+        return len(tensors_in(batch)) <= _FEW
+    return size == loader.batch_size or (size < loader.batch_size and is_short(loader, size))
+
+
+def is_short(loader: Any, size: int) -> bool:
+    """Whether a first batch of so few samples is all that there is."""
+    return isinstance(loader.dataset, IterableDataset) or size == len(loader.sampler)
+
+
+def imposed_batches(imposed: Imposed, epoch: int, rank: int) -> Iterator[Any]:
+    """The batches of an epoch of the run whose ranks have their folders in `imposed.folder`."""
+    number = str(imposed.first_epoch + epoch)
+    ranks = range(imposed.ranks) if imposed.ranks else [rank]
+    folders = [Path(imposed.folder, str(of_rank), "batches", number) for of_rank in ranks]
+    names = sorted(set.intersection(*({file.name for file in folder.glob("*.pt")} for folder in folders)))
+    names = names[imposed.skip :] if epoch == 0 else names
+    for start in range(0, len(names), imposed.window):
+        window = [folder / name for name in names[start : start + imposed.window] for folder in folders]
+        batches = [torch.load(file, weights_only=False) for file in window]
+        one = batches[0] if len(batches) == 1 else joined(batches)
+        yield from [one] if imposed.parts == 1 else parted(one, imposed.parts)
+
+
+def _again(loader: Any, workers: int, **settings: Any) -> DataLoader[Any]:
+    return DataLoader(
+        loader.dataset,
+        num_workers=workers,
+        collate_fn=loader.collate_fn,
+        worker_init_fn=loader.worker_init_fn,
+        **settings,
+    )
+
+
+def _of_samples(loader: Any) -> dict[str, Any]:
+    """Digests of the first sample, asked for again and again, in two epochs, without workers and with two."""
+    seen: dict[str, Any] = {"stream": False}
+    for workers in (0, 2):
+        again = _again(loader, workers, batch_size=1, sampler=[0] * _PROBES)
+        seen[str(workers)] = [[hash(tuple(_digests(batch))) for batch in again] for _ in range(2)]
+    return seen
+
+
+def _of_stream(loader: Any) -> dict[str, Any]:
+    """How often each sample of a stream is read, without workers and with two."""
+    seen: dict[str, Any] = {"stream": True}
+    for workers in (0, 2):
+        again = islice(_again(loader, workers, batch_size=loader.batch_size), _MOST_SAMPLES // (loader.batch_size or 1))
+        seen[str(workers)] = Counter(value for batch in again for value in _digests(batch))
+    return seen
+
+
+def _digests(batch: Any) -> list[int]:
+    return [value for tensor in tensors_in(batch)[:1] for value in row_digests(tensor)]

@@ -1,0 +1,60 @@
+"""Options that cost time or memory and may not change what is trained; and options that must."""
+
+from collections.abc import Iterator
+
+from lit_cifar.checks.relations.runs import Runs, Verdict, difference
+
+_OTHERS = ("accumulate", "validate_every", "epochs", "resume", "save", "share")  # have relations of their own, or none
+_TRAINED = ("weights", "buffers", "optimizer")
+
+
+def often(runs: Runs) -> Iterator[Verdict]:
+    """Validate and log more often."""
+    name, own = "validating more often", runs.run(generators=True)[0]
+    if own.is_lightning:
+        if not own.logged:
+            yield Verdict(name, "abstain", "no validation")
+            return
+        if own.remarks & {"stops early", "follows its evaluation"}:
+            yield Verdict(name, "abstain", "the training follows its evaluations (EarlyStopping, ReduceLROnPlateau)")
+            return
+        changes = {"trainer": (("val_check_interval", 0.5), ("check_val_every_n_epoch", 1), ("log_every_n_steps", 1))}
+        other = runs.run(generators=True, **changes)[0]
+    else:
+        if "validate_every" not in own.asked:
+            yield Verdict(
+                name, "abstain", 'write relations.knob("validate_every", N) for the steps or epochs between evaluations'
+            )
+            return
+        value = int(own.asked["validate_every"])
+        other = runs.run(generators=True, knobs=(("validate_every", value // 2 if value > 1 else 2),))[0]
+    yield runs.judge(name, own, other, kinds=_TRAINED)
+
+
+def recomputation(runs: Runs) -> Iterator[Verdict]:
+    """Keep activations that the script computes again in its backward pass."""
+    own = runs.run(generators=True)[0]
+    if own.recomputes:
+        yield runs.judge("recomputation", own, runs.run(generators=True, keep_activations=True)[0])
+
+
+def groups(runs: Runs) -> Iterator[Verdict]:
+    """Give optimizers their groups of parameters in another order, or two groups in place of one."""
+    own, other = (runs.run(generators=True, regroup=regroup)[0] for regroup in (False, True))
+    yield runs.judge("groups of parameters", own, other, kinds=("weights", "buffers"))
+
+
+def effects(runs: Runs) -> Iterator[Verdict]:
+    """Change each option of the script's own: a training that stays as it was, bit for bit, does not use it."""
+    own = runs.run(generators=True)[0]
+    for name, value in own.asked.items():
+        if name in ("accumulate", "validate_every", "epochs", "resume", "save", "share") or not isinstance(
+            value, int | float
+        ):
+            continue
+        changed = not value if isinstance(value, bool) else value / 2 if value else 1.0
+        other = runs.run(generators=True, knobs=((name, type(value)(changed)),))[0]
+        weights = [part for part in own.state if part.startswith("weights/")]
+        moved = [part for part in weights if difference(own.state[part], other.state.get(part))]
+        text = "" if moved else f"{type(value)(changed)} in place of {value} leaves every weight as it was"
+        yield Verdict(f"effect of {name}", "pass" if moved else "note", text, f"{len(weights)} tensors")

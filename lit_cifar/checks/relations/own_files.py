@@ -1,0 +1,90 @@
+"""A folder for each process of a run that looks like the user's own and changes nothing in it.
+
+Folders are made anew and files are links; before a link is written to, a copy takes its place. A file elsewhere, which
+other runs would share, is not written.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lit_cifar.checks.relations.patching import patched
+
+_MOST = 5000  # files and folders; a folder with more is a link, and what is in it cannot be written
+_CHANGES = {"os.remove", "os.rename", "os.rmdir", "shutil.rmtree", "os.truncate"}
+_SKIPPED = {".git", "__pycache__", ".venv", "venv", "node_modules"}
+
+
+def mirror(folder: Path, target: Path) -> None:
+    """Make `target`, with folders and links to the files of `folder`."""
+    target.mkdir(parents=True)
+    left = _MOST
+    for place, folders, files in os.walk(folder):
+        here = target / Path(place).relative_to(folder)
+        folders[:] = sorted(set(folders) - _SKIPPED)
+        left -= len(folders) + len(files)
+        if left < 0:
+            for name in (*folders, *files):
+                (here / name).symlink_to(Path(place, name))
+            folders[:] = []
+            continue
+        for name in folders:
+            if not Path(place, name).is_symlink():
+                (here / name).mkdir()
+        for name in files:
+            (here / name).symlink_to(Path(place, name).absolute())
+
+
+class Guard:
+    """Watches what this process opens for writing."""
+
+    def __init__(self, own: Path, outside: list[str]) -> None:
+        caches = (Path.home() / ".cache", "/dev", "/proc", sys.prefix, tempfile.gettempdir())
+        self._allowed = tuple(str(Path(place).resolve()) for place in (own, *caches))
+        self._own, self._outside = own, outside
+
+    def start(self) -> None:
+        sys.addaudithook(self._audit)
+        patched(torch, "save", self._saver)
+
+    def _saver(self, save: Any) -> Callable[..., None]:
+        def saved(value: Any, file: Any, *args: Any, **settings: Any) -> None:
+            if isinstance(file, str | os.PathLike):  # torch opens it by itself
+                self._before_writing(os.fspath(file))
+            save(value, file, *args, **settings)
+
+        return saved
+
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(args[0], str | os.PathLike):
+            mode, flags = args[1], args[2] if isinstance(args[2], int) else 0
+            writes = (
+                any(char in mode for char in "wax+") if isinstance(mode, str) else flags & (os.O_WRONLY | os.O_RDWR)
+            )
+            if writes:
+                self._before_writing(os.fspath(args[0]))
+        elif event in ("os.remove", "os.rename", "os.rmdir", "shutil.rmtree", "os.truncate") and isinstance(
+            args[0], str
+        ):
+            self._check(args[0], Path(args[0]).absolute().parent.resolve() / Path(args[0]).name)
+
+    def _before_writing(self, name: str | bytes) -> None:
+        path = Path(os.fsdecode(name)).absolute()
+        if path.is_symlink() and path.parent.resolve().is_relative_to(self._own.resolve()):
+            source = path.resolve()
+            path.unlink()
+            if source.is_file():
+                shutil.copyfile(source, path)
+            return
+        self._check(str(path), path.resolve())
+
+    def _check(self, name: str, path: Path) -> None:
+        if not str(path).startswith(self._allowed):
+            self._outside.append(name)
+            raise PermissionError(f"{name} is outside of the folder of this run, so that runs would share it")

@@ -1,0 +1,102 @@
+"""What one process of a run is told to do, and what it writes down. Both are pickled."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The training to run: a script, or with `is_module` what `python -m` takes."""
+
+    program: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    folder: str  # the user's working directory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imposed:
+    """Batches of an earlier run in place of those that the loaders read.
+
+    The batches of `ranks` ranks are joined to one; with 0, each rank has its own. Then `window` of them that follow one
+    another are joined, and the result is divided into `parts`. A run that goes on from a checkpoint begins with batch
+    `skip` of epoch `first_epoch`.
+    """
+
+    folder: str
+    ranks: int = 1
+    window: int = 1
+    parts: int = 1
+    first_epoch: int = 0
+    skip: int = 0
+    lengths: tuple[tuple[int, int], ...] = ()  # numbers of batches of an epoch, by the order of the loaders' making
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run of the training. Two runs of the same plan are one."""
+
+    ranks: int = 1
+    torchrun: bool = False  # one process has torchrun's variables too
+    double: bool = True  # in float64
+    most_batches: int  # of an epoch
+    most_epochs: int  # of a Trainer
+    most_steps: int  # of the optimizers; the training ends after it
+    knobs: tuple[tuple[str, Any], ...] = ()
+    trainer: tuple[tuple[str, Any], ...] = ()  # arguments of Lightning's Trainer
+    save_at: int | None = None  # number of the call of `save`, or the number of batches for Lightning
+    save_epoch: bool = False  # with Lightning `save_at` counts epochs
+    resume: str | None = None
+    redrawn: tuple[int, ...] = ()  # parameters, by the order of their making, to spoil before a checkpoint is loaded
+    steps_before: int = 0  # steps of the run that wrote the checkpoint
+    generators: bool = False  # random generators follow the step
+    quiet: bool = False  # no dropout, and the running statistics of BatchNorm
+    record: bool = False  # keep the batches
+    imposed: Imposed | None = None
+    evaluation_batch: int | None = None  # samples of a batch where no gradient is made; 0 for all
+    validate: str | None = None  # in place of training: "weights" as they are made, or a checkpoint
+    variants: bool = False  # validate in several ways after the training
+    keep_activations: bool = False  # no recomputation
+    regroup: bool = False  # groups of parameters in another order
+    probe_loaders: bool = False
+    seed: int = 0
+    repetition: int = 0
+
+
+@dataclass
+class Trace:
+    """What a rank has written down."""
+
+    error: str = ""  # the last line of a traceback
+    traceback: str = ""
+    is_late: bool = False  # it was ended by the checker
+    steps: int = 0
+    epochs: list[int] = field(default_factory=list)  # numbers of batches of each iteration over a loader that trains
+    batches_of_epoch: int = 0  # with Lightning
+    state: dict[str, Any] = field(default_factory=dict)  # tensors and numbers by name, at the end
+    saved: dict[str, Any] = field(default_factory=dict)  # where the checkpoint was written
+    resumed: dict[str, Any] = field(default_factory=dict)  # before the first batch or call after a checkpoint was read
+    first: list[int] = field(default_factory=list)  # digests of parameters before the first step, as they were made
+    norms: list[float] = field(default_factory=list)  # of all parameters, after each step
+    samples: list[list[int]] = field(default_factory=list)  # digests of those of each step
+    asked: dict[str, Any] = field(default_factory=dict)  # knobs and their own values; "resume", "save", "share"
+    saves: list[int] = field(default_factory=list)  # steps done at each call of `save`
+    lengths: dict[int, int] = field(default_factory=dict)  # of loaders that trained, by the order of their making
+    draws: bool = False  # a step drew random numbers, though it was quiet
+    own_ranks: int = 1  # processes that the script asks for
+    own_accumulation: int = 1
+    is_lightning: bool = False
+    is_distributed: bool = False  # the script has made a process group
+    recomputes: bool = False
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)  # of each way to validate
+    failed: dict[str, str] = field(default_factory=dict)  # errors of ways to validate
+    logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # steps and results of each evaluation
+    evaluated: list[int] = field(default_factory=list)  # samples of batches where no gradient was made
+    loaders: list[dict[str, Any]] = field(default_factory=list)  # what was seen of each that trains
+    remarks: set[str] = field(default_factory=set)  # properties of the training that a relation must know
+    outside: list[str] = field(default_factory=list)  # files beyond the run's own folder that it tried to write
+
+    @property
+    def batches(self) -> int:
+        """Number of batches of training."""
+        return sum(self.epochs)

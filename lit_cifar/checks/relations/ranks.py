@@ -1,0 +1,118 @@
+"""Two processes with half of a batch each train what one process trains; so do microbatches."""
+
+from collections.abc import Iterator
+
+from lit_cifar.checks.relations.loaders import UNDIVIDED
+from lit_cifar.checks.relations.plan import Trace
+from lit_cifar.checks.relations.runs import Difference, RunError, Runs, Verdict, difference, quiet_draws, unused
+
+_LEFT_OUT = ("kept/metric", "kept/val", "kept/loss")
+_MOST_SHARED = 0.5  # of an epoch's samples that two ranks may both read
+
+
+def ranks(runs: Runs) -> Iterator[Verdict]:
+    """Train on two processes; then give one process the batches of both, joined."""
+    own = runs.own()
+    recorded = {"ranks": 2, "quiet": True, "record": True}
+    two = runs.run(**recorded)
+    if not two[0].is_distributed:
+        yield Verdict(
+            "ranks",
+            "abstain",
+            "the script makes no process group: start it as torchrun would, or call init_process_group",
+        )
+        return
+    why = "" if own.own_ranks > 1 or not own.is_lightning else "the script asks for one process"
+    yield unused(_replicas(runs, two), why) if why else _replicas(runs, two)
+    shares = "share" in two[0].asked
+    if not shares and (verdict := _data(two)):
+        yield unused(verdict, why) if why else verdict
+        if verdict.outcome == "fail":
+            yield Verdict("ranks", "abstain", "ranks read the same samples, so there is no batch of both")
+            return
+    if UNDIVIDED in two[0].remarks:
+        yield Verdict("ranks", "abstain", UNDIVIDED)
+        return
+    if two[0].batches == 0 and not shares:
+        yield Verdict("ranks", "abstain", "it reads no DataLoader of torch: divide batches by relations.share(batch)")
+        return
+    try:
+        imposed = {} if shares and not two[0].batches else {"imposed": runs.imposed(recorded)}
+        one = runs.run(quiet=True, **imposed)[0]
+    except RunError as error:
+        yield Verdict("ranks", "abstain", f"{error}")
+        return
+    verdict = runs.judge("ranks", one, two[0], leave_out=_LEFT_OUT, samples=False, said="2 processes: ")
+    yield _weighed(runs, verdict, [*two, one], why)
+
+
+def accumulation(runs: Runs) -> Iterator[Verdict]:
+    """Train with microbatches; then with one batch of all."""
+    own = runs.own()
+    if own.is_lightning and "manual" in own.remarks:
+        yield Verdict(
+            "accumulation",
+            "abstain",
+            "manual optimization accumulates by itself: a plain script can call relations.knob",
+        )
+        return
+    if not own.is_lightning and "accumulate" not in own.asked:
+        yield Verdict("accumulation", "abstain", 'write relations.knob("accumulate", N) for the number of microbatches')
+        return
+    micro = own.own_accumulation if own.is_lightning else int(own.asked["accumulate"])
+    recorded = {"quiet": True, "record": True}
+    if micro > 1:
+        divided = runs.run(**recorded)[0]
+        changes = {"imposed": runs.imposed(recorded, window=micro), **_accumulating(own, 1, runs, window=micro)}
+        whole = runs.run(quiet=True, **changes)[0]
+    else:
+        whole = runs.run(**recorded)[0]
+        changes = {"imposed": runs.imposed(recorded, parts=2), **_accumulating(own, 2, runs, parts=2)}
+        divided = runs.run(quiet=True, **changes)[0]
+    if not divided.batches or UNDIVIDED in own.remarks:
+        reason = UNDIVIDED if divided.batches else "it reads no DataLoader of torch"
+        yield Verdict("accumulation", "abstain", reason)
+        return
+    verdict = runs.judge(
+        "accumulation", whole, divided, leave_out=_LEFT_OUT, samples=False, said=f"{max(micro, 2)} microbatches: "
+    )
+    yield _weighed(runs, verdict, [whole, divided], "" if micro > 1 else "the script does not accumulate")
+
+
+def _accumulating(own: Trace, number: int, runs: Runs, *, window: int = 1, parts: int = 1) -> dict[str, object]:
+    if not own.is_lightning:
+        return {"knobs": (("accumulate", number),)}
+    most = -(-runs.plan.most_batches // window) * parts
+    return {"trainer": (("accumulate_grad_batches", number), ("limit_train_batches", most)), "most_batches": most}
+
+
+def _weighed(runs: Runs, verdict: Verdict, traces: list[Trace], why: str) -> Verdict:
+    if verdict.outcome == "fail" and (reason := next(quiet_draws(traces), "")):
+        return Verdict(verdict.relation, "abstain", reason)
+    return unused(verdict, why) if why else verdict
+
+
+def _replicas(runs: Runs, two: list[Trace]) -> Verdict:
+    """After the training both ranks hold the same weights and states of optimizers, bit for bit."""
+    first, second = (trace.state for trace in two)
+    names = [name for name in first if name.startswith(("weights/", "optimizer/"))]
+    found = [str(Difference(name, size)) for name in names if (size := difference(first[name], second.get(name))) > 0]
+    text = f"{found[0]} is not the same on both ranks; {len(found)} tensors differ" if found else ""
+    return Verdict("replicas", "fail" if found else "pass", text, f"{len(names)} tensors of 2 ranks", found[:20])
+
+
+def _data(two: list[Trace]) -> Verdict | None:
+    """Whether ranks read the same samples."""
+    first, second = ({sample for step in trace.samples for sample in step} for trace in two)
+    if min(len(first), len(second)) < 2:
+        return None
+    shared = len(first & second) / min(len(first), len(second))
+    steps = [set(a) & set(b) for a, b in zip(two[0].samples, two[1].samples, strict=False) if a and b]
+    together = sum(map(len, steps)) / max(1, sum(len(set(a)) for a in two[0].samples))
+    if together >= _MOST_SHARED:
+        return Verdict("samples of ranks", "fail", f"{together:.0%} of a step's samples are read by both ranks")
+    return Verdict(
+        "samples of ranks",
+        "pass",
+        looked_at=f"{len(first)} and {len(second)} samples, {shared:.0%} of them on both in the end",
+    )

@@ -1,0 +1,261 @@
+"""What a process sees of the training in it: its modules, optimizers, schedules, steps, and what the script tells."""
+
+import inspect
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.swa_utils import AveragedModel
+from torch.utils import checkpoint
+
+from lit_cifar.checks.relations.generators import seed_all, still
+from lit_cifar.checks.relations.patching import patched
+from lit_cifar.checks.relations.plan import Plan, Trace
+from lit_cifar.checks.relations.snapshot import snapshot
+from lit_cifar.checks.repeated_step.batches import row_digests, tensors_in
+from lit_cifar.checks.repeated_step.digests import digest
+from lit_cifar.internals import tree_map
+
+CHECKPOINT = "checkpoint"  # in the folder of the run, for all ranks; a script may add to the name
+_MOST_VALUES = 2**22  # of a step's samples that are told apart
+
+
+class Ended(BaseException):
+    """The training ends here, as if it were killed; no `except Exception` of the script catches it."""
+
+
+class Watched:
+    """The training of this process, and the answers to its calls (`calls.Session`)."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self.plan, self.folder, self.trace = plan, folder, Trace()
+        self.roots: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        self.schedules: list[LRScheduler] = []
+        self.kept: dict[str, Any] = {}
+        self.phase: Callable[[], str] = lambda: "train" if torch.is_grad_enabled() else "evaluate"
+        self.evaluation_batch = plan.evaluation_batch
+        self._made: list[weakref.ref[nn.Parameter]] = []  # in the order of their making
+        self._depth = 0
+        self._is_over = self._is_saved = False
+        self._spoilt: set[int] = set()
+        self._batch_of_step = 0
+        self._random: torch.Tensor | None = None  # the state of torch's generator before a step's first call
+
+    # What the script asks
+    def knob(self, name: str, own: Any) -> Any:
+        self.trace.asked[name] = own
+        return dict(self.plan.knobs).get(name, own)
+
+    def resume(self) -> str | None:
+        self.trace.asked["resume"] = None
+        return self.plan.resume
+
+    def save(self) -> str | None:
+        self.trace.asked["save"] = None
+        self.trace.saves.append(self.trace.steps)
+        if self._is_saved:
+            raise Ended
+        if len(self.trace.saves) != self.plan.save_at:
+            return None
+        self.has_saved()
+        return str(self.folder.parent / CHECKPOINT)
+
+    def has_saved(self) -> None:
+        """Note the state of the training as it should be in the checkpoint."""
+        self._is_saved = True
+        self.trace.saved = self.snapshot()
+
+    def asked_to_share(self) -> None:
+        self.trace.asked["share"] = None
+
+    def report(self, values: dict[str, Any]) -> None:
+        numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+        if numbers:
+            self.trace.logged.append((self.trace.steps, numbers))
+        self.kept |= values
+
+    # What torch does
+    def patch(self) -> None:
+        """Follow every module, optimizer and schedule of this process."""
+        patched(nn.Module, "__call__", self._called)
+        patched(nn.Module, "register_parameter", self._registered)
+        patched(nn.Module, "load_state_dict", self._state_loaded)
+        patched(torch, "load", self._file_loaded)
+        patched(Optimizer, "__init__", self._optimizer_made)
+        patched(LRScheduler, "__init__", self._noting(self.schedules.append))
+        patched(AveragedModel, "__init__", self._noting(self._keep_average))
+        patched(checkpoint, "checkpoint", self._checkpointed)
+        register_optimizer_step_post_hook(self._after_step)
+
+    def _noting(self, note: Callable[[Any], None]) -> Callable[[Any], Callable[..., None]]:
+        """For a constructor: `note` each object that it has made."""
+
+        def made(make: Any) -> Callable[..., None]:
+            def noted(own: Any, *args: Any, **settings: Any) -> None:
+                make(own, *args, **settings)
+                note(own)
+
+            return noted
+
+        return made
+
+    def _keep_average(self, average: nn.Module) -> None:
+        self.kept[f"average {sum(name.startswith('average ') for name in self.kept)}"] = average
+
+    def _optimizer_made(self, make: Any) -> Callable[..., None]:
+        def made(optimizer: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
+            make(optimizer, _in_other_groups(list(params)) if self.plan.regroup else params, defaults)
+            self.optimizers.append(optimizer)
+
+        return made
+
+    def _checkpointed(self, recompute: Any) -> Callable[..., Any]:
+        own = inspect.signature(recompute).parameters
+
+        def checkpointed(function: Any, *args: Any, **settings: Any) -> Any:
+            self.trace.recomputes = True
+            if not self.plan.keep_activations:
+                return recompute(function, *args, **settings)
+            return function(*args, **{name: value for name, value in settings.items() if name not in own})
+
+        return checkpointed
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.trace.steps += 1
+        self._random, self._batch_of_step = None, 0
+        owned = [p.detach().double().norm() for group in optimizer.param_groups for p in group["params"]]
+        self.trace.norms.append(float(torch.stack([norm.cpu() for norm in owned]).norm()) if owned else 0.0)
+        if self.plan.generators:
+            self.seed("step")
+        if self.trace.steps >= self.plan.most_steps:
+            self._is_over = True
+
+    def begins_batch(self) -> None:
+        """Called after a batch of training was fetched."""
+        self._batch_of_step += 1
+        if self.plan.generators:
+            self.seed(f"batch {self._batch_of_step}")
+
+    def fetches_batch(self) -> None:
+        """Called before a batch of training is fetched, but for the first of a loader."""
+        if self.plan.generators:
+            self.seed(f"fetch {self._batch_of_step}")
+
+    def seed(self, what: str) -> None:
+        """Seed all generators by the number of steps before, also of those of a run that this one goes on from."""
+        seed_all(what, self.trace.steps + self.plan.steps_before)
+
+    def _called(self, call: Any) -> Callable[..., Any]:
+        def called(module: nn.Module, *args: Any, **settings: Any) -> Any:
+            is_outermost = self._depth == 0
+            if is_outermost and next(module.parameters(), None) is not None:
+                self._before_call(module, (args, settings))
+                args, settings = self._in_double(args), self._in_double(settings)
+            self._depth += 1
+            try:
+                return call(module, *args, **settings)
+            finally:
+                self._depth -= 1
+                if is_outermost:
+                    self._after_call()
+
+        return called
+
+    def _registered(self, register: Any) -> Callable[..., None]:
+        def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            register(module, name, parameter)
+            if parameter is not None:
+                self._made.append(weakref.ref(parameter))
+
+        return registered
+
+    def _state_loaded(self, load: Any) -> Callable[..., Any]:
+        def loaded(module: nn.Module, *args: Any, **settings: Any) -> Any:
+            self._spoil({id(parameter) for parameter in module.parameters()})
+            return load(module, *args, **settings)
+
+        return loaded
+
+    def _file_loaded(self, load: Any) -> Callable[..., Any]:
+        def loaded(file: Any, *args: Any, **settings: Any) -> Any:
+            if str(file).startswith(self.plan.resume or "\0"):
+                self._spoil({id(own()) for own in self._made})
+            return load(file, *args, **settings)
+
+        return loaded
+
+    def _in_double(self, tree: Any) -> Any:
+        """Inputs of the type of the weights, where a script asks for float32 by name."""
+
+        def cast(leaf: Any) -> Any:
+            is_single = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32
+            return leaf.double() if is_single else leaf
+
+        return tree_map(cast, tree) if self.plan.double else tree
+
+    def _before_call(self, module: nn.Module, inputs: Any) -> None:
+        if not any(module is root for root in self.roots):
+            self.roots.append(module)
+            if self.plan.quiet:
+                still(module)
+        if self.phase() != "train":
+            return
+        self.continues()
+        self.begins()
+        if self._random is None:
+            self._random = torch.get_rng_state()
+        if (first := next(iter(tensors_in(inputs)), None)) is not None and not first.requires_grad:
+            self.note_samples(first)
+
+    def continues(self) -> None:
+        """Called before each batch and call of training: end the training if it is time."""
+        if self._is_over or self._is_saved:
+            raise Ended
+
+    def begins(self) -> None:
+        """Note what the training begins with, the first time."""
+        if not self.trace.first:
+            self.trace.first = [digest(p).bits if (p := own()) is not None else 0 for own in self._made]
+        if self.plan.resume and not self.trace.resumed:
+            self.trace.resumed = self.snapshot()
+
+    def note_samples(self, batch: torch.Tensor) -> None:
+        while len(self.trace.samples) <= self.trace.steps:
+            self.trace.samples.append([])
+        if batch.numel() <= _MOST_VALUES:
+            self.trace.samples[self.trace.steps] += row_digests(batch)
+
+    def _after_call(self) -> None:
+        if self._random is not None and self.plan.quiet and not torch.equal(self._random, torch.get_rng_state()):
+            self.trace.draws = True
+
+    def _spoil(self, ids: set[int]) -> None:
+        """Change parameters that are drawn: the same seed would otherwise hide that a checkpoint does not hold them."""
+        for place in (*self.plan.redrawn,) if self.plan.resume else ():
+            parameter = self._made[place]() if place < len(self._made) else None
+            if parameter is not None and place not in self._spoilt and id(parameter) in ids:
+                self._spoilt.add(place)
+                with torch.no_grad():
+                    parameter.mul_(1.5).add_(0.01)
+
+    def snapshot(self) -> dict[str, Any]:
+        depth, self._depth = self._depth, 1  # modules that are called for it belong to nobody
+        try:
+            return snapshot(self.roots, self.optimizers, self.schedules, self.kept)
+        finally:
+            self._depth = depth
+
+
+def _in_other_groups(params: list[Any]) -> list[Any]:
+    """Groups in reverse order; two groups in place of one."""
+    if params and isinstance(params[0], dict):
+        return params[::-1]
+    half = len(params) // 2
+    return [{"params": params[half:]}, {"params": params[:half]}] if half else params

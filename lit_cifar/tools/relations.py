@@ -1,0 +1,108 @@
+"""`python -m lit_cifar relations`: runs anyone's training in pairs that must train the same model."""
+
+import argparse
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import get_args
+
+from lit_cifar.checks.relations.judging import RELATIONS, Relation, judged
+from lit_cifar.checks.relations.plan import Plan, Target
+from lit_cifar.checks.relations.runs import Outcome, Verdict
+from lit_cifar.errors import ConfigError, nearest
+from lit_cifar.tools.terminal import (
+    CommandParser,
+    about,
+    exit_orderly_when_terminated,
+    say,
+    writable,
+    write_json,
+)
+
+_DESCRIPTION = """\
+Run your own training script in pairs that must train the same model: resumed or not, on one process or two, with one
+batch or two microbatches, evaluated in other batches. Say what differs. A Lightning script needs no change; a script in
+plain PyTorch calls lit_cifar.relations where its own values could be others. Runs are short, on the CPU, in float64,
+each in a folder that mirrors this one; no file of yours is changed."""
+_NOT_LOOKED_AT = "GPUs, mixed precision and compiled code (runs are on the CPU, in one precision), later steps"
+_EPILOG = """\
+exit status: 0 all that was judged is equal, 1 a relation fails, 2 a mistake in the command, 3 nothing could be judged
+
+  python -m lit_cifar relations train.py
+  python -m lit_cifar relations train.py --only=resume,ranks -- --lr=0.1
+  python -m lit_cifar relations -m my_package.train"""
+
+
+def main(args: list[str]) -> int:
+    exit_orderly_when_terminated()
+    words, arguments = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
+    options = relations_parser().parse_args(words)
+    file = writable(options.json)
+    target = _target(options, arguments)
+    plan = Plan(most_batches=options.batches, most_epochs=options.epochs, most_steps=options.steps)
+    verdicts = []
+    for verdict in judged(target, plan, _chosen(options), limit_s=options.limit):
+        verdicts.append(verdict)
+        _say(verdict)
+    _summary(verdicts)
+    write_json(file, about() | {"target": asdict(target), "verdicts": [asdict(verdict) for verdict in verdicts]})
+    if any(verdict.outcome == "fail" for verdict in verdicts):
+        return 1
+    return 0 if any(verdict.outcome in ("pass", "note") for verdict in verdicts[1:]) else 3
+
+
+def relations_parser() -> argparse.ArgumentParser:
+    parser = CommandParser("relations", description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("program", metavar="SCRIPT", help="The script; its arguments follow a --.")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for `python -m`.")
+    parser.add_argument("--only", default=",".join(RELATIONS), metavar="A,B", help=f"Of {', '.join(RELATIONS)}.")
+    parser.add_argument(
+        "--also", action="append", default=[], metavar="PACKAGE.FUNCTION", help="A relation of your own."
+    )
+    parser.add_argument("--batches", type=int, default=8, metavar="N", help="At most, of an epoch (default: 8).")
+    parser.add_argument("--epochs", type=int, default=3, metavar="N", help="At most, of a Trainer (default: 3).")
+    parser.add_argument("--steps", type=int, default=96, metavar="N", help="At most, of a script (default: 96).")
+    parser.add_argument("--limit", type=float, default=60, metavar="S", help="Seconds of a run (default: 60).")
+    parser.add_argument("--json", metavar="FILE", help="Write all differences there.")
+    return parser
+
+
+def _target(options: argparse.Namespace, arguments: list[str]) -> Target:
+    program, folder = options.program, Path.cwd()
+    if not options.is_module:
+        path = Path(program).absolute()
+        if not path.is_file():
+            raise ConfigError(f"{program} is no file", remedy="pass a script, or -m and the name of a module")
+        program = str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
+    return Target(program=program, arguments=tuple(arguments), is_module=options.is_module, folder=str(folder))
+
+
+def _chosen(options: argparse.Namespace) -> dict[str, Relation]:
+    chosen: dict[str, Relation] = {}
+    for name in filter(None, options.only.split(",")):
+        if name not in RELATIONS:
+            near = nearest(name, RELATIONS)
+            remedy = f"did you mean {near}?" if near else f"choose of {', '.join(RELATIONS)}"
+            raise ConfigError(f"--only={name} is no relation", remedy=remedy)
+        chosen[name] = RELATIONS[name]
+    for path in options.also:
+        try:
+            chosen[path] = resolve_name(path)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"--also={path} cannot be imported: {error}", remedy="pass package.module.function"
+            ) from None
+    return chosen
+
+
+def _say(verdict: Verdict) -> None:
+    said = verdict.text or verdict.looked_at
+    say(f"{verdict.outcome.upper():8}{verdict.relation:26} {verdict.seconds:5.1f} s  {said}")
+
+
+def _summary(verdicts: list[Verdict]) -> None:
+    say(f"not looked at: {_NOT_LOOKED_AT}")
+    counts = Counter(verdict.outcome for verdict in verdicts[1:])
+    counted = (f"{counts[outcome]} {outcome}" for outcome in get_args(Outcome) if counts[outcome])
+    say(", ".join(counted) or "nothing was judged")

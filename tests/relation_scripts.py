@@ -1,0 +1,122 @@
+"""Small trainings of a stranger, in plain PyTorch and with Lightning, with the mistake that `BUG` names."""
+
+PLAIN = """
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
+
+from lit_cifar import relations
+
+BUG = os.environ.get("BUG")
+ACCUMULATE = relations.knob("accumulate", 2)
+NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
+
+
+def make_data(count, seed):
+    inputs = torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(inputs, (inputs.sum(1) > 0).long())
+
+
+@torch.no_grad()
+def evaluate(model, data):
+    model.eval()
+    losses = [(nn.functional.cross_entropy(model(x), y), len(x)) for x, y in DataLoader(data, batch_size=8)]
+    model.train()
+    if BUG == "mean of means":
+        return sum(loss for loss, _ in losses).item() / len(losses)
+    return sum(loss * size for loss, size in losses).item() / len(data)
+
+
+torch.manual_seed(0)
+if NUM_RANKS > 1:
+    dist.init_process_group("gloo")
+train, held_out = make_data(64, 1), make_data(20, 2)
+model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=relations.knob("rate", 0.1), momentum=0.9)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24)
+weight = relations.knob("unused", 0.5)
+first, parts = 0, {"model": model, "optimizer": optimizer, "schedule": schedule}
+if path := relations.resume():
+    saved = torch.load(path)
+    first = saved["epoch"]
+    for name, part in parts.items():
+        if not (BUG == "schedule not resumed" and name == "schedule"):
+            part.load_state_dict(saved[name])
+wrapped = DistributedDataParallel(model) if NUM_RANKS > 1 else model
+divides = NUM_RANKS > 1 and BUG != "same samples"
+for epoch in range(first, 3):
+    order = torch.Generator().manual_seed(epoch)
+    sampler = DistributedSampler(train) if divides else RandomSampler(train, generator=order)
+    for number, (inputs, labels) in enumerate(DataLoader(train, batch_size=4, sampler=sampler), start=1):
+        loss = nn.functional.cross_entropy(wrapped(inputs), labels)
+        loss = loss * NUM_RANKS if BUG == "times ranks" else loss
+        (loss if BUG == "not divided" else loss / ACCUMULATE).backward()
+        if number % ACCUMULATE == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    relations.report(val_loss=evaluate(model, held_out))
+    if path := relations.save():
+        torch.save({"epoch": epoch + 1, **{name: part.state_dict() for name, part in parts.items()}}, path)
+"""
+
+LIGHTNING = '''
+import os
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+BUG = os.environ.get("BUG")
+
+
+class Counter(pl.Callback):
+    """Lowers the learning rate after as many batches as it has counted."""
+
+    def __init__(self):
+        self.count = 0
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.count += 1
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 0.1 / (1 + self.count)
+
+    def state_dict(self):
+        return {} if BUG == "callback without state" else {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        if BUG == "statistics of batches":
+            self.train()
+        loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+        self.log("val_loss", loss, sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def make_loader(count, seed, **settings):
+    inputs = torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
+    return DataLoader(TensorDataset(inputs, (inputs.sum(1) > 0).long()), batch_size=8, **settings)
+
+
+pl.seed_everything(0)
+trainer = pl.Trainer(max_epochs=50, strategy="ddp", devices=2, callbacks=[Counter()])
+trainer.fit(Net(), make_loader(64, 1, shuffle=True), make_loader(32, 2))
+'''

@@ -1,0 +1,250 @@
+"""Relations between two runs of a training: what they find in a stranger's script, and what they leave alone."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import refused, run_here
+from relation_scripts import LIGHTNING, PLAIN
+
+from lit_cifar import relations
+from lit_cifar.checks.relations.judging import RELATIONS, judged
+from lit_cifar.checks.relations.own_files import mirror
+from lit_cifar.checks.relations.plan import Plan, Target
+from lit_cifar.checks.relations.runs import Verdict, difference, first_apart, other_samples
+from lit_cifar.checks.repeated_step.batches import in_batches_of, joined, parted
+
+
+def verdicts(
+    script: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, bug: str = "", only: str, limit_s: float = 60
+) -> list[Verdict]:
+    """What the relations say of a script in `folder`."""
+    (folder / "train.py").write_text(script)
+    monkeypatch.setenv("BUG", bug)
+    target = Target(program="train.py", folder=str(folder))
+    chosen = {name: RELATIONS[name] for name in only.split(",")}
+    return [*judged(target, Plan(most_batches=4, most_epochs=2, most_steps=96), chosen, limit_s=limit_s)]
+
+
+def outcomes(*args: Any, **settings: Any) -> dict[str, str]:
+    return {verdict.relation: verdict.outcome for verdict in verdicts(*args, **settings)}
+
+
+def test_outside_of_the_checker_every_call_gives_the_own_value() -> None:
+    assert relations.knob("accumulate", 4) == 4
+    assert relations.resume() is None
+    assert relations.save() is None
+    assert relations.share([1, 2]) == [1, 2]
+    relations.report(val_loss=1.0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (1.0, 1.0, 0.0),
+        (torch.tensor([4.0, 2.0]), torch.tensor([4.0, 1.0]), 0.25),  # of the largest value
+        (0.0, 1e-13, 0.0),  # nothing beside nothing
+        (torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 1.0]), 0.0),
+        (torch.tensor([float("nan")]), torch.tensor([1.0]), float("inf")),
+        (torch.zeros(2), torch.zeros(3), float("inf")),
+        (None, 1.0, float("inf")),
+    ],
+)
+def test_a_difference_is_relative_to_the_largest_value(one: object, other: object, expected: float) -> None:
+    assert difference(one, other) == expected
+
+
+def test_the_first_step_that_differs_is_named() -> None:
+    assert first_apart([1.0, 2.0, 3.0], [1.0, 2.0 + 1e-12, 3.1], 1e-7) == 3
+    assert first_apart([1.0], [1.0], 1e-7) is None
+    assert other_samples([[1, 2], [3, 4]], [[2, 1], [3, 5]]) == "step 1 has other samples: 1 of 2"
+    assert other_samples([[1, 2], []], [[2, 1], [7]]) == ""  # samples of one are not known
+
+
+def test_samples_are_the_same_in_other_batches() -> None:
+    batches = [(torch.arange(4), {"y": torch.arange(4) * 10}), (torch.arange(4, 7), {"y": torch.arange(4, 7) * 10})]
+    for size, lengths in ((1, [1] * 7), (3, [3, 3, 1]), (0, [7])):
+        again = list(in_batches_of(batches, size))
+        assert [len(x) for x, _ in again] == lengths
+        assert torch.equal(torch.cat([tree["y"] for _, tree in again]), torch.arange(7) * 10)
+    assert [len(x) for x, _ in parted(joined(batches), 3)] == [3, 2, 2]
+    with pytest.raises(ValueError, match="unlike shapes"):
+        joined([torch.zeros(2, 3), torch.zeros(2, 4)])
+
+
+def test_no_file_of_the_user_is_changed_and_others_are_seen(tmp_path: Path) -> None:
+    user, outside = tmp_path / "user", tmp_path / "outside"
+    (user / "runs").mkdir(parents=True)
+    outside.mkdir()
+    (user / "runs" / "log.txt").write_text("mine")
+    mirror(user, tmp_path / "run" / "own")
+    program = (
+        "import torch; from pathlib import Path; from lit_cifar.checks.relations.own_files import Guard\n"
+        f"seen = []; Guard(Path({str(tmp_path / 'run')!r}), seen).start()\n"
+        "Path('runs/log.txt').open('a').write(' and more'); torch.save(1, 'runs/new.pt')\n"
+        "for name in ('a.txt', 'b.pt'):\n"
+        "    try:\n"
+        f"        path = Path({str(outside)!r}, name)\n"
+        "        path.write_text('x') if name == 'a.txt' else torch.save(1, path)\n"
+        "    except PermissionError: pass\n"
+        "print(len(seen), Path('runs/log.txt').read_text())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path / "run" / "own",
+        env=os.environ | {"TMPDIR": str(tmp_path / "run")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "2 mine and more\n", done.stderr
+    assert (user / "runs" / "log.txt").read_text() == "mine"
+    assert list(outside.iterdir()) == []
+
+
+def test_a_right_training_holds_every_relation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for an option that it does not use."""
+    found = outcomes(PLAIN, tmp_path, monkeypatch, only="resume,evaluation,ranks,accumulation,groups,effects")
+    assert found == {
+        "run": "pass",
+        "resume after 2 steps": "pass",
+        "resume after 4 steps": "pass",
+        "evaluation": "pass",
+        "replicas": "pass",
+        "samples of ranks": "pass",
+        "ranks": "pass",
+        "accumulation": "pass",
+        "groups of parameters": "pass",
+        "effect of rate": "pass",
+        "effect of unused": "note",
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+PLAIN_BUGS: Mapping[str, tuple[str, dict[str, str]]] = {
+    "schedule not resumed": ("resume", {"resume after 2 steps": "fail", "resume after 4 steps": "fail"}),
+    "mean of means": ("evaluation", {"evaluation": "fail"}),
+    "times ranks": ("ranks", {"replicas": "pass", "samples of ranks": "pass", "ranks": "fail"}),
+    "same samples": ("ranks", {"replicas": "pass", "samples of ranks": "fail", "ranks": "abstain"}),
+    "not divided": ("accumulation", {"accumulation": "fail"}),
+}
+
+
+@pytest.mark.parametrize("bug", PLAIN_BUGS)
+def test_a_mistake_breaks_its_relation(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only, expected = PLAIN_BUGS[bug]
+    assert outcomes(PLAIN, tmp_path, monkeypatch, bug=bug, only=only) == {"run": "pass"} | expected
+
+
+def test_a_lightning_script_needs_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only = "resume,evaluation,score,ranks,accumulation,often"
+    found = outcomes(LIGHTNING, tmp_path, monkeypatch, only=only)
+    assert found == {
+        "run": "pass",
+        "resume after epoch 1": "pass",
+        "resume inside epoch 2": "note",  # Lightning begins the order of the epoch anew
+        "evaluation": "pass",
+        "evaluation on 2 ranks": "pass",
+        "evaluation on 3 ranks": "note",  # padded by a sample
+        "score of a file": "pass",
+        "replicas": "pass",
+        "samples of ranks": "pass",
+        "ranks": "pass",
+        "accumulation": "note",  # the callback counts batches, and the script does not accumulate
+        "validating more often": "pass",
+    }
+
+
+LIGHTNING_BUGS = {
+    "callback without state": ("resume", "resume after epoch 1", "fail"),
+    "statistics of batches": ("evaluation", "evaluation", "fail"),
+}
+
+
+@pytest.mark.parametrize("bug", LIGHTNING_BUGS)
+def test_a_mistake_is_found_with_lightning(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only, relation, expected = LIGHTNING_BUGS[bug]
+    found = outcomes(LIGHTNING, tmp_path, monkeypatch, bug=bug, only=only)
+    assert found[relation] == expected
+
+
+BAD_SCRIPTS = {
+    "ends by an error": ("raise ValueError('no such file')", "crash", "ValueError: no such file"),
+    "needs arguments": ("import sys; sys.argv[1]", "crash", "IndexError"),
+    "trains nothing": ("print('hello')", "abstain", "no step of an optimizer was seen"),
+    "takes too long": ("import time; time.sleep(600)", "crash", "a limit of 3 s"),
+    "exits": ("raise SystemExit(3)", "crash", "SystemExit: 3"),
+    "reads stdin": ("input()", "crash", "EOFError"),
+    "writes elsewhere": (
+        "from pathlib import Path; Path('/var/lit-cifar.txt').write_text('x')",
+        "crash",
+        "outside of the folder of this run",
+    ),
+    "is not deterministic": (
+        PLAIN.replace("torch.manual_seed(0)", "torch.seed(); model = None"),
+        "abstain",
+        "two runs of the script differ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SCRIPTS)
+def test_a_script_that_cannot_be_judged_has_a_reason(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, outcome, reason = BAD_SCRIPTS[name]
+    limit_s = 3 if name == "takes too long" else 60
+    (verdict,) = verdicts(script, tmp_path, monkeypatch, only="resume", limit_s=limit_s)
+    assert verdict.outcome == outcome
+    assert reason in verdict.text
+
+
+def test_the_command_says_what_differs_and_what_it_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lit_cifar.tools.relations.exit_orderly_when_terminated", lambda: None)
+    monkeypatch.setenv("BUG", "mean of means")
+    (tmp_path / "train.py").write_text(PLAIN)
+    only, file = "--only=evaluation,workers,accumulation", tmp_path / "result.json"
+    result = run_here("relations", tmp_path / "train.py", only, f"--json={file}", "--batches=4", check=False)
+    assert result.status == 1
+    assert re.search(r"^FAIL +evaluation .*evaluated in batches of 1", result.stdout, flags=re.M)
+    assert re.search(r"^PASS +accumulation .*6 steps, 48 samples", result.stdout, flags=re.M)
+    assert result.stdout.splitlines()[-1] == "2 pass, 1 fail"
+    found = json.loads(file.read_text())["verdicts"]
+    assert [each["outcome"] for each in found] == ["pass", "fail", "pass", "pass"]
+
+
+def test_other_projects_get_a_fixture(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('trains nothing')")
+    (tmp_path / "test_theirs.py").write_text("def test_wrong(related):\n    related('train.py', '--only=resume')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "lit_cifar.checks.pytest_plugin", "-q", "test_theirs.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert "relations train.py --only=resume: exit status 3" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["no.py"], ["no.py is no file"]),
+        (["train.py", "--only=resum"], ["--only=resum is no relation", "did you mean resume?"]),
+        (["train.py", "--also=no.such.function"], ["--also=no.such.function cannot be imported"]),
+        ([], ["SCRIPT"]),
+    ],
+)
+def test_a_mistake_in_the_command_is_refused(
+    words: list[str], says: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(PLAIN)
+    refused("relations", *words, says=says)
