@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lit_cifar.checks.relations.loaders import UNDIVIDED
+from lit_cifar.checks.relations.loaders import UNDIVIDED_EVALUATION
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import RunError, Runs, Verdict, difference, unused
 
@@ -23,7 +23,7 @@ def _in_lightning(runs: Runs) -> Iterator[Verdict]:
             NAME, "abstain", "no validation: give the Trainer validation data and the module a validation_step"
         )
         return
-    reason = UNDIVIDED if UNDIVIDED in trace.remarks else "" if trace.evaluated else _NO_LOADER
+    reason = UNDIVIDED_EVALUATION if UNDIVIDED_EVALUATION in trace.remarks else "" if trace.evaluated else _NO_LOADER
     own, *ways = ("as it is", "again") if reason else metrics
     found = [text for way in ways if (text := _apart(runs, metrics[own], metrics[way], f"validated {way}"))]
     looked_at = f"{', '.join(metrics[own])}: {', '.join(ways)}"
@@ -54,8 +54,8 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
     if not values:
         yield Verdict(NAME, "abstain", "report the results: relations.report(val_loss=...)")
         return
-    if UNDIVIDED in own.remarks:
-        yield Verdict(NAME, "abstain", UNDIVIDED)
+    if UNDIVIDED_EVALUATION in own.remarks:
+        yield Verdict(NAME, "abstain", UNDIVIDED_EVALUATION)
         return
     if not own.evaluated:
         yield Verdict(NAME, "abstain", f"{_NO_LOADER}: use one where no gradient is made, in torch.no_grad()")

@@ -124,20 +124,27 @@ def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
         "devices": plan.ranks,
         "num_nodes": 1,
         "strategy": strategy if plan.ranks > 1 and strategy != "auto" else "ddp" if plan.ranks > 1 else "auto",
-        "max_epochs": min(own.get("max_epochs") or plan.most_epochs, plan.most_epochs),
-        "max_steps": -1,
-        "max_time": None,
-        "limit_train_batches": plan.most_batches,
+        "max_epochs": _at_most(plan.most_epochs, own.get("max_epochs")),
+        "limit_train_batches": _at_most(plan.most_batches, own.get("limit_train_batches")),
         "limit_val_batches": plan.most_batches,
+        **{"max_steps": -1, "max_time": None, "min_epochs": None, "min_steps": None, "overfit_batches": 0.0},
+        **{"fast_dev_run": False, "barebones": False, "profiler": None},
         "num_sanity_val_steps": 0,
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "logger": own["logger"] if own.get("logger") is False else CSVLogger("logs"),
         "benchmark": None,
     }
+    if isinstance(every := own.get("val_check_interval"), int):
+        changed["val_check_interval"] = min(every, plan.most_batches)
     if plan.double:
         changed |= {"precision": "64-true", "plugins": None}
     return own | changed | dict(plan.trainer)
+
+
+def _at_most(most: int, own: Any) -> int:
+    """The script's own number, if it is one and small enough."""
+    return min(most, own) if isinstance(own, int) and own > 0 else most
 
 
 def look_at(trainer: pl.Trainer, watched: Watched) -> None:

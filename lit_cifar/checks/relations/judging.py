@@ -40,7 +40,7 @@ def judged(target: Target, plan: Plan, relations: Mapping[str, Relation], *, lim
         started = perf_counter()
         for verdict in _begun(runs):
             yield replace(verdict, seconds=perf_counter() - started)
-            if verdict.outcome != "pass":
+            if verdict.outcome not in ("pass", "note"):
                 return
         for name, relation in relations.items():
             started = perf_counter()
@@ -77,6 +77,9 @@ def _begun(runs: Runs) -> Iterator[Verdict]:
         return
     precision = f", in float32: with float64 {errors[True, False]}" if not runs.plan.double else ""
     yield replace(again, looked_at=f"{again.looked_at}, twice the same{precision}")
+    if own.outside:
+        text = f"{own.outside[0]} was not written, as it is outside of the folder of a run and runs would share it"
+        yield Verdict("files", "note", text)
 
 
 def _of(name: str, relation: Relation, runs: Runs) -> Iterator[Verdict]:

@@ -16,8 +16,9 @@ from lit_cifar.checks.relations.plan import Imposed
 from lit_cifar.checks.relations.watching import Watched
 from lit_cifar.checks.repeated_step.batches import in_batches_of, joined, num_samples, parted, row_digests, tensors_in
 
-_PROBES = 16  # how often a sample is asked for
 UNDIVIDED = "the batches are not divided into samples along dimension 0"
+UNDIVIDED_EVALUATION = f"{UNDIVIDED} where no gradient is made"
+_PROBES = 16  # how often a sample is asked for
 _FEW = 4  # tensors of a batch; more may be its samples
 _MOST_SAMPLES = 2000  # of a stream that are read
 
@@ -94,7 +95,7 @@ class Loaders:
     def _evaluated(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         own, size = [*islice(batches, self._plan.most_batches)], self._watched.evaluation_batch
         if own and not is_divided(loader, own[0]):
-            self._watched.trace.remarks.add(UNDIVIDED)
+            self._watched.trace.remarks.add(UNDIVIDED_EVALUATION)
         elif size is not None:
             return in_batches_of(own, size)
         return iter(own)

@@ -67,11 +67,11 @@ class Runs:
         plan = replace(self.plan, **changes)
         if plan not in self._made:
             self._made[plan] = self._start(plan)
-        for trace in self._made[plan]:
-            if trace.error:
-                where = f" on {plan.ranks} processes" if plan.ranks > 1 else ""
-                kind = RunTimeoutError if trace.is_late else RunError
-                raise kind(f"a run{where} ended by {trace.error[:200]}")
+        failed = [trace for trace in self._made[plan] if trace.error]
+        for trace in sorted(failed, key=lambda trace: not trace.traceback):  # others end when one has failed
+            where = f" on {plan.ranks} processes" if plan.ranks > 1 else ""
+            kind = RunTimeoutError if trace.is_late else RunError
+            raise kind(f"a run{where} ended by {trace.error[:200]}")
         return self._made[plan]
 
     def own(self) -> Trace:
@@ -96,9 +96,7 @@ class Runs:
         paths = os.pathsep.join(filter(None, sys.path))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
         if plan.torchrun:
-            environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(
-                ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"
-            )
+            environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         words = [str(folder / "plan")]
         output = folder / "output"
         started = ForkedRun(

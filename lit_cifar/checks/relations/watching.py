@@ -128,6 +128,7 @@ class Watched:
         return checkpointed
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._note_draws()
         self.trace.steps += 1
         self._random, self._batch_of_step = None, 0
         owned = [p.detach().double().norm() for group in optimizer.param_groups for p in group["params"]]
@@ -140,11 +141,14 @@ class Watched:
     def begins_batch(self) -> None:
         """Called after a batch of training was fetched."""
         self._batch_of_step += 1
+        if self._random is not None:
+            self._random = torch.get_rng_state()  # whatever the data set has drawn
         if self.plan.generators:
             self.seed(f"batch {self._batch_of_step}")
 
     def fetches_batch(self) -> None:
         """Called before a batch of training is fetched, but for the first of a loader."""
+        self._note_draws()
         if self.plan.generators:
             self.seed(f"fetch {self._batch_of_step}")
 
@@ -164,7 +168,7 @@ class Watched:
             finally:
                 self._depth -= 1
                 if is_outermost:
-                    self._after_call()
+                    self._note_draws()
 
         return called
 
@@ -232,7 +236,7 @@ class Watched:
         if batch.numel() <= _MOST_VALUES:
             self.trace.samples[self.trace.steps] += row_digests(batch)
 
-    def _after_call(self) -> None:
+    def _note_draws(self) -> None:
         if self._random is not None and self.plan.quiet and not torch.equal(self._random, torch.get_rng_state()):
             self.trace.draws = True
 
