@@ -12,8 +12,8 @@ import psutil
 import pytest
 from processes import is_running
 
+from lit_cifar.launch import forked
 from lit_cifar.launch.forked import ForkedRun, _rank_environments
-from lit_cifar.tools import forked
 
 
 def start(folder: Path, program: str, *words: str, num_ranks: int = 1) -> ForkedRun:

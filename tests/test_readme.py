@@ -23,6 +23,7 @@ from lit_cifar.tools.doctor.command import doctor_parser
 from lit_cifar.tools.export import export_parser
 from lit_cifar.tools.modes import sized_modes
 from lit_cifar.tools.ray import ray_parser
+from lit_cifar.tools.relations import relations_parser
 from lit_cifar.tools.report.page import report_parser
 from lit_cifar.tools.verify.command import verify_parser
 from tests.mutations.__main__ import parser as mutations_parser
@@ -99,6 +100,8 @@ def check_program(args: list[str]) -> None:
         case "ray":
             options = ray_parser().parse_args(args[1:])
             parser_of("fit").parse_args([options.command, *options.flags])
+        case "relations":
+            relations_parser().parse_args(args[1 : args.index("--") if "--" in args else None])
         case "report":
             report_parser().parse_args(args[1:])
         case "verify":
