@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import refused, run_here
+from commands import refused, run_here, said_by_tests_in
 from relation_scripts import LIGHTNING, PLAIN
 from torch.utils.data import DataLoader
 
@@ -260,15 +260,8 @@ def test_the_command_says_what_differs_and_what_it_looked_at(tmp_path: Path, mon
 def test_other_projects_get_a_fixture(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('trains nothing')")
     (tmp_path / "test_theirs.py").write_text("def test_wrong(related):\n    related('train.py', '--only=resume')\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "lit_cifar.checks.pytest_plugin", "-q", "test_theirs.py"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert "relations train.py --only=resume: exit status 3" in done.stdout, done.stdout + done.stderr
+    said = said_by_tests_in(tmp_path)
+    assert "relations train.py --only=resume: exit status 3" in said, said
 
 
 @pytest.mark.parametrize(
@@ -277,6 +270,7 @@ def test_other_projects_get_a_fixture(tmp_path: Path) -> None:
         (["no.py"], ["no.py is no file"]),
         (["train.py", "--only=resum"], ["--only=resum is no relation", "did you mean resume?"]),
         (["train.py", "--also=no.such.function"], ["--also=no.such.function cannot be imported"]),
+        (["train.py", "--batches=0"], ["--batches", "0 is not a whole number from 1"]),
         ([], ["SCRIPT"]),
     ],
 )
