@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from commands import refused, run_here
+from commands import refused, run_here, said_by_tests_in
 from relation_scripts import LIGHTNING, PLAIN
+from torch.utils.data import DataLoader
 
 from lit_cifar import relations
 from lit_cifar.checks.relations.judging import RELATIONS, judged
+from lit_cifar.checks.relations.loaders import is_divided
 from lit_cifar.checks.relations.own_files import mirror
 from lit_cifar.checks.relations.plan import Plan, Target
 from lit_cifar.checks.relations.runs import Verdict, difference, first_apart, other_samples
@@ -23,12 +25,19 @@ from lit_cifar.checks.repeated_step.batches import in_batches_of, joined, parted
 
 
 def verdicts(
-    script: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, bug: str = "", only: str, limit_s: float = 60
+    script: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    bug: str = "",
+    only: str,
+    limit_s: float = 60,
+    arguments: tuple[str, ...] = (),
 ) -> list[Verdict]:
     """What the relations say of a script in `folder`."""
     (folder / "train.py").write_text(script)
     monkeypatch.setenv("BUG", bug)
-    target = Target(program="train.py", folder=str(folder))
+    target = Target(program="train.py", arguments=arguments, folder=str(folder))
     chosen = {name: RELATIONS[name] for name in only.split(",")}
     return [*judged(target, Plan(most_batches=4, most_epochs=2, most_steps=96), chosen, limit_s=limit_s)]
 
@@ -79,6 +88,25 @@ def test_samples_are_the_same_in_other_batches() -> None:
         joined([torch.zeros(2, 3), torch.zeros(2, 4)])
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "batch", "expected"),
+    [
+        (4, (torch.zeros(4, 3), torch.zeros(4)), True),
+        (4, {"x": torch.zeros(4, 3), "scale": torch.tensor(2.0)}, True),
+        (4, [torch.zeros(20, 8)] * 4, False),  # a list of samples
+        (4, (torch.zeros(4, 3), torch.zeros(8)), False),
+        (16, (torch.zeros(12, 3), torch.zeros(12)), True),  # all samples that there are
+        (8, (torch.zeros(6, 3), torch.zeros(6)), False),
+        (None, [torch.zeros(20, 8)] * 6, False),  # may be six samples
+        (None, (torch.zeros(20, 8), torch.zeros(20)), True),
+    ],
+)
+def test_batches_are_divided_where_their_size_is_the_loaders(
+    batch_size: int | None, batch: Any, expected: bool
+) -> None:
+    assert is_divided(DataLoader(torch.zeros(12, 1), batch_size=batch_size), batch) is expected
+
+
 def test_no_file_of_the_user_is_changed_and_others_are_seen(tmp_path: Path) -> None:
     user, outside = tmp_path / "user", tmp_path / "outside"
     (user / "runs").mkdir(parents=True)
@@ -125,6 +153,16 @@ def test_a_right_training_holds_every_relation(tmp_path: Path, monkeypatch: pyte
         "effect of unused": "note",
     }
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [((), "pass"), (("--forget-schedule",), "fail")])
+def test_the_example_resumes_as_its_page_says(
+    arguments: tuple[str, ...], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = (Path(__file__).parents[1] / "examples" / "relate_a_training.py").read_text()
+    _, *found = verdicts(script, tmp_path, monkeypatch, only="resume", arguments=arguments)
+    assert [verdict.outcome for verdict in found] == [expected] * 2
+    assert all(verdict.text.startswith("schedule/0.last_epoch") for verdict in found) == (expected == "fail")
 
 
 PLAIN_BUGS: Mapping[str, tuple[str, dict[str, str]]] = {
@@ -222,15 +260,8 @@ def test_the_command_says_what_differs_and_what_it_looked_at(tmp_path: Path, mon
 def test_other_projects_get_a_fixture(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('trains nothing')")
     (tmp_path / "test_theirs.py").write_text("def test_wrong(related):\n    related('train.py', '--only=resume')\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "lit_cifar.checks.pytest_plugin", "-q", "test_theirs.py"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert "relations train.py --only=resume: exit status 3" in done.stdout, done.stdout + done.stderr
+    said = said_by_tests_in(tmp_path)
+    assert "relations train.py --only=resume: exit status 3" in said, said
 
 
 @pytest.mark.parametrize(
@@ -239,6 +270,7 @@ def test_other_projects_get_a_fixture(tmp_path: Path) -> None:
         (["no.py"], ["no.py is no file"]),
         (["train.py", "--only=resum"], ["--only=resum is no relation", "did you mean resume?"]),
         (["train.py", "--also=no.such.function"], ["--also=no.such.function cannot be imported"]),
+        (["train.py", "--batches=0"], ["--batches", "0 is not a whole number from 1"]),
         ([], ["SCRIPT"]),
     ],
 )

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import re
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from commands import TINY, graded, launch
+from commands import TINY, graded, launch, said_by_tests_in
 from lightning.pytorch.callbacks import BaseFinetuning
 from replay_cases import CASES, CHANGES, PLAIN, Pictures, Sequences, Task, Tokens
 from torch import Tensor
@@ -294,16 +293,9 @@ def test_other_projects_get_a_fixture(tmp_path: Path) -> None:
         "def test_wrong(replayed):\n"
         "    replayed('replay_cases.Sends', '--steps=1')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "lit_cifar.checks.pytest_plugin", "-q", "test_theirs.py"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
-    assert "exit status" in done.stdout
+    said = said_by_tests_in(tmp_path)
+    assert "1 failed, 1 passed" in said, said
+    assert "exit status" in said
 
 
 @each_of(["tokens", "tokens in bf16"])

@@ -21,7 +21,7 @@ from typing import Any
 from lit_cifar.errors import ConfigError, one_line
 from lit_cifar.launch.node import NodeProcesses
 from lit_cifar.launch.signals import EXIT_REFUSED, EXIT_STOPPED, handlers_put_back
-from lit_cifar.tools.terminal import CommandParser, names_config, refuse_owned, say
+from lit_cifar.tools.terminal import CommandParser, names_config, positive, refuse_owned, say
 
 _LAST_CALL_S = 30  # wait for more nodes when the smallest number may be there
 _GRACE_S = 100.0  # wait after SIGTERM for the current step or validation, and for saving
@@ -49,7 +49,7 @@ def ray_parser() -> argparse.ArgumentParser:
     parser = CommandParser("ray", description=_DESCRIPTION)
     add = parser.add_argument
     add("--nodes", type=_bounds, default=(1, 1), help="Number of nodes; 1:2 goes on while one is there (default: 1).")
-    add("--workers_per_node", type=_positive, default=1, metavar="N", help="Processes on each node (default: 1).")
+    add("--workers_per_node", type=positive, default=1, metavar="N", help="Processes on each node (default: 1).")
     add("--gpus_per_worker", type=int, default=0, metavar="N", help="GPUs of each process (default: 0).")
     add("--max_failures", type=int, default=0, metavar="N", help="How often to start again (default: 0).")
     add("--address", default="auto", help="Of the Ray cluster (default: the one that this machine belongs to).")
@@ -182,13 +182,7 @@ def _connected(address: str) -> Iterator[Any]:
 
 def _bounds(text: str) -> tuple[int, int]:
     smallest, _, largest = text.partition(":")
-    bounds = _positive(smallest), _positive(largest or smallest)
+    bounds = positive(smallest), positive(largest or smallest)
     if bounds[0] > bounds[1]:
         raise argparse.ArgumentTypeError(f"{text} is not NUMBER or SMALLEST:LARGEST")
     return bounds
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1")
-    return int(text)

@@ -15,6 +15,7 @@ from lit_cifar.tools.terminal import (
     CommandParser,
     about,
     exit_orderly_when_terminated,
+    positive,
     say,
     writable,
     write_json,
@@ -60,9 +61,9 @@ def relations_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--also", action="append", default=[], metavar="PACKAGE.FUNCTION", help="A relation of your own."
     )
-    parser.add_argument("--batches", type=int, default=8, metavar="N", help="At most, of an epoch (default: 8).")
-    parser.add_argument("--epochs", type=int, default=3, metavar="N", help="At most, of a Trainer (default: 3).")
-    parser.add_argument("--steps", type=int, default=96, metavar="N", help="At most, of a script (default: 96).")
+    parser.add_argument("--batches", type=positive, default=8, metavar="N", help="At most, of an epoch (default: 8).")
+    parser.add_argument("--epochs", type=positive, default=3, metavar="N", help="At most, of a Trainer (default: 3).")
+    parser.add_argument("--steps", type=positive, default=96, metavar="N", help="At most, of a script (default: 96).")
     parser.add_argument("--limit", type=float, default=60, metavar="S", help="Seconds of a run (default: 60).")
     parser.add_argument("--json", metavar="FILE", help="Write all differences there.")
     return parser

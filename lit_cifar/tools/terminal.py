@@ -47,6 +47,13 @@ def launcher_words(text: str) -> tuple[str, ...]:
     return words
 
 
+def positive(text: str) -> int:
+    """A whole number from 1, for an option."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1")
+    return int(text)
+
+
 def without_devices(flags: Iterable[str]) -> list[str]:
     """Flags of `fit` for processes whose number a launcher decides."""
     return [flag for flag in flags if not flag.startswith("--trainer.devices=")]

@@ -23,9 +23,9 @@ _OWN = ("_", "trainer", "training", "fabric", "prepare_data_per_node", "allow_ze
 VARIANTS: dict[str, int | None] = {
     "as it is": None,
     "again": None,
-    "batches of 1": 1,
-    "batches of 7": 7,
-    "one batch": 0,
+    "in batches of 1": 1,
+    "in batches of 7": 7,
+    "as one batch": 0,
 }
 
 

@@ -67,10 +67,8 @@ class Loaders:
         trace = self._watched.trace
         epoch = len(trace.epochs)
         trace.epochs.append(0)
-        try:
+        with suppress(TypeError):  # of a stream
             trace.lengths[self._made[loader]] = len(loader)
-        except TypeError:  # a stream
-            trace.remarks.add("stream")
         for number, batch in enumerate(self._batches(loader, epoch, begin)):
             self._watched.continues()
             if not number and not is_divided(loader, batch):

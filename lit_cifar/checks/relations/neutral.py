@@ -48,7 +48,7 @@ def effects(runs: Runs) -> Iterator[Verdict]:
     """Change each option of the script's own: a training that stays as it was, bit for bit, does not use it."""
     own = runs.run(generators=True)[0]
     for name, value in own.asked.items():
-        if name in ("accumulate", "validate_every", "resume", "save", "share") or not isinstance(value, int | float):
+        if name in _OTHERS or not isinstance(value, int | float):
             continue
         changed = not value if isinstance(value, bool) else value / 2 if value else 1.0
         other = runs.run(generators=True, knobs=((name, type(value)(changed)),))[0]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from lit_cifar.checks.relations.loaders import UNDIVIDED
 from lit_cifar.checks.relations.plan import Trace
-from lit_cifar.checks.relations.runs import Difference, RunError, Runs, Verdict, difference, quiet_draws, unused
+from lit_cifar.checks.relations.runs import Difference, RunError, Runs, Verdict, difference, unused
 
 _LEFT_OUT = ("kept/metric", "kept/val", "kept/loss")
 _MOST_SHARED = 0.5  # of an epoch's samples that two ranks may both read
@@ -23,10 +23,10 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
         )
         return
     why = "" if own.own_ranks > 1 or not own.is_lightning else "the script asks for one process"
-    yield unused(_replicas(runs, two), why) if why else _replicas(runs, two)
+    yield unused(_replicas(two), why)
     shares = "share" in two[0].asked
     if not shares and (verdict := _data(two)):
-        yield unused(verdict, why) if why else verdict
+        yield unused(verdict, why)
         if verdict.outcome == "fail":
             yield Verdict("ranks", "abstain", "ranks read the same samples, so there is no batch of both")
             return
@@ -43,7 +43,7 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
         yield Verdict("ranks", "abstain", f"{error}")
         return
     verdict = runs.judge("ranks", one, two[0], leave_out=_LEFT_OUT, samples=False, said="2 processes: ")
-    yield _weighed(runs, verdict, [*two, one], why)
+    yield _weighed(verdict, [*two, one], why)
 
 
 def accumulation(runs: Runs) -> Iterator[Verdict]:
@@ -76,7 +76,7 @@ def accumulation(runs: Runs) -> Iterator[Verdict]:
     verdict = runs.judge(
         "accumulation", whole, divided, leave_out=_LEFT_OUT, samples=False, said=f"{max(micro, 2)} microbatches: "
     )
-    yield _weighed(runs, verdict, [whole, divided], "" if micro > 1 else "the script does not accumulate")
+    yield _weighed(verdict, [whole, divided], "" if micro > 1 else "the script does not accumulate")
 
 
 def _accumulating(own: Trace, number: int, runs: Runs, *, window: int = 1, parts: int = 1) -> dict[str, object]:
@@ -86,13 +86,14 @@ def _accumulating(own: Trace, number: int, runs: Runs, *, window: int = 1, parts
     return {"trainer": (("accumulate_grad_batches", number), ("limit_train_batches", most)), "most_batches": most}
 
 
-def _weighed(runs: Runs, verdict: Verdict, traces: list[Trace], why: str) -> Verdict:
-    if verdict.outcome == "fail" and (reason := next(quiet_draws(traces), "")):
+def _weighed(verdict: Verdict, traces: list[Trace], why: str) -> Verdict:
+    if verdict.outcome == "fail" and any(trace.draws for trace in traces):
+        reason = "a step draws random numbers for its batch: draw them in the data set"
         return Verdict(verdict.relation, "abstain", reason)
-    return unused(verdict, why) if why else verdict
+    return unused(verdict, why)
 
 
-def _replicas(runs: Runs, two: list[Trace]) -> Verdict:
+def _replicas(two: list[Trace]) -> Verdict:
     """After the training both ranks hold the same weights and states of optimizers, bit for bit."""
     first, second = (trace.state for trace in two)
     names = [name for name in first if name.startswith(("weights/", "optimizer/"))]

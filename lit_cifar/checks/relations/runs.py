@@ -4,7 +4,7 @@ import os
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -218,13 +218,7 @@ def first_apart(one: Sequence[float], other: Sequence[float], limit: float) -> i
 
 
 def unused(verdict: Verdict, why: str) -> Verdict:
-    """The verdict; a note where it would be a failure in a setting that the script does not use."""
-    if verdict.outcome != "fail":
+    """The verdict; a note where it would be a failure in a setting that the script does not use, if `why` says so."""
+    if verdict.outcome != "fail" or not why:
         return verdict
     return replace(verdict, outcome="note", text=f"{why}; it would not hold: {verdict.text}")
-
-
-def quiet_draws(traces: Sequence[Trace]) -> Iterator[str]:
-    """A reason not to judge a relation that puts samples into other batches."""
-    if any(trace.draws for trace in traces):
-        yield "a step draws random numbers for its batch: draw them in the data set"
