@@ -57,7 +57,8 @@ class Loaders:
                 return sum(1 for _ in loader)
             if (imposed := self._plan.imposed) and (own := self._imposed_length(loader, imposed)) is not None:
                 return own
-            return min(int(length(loader)), self._plan.most_batches)
+            most = self._plan.most_batches if self._watched.phase() == "train" else self._plan.evaluation_batches
+            return min(int(length(loader)), most)
 
         return shortened
 
@@ -91,12 +92,18 @@ class Loaders:
         yield from islice(begin(loader), self._plan.most_batches)
 
     def _evaluated(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
-        own, size = [*islice(batches, self._plan.most_batches)], self._watched.evaluation_batch
+        own, size = [*islice(batches, self._plan.evaluation_batches)], self._watched.evaluation_batch
+        trace = self._watched.trace
+        is_cut = len(own) == self._plan.evaluation_batches and next(batches, None) is not None
+        trace.is_cut |= is_cut
         if own and not is_divided(loader, own[0]):
-            self._watched.trace.remarks.add(UNDIVIDED_EVALUATION)
-        elif size is not None:
-            return in_batches_of(own, size)
-        return iter(own)
+            trace.remarks.add(UNDIVIDED_EVALUATION)
+        elif own and not is_cut and loader.batch_sampler is not None and self._plan.ranks == 1:
+            with suppress(TypeError, ValueError):  # a sampler without a length; a batch that is not divided
+                trace.left_out = max(trace.left_out, len(loader.sampler) - sum(map(num_samples, own)))
+        if UNDIVIDED_EVALUATION in trace.remarks:
+            return iter(own)
+        return iter(own) if size is None else in_batches_of(own, size)
 
     def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -74,6 +75,8 @@ def _add(found: dict[str, Any], name: str, value: Any, depth: int = 0) -> None:
         found[name] = _copy(value)
     elif isinstance(value, Real):
         found[name] = float(value)
+    elif isinstance(value, GradScaler):
+        _add(found, name, value.state_dict(), depth)
     elif isinstance(value, nn.Module):
         for own, tensor in (*value.named_parameters(), *value.named_buffers()):
             found[f"{name}.{plain(own)}"] = _copy(tensor)

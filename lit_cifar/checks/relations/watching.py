@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -92,6 +93,9 @@ class Watched:
         patched(LRScheduler, "__init__", self._noting(self.schedules.append))
         patched(AveragedModel, "__init__", self._noting(self._keep_average))
         patched(checkpoint, "checkpoint", self._checkpointed)
+        patched(torch, "compile", self._compiler)
+        patched(nn.Module, "compile", self._compiler)
+        patched(GradScaler, "__init__", self._scaler_made)
         register_optimizer_step_post_hook(self._after_step)
 
     def _noting(self, note: Callable[[Any], None]) -> Callable[[Any], Callable[..., None]]:
@@ -113,6 +117,23 @@ class Watched:
         def made(optimizer: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
             make(optimizer, _in_other_groups(list(params)) if self.plan.regroup else params, defaults)
             self.optimizers.append(optimizer)
+
+        return made
+
+    def _scaler_made(self, make: Any) -> Callable[..., None]:
+        def made(scaler: GradScaler, device: str = "cuda", init_scale: float = 2.0**16, *args: Any, **own: Any) -> None:
+            make(scaler, "cpu", init_scale * self.plan.scale, *args, **own)
+            self.trace.scales |= scaler.is_enabled()
+            self.kept[f"scaler {sum(name.startswith('scaler ') for name in self.kept)}"] = scaler
+
+        return made
+
+    def _compiler(self, compiled: Any) -> Callable[..., Any]:
+        def made(function: Any = None, *args: Any, **settings: Any) -> Any:
+            self.trace.compiles = True
+            if self.plan.compiled:
+                return compiled(function, *args, **settings)
+            return function if function is not None else lambda own: own
 
         return made
 
