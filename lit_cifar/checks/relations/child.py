@@ -19,7 +19,7 @@ import torch.multiprocessing
 from torch.amp import GradScaler
 
 from lit_cifar.checks.relations import calls, in_lightning
-from lit_cifar.checks.relations.generators import make_quiet, seed_all
+from lit_cifar.checks.relations.generators import draw_by_sample, make_quiet, seed_all
 from lit_cifar.checks.relations.loaders import Loaders
 from lit_cifar.checks.relations.own_files import Guard, mirror
 from lit_cifar.checks.relations.patching import patched
@@ -70,6 +70,7 @@ def _prepare(watched: Watched, loaders: Loaders, rank: int) -> None:
         _compute_in_double()
     if plan.quiet:
         make_quiet()
+        draw_by_sample(watched.key_of_draw)
     if plan.seed:
         _seed_otherwise(plan.seed)
     seed_all("start", plan.seed)

@@ -72,14 +72,14 @@ class Loaders:
             trace.lengths[self._made[loader]] = len(loader)
         for number, batch in enumerate(self._batches(loader, epoch, begin)):
             self._watched.continues()
-            if not number and not is_divided(loader, batch):
+            if not number and not self._plan.imposed and not is_divided(loader, batch):
                 trace.remarks.add(UNDIVIDED)
             if self._plan.record:
                 folder = self._watched.folder / "batches" / str(epoch)
                 folder.mkdir(parents=True, exist_ok=True)
                 torch.save(batch, folder / f"{number:06d}.pt")
             trace.epochs[epoch] += 1
-            self._watched.begins_batch()
+            self._watched.begins_batch(_digests(batch) if self._plan.quiet and UNDIVIDED not in trace.remarks else None)
             yield batch
             self._watched.fetches_batch()
 

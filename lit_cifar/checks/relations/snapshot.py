@@ -31,8 +31,9 @@ def snapshot(
         prefix = f"{number}." if number else ""
         for name, parameter in root.named_parameters():
             names[id(parameter)] = prefix + plain(name)
-            found[f"weights/{prefix}{plain(name)}"] = _copy(parameter)
-        found |= {f"buffers/{prefix}{plain(name)}": _copy(buffer) for name, buffer in root.named_buffers()}
+            _add(found, f"weights/{prefix}{plain(name)}", parameter)
+        for name, buffer in root.named_buffers():
+            _add(found, f"buffers/{prefix}{plain(name)}", buffer)
     for number, optimizer in enumerate(optimizers):
         found |= dict(_of_optimizer(optimizer, f"{number}." if number else "", names))
     for number, schedule in enumerate(schedules):
@@ -72,7 +73,8 @@ def _copy(tensor: Tensor) -> Tensor:
 def _add(found: dict[str, Any], name: str, value: Any, depth: int = 0) -> None:
     """Add tensors and numbers inside an object, a few levels deep."""
     if isinstance(value, Tensor):
-        found[name] = _copy(value)
+        if not value.is_meta:  # such as weights that another process trains
+            found[name] = _copy(value)
     elif isinstance(value, Real):
         found[name] = float(value)
     elif isinstance(value, GradScaler):
