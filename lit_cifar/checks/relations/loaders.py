@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Imposed
-from lit_cifar.checks.relations.watching import Watched
-from lit_cifar.checks.repeated_step.batches import in_batches_of, joined, num_samples, parted, row_digests, tensors_in
+from lit_cifar.checks.relations.watching import Watched, told_apart
+from lit_cifar.checks.repeated_step.batches import in_batches_of, joined, num_samples, parted, tensors_in
 
 UNDIVIDED = "the batches are not divided into samples along dimension 0"
 UNDIVIDED_EVALUATION = f"{UNDIVIDED} where no gradient is made"
@@ -79,7 +79,7 @@ class Loaders:
                 folder.mkdir(parents=True, exist_ok=True)
                 torch.save(batch, folder / f"{number:06d}.pt")
             trace.epochs[epoch] += 1
-            self._watched.begins_batch(_digests(batch) if self._plan.quiet and UNDIVIDED not in trace.remarks else None)
+            self._watched.begins_batch(_digests(batch), is_divided=UNDIVIDED not in trace.remarks)
             yield batch
             self._watched.fetches_batch()
 
@@ -181,4 +181,4 @@ def _of_stream(loader: Any) -> dict[str, Any]:
 
 
 def _digests(batch: Any) -> list[int]:
-    return [value for tensor in tensors_in(batch)[:1] for value in row_digests(tensor)]
+    return [value for tensor in tensors_in(batch)[:1] for value in told_apart(tensor)]

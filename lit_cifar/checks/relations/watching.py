@@ -162,10 +162,12 @@ class Watched:
         if self.trace.steps >= self.plan.most_steps:
             self._is_over = True
 
-    def begins_batch(self, samples: list[int] | None) -> None:
-        """Called after a batch of training was fetched. `samples` are their digests, if it is divided into samples."""
+    def begins_batch(self, samples: list[int], *, is_divided: bool) -> None:
+        """Called after a batch of training was fetched, with digests of its samples, if they can be told apart."""
+        if not self.trace.is_lightning:
+            self.note_samples(samples)
         self._batch_of_step += 1
-        self._rows, self._draws, self._is_in_batch = samples, 0, True
+        self._rows, self._draws, self._is_in_batch = samples if is_divided else None, 0, True
         self._random = states()  # whatever the data set has drawn
         if self.plan.generators:
             self.seed(f"batch {self._batch_of_step}")
@@ -240,8 +242,9 @@ class Watched:
         self.begins()
         if self._random is None:
             self._random = states()
-        if (first := next(iter(tensors_in(inputs)), None)) is not None and not first.requires_grad:
-            self.note_samples(first)
+        if not self._is_in_batch and not self.trace.is_lightning:
+            first = next(iter(tensors_in(inputs)), None)
+            self.note_samples([] if first is None or first.requires_grad else told_apart(first))
 
     def continues(self) -> None:
         """Called before each batch and call of training: end the training if it is time."""
@@ -256,11 +259,11 @@ class Watched:
         if self.plan.resume and not self.trace.resumed:
             self.trace.resumed = self.snapshot()
 
-    def note_samples(self, batch: torch.Tensor) -> None:
+    def note_samples(self, samples: list[int]) -> None:
+        """Note the digests of samples of the step that follows."""
         while len(self.trace.samples) <= self.trace.steps:
             self.trace.samples.append([])
-        if batch.numel() <= _MOST_VALUES:
-            self.trace.samples[self.trace.steps] += row_digests(batch)
+        self.trace.samples[self.trace.steps] += samples
 
     def _note_draws(self) -> None:
         if self._random is not None and self.plan.quiet and self._random != states():
@@ -288,6 +291,11 @@ class Watched:
             return snapshot(self.roots, self.optimizers, self.schedules, self.kept)
         finally:
             self._depth = depth
+
+
+def told_apart(batch: torch.Tensor) -> list[int]:
+    """Digests of the samples along dimension 0; none of a large batch, which would take too long."""
+    return row_digests(batch) if batch.numel() <= _MOST_VALUES else []
 
 
 def _in_other_groups(params: list[Any]) -> list[Any]:
