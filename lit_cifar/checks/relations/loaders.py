@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Imposed
@@ -35,6 +35,7 @@ class Loaders:
         patched(DataLoader, "__init__", self._maker)
         patched(DataLoader, "__iter__", self._beginner)
         patched(DataLoader, "__len__", self._measurer)
+        patched(BatchSampler, "__iter__", self._orderer)
 
     def _maker(self, make: Any) -> Callable[..., None]:
         def made(loader: Any, *args: Any, **settings: Any) -> None:
@@ -48,6 +49,17 @@ class Loaders:
             if self._watched.phase() == "train":
                 return self._training(loader, begin)
             return self._noted(self._evaluated(loader, begin(loader)))
+
+        return begun
+
+    def _orderer(self, begin: Any) -> Callable[..., Iterator[Any]]:
+        def begun(sampler: Any) -> Iterator[Any]:
+            order: list[int] = []
+            if self._watched.phase() == "train":
+                self._watched.trace.orders.append((len(sampler.sampler), order))
+            for batch in begin(sampler):
+                order += batch
+                yield batch
 
         return begun
 
