@@ -116,7 +116,16 @@ def _join(watched: Watched, rank: int) -> None:
         watched.trace.own_ranks = nprocs
         function(rank, *args)
 
+    def leaver(destroy: Any) -> Any:
+        def left(*args: Any, **settings: Any) -> None:
+            if watched.trace.norms:
+                watched.finish()  # while ranks can still gather what they divide
+            destroy(*args, **settings)
+
+        return left
+
     patched(torch.distributed, "init_process_group", joiner)
+    patched(torch.distributed, "destroy_process_group", leaver)
     for name in ("spawn", "start_processes"):
         patched(torch.multiprocessing, name, lambda _: here)
 

@@ -2,9 +2,14 @@
 
 import copy
 import logging
+import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelSummary, ProgressBar
@@ -66,8 +71,27 @@ class Follower(Checkpoint):
             raise Ended
 
 
+class _OneLightning(MetaPathFinder, Loader):
+    """Gives `lightning` to a script that imports it by the names of its parts, which are other classes."""
+
+    _parts: ClassVar = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if fullname.split(".")[0] in self._parts else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        part, *rest = spec.name.split(".")
+        module = import_module(".".join([self._parts[part], *rest]))
+        self._own = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._own
+
+
 def patch(watched: Watched) -> None:
     """Follow the trainers of this process, up to the end of the first `fit`."""
+    sys.meta_path.insert(0, _OneLightning())
 
     def maker(make: Any) -> Callable[..., None]:
         def made(trainer: pl.Trainer, *args: Any, **own: Any) -> None:

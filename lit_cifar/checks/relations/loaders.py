@@ -1,7 +1,7 @@
 """Data loaders of a watched training: shortened, kept for another run, or replaced by the batches of an earlier one."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -61,7 +61,7 @@ class Loaders:
     def _orderer(self, begin: Any) -> Callable[..., Iterator[Any]]:
         def begun(sampler: Any) -> Iterator[Any]:
             order: list[int] = []
-            if self._watched.phase() == "train":
+            if self._watched.phase() == "train" and isinstance(sampler.sampler, Sized):
                 self._watched.trace.orders.append((len(sampler.sampler), order))
             for batch in begin(sampler):
                 order += batch
@@ -88,7 +88,11 @@ class Loaders:
         trace.epochs.append(0)
         with suppress(TypeError):  # of a stream
             trace.lengths[self._number(loader) or 0] = len(loader)
-        for number, batch in enumerate(self._batches(loader, epoch, begin)):
+        return self._followed(loader, epoch, self._batches(loader, epoch, begin))
+
+    def _followed(self, loader: Any, epoch: int, batches: Iterator[Any]) -> Iterator[Any]:
+        trace = self._watched.trace
+        for number, batch in enumerate(batches):
             self._watched.continues()
             if not number and not self._plan.imposed and not is_divided(loader, batch):
                 trace.remarks.add(UNDIVIDED)
@@ -103,13 +107,12 @@ class Loaders:
 
     def _batches(self, loader: Any, epoch: int, begin: Any) -> Iterator[Any]:
         if self._plan.imposed:
-            yield from imposed_batches(self._plan.imposed, epoch, int(self._watched.folder.name))
-            return
+            return imposed_batches(self._plan.imposed, epoch, int(self._watched.folder.name))
         if self._plan.generators:
             self._watched.seed("order")
         # A plain loop over a stream may read more than an epoch, and ends with its steps.
         is_endless = isinstance(loader.dataset, IterableDataset) and not self._watched.trace.is_lightning
-        yield from islice(begin(loader), None if is_endless else self._plan.most_batches)
+        return islice(begin(loader), None if is_endless else self._plan.most_batches)
 
     def _evaluated(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         own, size = [*islice(batches, self._plan.evaluation_batches)], self._watched.evaluation_batch

@@ -165,6 +165,8 @@ class Watched:
         return checkpointed
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self.trace.first and all(group.get("lr") == 0 for group in optimizer.param_groups):
+            return  # torch makes the states of an optimizer so, before it loads a checkpoint into them
         self._note_draws()
         self.trace.steps += 1
         self._goes_back = False
