@@ -112,26 +112,27 @@ def test_no_file_of_the_user_is_changed_and_others_are_seen(tmp_path: Path) -> N
     (user / "runs").mkdir(parents=True)
     outside.mkdir()
     (user / "runs" / "log.txt").write_text("mine")
-    mirror(user, tmp_path / "run" / "own")
+    own = mirror(user, tmp_path / "run" / "own")
     program = (
         "import torch; from pathlib import Path; from lit_cifar.checks.relations.own_files import Guard\n"
         f"seen = []; Guard(Path({str(tmp_path / 'run')!r}), seen).start()\n"
         "Path('runs/log.txt').open('a').write(' and more'); torch.save(1, 'runs/new.pt')\n"
-        "for name in ('a.txt', 'b.pt'):\n"
-        "    try:\n"
-        f"        path = Path({str(outside)!r}, name)\n"
-        "        path.write_text('x') if name == 'a.txt' else torch.save(1, path)\n"
+        f"outside, beside = Path({str(outside)!r}), Path('../outside')\n"
+        "writes = [lambda: (outside / 'a').write_text('x'), lambda: torch.save(1, outside / 'b'),\n"
+        "          (outside / 'c').mkdir, lambda: (beside / 'd').write_text('x')]\n"
+        "for write in writes:\n"
+        "    try: write()\n"
         "    except PermissionError: pass\n"
-        "print(len(seen), Path('runs/log.txt').read_text())\n"
+        "print(len(seen), Path('runs/log.txt').read_text(), beside.is_dir())\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
-        cwd=tmp_path / "run" / "own",
+        cwd=own,
         env=os.environ | {"TMPDIR": str(tmp_path / "run")},
         capture_output=True,
         text=True,
     )
-    assert done.stdout == "2 mine and more\n", done.stderr
+    assert done.stdout == "4 mine and more True\n", done.stderr
     assert (user / "runs" / "log.txt").read_text() == "mine"
     assert list(outside.iterdir()) == []
 

@@ -27,6 +27,7 @@ Run your own training script in pairs that must train the same model: resumed or
 batch or two microbatches, evaluated in other batches. Say what differs. A Lightning script needs no change; a script in
 plain PyTorch calls lit_cifar.relations where its own values could be others. Runs are short, on the CPU, in float64,
 each in a folder that mirrors this one; no file of yours is changed."""
+_RANKS = 6  # so many batches can be divided among 1, 2 and 3 ranks
 _NOT_LOOKED_AT = "GPUs, mixed precision and compiled code (runs are on the CPU, in one precision), later steps"
 _EPILOG = """\
 exit status: 0 all that was judged is equal, 1 a relation fails, 2 a mistake in the command, 3 nothing could be judged
@@ -43,7 +44,12 @@ def main(args: list[str]) -> int:
     options = relations_parser().parse_args(words)
     file = writable(options.json)
     target = _target(options, arguments)
-    plan = Plan(most_batches=options.batches, most_epochs=options.epochs, most_steps=options.steps)
+    plan = Plan(
+        most_batches=options.batches,
+        most_evaluated=-(-options.batches // _RANKS) * _RANKS,
+        most_epochs=options.epochs,
+        most_steps=options.steps,
+    )
     verdicts = []
     for verdict in judged(target, plan, _chosen(options), limit_s=options.limit):
         verdicts.append(verdict)

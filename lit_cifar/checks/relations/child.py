@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from time import time
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -19,7 +21,7 @@ import torch.multiprocessing
 from torch.amp import GradScaler
 
 from lit_cifar.checks.relations import calls, in_lightning
-from lit_cifar.checks.relations.generators import draw_by_sample, make_quiet, seed_all
+from lit_cifar.checks.relations.generators import ROUNDED, draw_by_sample, make_quiet, seed_all
 from lit_cifar.checks.relations.loaders import Loaders
 from lit_cifar.checks.relations.own_files import Guard, mirror
 from lit_cifar.checks.relations.patching import patched
@@ -33,17 +35,15 @@ def main(plan_file: str) -> None:
     target, plan = pickle.loads(Path(plan_file).read_bytes())
     rank = int(os.environ.get("RANK", "0"))
     folder = Path(plan_file).parent / str(rank)
-    own = folder / "folder"
-    mirror(Path(target.folder), own)
-    os.chdir(own)
-    watched = Watched(plan, folder)
+    os.chdir(mirror(Path(target.folder), folder / "mirror"))
+    watched = Watched(plan, folder, rank)
     loaders = Loaders(watched)
     try:
         _prepare(watched, loaders, rank)
         _run(target, watched, loaders)
     except BaseException as error:
         watched.trace.error = (traceback.format_exception_only(error)[-1].strip().splitlines() or [""])[0]
-        watched.trace.traceback = traceback.format_exc()
+        watched.trace.traceback, watched.trace.ended_at = traceback.format_exc(), time()
     file = folder / "trace"
     file.with_suffix(".part").write_bytes(pickle.dumps(watched.trace))
     file.with_suffix(".part").rename(file)
@@ -67,13 +67,13 @@ def _prepare(watched: Watched, loaders: Loaders, rank: int) -> None:
     in_lightning.patch(watched)
     _join(watched, rank)
     if plan.double:
-        _compute_in_double()
+        _compute_in_double(watched.trace.remarks.add)
     if plan.quiet:
-        make_quiet()
-        draw_by_sample(watched.key_of_draw)
+        make_quiet(watched.trace.remarks.add)
+        draw_by_sample(watched.key_of_draw, watched.draws)
     if plan.seed:
         _seed_otherwise(plan.seed)
-    seed_all("start", plan.seed)
+    seed_all("start", plan.seed, rank)
     calls.session = watched
     Guard(watched.folder.parent, watched.trace.outside).start()
 
@@ -86,7 +86,9 @@ def _run(target: Target, watched: Watched, loaders: Loaders) -> None:
             runpy.run_module(target.program, run_name="__main__", alter_sys=True)
         else:
             sys.path.insert(0, str(Path(target.program).absolute().parent))
-            runpy.run_path(target.program, run_name="__main__")
+            main = sys.modules["__main__"] = ModuleType("__main__")  # its classes are needed after its end
+            main.__file__ = target.program
+            exec(compile(Path(target.program).read_bytes(), target.program, "exec"), vars(main))
     except Ended:
         pass
     except SystemExit as ended:
@@ -130,8 +132,10 @@ def _join(watched: Watched, rank: int) -> None:
         patched(torch.multiprocessing, name, lambda _: here)
 
 
-def _compute_in_double() -> None:
+def _compute_in_double(remark: Callable[[str], None]) -> None:
     """New tensors are float64, and what a script asks to be float32 by `.float()`; autocast is off."""
+    for name in ("to", "bfloat16", "half"):
+        patched(torch.Tensor, name, partial(_remarking, remark))
     torch.set_default_dtype(torch.float64)
     patched(GradScaler, "unscale_", partial(_with, torch.Tensor, "float", torch.Tensor.float))  # torch's own wants it
     for owner in (torch.Tensor, torch.nn.Module):
@@ -145,6 +149,16 @@ def _with(owner: Any, name: str, value: Any, function: Any) -> Callable[..., Any
             return function(*args, **settings)
 
     return called
+
+
+def _remarking(remark: Callable[[str], None], convert: Any) -> Callable[..., torch.Tensor]:
+    def converted(*args: Any, **settings: Any) -> torch.Tensor:
+        found: torch.Tensor = convert(*args, **settings)
+        if found.dtype in (torch.bfloat16, torch.float16):
+            remark(ROUNDED)
+        return found
+
+    return converted
 
 
 def _double(_: Any) -> Callable[..., Any]:

@@ -1,11 +1,13 @@
 """An evaluation does not depend on how its samples are divided, on repetition, or on the number of processes."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from lit_cifar.checks.relations.loaders import UNDIVIDED_EVALUATION
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import RunError, Runs, Verdict, difference, unused
+from lit_cifar.checks.relations.watching import DRAWS_IN_EVALUATION
 
 NAME = "evaluation"
 _NO_LOADER = "the evaluation reads no DataLoader of torch"
@@ -27,7 +29,7 @@ def _in_lightning(runs: Runs) -> Iterator[Verdict]:
     own, *ways = ("as it is", "again") if reason else metrics
     found = [text for way in ways if (text := _apart(runs, metrics[own], metrics[way], f"validated {way}"))]
     looked_at = f"{', '.join(metrics[own])}: {', '.join(ways)}{_part(trace)}"
-    yield Verdict(NAME, "fail" if found else "pass", "; ".join(found[:3]), looked_at, found)
+    yield _of_chance(Verdict(NAME, "fail" if found else "pass", "; ".join(found[:3]), looked_at, found), trace)
     if reason:
         yield Verdict(f"{NAME} in other batches", "abstain", reason)
     yield from _left_out(trace)
@@ -67,7 +69,7 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
         if text := _apart(runs, values, other, f"evaluated {way}"):
             found.append(text)
     looked_at = f"{', '.join(values)}: in batches of 1, 7, all{_part(own)}"
-    yield Verdict(NAME, "fail" if found else "pass", "; ".join(found[:2]), looked_at, found)
+    yield _of_chance(Verdict(NAME, "fail" if found else "pass", "; ".join(found[:2]), looked_at, found), own)
     yield from _left_out(own)
 
 
@@ -81,6 +83,13 @@ def on_two_ranks(runs: Runs, one: Trace, two: Trace) -> Iterator[Verdict]:
         yield Verdict(name, "abstain", "an evaluation has more batches than were read: pass a higher --batches")
         return
     yield Verdict(name, "fail" if text else "pass", text, ", ".join(values), [text] if text else [])
+
+
+def _of_chance(verdict: Verdict, trace: Trace) -> Verdict:
+    """The verdict; a note where an evaluation differs that draws random numbers."""
+    if verdict.outcome != "fail" or DRAWS_IN_EVALUATION not in trace.remarks:
+        return verdict
+    return replace(verdict, outcome="note", text=f"{DRAWS_IN_EVALUATION}: {verdict.text}")
 
 
 def _part(trace: Trace) -> str:

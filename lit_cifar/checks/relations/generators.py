@@ -3,6 +3,7 @@
 import hashlib
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,11 @@ def states() -> tuple[Any, ...]:
     return torch.get_rng_state().numpy().tobytes(), of_numpy[1].tobytes(), of_numpy[2], random.getstate()  # type: ignore[index]
 
 
-def draw_by_sample(key: Callable[[], tuple[int, Sequence[int]] | None]) -> None:
+def draw_by_sample(key: Callable[[], tuple[int, Sequence[int]] | None], remark: Callable[[], None]) -> None:
     """Let what torch draws for the samples of a batch be a function of each sample, however batches are divided.
 
     `key` gives a number, another for each call, and digests of the batch's samples. A draw whose dimension 0 has
-    another length stays as it is, and so does one from a generator of the script's own.
+    another length stays as it is; `remark` is called where its generator is the script's own.
     """
 
     def rows(draw: Any, like: Tensor) -> Tensor | None:
@@ -45,11 +46,11 @@ def draw_by_sample(key: Callable[[], tuple[int, Sequence[int]] | None]) -> None:
     def by_rows(draw: Any, finish: Callable[..., Tensor]) -> Callable[[Any], Callable[..., Any]]:
         def patch(own: Any) -> Callable[..., Any]:
             def drawn(*args: Any, **settings: Any) -> Any:
-                if settings.get("generator") is not None:
-                    return own(*args, **settings)
                 before = torch.get_rng_state()
                 as_it_is = own(*args, **settings)
                 if (of_rows := rows(draw, as_it_is)) is None:
+                    if settings.get("generator") is not None:
+                        remark()
                     return as_it_is
                 torch.set_rng_state(before)
                 with torch.no_grad():
@@ -87,15 +88,19 @@ def _between(of_rows: Tensor, _: Tensor, low: float = 0.0, high: float = 1.0, **
     return of_rows * (high - low) + low
 
 
-def make_quiet() -> None:
-    """Turn dropout off, and let BatchNorm take its running statistics.
+ROUNDED = "the script rounds values to 16 bits, and other batches round to others"
+OF_BATCH = "a BatchNorm keeps no running statistics, so that other batches compute other values"
+
+
+def make_quiet(remark: Callable[[str], None]) -> None:
+    """Turn dropout off, and let BatchNorm take its running statistics; `remark` a BatchNorm that has none.
 
     Both are others by right where the same samples come in other batches.
     """
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
         patched(F, name, lambda _: _untouched)
     patched(F, "scaled_dot_product_attention", _without_dropout)
-    patched(F, "batch_norm", _of_running_statistics)
+    patched(F, "batch_norm", partial(_of_running_statistics, remark))
     patched(nn.SyncBatchNorm, "forward", lambda _: nn.BatchNorm1d.forward)
 
 
@@ -106,7 +111,7 @@ def _without_dropout(attention: Any) -> Callable[..., Tensor]:
     return attend
 
 
-def _of_running_statistics(norm: Any) -> Callable[..., Tensor]:
+def _of_running_statistics(remark: Callable[[str], None], norm: Any) -> Callable[..., Tensor]:
     def normalized(
         input: Tensor,
         running_mean: Tensor | None,
@@ -118,6 +123,8 @@ def _of_running_statistics(norm: Any) -> Callable[..., Tensor]:
         eps: float = 1e-5,
     ) -> Tensor:
         of_batch = training and running_mean is None
+        if of_batch:
+            remark(OF_BATCH)
         found: Tensor = norm(input, running_mean, running_var, weight, bias, of_batch, momentum, eps)
         return found
 

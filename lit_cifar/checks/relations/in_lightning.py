@@ -20,7 +20,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from lit_cifar.checks.relations.generators import seed_all
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.watching import CHECKPOINT, Ended, Watched, told_apart
-from lit_cifar.checks.repeated_step.batches import tensors_in
 from lit_cifar.errors import one_line
 
 _OWN = ("_", "trainer", "training", "fabric", "prepare_data_per_node", "allow_zero_length_dataloader", "example_input")
@@ -44,8 +43,7 @@ class Follower(Checkpoint):
         if not self._watched.trace.first:
             look_at(trainer, self._watched)
             self._watched.begins()
-        if tensors := tensors_in(batch):
-            self._watched.note_samples(told_apart(tensors[0]))
+        self._watched.note_samples(told_apart(batch))
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._trained += 1
@@ -89,6 +87,24 @@ class _OneLightning(MetaPathFinder, Loader):
         module.__spec__ = self._own
 
 
+class _Logger(CSVLogger):
+    """Takes the place of the script's own, which may send what it is told."""
+
+    @property
+    def experiment(self) -> Any:
+        return _Experiment(super().experiment)
+
+
+class _Experiment:
+    """Ignores what a file of numbers cannot do, such as adding a picture."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name, lambda *_, **__: None)
+
+
 def patch(watched: Watched) -> None:
     """Follow the trainers of this process, up to the end of the first `fit`."""
     sys.meta_path.insert(0, _OneLightning())
@@ -125,7 +141,7 @@ def _fit(
     if plan.resume:
         settings |= {"ckpt_path": plan.resume, "weights_only": False}
     else:
-        seed_all("fit", plan.seed)
+        seed_all("fit", plan.seed, watched.rank)
     fit(trainer, model, **settings)
     look_at(trainer, watched)
     watched.trace.state = watched.snapshot()
@@ -141,7 +157,7 @@ def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
     trace.own_ranks = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 1
     trace.own_accumulation = own.get("accumulate_grad_batches") or 1
     callbacks = own.get("callbacks") or []
-    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    callbacks = [callbacks] if isinstance(callbacks, pl.Callback) else callbacks
     changed = {
         "accelerator": "cpu",
         "callbacks": [one for one in callbacks if not isinstance(one, ProgressBar | ModelSummary)],
@@ -156,7 +172,7 @@ def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
         "num_sanity_val_steps": 0,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "logger": own["logger"] if own.get("logger") is False else CSVLogger("logs"),
+        "logger": own["logger"] if own.get("logger") is False else _Logger("logs"),
         "benchmark": None,
     }
     if isinstance(every := own.get("val_check_interval"), int):

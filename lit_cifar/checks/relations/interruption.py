@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lit_cifar.checks.relations.plan import Trace
-from lit_cifar.checks.relations.runs import RunError, Runs, Verdict
+from lit_cifar.checks.relations.runs import RunError, Runs, RunTimeoutError, Verdict
 from lit_cifar.checks.relations.watching import CHECKPOINT
 
 NAME = "resume"
 _MOST_RANKS = 2
+_MANY = 5  # calls of `save` that are more than one in each epoch
 _LEFT_OUT = ("kept/metric", "kept/module.example")
 
 
@@ -27,7 +28,7 @@ def resumed(runs: Runs) -> Iterator[Verdict]:
         batches = own.batches_of_epoch
         yield _Interruption(runs, f"{NAME} after epoch 1", ranks, drawn, save_at=1, save_epoch=True).verdict()
         if batches > 1:
-            inside = batches + (batches + 1) // 2
+            inside = batches + _whole_windows((batches + 1) // 2, own.own_accumulation)
             yield _Interruption(runs, f"{NAME} inside epoch 2", ranks, drawn, save_at=inside).verdict()
         return
     saves = [number for number in _thirds(len(own.saves)) if own.saves[number - 1]]
@@ -37,14 +38,23 @@ def resumed(runs: Runs) -> Iterator[Verdict]:
         yield _Interruption(runs, f"{NAME} after {own.saves[number - 1]} steps", ranks, drawn, save_at=number).verdict()
 
 
+def _whole_windows(batches: int, accumulation: int) -> int:
+    return max(1, batches // accumulation) * accumulation
+
+
 def _thirds(count: int) -> list[int]:
-    return sorted({max(1, count * third // 3) for third in (1, 2)}) if count else []
+    """The calls of `save` after a third and just behind two thirds, which is no epoch's end if each step calls it."""
+    return sorted({max(1, count // 3), count * 2 // 3 + (count > _MANY) or 1}) if count else []
 
 
 def _drawn(runs: Runs, ranks: int) -> tuple[int, ...]:
     """Parameters that another seed draws otherwise. Those that come from a file need not be in a checkpoint."""
     own, other = (runs.run(ranks=ranks, **changes)[0].first for changes in ({}, {"seed": 1, "most_steps": 1}))
     return tuple(place for place, (a, b) in enumerate(zip(own, other, strict=False)) if a != b)
+
+
+class _ResumeError(RunError):
+    """The training ended by an error when it was resumed."""
 
 
 @dataclass
@@ -60,15 +70,24 @@ class _Interruption:
 
     def verdict(self) -> Verdict:
         """Judge the training as it is; where it differs, with generators that follow the step: only state can then."""
-        as_it_is = self._judged()
+        try:
+            as_it_is = self._judged()
+        except _ResumeError as error:
+            return Verdict(self.name, "fail", f"the resumed training: {error}")
         if as_it_is.outcome != "fail":
             return as_it_is
+        if self.drawn and (unspoilt := replace(self, drawn=())._judged()).outcome != "fail":
+            text = f"equal only because the same seed draws what the checkpoint does not hold ({as_it_is.text})"
+            return replace(unspoilt, outcome="note", text=text)
         verdict = self._judged(generators=True)
         if verdict.outcome == "pass":
             text = "equal only if random generators are set alike: a checkpoint does not hold their states"
             return replace(verdict, outcome="note", text=f"{text} ({as_it_is.text})")
         first, second = self._halves({"generators": True}, {"generators": True})
         if first[0].is_lightning and first[0].epochs and not self.save_epoch:
+            if len(first[0].lengths) > 1:
+                text = f"in the middle of an epoch of several loaders, the order cannot be given: {as_it_is.text}"
+                return replace(verdict, outcome="abstain", text=text)
             with_samples = self._judged_with_samples()
             if with_samples.outcome == "pass":
                 text = (
@@ -78,7 +97,7 @@ class _Interruption:
             verdict = with_samples
         saved, resumed = first[0].saved, second[0].resumed
         both = [{name: state[name] for name in saved.keys() & resumed.keys()} for state in (saved, resumed)]
-        if verdict.outcome == "fail" and (lost := self.runs.differences(*both, leave_out=_LEFT_OUT)):
+        if verdict.outcome == "fail" and (lost := self.runs.differences(*both, leave_out=(*_LEFT_OUT, "kept/val"))):
             return replace(verdict, text=f"{lost[0]} is not what it was at the checkpoint; {verdict.text}")
         return verdict
 
@@ -103,7 +122,12 @@ class _Interruption:
             raise RunError("its end, before a checkpoint was written where relations.save() said")
         steps = {"steps_before": begun[0].steps, "most_steps": max(1, self.runs.plan.most_steps - begun[0].steps)}
         path = str(folder / CHECKPOINT)
-        return begun, self.runs.run(ranks=self.ranks, resume=path, redrawn=self.drawn, **steps, **second)
+        try:
+            return begun, self.runs.run(ranks=self.ranks, resume=path, redrawn=self.drawn, **steps, **second)
+        except RunTimeoutError:
+            raise
+        except RunError as error:
+            raise _ResumeError(str(error)) from None
 
     def _compared(self, whole: list[Trace], first: list[Trace], second: list[Trace]) -> Verdict:
         """The verdict of the first rank whose halves are not equal to its whole, or that of rank 0."""
@@ -111,7 +135,7 @@ class _Interruption:
         for rank, (of_whole, begun, ended) in enumerate(zip(whole, first, second, strict=True)):
             one = replace(
                 ended,
-                samples=[*begun.samples[: begun.steps], *ended.samples],
+                samples=[*[*begun.samples, *([] for _ in range(begun.steps))][: begun.steps], *ended.samples],
                 norms=[*begun.norms, *ended.norms],
             )
             said = f"rank {rank}: " if rank else ""

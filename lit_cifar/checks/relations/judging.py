@@ -82,6 +82,13 @@ def _begun(runs: Runs) -> Iterator[Verdict]:
     if not own.norms:
         yield Verdict("run", "abstain", "no step of an optimizer was seen: does the script train when it is run?")
         return
+    windows = int(own.asked.get("accumulate") or 1)
+    if runs.plan.most_batches % windows:  # otherwise an epoch that is cut would end inside a window
+        runs.plan = replace(runs.plan, most_batches=windows * max(2, -(-runs.plan.most_batches // windows)))
+        own = runs.own()
+    if own.first and not own.moved:
+        yield Verdict("run", "abstain", "no parameter of the model changes, so that nothing can be compared")
+        return
     again = runs.judge("run", own, runs.run(repetition=1)[0])
     if again.outcome == "fail":
         text = f"two runs of the script differ, so that nothing can be compared: {again.text}"

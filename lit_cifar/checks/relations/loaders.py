@@ -40,6 +40,8 @@ class Loaders:
     def _maker(self, make: Any) -> Callable[..., None]:
         def made(loader: Any, *args: Any, **settings: Any) -> None:
             make(loader, *args, **settings)
+            if not self._is_probing:  # workers have random numbers of their own
+                loader.num_workers, loader.timeout = 0, 0
             if self._number(loader) is None:
                 self._datasets.append(loader.dataset)
 
@@ -101,7 +103,7 @@ class Loaders:
                 folder.mkdir(parents=True, exist_ok=True)
                 torch.save(batch, folder / f"{number:06d}.pt")
             trace.epochs[epoch] += 1
-            self._watched.begins_batch(_digests(batch), is_divided=UNDIVIDED not in trace.remarks)
+            self._watched.begins_batch(told_apart(batch), is_divided=UNDIVIDED not in trace.remarks)
             yield batch
             self._watched.fetches_batch()
 
@@ -173,6 +175,8 @@ def imposed_batches(imposed: Imposed, epoch: int, rank: int) -> Iterator[Any]:
         window = [folder / name for name in names[start : start + imposed.window] for folder in folders]
         batches = [torch.load(file, weights_only=False) for file in window]
         one = batches[0] if len(batches) == 1 else joined(batches)
+        if imposed.multiple > 1 and num_samples(one) % imposed.multiple:
+            one = next(in_batches_of([one], num_samples(one) // imposed.multiple * imposed.multiple))
         yield from [one] if imposed.parts == 1 else parted(one, imposed.parts)
 
 
@@ -191,7 +195,7 @@ def _of_samples(loader: Any) -> dict[str, Any]:
     seen: dict[str, Any] = {"stream": False}
     for workers in (0, 2):
         again = _again(loader, workers, batch_size=1, sampler=[0] * _PROBES)
-        seen[str(workers)] = [[hash(tuple(_digests(batch))) for batch in again] for _ in range(2)]
+        seen[str(workers)] = [[hash(tuple(told_apart(batch))) for batch in again] for _ in range(2)]
     return seen
 
 
@@ -200,9 +204,5 @@ def _of_stream(loader: Any) -> dict[str, Any]:
     seen: dict[str, Any] = {"stream": True}
     for workers in (0, 2):
         again = islice(_again(loader, workers, batch_size=loader.batch_size), _MOST_SAMPLES // (loader.batch_size or 1))
-        seen[str(workers)] = Counter(value for batch in again for value in _digests(batch))
+        seen[str(workers)] = Counter(value for batch in again for value in told_apart(batch))
     return seen
-
-
-def _digests(batch: Any) -> list[int]:
-    return [value for tensor in tensors_in(batch)[:1] for value in told_apart(tensor)]

@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,29 @@ _CHANGES = {"os.remove", "os.rename", "os.rmdir", "shutil.rmtree", "os.truncate"
 _SKIPPED = {".git", "__pycache__", ".venv", "venv", "node_modules"}
 
 
-def mirror(folder: Path, target: Path) -> None:
-    """Make `target`, with folders and links to the files of `folder`."""
+def mirror(folder: Path, place: Path) -> Path:
+    """Make `place` with links to the neighbours of `folder`, and return a folder in it with links to its files."""
+    target = place / (folder.name or "root")
     target.mkdir(parents=True)
+    for neighbour in [*islice(folder.parent.iterdir(), _MOST)]:
+        if neighbour.name != folder.name:
+            (place / neighbour.name).symlink_to(neighbour)
     left = _MOST
-    for place, folders, files in os.walk(folder):
-        here = target / Path(place).relative_to(folder)
+    for origin, folders, files in os.walk(folder):
+        here = target / Path(origin).relative_to(folder)
         folders[:] = sorted(set(folders) - _SKIPPED)
         left -= len(folders) + len(files)
         if left < 0:
             for name in (*folders, *files):
-                (here / name).symlink_to(Path(place, name))
+                (here / name).symlink_to(Path(origin, name))
             folders[:] = []
             continue
         for name in folders:
-            if not Path(place, name).is_symlink():
+            if not Path(origin, name).is_symlink():
                 (here / name).mkdir()
         for name in files:
-            (here / name).symlink_to(Path(place, name).absolute())
+            (here / name).symlink_to(Path(origin, name).absolute())
+    return target
 
 
 class Guard:
@@ -69,9 +75,9 @@ class Guard:
             )
             if writes:
                 self._before_writing(os.fspath(args[0]))
-        elif event in ("os.remove", "os.rename", "os.rmdir", "shutil.rmtree", "os.truncate") and isinstance(
-            args[0], str
-        ):
+        elif event == "os.mkdir" and isinstance(args[0], str) and not os.path.lexists(args[0]):
+            self._check(args[0], Path(args[0]).absolute().resolve())
+        elif event in _CHANGES and isinstance(args[0], str):
             self._check(args[0], Path(args[0]).absolute().parent.resolve() / Path(args[0]).name)
 
     def _before_writing(self, name: str | bytes) -> None:

@@ -27,6 +27,7 @@ class Imposed:
     ranks: int = 1
     window: int = 1
     parts: int = 1
+    multiple: int = 1  # each batch is cut to a multiple of so many samples
     first_epoch: int = 0
     skip: int = 0
     lengths: tuple[tuple[int, int], ...] = ()  # numbers of batches of an epoch, by the order of the loaders' making
@@ -40,6 +41,7 @@ class Plan:
     torchrun: bool = False  # one process has torchrun's variables too
     double: bool = True  # in float64
     most_batches: int  # of an epoch
+    most_evaluated: int = 12  # batches of an evaluation, by all ranks
     most_epochs: int  # of a Trainer
     most_steps: int  # of the optimizers; the training ends after it
     knobs: tuple[tuple[str, Any], ...] = ()
@@ -67,7 +69,7 @@ class Plan:
     @property
     def evaluation_batches(self) -> int:
         """At most, of an evaluation on each rank: the same samples for 1, 2 and 3 ranks that divide them in turn."""
-        return -(-self.most_batches // 6) * 6 // self.ranks
+        return self.most_evaluated // self.ranks
 
 
 @dataclass
@@ -76,6 +78,7 @@ class Trace:
 
     error: str = ""  # the last line of a traceback
     traceback: str = ""
+    ended_at: float = 0.0  # the time of the error
     is_late: bool = False  # it was ended by the checker
     steps: int = 0
     epochs: list[int] = field(default_factory=list)  # numbers of batches of each iteration over a loader that trains
@@ -93,6 +96,7 @@ class Trace:
     drawn: list[int] = field(default_factory=list)  # digests of torch's generator before steps that drew numbers
     orders: list[tuple[int, list[int]]] = field(default_factory=list)  # of each epoch: samples of all, places of these
     owned: int = 0  # parameters of optimizers
+    moved: int = 0  # parameters that have changed
     observed: list[str] = field(default_factory=list)  # in words, what looks like a mistake in a single run
     stale: int = 0  # steps that began with gradients of the step before
     own_ranks: int = 1  # processes that the script asks for

@@ -1,8 +1,10 @@
 """Two processes with half of a batch each train what one process trains; so do microbatches."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from lit_cifar.checks.relations.evaluation import on_two_ranks
+from lit_cifar.checks.relations.generators import OF_BATCH, ROUNDED
 from lit_cifar.checks.relations.loaders import UNDIVIDED
 from lit_cifar.checks.relations.loading import same_orders
 from lit_cifar.checks.relations.plan import Trace
@@ -10,6 +12,7 @@ from lit_cifar.checks.relations.runs import Difference, RunError, Runs, Verdict,
 
 _LEFT_OUT = ("kept/metric", "kept/val", "kept/loss")
 _REPORTED = 1e-6  # relative: of numbers that may have been rounded for print
+_FEWEST_WINDOWS = 2  # of microbatches
 _MOST_SHARED = 0.5  # of an epoch's samples that two ranks may both read
 
 
@@ -26,6 +29,10 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
         )
         return
     why = "" if own.own_ranks > 1 or not own.is_lightning else "the script asks for one process"
+    if divided := _divided(own.state, two[0].state):
+        text = f"ranks hold parts of the model: {divided} has another shape than on one process"
+        yield Verdict("ranks", "abstain", text)
+        return
     yield unused(_replicas(two), why)
     if own.own_ranks == 1:  # otherwise `epochs` looks at it
         yield from (unused(verdict, why) for verdict in same_orders(two[0]))
@@ -70,14 +77,19 @@ def accumulation(runs: Runs) -> Iterator[Verdict]:
         yield Verdict("accumulation", "abstain", 'write relations.knob("accumulate", N) for the number of microbatches')
         return
     micro = own.own_accumulation if own.is_lightning else int(own.asked["accumulate"])
-    recorded = {"quiet": True, "record": True}
-    if micro > 1:
+    most = micro * max(_FEWEST_WINDOWS, -(-runs.plan.most_batches // micro))
+    recorded = {"quiet": True, "record": True, "most_batches": most if micro > 1 else runs.plan.most_batches}
+    if not own.is_lightning and _divides_batches(runs, own, micro):
+        most = max(micro, 2)
+        same = {"imposed": runs.imposed(recorded, multiple=most), "quiet": True}
+        whole, divided = (runs.run(**same, knobs=(("accumulate", number),))[0] for number in (1, most))
+    elif micro > 1:
         divided = runs.run(**recorded)[0]
         changes = {"imposed": runs.imposed(recorded, window=micro), **_accumulating(own, 1, runs, window=micro)}
         whole = runs.run(quiet=True, **changes)[0]
     else:
-        whole = runs.run(**recorded)[0]
-        changes = {"imposed": runs.imposed(recorded, parts=2), **_accumulating(own, 2, runs, parts=2)}
+        whole = runs.run(quiet=True, imposed=runs.imposed(recorded, multiple=2))[0]
+        changes = {"imposed": runs.imposed(recorded, parts=2, multiple=2), **_accumulating(own, 2, runs, parts=2)}
         divided = runs.run(quiet=True, **changes)[0]
     if not divided.batches or UNDIVIDED in own.remarks:
         reason = UNDIVIDED if divided.batches else "it reads no DataLoader of torch"
@@ -88,6 +100,13 @@ def accumulation(runs: Runs) -> Iterator[Verdict]:
     )
     yield _weighed(verdict, [whole, divided], "" if micro > 1 else "the script does not accumulate")
     yield from _reported(verdict, whole, divided, f"with {max(micro, 2)} microbatches")
+
+
+def _divides_batches(runs: Runs, own: Trace, micro: int) -> bool:
+    """Whether the script makes its microbatches of each batch: then it has as many steps with them as without."""
+    if micro > 1:
+        return own.steps == own.batches
+    return runs.run(knobs=(("accumulate", 2),))[0].steps == own.steps
 
 
 def _reported(verdict: Verdict, one: Trace, other: Trace, how: str) -> Iterator[Verdict]:
@@ -106,7 +125,7 @@ def _reported(verdict: Verdict, one: Trace, other: Trace, how: str) -> Iterator[
 def _accumulating(own: Trace, number: int, runs: Runs, *, window: int = 1, parts: int = 1) -> dict[str, object]:
     if not own.is_lightning:
         return {"knobs": (("accumulate", number),)}
-    most = -(-runs.plan.most_batches // window) * parts
+    most = max(_FEWEST_WINDOWS, -(-runs.plan.most_batches // window)) * parts
     return {"trainer": (("accumulate_grad_batches", number), ("limit_train_batches", most)), "most_batches": most}
 
 
@@ -114,7 +133,17 @@ def _weighed(verdict: Verdict, traces: list[Trace], why: str) -> Verdict:
     if verdict.outcome == "fail" and any(trace.draws for trace in traces):
         reason = "a step draws random numbers for its batch: draw them in the data set"
         return Verdict(verdict.relation, "abstain", reason)
+    for reason in (OF_BATCH, ROUNDED):
+        if verdict.outcome == "fail" and any(reason in trace.remarks for trace in traces):
+            return Verdict(verdict.relation, "abstain", reason)
     return unused(verdict, why)
+
+
+def _divided(one: Mapping[str, Any], two: Mapping[str, Any]) -> str:
+    """The first weight that two processes hold in another shape than one, if both have any."""
+    names = [name for name in {**one, **two} if name.startswith("weights/")]
+    apart = (name for name in names if getattr(one.get(name), "shape", None) != getattr(two.get(name), "shape", None))
+    return next(apart, "") if one and two else ""
 
 
 def _replicas(two: list[Trace]) -> Verdict:

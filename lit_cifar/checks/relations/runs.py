@@ -68,10 +68,11 @@ class Runs:
         if plan not in self._made:
             self._made[plan] = self._start(plan)
         failed = [trace for trace in self._made[plan] if trace.error]
-        for trace in sorted(failed, key=lambda trace: not trace.traceback):  # others end when one has failed
+        for trace in sorted(failed, key=lambda trace: trace.ended_at or float("inf")):  # others end when one has failed
             where = f" on {plan.ranks} processes" if plan.ranks > 1 else ""
             kind = RunTimeoutError if trace.is_late else RunError
-            raise kind(f"a run{where} ended by {trace.error[:200]}")
+            refused = f" ({trace.outside[0]} is outside of its folder)" if trace.outside else ""
+            raise kind(f"a run{where} ended by {trace.error[:200]}{refused}")
         return self._made[plan]
 
     def own(self) -> Trace:
@@ -140,7 +141,12 @@ class Runs:
     ) -> list[Difference]:
         """Those above the limit: weights first, and the largest of a kind first."""
         names = [name for name in {**one, **other} if name.split("/")[0] in kinds and not name.endswith(COUNTERS)]
-        left = [name for name in names if not name.startswith(tuple(leave_out))]
+        in_one = {
+            name
+            for name in {**one, **other}
+            if name.startswith("kept/evaluated") and not (name in one and name in other)
+        }
+        left = [name for name in names if not name.startswith(tuple(leave_out)) and name not in in_one]
         found = [Difference(name, difference(one.get(name), other.get(name))) for name in left]
         above = [each for each in found if each.size > self.limit]
         return sorted(above, key=lambda each: (_KINDS.index(each.name.split("/")[0]), -each.size))

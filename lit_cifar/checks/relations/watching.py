@@ -1,5 +1,6 @@
 """What a process sees of the training in it: its modules, optimizers, schedules, steps, and what the script tells."""
 
+import gc
 import inspect
 import weakref
 import zlib
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.optim import Optimizer
+from torch.optim import Optimizer, swa_utils
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
@@ -25,6 +26,7 @@ from lit_cifar.checks.repeated_step.batches import row_digests, tensors_in
 from lit_cifar.internals import tree_map
 
 CHECKPOINT = "checkpoint"  # in the folder of the run, for all ranks; a script may add to the name
+DRAWS_IN_EVALUATION = "the evaluation draws random numbers, such as by dropout that is left on"
 _MOST_VALUES = 2**22  # of a step's samples that are told apart
 
 
@@ -35,24 +37,32 @@ class Ended(BaseException):
 class Watched:
     """The training of this process, and the answers to its calls (`calls.Session`)."""
 
-    def __init__(self, plan: Plan, folder: Path) -> None:
-        self.plan, self.folder, self.trace = plan, folder, Trace()
+    def __init__(self, plan: Plan, folder: Path, rank: int) -> None:
+        self.plan, self.folder, self.rank, self.trace = plan, folder, rank, Trace()
         self.roots: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.schedules: list[LRScheduler] = []
         self.kept: dict[str, Any] = {}
-        self.phase: Callable[[], str] = lambda: "train" if torch.is_grad_enabled() else "evaluate"
+        self.phase: Callable[[], str] = self._own_phase
         self.evaluation_batch = plan.evaluation_batch
         self._made: list[weakref.ref[nn.Parameter]] = []  # in the order of their making
         self._depth = 0
-        self._is_over = self._is_saved = self._is_in_batch = False
+        self._has_trained = self._is_over = self._is_saved = self._is_in_batch = False
         self._spoilt: set[int] = set()
         self._batch_of_step = 0
         self._random: tuple[Any, ...] | None = None  # the states of generators before a step draws
         self._rows: list[int] | None = None  # digests of the samples of the batch that is trained
         self._draws = 0  # for its samples
+        self._others: list[nn.Module] = []  # that are called where no gradient is made, such as averages
+        self._called_now: nn.Module | None = None
         self._frozen: dict[int, tuple[int, ...]] = {}
         self._goes_back = False  # gradients have been made since the last step
+
+    def _own_phase(self) -> str:
+        """Of a plain loop: it evaluates without gradients, or with a model in eval mode that is else trained."""
+        modules = (*self.roots, *([] if self._called_now is None else [self._called_now]))
+        evaluates = self._has_trained and not any(module.training for module in modules)
+        return "train" if torch.is_grad_enabled() and not evaluates else "evaluate"
 
     # What the script asks
     def knob(self, name: str, own: Any) -> Any:
@@ -99,6 +109,7 @@ class Watched:
         patched(AveragedModel, "__init__", self._noting(self._keep_average))
         patched(checkpoint, "checkpoint", self._checkpointed)
         patched(torch.Tensor, "backward", self._backward)
+        patched(swa_utils, "update_bn", self._as_it_is)
         patched(torch, "compile", self._compiler)
         patched(nn.Module, "compile", self._compiler)
         patched(GradScaler, "__init__", self._scaler_made)
@@ -125,6 +136,18 @@ class Watched:
             self.optimizers.append(optimizer)
 
         return made
+
+    def _as_it_is(self, evaluate: Any) -> Callable[..., Any]:
+        """For what reads data without a gradient and is no evaluation: its batches stay as they are."""
+
+        def evaluated(*args: Any, **settings: Any) -> Any:
+            size, self.evaluation_batch = self.evaluation_batch, None
+            try:
+                return evaluate(*args, **settings)
+            finally:
+                self.evaluation_batch = size
+
+        return evaluated
 
     def _scaler_made(self, make: Any) -> Callable[..., None]:
         def made(scaler: GradScaler, device: str = "cuda", init_scale: float = 2.0**16, *args: Any, **own: Any) -> None:
@@ -206,13 +229,16 @@ class Watched:
             if is_outermost and next(module.parameters(), None) is not None:
                 self._before_call(module, (args, settings))
                 args, settings = self._in_double(args), self._in_double(settings)
+            before = states() if is_outermost and self.phase() == "evaluate" else None
             self._depth += 1
             try:
                 return call(module, *args, **settings)
             finally:
                 self._depth -= 1
-                if is_outermost:
+                if is_outermost and self.phase() == "train":
                     self._note_draws()
+                elif is_outermost and before != states():
+                    self.trace.remarks.add(DRAWS_IN_EVALUATION)
 
         return called
 
@@ -249,19 +275,40 @@ class Watched:
         return tree_map(cast, tree) if self.plan.double else tree
 
     def _before_call(self, module: nn.Module, inputs: Any) -> None:
-        if not any(module is root for root in self.roots):
-            self.roots.append(module)
-            if self.plan.quiet:
-                still(module)
+        self._called_now = module
+        if self.plan.quiet and not any(module is root for root in self.roots):
+            still(module)
         if self.phase() != "train":
+            self._random = None
+            self._keep_evaluated(module)
             return
+        self._has_trained |= module.training
+        if not any(module is root for root in self.roots):
+            self._forget()
+            self.roots.append(module)
         self.continues()
         self.begins()
         if self._random is None:
             self._random = states()
         if not self._is_in_batch and not self.trace.is_lightning:
-            first = next(iter(tensors_in(inputs)), None)
-            self.note_samples([] if first is None or first.requires_grad else told_apart(first))
+            tensors = tensors_in(inputs)
+            self.note_samples([] if any(tensor.requires_grad for tensor in tensors) else told_apart(tensors))
+
+    def _forget(self) -> None:
+        """Keep what the script still holds: one that begins again in the same process has given up its first model."""
+        all_held: list[list[Any]] = [self.roots, self.optimizers, self.schedules, self._others]
+        seen = [[weakref.ref(one) for one in held] for held in all_held]
+        for held in all_held:
+            held.clear()
+        gc.collect()
+        for held, before in zip(all_held, seen, strict=True):
+            held += [one for own in before if (one := own()) is not None]
+
+    def _keep_evaluated(self, module: nn.Module) -> None:
+        """Keep a module that is called without gradients and shares no parameter with a trained one."""
+        trained = {id(parameter) for root in self.roots for parameter in root.parameters()}
+        if trained.isdisjoint(map(id, module.parameters())) and not any(module is other for other in self._others):
+            self._others.append(module)
 
     def continues(self) -> None:
         """Called before each batch and call of training: end the training if it is time."""
@@ -295,6 +342,10 @@ class Watched:
         self._draws += 1
         return hash((self.trace.steps, self._draws)), self._rows
 
+    def draws(self) -> None:
+        """Note that a step draws numbers from a generator of the script's own."""
+        self.trace.draws |= self._is_in_batch
+
     def _spoil(self, ids: set[int]) -> None:
         """Change parameters that are drawn: the same seed would otherwise hide that a checkpoint does not hold them."""
         for place in (*self.plan.redrawn,) if self.plan.resume else ():
@@ -309,19 +360,27 @@ class Watched:
         made = [own() for own in self._made]
         self.trace.state = self.trace.state or self.snapshot()
         self.trace.owned = len(owned_by(self.optimizers))
+        self.trace.moved = sum(told(one) != was for one, was in zip(made, self.trace.first, strict=False))
         self.trace.observed = [*observed(made, self.trace.first, self._frozen, self.roots, self.optimizers)]
 
     def snapshot(self) -> dict[str, Any]:
         depth, self._depth = self._depth, 1  # modules that are called for it belong to nobody
         try:
-            return snapshot(self.roots, self.optimizers, self.schedules, self.kept)
+            made = {id(one): place for place, own in enumerate(self._made) if (one := own()) is not None}
+            roots = sorted(self.roots, key=lambda root: min(made.get(id(p), len(made)) for p in root.parameters()))
+            others = {f"evaluated {number}": other for number, other in enumerate(self._others)}
+            return snapshot(roots, self.optimizers, self.schedules, self.kept | others)
         finally:
             self._depth = depth
 
 
-def told_apart(batch: torch.Tensor) -> list[int]:
+def told_apart(batch: Any) -> list[int]:
     """Digests of the samples along dimension 0; none of a large batch, which would take too long."""
-    return row_digests(batch) if batch.numel() <= _MOST_VALUES else []
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
+    if sum(tensor.numel() for tensor in tensors) > _MOST_VALUES:
+        return []
+    rows = [row_digests(tensor) for tensor in tensors if len(tensor) == len(tensors[0])]
+    return rows[0] if len(rows) == 1 else [hash(values) for values in zip(*rows, strict=True)]
 
 
 def _in_other_groups(params: list[Any]) -> list[Any]:
