@@ -68,6 +68,8 @@ def spots(made):
 
 
 def main(rank):
+    if dist.get_world_size() != 2:
+        raise RuntimeError("there are two stages, so it needs two processes")
     torch.manual_seed(SEED + rank)
     module = FirstStage() if rank == 0 else LastStage()
     optimizer = torch.optim.SGD(module.parameters(), lr=relations.knob("lr", 0.1), momentum=0.9)

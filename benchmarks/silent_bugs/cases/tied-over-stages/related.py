@@ -52,6 +52,8 @@ def microbatch_of(made):
 
 def main(rank):
     torch.manual_seed(SEED)
+    if dist.get_world_size() != 2:
+        raise RuntimeError("there are two stages, so it needs two processes")
     stage = Stage(rank)
     optimizer = torch.optim.Adam(stage.parameters(), lr=relations.knob("lr", 5e-3))
     made = torch.Generator().manual_seed(SEED + 13)
