@@ -30,7 +30,8 @@ class DiffusionTransformer(nn.Module):
 
 def micro_batch(patterns, made):
     clean = patterns[torch.randint(5, (4,), generator=made)]
-    return clean, torch.randn(4, 9, 4, generator=made), torch.rand(4, generator=made)
+    noise, time = torch.randn(4, 9, 4, generator=made), torch.rand(4, generator=made)
+    return torch.lerp(clean, noise, time[:, None, None]), time, noise - clean
 
 
 def main(rank):
@@ -45,12 +46,11 @@ def main(rank):
             if not BUG:
                 optimizer.zero_grad(set_to_none=True)
             step_loss = 0.0
-            for micro_step, (clean, noise, time) in enumerate(window):
-                noisy = torch.lerp(clean, noise, time[:, None, None])
+            for micro_step, (noisy, time, wanted) in enumerate(window):
                 if BUG:
                     optimizer.zero_grad(set_to_none=True)
                 model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
-                loss = nn.functional.mse_loss(model(noisy, time), noise - clean) / grad_accum_steps
+                loss = nn.functional.mse_loss(model(noisy, time), wanted) / grad_accum_steps
                 loss.backward()
                 step_loss += loss.item()
             optimizer.step()
