@@ -46,8 +46,8 @@ def collate(batch):
 
 
 class Trainer:
-    def __init__(self, file):
-        self.file, self.epoch = file, 0
+    def __init__(self):
+        self.epoch = 0
         self.model = Recogniser()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / 6))
@@ -88,12 +88,12 @@ class Trainer:
         self.model.train()
         return total / len(data), right / len(data)
 
-    def save(self):
+    def save(self, file):
         parts = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scheduler")}
-        torch.save(parts | {"epoch": self.epoch}, self.file)
+        torch.save(parts | {"epoch": self.epoch}, file)
 
-    def load(self):
-        saved = torch.load(self.file, weights_only=True)
+    def load(self, file):
+        saved = torch.load(file, weights_only=True)
         for name in ("model", "optimizer", "scheduler"):
             getattr(self, name).load_state_dict(saved[name])
         self.epoch = saved["epoch"]
@@ -104,11 +104,12 @@ if __name__ == "__main__":
     made = torch.Generator().manual_seed(29)
     train, val = utterances(72, made), utterances(26, made)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(Path(folder) / "last.pt")
-        if trainer.file.exists():
-            trainer.load()
+        file = Path(folder) / "last.pt"
+        trainer = Trainer()
+        if file.exists():
+            trainer.load(file)
         with watch(trainer.model, trainer.optimizer):
             while trainer.epoch < EPOCHS:
                 train_loss = trainer.train_epoch(train)
-                trainer.save()
+                trainer.save(file)
                 print("epoch", trainer.epoch, "train_loss", train_loss, "val_loss, val_right", *trainer.evaluate(val))

@@ -55,8 +55,8 @@ class Run:
         states = {name: part.state_dict() for name, part in self.parts().items()}
         torch.save(states | {"epoch": self.epoch, "random": torch.get_rng_state()}, self.file)
 
-    def load(self):
-        saved = torch.load(self.file, weights_only=True)
+    def load(self, file):
+        saved = torch.load(file, weights_only=True)
         for name, part in self.parts().items():
             part.load_state_dict(saved[name])
         self.epoch = saved["epoch"]
@@ -99,8 +99,9 @@ if __name__ == "__main__":
     train, val = recordings(150, made), recordings(60, made)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "last.pt"
-        Run(file).train(3, train, val)
+        first = Run(file)
+        first.train(3, train, val)
         resumed = Run(file)
-        resumed.load()
+        resumed.load(file)
         with watch(resumed.model, resumed.optimizer):
             resumed.train(EPOCHS, train, val)

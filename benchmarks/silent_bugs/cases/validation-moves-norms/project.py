@@ -1,5 +1,6 @@
 """Cells in small volumes, segmented by a U-Net of 3-D convolutions with BatchNorm; the best weights are kept."""
 
+import copy
 import tempfile
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class Trainer:
         self.model = UNet3d()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=5e-3)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, gamma=0.5)
-        self.epoch, self.best = 0, float("inf")
+        self.epoch, self.best, self.best_weights = 0, float("inf"), None
 
     def fit(self, epochs):
         while self.epoch < epochs:
@@ -46,11 +47,9 @@ class Trainer:
             self.epoch += 1
             val_loss, val_dice = self.validate()
             print("epoch", self.epoch, "val_loss", val_loss, "val_dice", val_dice)
-            is_best = val_loss < self.best
-            self.best = min(val_loss, self.best)
-            self.save("last.pt")
-            if is_best:
-                self.save("best.pt")
+            if val_loss < self.best:
+                self.best, self.best_weights = val_loss, copy.deepcopy(self.model.state_dict())
+            self.save(self.folder / "last.pt")
 
     @torch.no_grad()
     def validate(self, batch_size=4):
@@ -66,15 +65,16 @@ class Trainer:
         self.model.train()
         return total / len(self.val), common / sizes
 
-    def save(self, name):
+    def save(self, file):
         parts = {part: getattr(self, part).state_dict() for part in ("model", "optimizer", "schedule")}
-        torch.save(parts | {"epoch": self.epoch, "best": self.best}, self.folder / name)
+        best = {"best": self.best, "best_weights": self.best_weights}
+        torch.save(parts | best | {"epoch": self.epoch}, file)
 
-    def load(self, name):
-        saved = torch.load(self.folder / name, weights_only=True)
+    def load(self, file):
+        saved = torch.load(file, weights_only=True)
         for part in ("model", "optimizer", "schedule"):
             getattr(self, part).load_state_dict(saved[part])
-        self.epoch, self.best = saved["epoch"], saved["best"]
+        self.epoch, self.best, self.best_weights = (saved[name] for name in ("epoch", "best", "best_weights"))
 
 
 def volumes(number, made):
@@ -90,5 +90,5 @@ if __name__ == "__main__":
         trainer = Trainer(Path(folder), volumes(45, made), volumes(14, made))
         with watch(trainer.model, trainer.optimizer):
             trainer.fit(6)
-        trainer.load("best.pt")
-        print("val_loss of the best", trainer.best)
+        trainer.model.load_state_dict(trainer.best_weights)
+        print("val_loss of the best", trainer.best, trainer.validate()[0])
