@@ -1,4 +1,4 @@
-"""A recurrent language model of made-up sentences, with updates over several batches and a cosine schedule."""
+"""A recurrent language model of made-up sentences, with updates over parts of a batch and a cosine schedule."""
 
 import argparse
 import math
@@ -25,17 +25,17 @@ class SentenceModel(nn.Module):
 
 
 class CosineSchedule:
-    """Linear warm-up to the highest rate, then a cosine down to the lowest, by the number of updates."""
+    """Linear warm-up from lr to max_lr, then a cosine down to min_lr, by the number of updates."""
 
     def __init__(self, optimizer, options):
         self.optimizer, self.warmup, self.total = optimizer, options.warmup_updates, options.max_update
-        self.max_lr = options.max_lr
+        self.lr, self.max_lr = options.lr, options.max_lr
         self.min_lr = options.lr if BUG else options.min_lr
         self.step_update(0)
 
     def step_update(self, updates):
         if updates < self.warmup:
-            rate = self.max_lr * (updates + 1) / self.warmup
+            rate = self.lr + (self.max_lr - self.lr) * updates / self.warmup
         else:
             passed = min(1.0, (updates - self.warmup) / (self.total - self.warmup))
             rate = self.min_lr + 0.5 * (self.max_lr - self.min_lr) * (1 + math.cos(math.pi * passed))
@@ -53,17 +53,16 @@ class Trainer:
     def train_epoch(self, sentences):
         self.model.train()
         order = torch.randperm(len(sentences), generator=torch.Generator().manual_seed(1000 * SEED + self.epoch))
-        batches = [[sentences[i] for i in mine] for mine in order.split(self.options.batch_size)]
-        for first in range(0, len(batches), self.options.update_freq):
-            self.train_step(batches[first : first + self.options.update_freq])
+        for mine in order.split(self.options.batch_size):
+            self.train_step([sentences[index] for index in mine])
         self.epoch += 1
 
-    def train_step(self, batches):
-        words = sum(len(sentence) for batch in batches for sentence in batch)
+    def train_step(self, batch):
+        words = sum(len(sentence) for sentence in batch)
         self.optimizer.zero_grad()
         total = 0.0
-        for batch in batches:
-            loss = summed_loss(self.model, batch) / words
+        for part in range(self.options.update_freq):
+            loss = summed_loss(self.model, batch[part :: self.options.update_freq]) / words
             loss.backward()
             total += loss.item()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
@@ -117,9 +116,9 @@ def make_sentences(count, seed):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    for name, default in {"lr": 5e-3, "max-lr": 2e-2, "min-lr": 1e-4, "clip-norm": 1.0}.items():
+    for name, default in {"lr": 5e-3, "max-lr": 2e-2, "min-lr": 1e-4, "clip-norm": 0.25}.items():
         parser.add_argument(f"--{name}", type=float, default=default)
-    for name, default in {"warmup-updates": 6, "max-update": 60, "batch-size": 16, "update-freq": 2}.items():
+    for name, default in {"warmup-updates": 6, "max-update": 60, "batch-size": 32, "update-freq": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--restore-file")
     options = parser.parse_args()

@@ -99,7 +99,7 @@ if __name__ == "__main__":
     torch.manual_seed(SEED)
     training, held_out = ratings()
     model = Factors()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=1e-4)
     start = load(sys.argv[1], model, optimizer) if len(sys.argv) > 1 else 0
     order = torch.Generator()
     loader = DataLoader(TensorDataset(*training.T), BATCH_SIZE, shuffle=True, generator=order)

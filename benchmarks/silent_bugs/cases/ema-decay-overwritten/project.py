@@ -31,7 +31,7 @@ class Denoiser(nn.Module):
 class Average:
     """Exponential average of the weights whose decay grows with the steps up to a bound."""
 
-    def __init__(self, model, decay=0.98):
+    def __init__(self, model, decay=0.8):
         self.decay, self.step_count = decay, 0
         self.shadow = [weight.detach().clone() for weight in model.parameters()]
 
