@@ -120,3 +120,57 @@ pl.seed_everything(0)
 trainer = pl.Trainer(max_epochs=50, strategy="ddp", devices=2, callbacks=[Counter()])
 trainer.fit(Net(), make_loader(64, 1, shuffle=True), make_loader(32, 2))
 '''
+
+NOISY = """
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lit_cifar import relations
+
+BUG = os.environ.get("BUG")
+ACCUMULATE = relations.knob("accumulate", 2)
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+if BUG == "needs two processes" and num_ranks != 2:
+    raise SystemExit("start two processes")
+torch.manual_seed(0)
+data, held_out = (TensorDataset(torch.randn(count, 6)) for count in (64, 20))
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+wrapped = DistributedDataParallel(model) if num_ranks > 1 else model
+compiled = torch.compile(model, backend="eager")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cuda")
+
+
+@torch.no_grad()
+def evaluate(divides):
+    sampler = DistributedSampler(held_out, shuffle=False) if divides else None
+    loader = DataLoader(held_out, 8, sampler=sampler, drop_last=BUG == "last samples left out")
+    losses = [((compiled(x) - x) ** 2).mean(1).sum() for (x,) in loader]
+    return sum(losses).item() / (len(held_out) if BUG != "only own part" else len(losses))
+
+
+for epoch in range(2):
+    sampler = DistributedSampler(data) if num_ranks > 1 else None
+    for number, (x,) in enumerate(DataLoader(data, 4, sampler=sampler), start=1):
+        at = torch.randint(0, 10, (len(x),))
+        noisy = x + 0.1 * torch.randn_like(x) + 0.1 * torch.rand(len(x), 6) + 0.01 * at[:, None]
+        noisy = noisy + 0.1 * torch.normal(0.0, 1.0, x.shape) + torch.empty_like(x).uniform_(-0.1, 0.1)
+        if BUG == "one number for all":
+            noisy = noisy * torch.rand(())
+        scaler.scale(((wrapped(noisy) - x) ** 2).mean() / ACCUMULATE).backward()
+        if number % ACCUMULATE == 0:
+            if BUG != "clipped while scaled":
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    relations.report(val_loss=evaluate(BUG == "only own part" and num_ranks > 1))
+"""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from commands import refused, run_here, said_by_tests_in
-from relation_scripts import LIGHTNING, PLAIN
+from relation_scripts import LIGHTNING, NOISY, PLAIN
 from torch.utils.data import DataLoader
 
 from lit_cifar import relations
@@ -178,6 +178,32 @@ PLAIN_BUGS: Mapping[str, tuple[str, dict[str, str]]] = {
 def test_a_mistake_breaks_its_relation(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only, expected = PLAIN_BUGS[bug]
     assert outcomes(PLAIN, tmp_path, monkeypatch, bug=bug, only=only) == {"run": "pass"} | expected
+
+
+EQUAL = {
+    "run": "pass",
+    "replicas": "pass",
+    "samples of ranks": "pass",
+    "ranks": "pass",
+    "evaluation on 2 ranks": "pass",
+}
+NOISY_CASES: Mapping[str, tuple[str, dict[str, str]]] = {
+    "": (
+        "ranks,accumulation,scale,compile",
+        EQUAL | dict.fromkeys(["accumulation", "scale of the loss", "compile"], "pass"),
+    ),
+    "clipped while scaled": ("scale", {"run": "pass", "scale of the loss": "fail"}),
+    "one number for all": ("accumulation", {"run": "pass", "accumulation": "abstain"}),
+    "only own part": ("ranks", EQUAL | {"evaluation on 2 ranks": "fail"}),
+    "last samples left out": ("evaluation", {"run": "pass", "evaluation": "pass", "samples of evaluation": "note"}),
+    "needs two processes": ("scale", {"run": "pass", "scale of the loss": "pass"}),
+}
+
+
+@pytest.mark.parametrize("bug", NOISY_CASES)
+def test_a_step_may_draw_numbers_for_its_samples(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only, expected = NOISY_CASES[bug]
+    assert outcomes(NOISY, tmp_path, monkeypatch, bug=bug, only=only) == expected
 
 
 def test_a_lightning_script_needs_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,9 @@ session: Session | None = None
 def knob(name: str, own: T) -> T:
     """The script's own value, or another that a relation needs.
 
-    Two names have relations of their own: `accumulate`, the number of microbatches of a step, and `validate_every`, the
-    number of steps or epochs between two evaluations. Any other is an option that should have an effect.
+    Three names have relations of their own: `accumulate`, the number of microbatches of a step; `validate_every`, the
+    number of steps or epochs between two evaluations; `loss_scale`, a factor that is taken out of gradients again. Any
+    other is an option that should have an effect.
     """
     value: T = own if session is None else session.knob(name, own)
     return value

@@ -8,15 +8,18 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed
 import torch.multiprocessing
+from torch.amp import GradScaler
 
 from lit_cifar.checks.relations import calls, in_lightning
-from lit_cifar.checks.relations.generators import make_quiet, seed_all
+from lit_cifar.checks.relations.generators import draw_by_sample, make_quiet, seed_all
 from lit_cifar.checks.relations.loaders import Loaders
 from lit_cifar.checks.relations.own_files import Guard, mirror
 from lit_cifar.checks.relations.patching import patched
@@ -55,7 +58,8 @@ def _prepare(watched: Watched, loaders: Loaders, rank: int) -> None:
     multiprocessing.set_start_method(None, force=True)  # the fork server's own would hold for loaders' workers
     temporary = watched.folder / "temporary"
     temporary.mkdir()
-    os.environ |= {"TMPDIR": str(temporary), "WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}
+    places = dict.fromkeys(("TMPDIR", "TORCHINDUCTOR_CACHE_DIR"), str(temporary))
+    os.environ |= {**places, "WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}
     tempfile.tempdir = None
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     watched.patch()
@@ -66,6 +70,7 @@ def _prepare(watched: Watched, loaders: Loaders, rank: int) -> None:
         _compute_in_double()
     if plan.quiet:
         make_quiet()
+        draw_by_sample(watched.key_of_draw)
     if plan.seed:
         _seed_otherwise(plan.seed)
     seed_all("start", plan.seed)
@@ -119,9 +124,18 @@ def _join(watched: Watched, rank: int) -> None:
 def _compute_in_double() -> None:
     """New tensors are float64, and what a script asks to be float32 by `.float()`; autocast is off."""
     torch.set_default_dtype(torch.float64)
+    patched(GradScaler, "unscale_", partial(_with, torch.Tensor, "float", torch.Tensor.float))  # torch's own wants it
     for owner in (torch.Tensor, torch.nn.Module):
         patched(owner, "float", _double)
     patched(torch.autocast, "__init__", _no_autocast)
+
+
+def _with(owner: Any, name: str, value: Any, function: Any) -> Callable[..., Any]:
+    def called(*args: Any, **settings: Any) -> Any:
+        with mock.patch.object(owner, name, value):
+            return function(*args, **settings)
+
+    return called
 
 
 def _double(_: Any) -> Callable[..., Any]:

@@ -26,10 +26,11 @@ def _in_lightning(runs: Runs) -> Iterator[Verdict]:
     reason = UNDIVIDED_EVALUATION if UNDIVIDED_EVALUATION in trace.remarks else "" if trace.evaluated else _NO_LOADER
     own, *ways = ("as it is", "again") if reason else metrics
     found = [text for way in ways if (text := _apart(runs, metrics[own], metrics[way], f"validated {way}"))]
-    looked_at = f"{', '.join(metrics[own])}: {', '.join(ways)}"
+    looked_at = f"{', '.join(metrics[own])}: {', '.join(ways)}{_part(trace)}"
     yield Verdict(NAME, "fail" if found else "pass", "; ".join(found[:3]), looked_at, found)
     if reason:
         yield Verdict(f"{NAME} in other batches", "abstain", reason)
+    yield from _left_out(trace)
     for way, error in trace.failed.items():
         yield Verdict(f"{NAME} {way}", "note", f"ends by {error}", looked_at)
     one = runs.run(validate="weights")[0].metrics.get("as it is", {})
@@ -65,9 +66,31 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
         other = _results(runs.run(generators=True, evaluation_batch=size)[0])
         if text := _apart(runs, values, other, f"evaluated {way}"):
             found.append(text)
-    yield Verdict(
-        NAME, "fail" if found else "pass", "; ".join(found[:2]), f"{', '.join(values)}: in batches of 1, 7, all", found
-    )
+    looked_at = f"{', '.join(values)}: in batches of 1, 7, all{_part(own)}"
+    yield Verdict(NAME, "fail" if found else "pass", "; ".join(found[:2]), looked_at, found)
+    yield from _left_out(own)
+
+
+def on_two_ranks(runs: Runs, one: Trace, two: Trace) -> Iterator[Verdict]:
+    """Compare what a plain script reports on one process and on two, which have trained the same weights."""
+    name, values = f"{NAME} on 2 ranks", _results(one)
+    if not values:
+        return
+    text = _apart(runs, values, _results(two), "evaluated by 2 processes")
+    if text and (one.is_cut or two.is_cut):
+        yield Verdict(name, "abstain", "an evaluation has more batches than were read: pass a higher --batches")
+        return
+    yield Verdict(name, "fail" if text else "pass", text, ", ".join(values), [text] if text else [])
+
+
+def _part(trace: Trace) -> str:
+    return ", without the end of the evaluation's data" if trace.is_cut else ""
+
+
+def _left_out(trace: Trace) -> Iterator[Verdict]:
+    if trace.left_out:
+        text = f"{trace.left_out} samples are in no batch of an evaluation (drop_last)"
+        yield Verdict(f"samples of {NAME}", "note", text)
 
 
 def rescored(runs: Runs) -> Iterator[Verdict]:

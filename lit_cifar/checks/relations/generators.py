@@ -1,8 +1,8 @@
-"""Random generators that follow the step, and computations without random numbers or statistics of a batch."""
+"""Random numbers that follow the step or the sample, and computations without dropout and statistics of a batch."""
 
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,72 @@ def seed_all(*numbers: object) -> None:
     torch.manual_seed(number)
     np.random.seed(number)
     random.seed(number)
+
+
+def states() -> tuple[Any, ...]:
+    """The states of the generators of torch, NumPy and Python, which tell whether numbers were drawn."""
+    of_numpy = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), of_numpy[1].tobytes(), of_numpy[2], random.getstate()  # type: ignore[index]
+
+
+def draw_by_sample(key: Callable[[], tuple[int, Sequence[int]] | None]) -> None:
+    """Let what torch draws for the samples of a batch be a function of each sample, however batches are divided.
+
+    `key` gives a number, another for each call, and digests of the batch's samples. A draw whose dimension 0 has
+    another length stays as it is, and so does one from a generator of the script's own.
+    """
+
+    def rows(draw: Any, like: Tensor) -> Tensor | None:
+        found = key()
+        if found is None or not like.dim() or len(like) != len(found[1]):
+            return None
+        number, samples = found
+        made = [torch.Generator().manual_seed(hash((number, sample)) % 2**63) for sample in samples]
+        return torch.stack([draw(like.shape[1:], generator=of_row, dtype=torch.float64) for of_row in made])
+
+    def by_rows(draw: Any, finish: Callable[..., Tensor]) -> Callable[[Any], Callable[..., Any]]:
+        def patch(own: Any) -> Callable[..., Any]:
+            def drawn(*args: Any, **settings: Any) -> Any:
+                if settings.get("generator") is not None:
+                    return own(*args, **settings)
+                before = torch.get_rng_state()
+                as_it_is = own(*args, **settings)
+                if (of_rows := rows(draw, as_it_is)) is None:
+                    return as_it_is
+                torch.set_rng_state(before)
+                with torch.no_grad():
+                    return as_it_is.copy_(finish(of_rows, *args, **settings))
+
+            return drawn
+
+        return patch
+
+    normal, uniform = torch.randn, torch.rand
+    for name in ("randn", "randn_like"):
+        patched(torch, name, by_rows(normal, lambda of_rows, *_, **__: of_rows))
+    for name in ("rand", "rand_like"):
+        patched(torch, name, by_rows(uniform, lambda of_rows, *_, **__: of_rows))
+    patched(torch, "randint", by_rows(uniform, _whole_numbers))
+    patched(torch, "normal", by_rows(normal, _normal))
+    patched(torch, "bernoulli", by_rows(uniform, lambda of_rows, chance, *_, **__: of_rows < chance))
+    patched(Tensor, "normal_", by_rows(normal, lambda of_rows, _, *args, **own: _normal(of_rows, *args, **own)))
+    patched(Tensor, "uniform_", by_rows(uniform, _between))
+
+
+def _whole_numbers(of_rows: Tensor, *args: Any, **settings: Any) -> Tensor:
+    numbers = [value for value in (*args, settings.get("low"), settings.get("high")) if isinstance(value, int)]
+    low, high = numbers if len(numbers) > 1 else (0, *numbers)
+    return (of_rows * (high - low)).floor() + low
+
+
+def _normal(of_rows: Tensor, mean: Any = 0.0, std: Any = 1.0, *_: Any, **__: Any) -> Tensor:
+    shifted: Tensor = of_rows * std + mean
+    return shifted
+
+
+def _between(of_rows: Tensor, _: Tensor, low: float = 0.0, high: float = 1.0, **settings: float) -> Tensor:
+    low, high = settings.get("from", low), settings.get("to", high)
+    return of_rows * (high - low) + low
 
 
 def make_quiet() -> None:

@@ -126,7 +126,7 @@ def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
         "strategy": strategy if plan.ranks > 1 and strategy != "auto" else "ddp" if plan.ranks > 1 else "auto",
         "max_epochs": _at_most(plan.most_epochs, own.get("max_epochs")),
         "limit_train_batches": _at_most(plan.most_batches, own.get("limit_train_batches")),
-        "limit_val_batches": plan.most_batches,
+        "limit_val_batches": _at_most(plan.evaluation_batches, own.get("limit_val_batches")),
         **{"max_steps": -1, "max_time": None, "min_epochs": None, "min_steps": None, "overfit_batches": 0.0},
         **{"fast_dev_run": False, "barebones": False, "profiler": None},
         "num_sanity_val_steps": 0,
@@ -144,7 +144,7 @@ def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
 
 def _at_most(most: int, own: Any) -> int:
     """The script's own number, if it is one and small enough."""
-    return min(most, own) if isinstance(own, int) and own > 0 else most
+    return min(most, own) if isinstance(own, int) and own >= 0 else most
 
 
 def look_at(trainer: pl.Trainer, watched: Watched) -> None:
@@ -190,10 +190,10 @@ def _validate(
 
 def _validate_in_many_ways(trainer: pl.Trainer, watched: Watched, model: pl.LightningModule, data: Any) -> None:
     """Validate the weights of the end: as it is, once more by the same module, and copies of it in other batches."""
-    fresh = copy.deepcopy(model)
+    fresh, own_limit = copy.deepcopy(model), trainer.limit_val_batches
     for way, size in VARIANTS.items():
         watched.evaluation_batch = size
-        trainer.limit_val_batches = 1.0 if size is not None else watched.plan.most_batches
+        trainer.limit_val_batches = 1.0 if size is not None else own_limit
         try:
             _validate(trainer, watched, model if size is None else copy.deepcopy(fresh), data, way, None)
         except Exception as error:  # such as of BatchNorm for a batch of one sample

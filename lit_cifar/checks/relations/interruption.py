@@ -20,7 +20,7 @@ def resumed(runs: Runs) -> Iterator[Verdict]:
         remedy = "call relations.save() where a checkpoint could be written, and relations.resume() before it is read"
         yield Verdict(NAME, "abstain", remedy)
         return
-    ranks = min(own.own_ranks, _MOST_RANKS)
+    ranks = min(max(own.own_ranks, runs.plan.ranks), _MOST_RANKS)
     own = runs.run(ranks=ranks)[0]
     drawn = _drawn(runs, ranks)
     if own.is_lightning:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from lit_cifar.checks.relations.evaluation import evaluation, rescored
 from lit_cifar.checks.relations.interruption import resumed
 from lit_cifar.checks.relations.loading import workers
-from lit_cifar.checks.relations.neutral import effects, groups, often, recomputation
+from lit_cifar.checks.relations.neutral import compiled, effects, groups, often, recomputation, scale
 from lit_cifar.checks.relations.plan import Plan, Target
 from lit_cifar.checks.relations.ranks import accumulation, ranks
 from lit_cifar.checks.relations.runs import RunError, Runs, RunTimeoutError, Verdict
@@ -27,9 +27,18 @@ RELATIONS: dict[str, Relation] = {
     "workers": workers,
     "often": often,
     "recomputation": recomputation,
+    "scale": scale,
+    "compile": compiled,
     "groups": groups,
     "effects": effects,
 }
+
+# Ways to run a training, of which the first that ends without an error is taken: in float64, with torchrun's variables
+# on one process too, on so many processes.
+_BEGINNINGS = (
+    *((double, torchrun, 1) for double in (True, False) for torchrun in (False, True)),
+    *((double, False, 2) for double in (True, False)),
+)
 
 
 def judged(target: Target, plan: Plan, relations: Mapping[str, Relation], *, limit_s: float) -> Iterator[Verdict]:
@@ -54,8 +63,8 @@ def judged(target: Target, plan: Plan, relations: Mapping[str, Relation], *, lim
 def _begun(runs: Runs) -> Iterator[Verdict]:
     """Run the training twice. Change the common plan if it cannot compute in float64, or needs torchrun's variables."""
     errors = {}
-    for double, torchrun in ((True, False), (True, True), (False, False), (False, True)):
-        runs.plan = replace(runs.plan, double=double, torchrun=torchrun)
+    for double, torchrun, number in _BEGINNINGS:
+        runs.plan = replace(runs.plan, double=double, torchrun=torchrun, ranks=number)
         try:
             own = runs.own()
             break
@@ -63,9 +72,9 @@ def _begun(runs: Runs) -> Iterator[Verdict]:
             yield Verdict("run", "crash", str(error))
             return
         except RunError as error:
-            errors[double, torchrun] = str(error)
+            errors[double, torchrun, number] = str(error)
     else:
-        yield Verdict("run", "crash", errors[False, False])  # of the script as its user starts it
+        yield Verdict("run", "crash", errors[False, False, 1])  # of the script as its user starts it
         return
     if not own.norms:
         yield Verdict("run", "abstain", "no step of an optimizer was seen: does the script train when it is run?")
@@ -75,8 +84,9 @@ def _begun(runs: Runs) -> Iterator[Verdict]:
         text = f"two runs of the script differ, so that nothing can be compared: {again.text}"
         yield replace(again, outcome="abstain", text=text)
         return
-    precision = f", in float32: with float64 {errors[True, False]}" if not runs.plan.double else ""
-    yield replace(again, looked_at=f"{again.looked_at}, twice the same{precision}")
+    precision = f", in float32: with float64 {errors[True, False, 1]}" if not runs.plan.double else ""
+    alone = f", on {number} processes: on one {errors[False, False, 1]}" if number > 1 else ""
+    yield replace(again, looked_at=f"{again.looked_at}, twice the same{precision}{alone}")
     if own.outside:
         text = f"{own.outside[0]} was not written, as it is outside of the folder of a run and runs would share it"
         yield Verdict("files", "note", text)

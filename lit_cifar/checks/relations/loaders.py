@@ -57,7 +57,8 @@ class Loaders:
                 return sum(1 for _ in loader)
             if (imposed := self._plan.imposed) and (own := self._imposed_length(loader, imposed)) is not None:
                 return own
-            return min(int(length(loader)), self._plan.most_batches)
+            most = self._plan.most_batches if self._watched.phase() == "train" else self._plan.evaluation_batches
+            return min(int(length(loader)), most)
 
         return shortened
 
@@ -71,14 +72,14 @@ class Loaders:
             trace.lengths[self._made[loader]] = len(loader)
         for number, batch in enumerate(self._batches(loader, epoch, begin)):
             self._watched.continues()
-            if not number and not is_divided(loader, batch):
+            if not number and not self._plan.imposed and not is_divided(loader, batch):
                 trace.remarks.add(UNDIVIDED)
             if self._plan.record:
                 folder = self._watched.folder / "batches" / str(epoch)
                 folder.mkdir(parents=True, exist_ok=True)
                 torch.save(batch, folder / f"{number:06d}.pt")
             trace.epochs[epoch] += 1
-            self._watched.begins_batch()
+            self._watched.begins_batch(_digests(batch) if self._plan.quiet and UNDIVIDED not in trace.remarks else None)
             yield batch
             self._watched.fetches_batch()
 
@@ -91,12 +92,18 @@ class Loaders:
         yield from islice(begin(loader), self._plan.most_batches)
 
     def _evaluated(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
-        own, size = [*islice(batches, self._plan.most_batches)], self._watched.evaluation_batch
+        own, size = [*islice(batches, self._plan.evaluation_batches)], self._watched.evaluation_batch
+        trace = self._watched.trace
+        is_cut = len(own) == self._plan.evaluation_batches and next(batches, None) is not None
+        trace.is_cut |= is_cut
         if own and not is_divided(loader, own[0]):
-            self._watched.trace.remarks.add(UNDIVIDED_EVALUATION)
-        elif size is not None:
-            return in_batches_of(own, size)
-        return iter(own)
+            trace.remarks.add(UNDIVIDED_EVALUATION)
+        elif own and not is_cut and loader.batch_sampler is not None and self._plan.ranks == 1:
+            with suppress(TypeError, ValueError):  # a sampler without a length; a batch that is not divided
+                trace.left_out = max(trace.left_out, len(loader.sampler) - sum(map(num_samples, own)))
+        if UNDIVIDED_EVALUATION in trace.remarks:
+            return iter(own)
+        return iter(own) if size is None else in_batches_of(own, size)
 
     def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:

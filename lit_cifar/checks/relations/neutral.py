@@ -1,10 +1,12 @@
 """Options that cost time or memory and may not change what is trained; and options that must."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from lit_cifar.checks.relations.runs import Runs, Verdict, difference
 
-_OTHERS = ("accumulate", "validate_every", "resume", "save", "share")  # have relations of their own, or none
+_OTHERS = ("accumulate", "validate_every", "loss_scale", "resume", "save", "share")  # have relations of their own
+_SCALE = 2.0**-6
 _TRAINED = ("weights", "buffers", "optimizer")
 
 
@@ -36,6 +38,23 @@ def recomputation(runs: Runs) -> Iterator[Verdict]:
     own = runs.run(generators=True)[0]
     if own.recomputes:
         yield runs.judge("recomputation", own, runs.run(generators=True, keep_activations=True)[0])
+
+
+def compiled(runs: Runs) -> Iterator[Verdict]:
+    """Compile what the script compiles; in all other runs it is not compiled."""
+    own = runs.run(quiet=True)[0]  # compiled code draws other random numbers
+    if own.compiles:
+        yield runs.judge("compile", own, runs.run(quiet=True, compiled=True)[0])
+
+
+def scale(runs: Runs) -> Iterator[Verdict]:
+    """Begin with a smaller scale of the loss: a power of two, which rounds nothing."""
+    own = runs.run(generators=True)[0]
+    changes: dict[str, Any] = {"scale": _SCALE}
+    if value := own.asked.get("loss_scale"):
+        changes["knobs"] = (("loss_scale", value * _SCALE),)
+    if own.scales or value:
+        yield runs.judge("scale of the loss", own, runs.run(generators=True, **changes)[0], kinds=_TRAINED)
 
 
 def groups(runs: Runs) -> Iterator[Verdict]:

@@ -57,10 +57,17 @@ class Plan:
     validate: str | None = None  # in place of training: "weights" as they are made, or a checkpoint
     variants: bool = False  # validate in several ways after the training
     keep_activations: bool = False  # no recomputation
+    compiled: bool = False  # what the script compiles by `torch.compile` is; otherwise it runs as it is written
+    scale: float = 1.0  # of the first scale of the loss, that the script chooses
     regroup: bool = False  # groups of parameters in another order
     probe_loaders: bool = False
     seed: int = 0
     repetition: int = 0
+
+    @property
+    def evaluation_batches(self) -> int:
+        """At most, of an evaluation on each rank: the same samples for 1, 2 and 3 ranks that divide them in turn."""
+        return -(-self.most_batches // 6) * 6 // self.ranks
 
 
 @dataclass
@@ -88,10 +95,14 @@ class Trace:
     is_lightning: bool = False
     is_distributed: bool = False  # the script has made a process group
     recomputes: bool = False
+    compiles: bool = False
+    scales: bool = False  # the loss, by a `GradScaler`
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)  # of each way to validate
     failed: dict[str, str] = field(default_factory=dict)  # errors of ways to validate
     logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # steps and results of each evaluation
     evaluated: list[int] = field(default_factory=list)  # samples of batches where no gradient was made
+    left_out: int = 0  # samples that no batch of an evaluation on one process had
+    is_cut: bool = False  # an evaluation had more batches than were read
     loaders: list[dict[str, Any]] = field(default_factory=list)  # what was seen of each that trains
     remarks: set[str] = field(default_factory=set)  # properties of the training that a relation must know
     outside: list[str] = field(default_factory=list)  # files beyond the run's own folder that it tried to write

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from lit_cifar.checks.relations.evaluation import on_two_ranks
 from lit_cifar.checks.relations.loaders import UNDIVIDED
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import Difference, RunError, Runs, Verdict, difference, unused
@@ -44,6 +45,9 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
         return
     verdict = runs.judge("ranks", one, two[0], leave_out=_LEFT_OUT, samples=False, said="2 processes: ")
     yield _weighed(verdict, [*two, one], why)
+    if verdict.outcome == "pass" and not own.is_lightning:
+        for verdict in on_two_ranks(runs, one, two[0]):
+            yield unused(verdict, why)
 
 
 def accumulation(runs: Runs) -> Iterator[Verdict]:

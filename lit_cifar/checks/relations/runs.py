@@ -85,7 +85,7 @@ class Runs:
     def imposed(self, of: dict[str, Any], *, apart: bool = False, **how: int) -> Imposed:
         """The recorded batches of the run with the changes `of`; with `apart`, each rank has its own."""
         lengths = tuple(self.run(**of)[0].lengths.items())
-        ranks = 0 if apart else of.get("ranks", 1)
+        ranks = 0 if apart else of.get("ranks", 0)
         return Imposed(folder=str(self.folder_of(**of)), ranks=ranks, lengths=lengths, **how)
 
     def _start(self, plan: Plan) -> list[Trace]:

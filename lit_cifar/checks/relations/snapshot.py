@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -30,8 +31,9 @@ def snapshot(
         prefix = f"{number}." if number else ""
         for name, parameter in root.named_parameters():
             names[id(parameter)] = prefix + plain(name)
-            found[f"weights/{prefix}{plain(name)}"] = _copy(parameter)
-        found |= {f"buffers/{prefix}{plain(name)}": _copy(buffer) for name, buffer in root.named_buffers()}
+            _add(found, f"weights/{prefix}{plain(name)}", parameter)
+        for name, buffer in root.named_buffers():
+            _add(found, f"buffers/{prefix}{plain(name)}", buffer)
     for number, optimizer in enumerate(optimizers):
         found |= dict(_of_optimizer(optimizer, f"{number}." if number else "", names))
     for number, schedule in enumerate(schedules):
@@ -71,9 +73,12 @@ def _copy(tensor: Tensor) -> Tensor:
 def _add(found: dict[str, Any], name: str, value: Any, depth: int = 0) -> None:
     """Add tensors and numbers inside an object, a few levels deep."""
     if isinstance(value, Tensor):
-        found[name] = _copy(value)
+        if not value.is_meta:  # such as weights that another process trains
+            found[name] = _copy(value)
     elif isinstance(value, Real):
         found[name] = float(value)
+    elif isinstance(value, GradScaler):
+        _add(found, name, value.state_dict(), depth)
     elif isinstance(value, nn.Module):
         for own, tensor in (*value.named_parameters(), *value.named_buffers()):
             found[f"{name}.{plain(own)}"] = _copy(tensor)

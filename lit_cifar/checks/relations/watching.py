@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils import checkpoint
 
-from lit_cifar.checks.relations.generators import seed_all, still
+from lit_cifar.checks.relations.generators import seed_all, states, still
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Plan, Trace
 from lit_cifar.checks.relations.snapshot import snapshot
@@ -43,10 +44,12 @@ class Watched:
         self.evaluation_batch = plan.evaluation_batch
         self._made: list[weakref.ref[nn.Parameter]] = []  # in the order of their making
         self._depth = 0
-        self._is_over = self._is_saved = False
+        self._is_over = self._is_saved = self._is_in_batch = False
         self._spoilt: set[int] = set()
         self._batch_of_step = 0
-        self._random: torch.Tensor | None = None  # the state of torch's generator before a step's first call
+        self._random: tuple[Any, ...] | None = None  # the states of generators before a step draws
+        self._rows: list[int] | None = None  # digests of the samples of the batch that is trained
+        self._draws = 0  # for its samples
 
     # What the script asks
     def knob(self, name: str, own: Any) -> Any:
@@ -92,6 +95,9 @@ class Watched:
         patched(LRScheduler, "__init__", self._noting(self.schedules.append))
         patched(AveragedModel, "__init__", self._noting(self._keep_average))
         patched(checkpoint, "checkpoint", self._checkpointed)
+        patched(torch, "compile", self._compiler)
+        patched(nn.Module, "compile", self._compiler)
+        patched(GradScaler, "__init__", self._scaler_made)
         register_optimizer_step_post_hook(self._after_step)
 
     def _noting(self, note: Callable[[Any], None]) -> Callable[[Any], Callable[..., None]]:
@@ -116,6 +122,23 @@ class Watched:
 
         return made
 
+    def _scaler_made(self, make: Any) -> Callable[..., None]:
+        def made(scaler: GradScaler, device: str = "cuda", init_scale: float = 2.0**16, *args: Any, **own: Any) -> None:
+            make(scaler, "cpu", init_scale * self.plan.scale, *args, **own)
+            self.trace.scales |= scaler.is_enabled()
+            self.kept[f"scaler {sum(name.startswith('scaler ') for name in self.kept)}"] = scaler
+
+        return made
+
+    def _compiler(self, compiled: Any) -> Callable[..., Any]:
+        def made(function: Any = None, *args: Any, **settings: Any) -> Any:
+            self.trace.compiles = True
+            if self.plan.compiled:
+                return compiled(function, *args, **settings)
+            return function if function is not None else lambda own: own
+
+        return made
+
     def _checkpointed(self, recompute: Any) -> Callable[..., Any]:
         own = inspect.signature(recompute).parameters
 
@@ -130,25 +153,27 @@ class Watched:
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._note_draws()
         self.trace.steps += 1
-        self._random, self._batch_of_step = None, 0
-        owned = [p.detach().double().norm() for group in optimizer.param_groups for p in group["params"]]
+        self._random, self._batch_of_step = states() if self._is_in_batch else None, 0
+        parameters = [p.detach() for group in optimizer.param_groups for p in group["params"] if not p.is_meta]
+        owned = [parameter.double().norm() for parameter in parameters]
         self.trace.norms.append(float(torch.stack([norm.cpu() for norm in owned]).norm()) if owned else 0.0)
         if self.plan.generators:
             self.seed("step")
         if self.trace.steps >= self.plan.most_steps:
             self._is_over = True
 
-    def begins_batch(self) -> None:
-        """Called after a batch of training was fetched."""
+    def begins_batch(self, samples: list[int] | None) -> None:
+        """Called after a batch of training was fetched. `samples` are their digests, if it is divided into samples."""
         self._batch_of_step += 1
-        if self._random is not None:
-            self._random = torch.get_rng_state()  # whatever the data set has drawn
+        self._rows, self._draws, self._is_in_batch = samples, 0, True
+        self._random = states()  # whatever the data set has drawn
         if self.plan.generators:
             self.seed(f"batch {self._batch_of_step}")
 
     def fetches_batch(self) -> None:
         """Called before a batch of training is fetched, but for the first of a loader."""
         self._note_draws()
+        self._rows, self._is_in_batch = None, False
         if self.plan.generators:
             self.seed(f"fetch {self._batch_of_step}")
 
@@ -214,7 +239,7 @@ class Watched:
         self.continues()
         self.begins()
         if self._random is None:
-            self._random = torch.get_rng_state()
+            self._random = states()
         if (first := next(iter(tensors_in(inputs)), None)) is not None and not first.requires_grad:
             self.note_samples(first)
 
@@ -226,7 +251,8 @@ class Watched:
     def begins(self) -> None:
         """Note what the training begins with, the first time."""
         if not self.trace.first:
-            self.trace.first = [digest(p).bits if (p := own()) is not None else 0 for own in self._made]
+            made = [own() for own in self._made]
+            self.trace.first = [0 if one is None or one.is_meta else digest(one).bits for one in made]
         if self.plan.resume and not self.trace.resumed:
             self.trace.resumed = self.snapshot()
 
@@ -237,8 +263,15 @@ class Watched:
             self.trace.samples[self.trace.steps] += row_digests(batch)
 
     def _note_draws(self) -> None:
-        if self._random is not None and self.plan.quiet and not torch.equal(self._random, torch.get_rng_state()):
+        if self._random is not None and self.plan.quiet and self._random != states():
             self.trace.draws = True
+
+    def key_of_draw(self) -> tuple[int, list[int]] | None:
+        """What a random number for each sample of this batch follows from: the step, the draw, and the sample."""
+        if self._rows is None:
+            return None
+        self._draws += 1
+        return hash((self.trace.steps, self._draws)), self._rows
 
     def _spoil(self, ids: set[int]) -> None:
         """Change parameters that are drawn: the same seed would otherwise hide that a checkpoint does not hold them."""
