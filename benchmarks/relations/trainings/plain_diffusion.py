@@ -34,6 +34,7 @@ def main() -> None:
     angles = torch.rand(144) * 6.28
     points = torch.stack([angles.cos(), angles.sin()], 1)
     loader = DataLoader(TensorDataset(points[:112]), 16, shuffle=True)
+    held_out = DataLoader(TensorDataset(points[112:]), 16)
     model = Denoiser()
     average = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -54,9 +55,10 @@ def main() -> None:
             with torch.no_grad():
                 for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
                     slow.lerp_(fast, 1 - DECAY)
-        with torch.no_grad():  # the same noise each time
-            held_out = loss_of(average, points[112:], torch.Generator().manual_seed(0))
-        relations.report(val_loss=held_out.item(), average=average)
+        noise = torch.Generator().manual_seed(0)  # the same each time
+        with torch.no_grad():
+            losses = [loss_of(average, batch, noise).item() * len(batch) for (batch,) in held_out]
+        relations.report(val_loss=sum(losses) / len(held_out.dataset), average=average)
         if path := relations.save():
             states = {"model": model.state_dict(), "average": average.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(states | {"random": torch.get_rng_state(), "epoch": epoch + 1}, path)
