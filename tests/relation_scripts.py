@@ -36,7 +36,10 @@ if NUM_RANKS > 1:
     dist.init_process_group("gloo")
 train, held_out = make_data(64, 1), make_data(20, 2)
 model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=relations.knob("rate", 0.1), momentum=0.9)
+if BUG == "frozen statistics":
+    model[1].requires_grad_(False)
+owned = model[:2] if BUG == "left out" else model
+optimizer = torch.optim.SGD(owned.parameters(), lr=relations.knob("rate", 0.1), momentum=0.9)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24)
 weight = relations.knob("unused", 0.5)
 first, parts = 0, {"model": model, "optimizer": optimizer, "schedule": schedule}
@@ -49,15 +52,18 @@ if path := relations.resume():
 wrapped = DistributedDataParallel(model) if NUM_RANKS > 1 else model
 divides = NUM_RANKS > 1 and BUG != "same samples"
 for epoch in range(first, 3):
-    order = torch.Generator().manual_seed(epoch)
+    order = torch.Generator().manual_seed(0 if BUG == "same order" else epoch)
     sampler = DistributedSampler(train) if divides else RandomSampler(train, generator=order)
+    if divides and BUG != "no set_epoch":
+        sampler.set_epoch(epoch)
     for number, (inputs, labels) in enumerate(DataLoader(train, batch_size=4, sampler=sampler), start=1):
         loss = nn.functional.cross_entropy(wrapped(inputs), labels)
         loss = loss * NUM_RANKS if BUG == "times ranks" else loss
         (loss if BUG == "not divided" else loss / ACCUMULATE).backward()
         if number % ACCUMULATE == 0:
             optimizer.step()
-            optimizer.zero_grad()
+            if BUG != "no zero_grad":
+                optimizer.zero_grad()
             schedule.step()
     relations.report(val_loss=evaluate(model, held_out))
     if path := relations.save():
@@ -157,7 +163,7 @@ def evaluate(divides):
 
 
 for epoch in range(2):
-    sampler = DistributedSampler(data) if num_ranks > 1 else None
+    sampler = DistributedSampler(data, shuffle=False) if num_ranks > 1 else None
     for number, (x,) in enumerate(DataLoader(data, 4, sampler=sampler), start=1):
         at = torch.randint(0, 10, (len(x),))
         noisy = x + 0.1 * torch.randn_like(x) + 0.1 * torch.rand(len(x), 6) + 0.01 * at[:, None]

@@ -145,8 +145,10 @@ def test_a_right_training_holds_every_relation(tmp_path: Path, monkeypatch: pyte
         "resume after 4 steps": "pass",
         "evaluation": "pass",
         "replicas": "pass",
+        "order of epochs": "pass",
         "samples of ranks": "pass",
         "ranks": "pass",
+        "evaluation on 2 ranks": "pass",
         "accumulation": "pass",
         "groups of parameters": "pass",
         "effect of rate": "pass",
@@ -165,11 +167,24 @@ def test_the_example_resumes_as_its_page_says(
     assert all(verdict.text.startswith("schedule/0.last_epoch") for verdict in found) == (expected == "fail")
 
 
+SHUFFLED = {"run": "pass", "replicas": "pass", "order of epochs": "pass"}
+EQUAL = {
+    "run": "pass",
+    "replicas": "pass",
+    "samples of ranks": "pass",
+    "ranks": "pass",
+    "evaluation on 2 ranks": "pass",
+}
 PLAIN_BUGS: Mapping[str, tuple[str, dict[str, str]]] = {
     "schedule not resumed": ("resume", {"resume after 2 steps": "fail", "resume after 4 steps": "fail"}),
     "mean of means": ("evaluation", {"evaluation": "fail"}),
-    "times ranks": ("ranks", {"replicas": "pass", "samples of ranks": "pass", "ranks": "fail"}),
-    "same samples": ("ranks", {"replicas": "pass", "samples of ranks": "fail", "ranks": "abstain"}),
+    "times ranks": ("ranks", SHUFFLED | {"samples of ranks": "pass", "ranks": "fail"}),
+    "same samples": ("ranks", SHUFFLED | {"samples of ranks": "fail", "ranks": "abstain"}),
+    "no set_epoch": ("ranks", EQUAL | {"order of epochs": "fail"}),
+    "same order": ("epochs", {"order of epochs": "fail"}),
+    "no zero_grad": ("trained", {"what is trained": "note"}),
+    "left out": ("trained", {"what is trained": "note"}),
+    "frozen statistics": ("trained", {"what is trained": "note"}),
     "not divided": ("accumulation", {"accumulation": "fail"}),
 }
 
@@ -180,13 +195,6 @@ def test_a_mistake_breaks_its_relation(bug: str, tmp_path: Path, monkeypatch: py
     assert outcomes(PLAIN, tmp_path, monkeypatch, bug=bug, only=only) == {"run": "pass"} | expected
 
 
-EQUAL = {
-    "run": "pass",
-    "replicas": "pass",
-    "samples of ranks": "pass",
-    "ranks": "pass",
-    "evaluation on 2 ranks": "pass",
-}
 NOISY_CASES: Mapping[str, tuple[str, dict[str, str]]] = {
     "": (
         "ranks,accumulation,scale,compile",
@@ -283,6 +291,34 @@ def test_the_command_says_what_differs_and_what_it_looked_at(tmp_path: Path, mon
     assert [each["outcome"] for each in found] == ["pass", "fail", "pass", "pass"]
 
 
+CLASSES = """
+import lightning.pytorch as pl, torch
+from torch.utils.data import DataLoader
+
+class Module(pl.LightningModule):
+    def __init__(self, width: int):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, width)
+    def training_step(self, batch, index):
+        return self.layer(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+class Data(pl.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(torch.ones(16, 6), batch_size=4)
+"""
+
+
+def test_a_module_and_its_data_stand_for_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lit_cifar.tools.relations.exit_orderly_when_terminated", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(CLASSES)
+    words = ("--module=mine.Module", "--data=mine.Data", "--only=accumulation", "--", "--model.width=3")
+    result = run_here("relations", *words)
+    assert re.search(r"^PASS +accumulation .*12 steps, 48 samples", result.stdout, flags=re.M)
+
+
 def test_other_projects_get_a_fixture(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('trains nothing')")
     (tmp_path / "test_theirs.py").write_text("def test_wrong(related):\n    related('train.py', '--only=resume')\n")
@@ -297,7 +333,8 @@ def test_other_projects_get_a_fixture(tmp_path: Path) -> None:
         (["train.py", "--only=resum"], ["--only=resum is no relation", "did you mean resume?"]),
         (["train.py", "--also=no.such.function"], ["--also=no.such.function cannot be imported"]),
         (["train.py", "--batches=0"], ["--batches", "0 is not a whole number from 1"]),
-        ([], ["SCRIPT"]),
+        ([], ["what to train is not said once", "--module=CLASS"]),
+        (["train.py", "--module=my.Module"], ["what to train is not said once"]),
     ],
 )
 def test_a_mistake_in_the_command_is_refused(

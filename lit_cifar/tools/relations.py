@@ -7,6 +7,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import get_args
 
+from lit_cifar.checks import classes
 from lit_cifar.checks.relations.judging import RELATIONS, Relation, judged
 from lit_cifar.checks.relations.plan import Plan, Target
 from lit_cifar.checks.relations.runs import Outcome, Verdict
@@ -32,7 +33,8 @@ exit status: 0 all that was judged is equal, 1 a relation fails, 2 a mistake in 
 
   python -m lit_cifar relations train.py
   python -m lit_cifar relations train.py --only=resume,ranks -- --lr=0.1
-  python -m lit_cifar relations -m my_package.train"""
+  python -m lit_cifar relations -m my_package.train
+  python -m lit_cifar relations --module=my_package.MyModule --data=my_package.MyData -- --trainer.max_epochs=2"""
 
 
 def main(args: list[str]) -> int:
@@ -55,7 +57,11 @@ def main(args: list[str]) -> int:
 
 def relations_parser() -> argparse.ArgumentParser:
     parser = CommandParser("relations", description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("program", metavar="SCRIPT", help="The script; its arguments follow a --.")
+    parser.add_argument("program", nargs="?", metavar="SCRIPT", help="The script; its arguments follow a --.")
+    parser.add_argument(
+        "--module", metavar="CLASS", help="In place of a script, a LightningModule; its flags follow a --."
+    )
+    parser.add_argument("--data", metavar="CLASS", help="A LightningDataModule for --module.")
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for `python -m`.")
     parser.add_argument("--only", default=",".join(RELATIONS), metavar="A,B", help=f"Of {', '.join(RELATIONS)}.")
     parser.add_argument(
@@ -71,6 +77,11 @@ def relations_parser() -> argparse.ArgumentParser:
 
 def _target(options: argparse.Namespace, arguments: list[str]) -> Target:
     program, folder = options.program, Path.cwd()
+    if (program is None) == (options.module is None):
+        raise ConfigError("what to train is not said once", remedy="pass a script, -m and a module, or --module=CLASS")
+    if options.module is not None:
+        words = (options.module, options.data or "", *arguments)
+        return Target(program=classes.__name__, arguments=words, is_module=True, folder=str(folder))
     if not options.is_module:
         path = Path(program).absolute()
         if not path.is_file():

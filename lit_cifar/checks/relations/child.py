@@ -94,7 +94,7 @@ def _run(target: Target, watched: Watched, loaders: Loaders) -> None:
             raise
     if watched.plan.probe_loaders:
         loaders.probe()
-    watched.trace.state = watched.trace.state or watched.snapshot()
+    watched.finish()
 
 
 def _join(watched: Watched, rank: int) -> None:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lit_cifar.checks.relations.generators import seed_all
 from lit_cifar.checks.relations.patching import patched
-from lit_cifar.checks.relations.watching import CHECKPOINT, Ended, Watched
+from lit_cifar.checks.relations.watching import CHECKPOINT, Ended, Watched, told_apart
 from lit_cifar.checks.repeated_step.batches import tensors_in
 from lit_cifar.errors import one_line
 
@@ -40,7 +40,7 @@ class Follower(Checkpoint):
             look_at(trainer, self._watched)
             self._watched.begins()
         if tensors := tensors_in(batch):
-            self._watched.note_samples(tensors[0])
+            self._watched.note_samples(told_apart(tensors[0]))
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._trained += 1

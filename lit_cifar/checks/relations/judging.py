@@ -10,11 +10,12 @@ from typing import TypeAlias
 
 from lit_cifar.checks.relations.evaluation import evaluation, rescored
 from lit_cifar.checks.relations.interruption import resumed
-from lit_cifar.checks.relations.loading import workers
+from lit_cifar.checks.relations.loading import epochs, workers
 from lit_cifar.checks.relations.neutral import compiled, effects, groups, often, recomputation, scale
 from lit_cifar.checks.relations.plan import Plan, Target
 from lit_cifar.checks.relations.ranks import accumulation, ranks
 from lit_cifar.checks.relations.runs import RunError, Runs, RunTimeoutError, Verdict
+from lit_cifar.checks.relations.trained import trained
 from lit_cifar.errors import one_line
 
 Relation: TypeAlias = Callable[[Runs], Iterator[Verdict]]
@@ -24,6 +25,7 @@ RELATIONS: dict[str, Relation] = {
     "score": rescored,
     "ranks": ranks,
     "accumulation": accumulation,
+    "epochs": epochs,
     "workers": workers,
     "often": often,
     "recomputation": recomputation,
@@ -31,6 +33,7 @@ RELATIONS: dict[str, Relation] = {
     "compile": compiled,
     "groups": groups,
     "effects": effects,
+    "trained": trained,
 }
 
 # Ways to run a training, of which the first that ends without an error is taken: in float64, with torchrun's variables

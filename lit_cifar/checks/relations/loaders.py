@@ -9,12 +9,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Imposed
-from lit_cifar.checks.relations.watching import Watched
-from lit_cifar.checks.repeated_step.batches import in_batches_of, joined, num_samples, parted, row_digests, tensors_in
+from lit_cifar.checks.relations.watching import Watched, told_apart
+from lit_cifar.checks.repeated_step.batches import in_batches_of, joined, num_samples, parted, tensors_in
 
 UNDIVIDED = "the batches are not divided into samples along dimension 0"
 UNDIVIDED_EVALUATION = f"{UNDIVIDED} where no gradient is made"
@@ -35,6 +35,7 @@ class Loaders:
         patched(DataLoader, "__init__", self._maker)
         patched(DataLoader, "__iter__", self._beginner)
         patched(DataLoader, "__len__", self._measurer)
+        patched(BatchSampler, "__iter__", self._orderer)
 
     def _maker(self, make: Any) -> Callable[..., None]:
         def made(loader: Any, *args: Any, **settings: Any) -> None:
@@ -48,6 +49,17 @@ class Loaders:
             if self._watched.phase() == "train":
                 return self._training(loader, begin)
             return self._noted(self._evaluated(loader, begin(loader)))
+
+        return begun
+
+    def _orderer(self, begin: Any) -> Callable[..., Iterator[Any]]:
+        def begun(sampler: Any) -> Iterator[Any]:
+            order: list[int] = []
+            if self._watched.phase() == "train":
+                self._watched.trace.orders.append((len(sampler.sampler), order))
+            for batch in begin(sampler):
+                order += batch
+                yield batch
 
         return begun
 
@@ -79,7 +91,7 @@ class Loaders:
                 folder.mkdir(parents=True, exist_ok=True)
                 torch.save(batch, folder / f"{number:06d}.pt")
             trace.epochs[epoch] += 1
-            self._watched.begins_batch(_digests(batch) if self._plan.quiet and UNDIVIDED not in trace.remarks else None)
+            self._watched.begins_batch(_digests(batch), is_divided=UNDIVIDED not in trace.remarks)
             yield batch
             self._watched.fetches_batch()
 
@@ -181,4 +193,4 @@ def _of_stream(loader: Any) -> dict[str, Any]:
 
 
 def _digests(batch: Any) -> list[int]:
-    return [value for tensor in tensors_in(batch)[:1] for value in row_digests(tensor)]
+    return [value for tensor in tensors_in(batch)[:1] for value in told_apart(tensor)]

@@ -1,11 +1,14 @@
-"""Workers of a data loader draw random numbers of their own, in each epoch others, and read each sample once."""
+"""Epochs have orders of their own. Workers draw random numbers of their own, and read each sample once."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
+from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import Runs, Verdict
 
 NAME = "workers"
+_FEW = 4  # samples, whose order may be the same by chance
 
 
 def workers(runs: Runs) -> Iterator[Verdict]:
@@ -16,6 +19,28 @@ def workers(runs: Runs) -> Iterator[Verdict]:
     found = [text for seen in loaders for text in (_of_stream(seen) if seen["stream"] else _of_samples(seen))]
     looked_at = f"{len(loaders)} loaders, without workers and with 2"
     yield Verdict(NAME, "fail" if found else "pass", "; ".join(found), looked_at, found)
+
+
+def epochs(runs: Runs) -> Iterator[Verdict]:
+    """Samples that are shuffled come in another order in each epoch."""
+    own = runs.own()
+    ranks = min(2, max(own.own_ranks, runs.plan.ranks))
+    yield from same_orders(runs.run(ranks=ranks)[0])
+
+
+def same_orders(trace: Trace) -> Iterator[Verdict]:
+    """A verdict for what a run has shuffled in two epochs or more."""
+    by_length: dict[int, list[list[int]]] = {}
+    for length, order in trace.orders:
+        by_length.setdefault(length, []).append(order)
+    pairs = [(a, b) for orders in by_length.values() for a, b in pairwise(orders) if min(len(a), len(b)) > _FEW]
+    shuffled = [(a, b) for a, b in pairs if a != sorted(a)]
+    if not shuffled:
+        return
+    again = sum(all(one == other for one, other in zip(a, b, strict=False)) for a, b in shuffled)
+    remedy = "give each epoch another order, such as by the sampler's set_epoch"
+    text = f"{again} of {len(shuffled)} epochs have the order of the one before: {remedy}" if again else ""
+    yield Verdict("order of epochs", "fail" if again else "pass", text, f"{len(shuffled) + 1} epochs")
 
 
 def _of_samples(seen: dict[str, Any]) -> Iterator[str]:

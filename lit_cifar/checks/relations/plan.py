@@ -90,6 +90,11 @@ class Trace:
     saves: list[int] = field(default_factory=list)  # steps done at each call of `save`
     lengths: dict[int, int] = field(default_factory=dict)  # of loaders that trained, by the order of their making
     draws: bool = False  # a step drew random numbers, though it was quiet
+    drawn: list[int] = field(default_factory=list)  # digests of torch's generator before steps that drew numbers
+    orders: list[tuple[int, list[int]]] = field(default_factory=list)  # of each epoch: samples of all, places of these
+    owned: int = 0  # parameters of optimizers
+    observed: list[str] = field(default_factory=list)  # in words, what looks like a mistake in a single run
+    stale: int = 0  # steps that began with gradients of the step before
     own_ranks: int = 1  # processes that the script asks for
     own_accumulation: int = 1
     is_lightning: bool = False

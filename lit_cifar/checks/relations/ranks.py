@@ -4,10 +4,12 @@ from collections.abc import Iterator
 
 from lit_cifar.checks.relations.evaluation import on_two_ranks
 from lit_cifar.checks.relations.loaders import UNDIVIDED
+from lit_cifar.checks.relations.loading import same_orders
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import Difference, RunError, Runs, Verdict, difference, unused
 
 _LEFT_OUT = ("kept/metric", "kept/val", "kept/loss")
+_REPORTED = 1e-6  # relative: of numbers that may have been rounded for print
 _MOST_SHARED = 0.5  # of an epoch's samples that two ranks may both read
 
 
@@ -25,6 +27,9 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
         return
     why = "" if own.own_ranks > 1 or not own.is_lightning else "the script asks for one process"
     yield unused(_replicas(two), why)
+    if own.own_ranks == 1:  # otherwise `epochs` looks at it
+        yield from (unused(verdict, why) for verdict in same_orders(two[0]))
+    yield from _draws(runs, own)
     shares = "share" in two[0].asked
     if not shares and (verdict := _data(two)):
         yield unused(verdict, why)
@@ -45,6 +50,7 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
         return
     verdict = runs.judge("ranks", one, two[0], leave_out=_LEFT_OUT, samples=False, said="2 processes: ")
     yield _weighed(verdict, [*two, one], why)
+    yield from _reported(verdict, one, two[0], "by 2 processes")
     if verdict.outcome == "pass" and not own.is_lightning:
         for verdict in on_two_ranks(runs, one, two[0]):
             yield unused(verdict, why)
@@ -81,6 +87,20 @@ def accumulation(runs: Runs) -> Iterator[Verdict]:
         "accumulation", whole, divided, leave_out=_LEFT_OUT, samples=False, said=f"{max(micro, 2)} microbatches: "
     )
     yield _weighed(verdict, [whole, divided], "" if micro > 1 else "the script does not accumulate")
+    yield from _reported(verdict, whole, divided, f"with {max(micro, 2)} microbatches")
+
+
+def _reported(verdict: Verdict, one: Trace, other: Trace, how: str) -> Iterator[Verdict]:
+    """What a training that is the same reports beside its evaluations, such as a loss."""
+    values, others = (
+        {f"{name} after {steps} steps": value for steps, told in trace.logged for name, value in told.items()}
+        for trace in (one, other)
+    )
+    names = [name for name in values.keys() & others.keys() if not name.startswith(("val", "score", "rescored"))]
+    apart = [name for name in sorted(names) if difference(values[name], others[name]) > _REPORTED]
+    if verdict.outcome == "pass" and apart:
+        text = f"{apart[0]} is reported as {values[apart[0]]:.6g}, and {how} as {others[apart[0]]:.6g}"
+        yield Verdict(f"reports of {verdict.relation}", "note", text)
 
 
 def _accumulating(own: Trace, number: int, runs: Runs, *, window: int = 1, parts: int = 1) -> dict[str, object]:
@@ -104,6 +124,15 @@ def _replicas(two: list[Trace]) -> Verdict:
     found = [str(Difference(name, size)) for name in names if (size := difference(first[name], second.get(name))) > 0]
     text = f"{found[0]} is not the same on both ranks; {len(found)} tensors differ" if found else ""
     return Verdict("replicas", "fail" if found else "pass", text, f"{len(names)} tensors of 2 ranks", found[:20])
+
+
+def _draws(runs: Runs, own: Trace) -> Iterator[Verdict]:
+    """Both ranks draw other numbers, such as for dropout or noise."""
+    if own.own_ranks > 1:
+        first, second = (set(trace.drawn) for trace in runs.run(ranks=2))
+        if first & second:
+            text = "both ranks draw the same random numbers in a step: seed each by its rank"
+            yield Verdict("draws of ranks", "note", text)
 
 
 def _data(two: list[Trace]) -> Verdict | None:

@@ -2,6 +2,7 @@
 
 import inspect
 import weakref
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from lit_cifar.checks.relations.generators import seed_all, states, still
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Plan, Trace
 from lit_cifar.checks.relations.snapshot import snapshot
+from lit_cifar.checks.relations.trained import observed, owned_by, statistics, told
 from lit_cifar.checks.repeated_step.batches import row_digests, tensors_in
-from lit_cifar.checks.repeated_step.digests import digest
 from lit_cifar.internals import tree_map
 
 CHECKPOINT = "checkpoint"  # in the folder of the run, for all ranks; a script may add to the name
@@ -50,6 +51,8 @@ class Watched:
         self._random: tuple[Any, ...] | None = None  # the states of generators before a step draws
         self._rows: list[int] | None = None  # digests of the samples of the batch that is trained
         self._draws = 0  # for its samples
+        self._frozen: dict[int, tuple[int, ...]] = {}
+        self._goes_back = False  # gradients have been made since the last step
 
     # What the script asks
     def knob(self, name: str, own: Any) -> Any:
@@ -95,6 +98,7 @@ class Watched:
         patched(LRScheduler, "__init__", self._noting(self.schedules.append))
         patched(AveragedModel, "__init__", self._noting(self._keep_average))
         patched(checkpoint, "checkpoint", self._checkpointed)
+        patched(torch.Tensor, "backward", self._backward)
         patched(torch, "compile", self._compiler)
         patched(nn.Module, "compile", self._compiler)
         patched(GradScaler, "__init__", self._scaler_made)
@@ -130,6 +134,16 @@ class Watched:
 
         return made
 
+    def _backward(self, backward: Any) -> Callable[..., None]:
+        def gone_back(loss: torch.Tensor, *args: Any, **settings: Any) -> None:
+            if self.trace.steps and not self._goes_back and len(self.optimizers) == 1:
+                gradients = [p.grad for p in owned_by(self.optimizers) if p.grad is not None]
+                self.trace.stale += any(bool(gradient.any()) for gradient in gradients)
+            self._goes_back = True
+            backward(loss, *args, **settings)
+
+        return gone_back
+
     def _compiler(self, compiled: Any) -> Callable[..., Any]:
         def made(function: Any = None, *args: Any, **settings: Any) -> Any:
             self.trace.compiles = True
@@ -153,8 +167,9 @@ class Watched:
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._note_draws()
         self.trace.steps += 1
+        self._goes_back = False
         self._random, self._batch_of_step = states() if self._is_in_batch else None, 0
-        parameters = [p.detach() for group in optimizer.param_groups for p in group["params"] if not p.is_meta]
+        parameters = [p.detach() for p in owned_by([optimizer]) if not p.is_meta]
         owned = [parameter.double().norm() for parameter in parameters]
         self.trace.norms.append(float(torch.stack([norm.cpu() for norm in owned]).norm()) if owned else 0.0)
         if self.plan.generators:
@@ -162,10 +177,12 @@ class Watched:
         if self.trace.steps >= self.plan.most_steps:
             self._is_over = True
 
-    def begins_batch(self, samples: list[int] | None) -> None:
-        """Called after a batch of training was fetched. `samples` are their digests, if it is divided into samples."""
+    def begins_batch(self, samples: list[int], *, is_divided: bool) -> None:
+        """Called after a batch of training was fetched, with digests of its samples, if they can be told apart."""
+        if not self.trace.is_lightning:
+            self.note_samples(samples)
         self._batch_of_step += 1
-        self._rows, self._draws, self._is_in_batch = samples, 0, True
+        self._rows, self._draws, self._is_in_batch = samples if is_divided else None, 0, True
         self._random = states()  # whatever the data set has drawn
         if self.plan.generators:
             self.seed(f"batch {self._batch_of_step}")
@@ -173,7 +190,7 @@ class Watched:
     def fetches_batch(self) -> None:
         """Called before a batch of training is fetched, but for the first of a loader."""
         self._note_draws()
-        self._rows, self._is_in_batch = None, False
+        self._random, self._rows, self._is_in_batch = None, None, False
         if self.plan.generators:
             self.seed(f"fetch {self._batch_of_step}")
 
@@ -240,8 +257,9 @@ class Watched:
         self.begins()
         if self._random is None:
             self._random = states()
-        if (first := next(iter(tensors_in(inputs)), None)) is not None and not first.requires_grad:
-            self.note_samples(first)
+        if not self._is_in_batch and not self.trace.is_lightning:
+            first = next(iter(tensors_in(inputs)), None)
+            self.note_samples([] if first is None or first.requires_grad else told_apart(first))
 
     def continues(self) -> None:
         """Called before each batch and call of training: end the training if it is time."""
@@ -251,20 +269,22 @@ class Watched:
     def begins(self) -> None:
         """Note what the training begins with, the first time."""
         if not self.trace.first:
-            made = [own() for own in self._made]
-            self.trace.first = [0 if one is None or one.is_meta else digest(one).bits for one in made]
+            self.trace.first = [told(own()) for own in self._made]
+            self._frozen = statistics(self.roots)
         if self.plan.resume and not self.trace.resumed:
             self.trace.resumed = self.snapshot()
 
-    def note_samples(self, batch: torch.Tensor) -> None:
+    def note_samples(self, samples: list[int]) -> None:
+        """Note the digests of samples of the step that follows."""
         while len(self.trace.samples) <= self.trace.steps:
             self.trace.samples.append([])
-        if batch.numel() <= _MOST_VALUES:
-            self.trace.samples[self.trace.steps] += row_digests(batch)
+        self.trace.samples[self.trace.steps] += samples
 
     def _note_draws(self) -> None:
-        if self._random is not None and self.plan.quiet and self._random != states():
-            self.trace.draws = True
+        if self._random is not None and self._random != states():
+            self.trace.draws |= self.plan.quiet
+            if (before := zlib.crc32(self._random[0])) not in self.trace.drawn:
+                self.trace.drawn.append(before)
 
     def key_of_draw(self) -> tuple[int, list[int]] | None:
         """What a random number for each sample of this batch follows from: the step, the draw, and the sample."""
@@ -282,12 +302,24 @@ class Watched:
                 with torch.no_grad():
                     parameter.mul_(1.5).add_(0.01)
 
+    def finish(self) -> None:
+        """Note what the training has come to."""
+        made = [own() for own in self._made]
+        self.trace.state = self.trace.state or self.snapshot()
+        self.trace.owned = len(owned_by(self.optimizers))
+        self.trace.observed = [*observed(made, self.trace.first, self._frozen, self.roots, self.optimizers)]
+
     def snapshot(self) -> dict[str, Any]:
         depth, self._depth = self._depth, 1  # modules that are called for it belong to nobody
         try:
             return snapshot(self.roots, self.optimizers, self.schedules, self.kept)
         finally:
             self._depth = depth
+
+
+def told_apart(batch: torch.Tensor) -> list[int]:
+    """Digests of the samples along dimension 0; none of a large batch, which would take too long."""
+    return row_digests(batch) if batch.numel() <= _MOST_VALUES else []
 
 
 def _in_other_groups(params: list[Any]) -> list[Any]:

@@ -1,0 +1,68 @@
+"""What one run shows by itself: parameters that nobody trains, gradients that stay, statistics of frozen layers."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lit_cifar.checks.relations.runs import Runs, Verdict
+from lit_cifar.checks.repeated_step.digests import digest
+
+NAME = "what is trained"
+_SHOWN = 3  # names
+_STEPS_TO_TELL = 2
+
+
+def trained(runs: Runs) -> Iterator[Verdict]:
+    own = runs.own()
+    for text in own.observed:
+        yield Verdict(NAME, "note", text)
+    if own.stale >= _STEPS_TO_TELL:
+        text = f"gradients of the step before are added in {own.stale} of {own.steps} steps: call zero_grad()"
+        yield Verdict(NAME, "note", text)
+    if not own.observed and own.stale < _STEPS_TO_TELL:
+        yield Verdict(NAME, "pass", looked_at=f"each of {own.owned} parameters changes")
+
+
+def owned_by(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def told(tensor: Tensor | None) -> int:
+    """A digest; 0 of what this process does not hold."""
+    return 0 if tensor is None or tensor.is_meta else digest(tensor).bits
+
+
+def statistics(roots: Sequence[nn.Module]) -> dict[int, tuple[int, ...]]:
+    """Digests of the buffers of each frozen layer that has parameters of its own, by its identity."""
+    layers = (layer for root in roots for layer in root.modules())
+    return {id(layer): tuple(map(told, layer.buffers(recurse=False))) for layer in layers if _is_frozen(layer)}
+
+
+def _is_frozen(layer: nn.Module) -> bool:
+    own = [*layer.parameters(recurse=False)]
+    return bool(own) and not any(parameter.requires_grad for parameter in own)
+
+
+def observed(
+    made: Sequence[nn.Parameter | None],
+    first: Sequence[int],
+    before: dict[int, tuple[int, ...]],
+    roots: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+) -> Iterator[str]:
+    """In words, what does not change, or changes though it is frozen. `first` are digests of what was `made` first."""
+    names = {id(parameter): name for root in roots for name, parameter in root.named_parameters()}
+    own = {id(parameter) for parameter in owned_by(optimizers)}
+    alive = [(parameter, was) for parameter, was in zip(made, first, strict=False) if parameter is not None and was]
+    wanted = [(parameter, was) for parameter, was in alive if parameter.requires_grad]
+    unmoved = [p for p, was in wanted if id(p) in own and told(p) == was]
+    lost = [p for p, _ in wanted if id(p) not in own and p.grad is not None and bool(p.grad.any())]
+    for parameters, what in ((unmoved, "never change"), (lost, "get gradients, and no optimizer has them")):
+        if parameters:
+            some = ", ".join(names.get(id(parameter), "unnamed") for parameter in parameters[:_SHOWN])
+            yield f"{len(parameters)} parameters {what}: {some}"
+    after = statistics(roots)
+    moved = [layer for layer, was in before.items() if after.get(layer, was) != was]
+    if moved:
+        yield f"the statistics of {len(moved)} frozen layers change: they need eval mode"
