@@ -6,7 +6,6 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -28,7 +27,8 @@ class Loaders:
 
     def __init__(self, watched: Watched) -> None:
         self._watched, self._plan = watched, watched.plan
-        self._made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._datasets: list[Any] = []  # in the order in which loaders were made; Lightning makes a loader once more
+        self._is_probing = False
         self._trained: list[Any] = []
 
     def patch(self) -> None:
@@ -40,12 +40,18 @@ class Loaders:
     def _maker(self, make: Any) -> Callable[..., None]:
         def made(loader: Any, *args: Any, **settings: Any) -> None:
             make(loader, *args, **settings)
-            self._made[loader] = len(self._made)
+            if self._number(loader) is None:
+                self._datasets.append(loader.dataset)
 
         return made
 
+    def _number(self, loader: Any) -> int | None:
+        return next((number for number, own in enumerate(self._datasets) if own is loader.dataset), None)
+
     def _beginner(self, begin: Any) -> Callable[..., Iterator[Any]]:
         def begun(loader: Any) -> Iterator[Any]:
+            if self._is_probing:
+                return begin(loader)  # type: ignore[no-any-return]
             if self._watched.phase() == "train":
                 return self._training(loader, begin)
             return self._noted(self._evaluated(loader, begin(loader)))
@@ -81,7 +87,7 @@ class Loaders:
         epoch = len(trace.epochs)
         trace.epochs.append(0)
         with suppress(TypeError):  # of a stream
-            trace.lengths[self._made[loader]] = len(loader)
+            trace.lengths[self._number(loader) or 0] = len(loader)
         for number, batch in enumerate(self._batches(loader, epoch, begin)):
             self._watched.continues()
             if not number and not self._plan.imposed and not is_divided(loader, batch):
@@ -101,7 +107,9 @@ class Loaders:
             return
         if self._plan.generators:
             self._watched.seed("order")
-        yield from islice(begin(loader), self._plan.most_batches)
+        # A plain loop over a stream may read more than an epoch, and ends with its steps.
+        is_endless = isinstance(loader.dataset, IterableDataset) and not self._watched.trace.is_lightning
+        yield from islice(begin(loader), None if is_endless else self._plan.most_batches)
 
     def _evaluated(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         own, size = [*islice(batches, self._plan.evaluation_batches)], self._watched.evaluation_batch
@@ -124,11 +132,12 @@ class Loaders:
             yield batch
 
     def _imposed_length(self, loader: Any, imposed: Imposed) -> int | None:
-        own = dict(imposed.lengths).get(self._made.get(loader, -1))
+        own = dict(imposed.lengths).get(self._number(loader) or 0)
         return None if own is None else -(-own // imposed.window) * imposed.parts
 
     def probe(self) -> None:
         """See whether workers of each loader that trained draw the same random numbers, or read the same samples."""
+        self._is_probing = True
         for loader in self._trained[:3]:
             seen = _of_stream(loader) if isinstance(loader.dataset, IterableDataset) else _of_samples(loader)
             self._watched.trace.loaders.append(seen)

@@ -47,11 +47,18 @@ def parted(batch: Any, count: int) -> list[Any]:
 
 
 def in_batches_of(batches: Sequence[Any], size: int) -> Iterator[Any]:
-    """The samples of `batches` in the same order, in batches of `size`, or in one of all for a size of 0."""
+    """The samples of `batches` in the same order, in batches of `size`, or in one of all for a size of 0.
+
+    Where samples of two batches have unlike shapes, such as padded ones, each batch is divided in two.
+    """
     if size == 1:
         yield from (part for batch in batches for part in parted(batch, num_samples(batch)))
         return
-    one = joined(batches)
+    try:
+        one = joined(batches)
+    except ValueError:
+        yield from (part for batch in batches for part in parted(batch, min(2, num_samples(batch))))
+        return
     leaves, spec = tree_flatten(one)
     total = num_samples(one)
     for start in range(0, total, size or total):
