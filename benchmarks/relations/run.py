@@ -1,6 +1,10 @@
-"""Judges each training of a folder by all relations, and writes what was said. All trainings are right.
+"""Judges each training of a folder by all relations, and writes what was said.
 
-python benchmarks/relations/run.py --out RECORD.json [TRAINING ...]
+    python benchmarks/relations/run.py --out RECORD.json [TRAINING ...]
+
+All trainings are right, so a failure is false, but for three of Lightning 2.6.6, which resumes `ReduceLROnPlateau` one
+update behind, `StochasticWeightAveraging` without its schedule inside the first epoch that it averages, and
+`BackboneFinetuning` with a frozen backbone.
 """
 
 import argparse
