@@ -2,16 +2,16 @@
 
     python benchmarks/silent_bugs/relate.py --out RECORD.json [CASE ...]
 
-A project in plain PyTorch has a copy with the calls of `lit_cifar.relations`, `related.py`; one with Lightning is
-judged as it is. A bug is "found" if a relation fails that does not fail in the mended twin, "noted" if a verdict is a
+A project in plain PyTorch gets the calls of `lit_cifar.relations` by `related.patch`; one with Lightning is judged as
+it is. A bug is "found" if a relation fails that does not fail in the mended twin, "noted" if a verdict is a
 note, an abstention or a crash that the mended twin has not, with whatever numbers and names. Each failure of the mended
 twin is a false alarm, also one by a mistake of the installed library.
 """
 
 import argparse
-import difflib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import tomllib
@@ -43,10 +43,13 @@ def verdicts(script: Path, *, bug: bool) -> list[Verdict]:
 
 def row(case: str) -> dict[str, Any]:
     """What the relations say of a case."""
-    project, copy = (HERE / "cases" / case / name for name in ("project.py", "related.py"))
-    script = copy if copy.exists() else project
+    project, patch = (HERE / "cases" / case / name for name in ("project.py", "related.patch"))
     start = perf_counter()
-    with_bug, mended = (verdicts(script, bug=bug) for bug in (True, False))
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "related.py") if patch.exists() else project
+        if patch.exists():
+            subprocess.run(["patch", "--silent", f"--output={script}", str(project), str(patch)], check=True)
+        with_bug, mended = (verdicts(script, bug=bug) for bug in (True, False))
     seconds = perf_counter() - start
     alarms = [verdict for verdict in mended if verdict.outcome == "fail"]
     failed = {verdict.relation for verdict in alarms}
@@ -58,7 +61,7 @@ def row(case: str) -> dict[str, Any]:
     return {
         "case": case,
         **{name: of_case[name] for name in ("report", "class", "kind", "place")},
-        "added_lines": added_lines(project, copy) if copy.exists() else None,
+        "added_lines": added_lines(patch) if patch.exists() else None,
         "found": "fail" if fails else "note" if hints else "",
         "said": lines(telling)[:2],
         "relations": [verdict.relation for verdict in telling],
@@ -78,10 +81,10 @@ def outcomes(verdicts: Iterable[Verdict]) -> dict[str, str]:
     return {verdict.relation: verdict.outcome for verdict in verdicts}
 
 
-def added_lines(project: Path, copy: Path) -> int:
-    """Lines of the copy that the project has not, without blank ones; a changed line is one of them."""
-    before, after = (file.read_text().splitlines() for file in (project, copy))
-    return sum(line.startswith("+ ") and line != "+ " for line in difflib.ndiff(before, after))
+def added_lines(patch: Path) -> int:
+    """Lines that the patch adds, without blank ones; a changed line is one of them."""
+    added = (line[1:] for line in patch.read_text().splitlines() if line.startswith("+") and not line.startswith("+++"))
+    return sum(bool(line.strip()) for line in added)
 
 
 def main() -> int:
