@@ -43,12 +43,14 @@ class Follower(Checkpoint):
         if not self._watched.trace.first:
             look_at(trainer, self._watched)
             self._watched.begins()
+        if self._plan.save_late:
+            self._save(trainer, self._trained)
         self._watched.note_samples(told_apart(batch))
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._trained += 1
         self._watched.trace.batches_of_epoch = int(trainer.num_training_batches)
-        if not self._plan.save_epoch:
+        if not self._plan.save_epoch and not self._plan.save_late:
             self._save(trainer, self._trained)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:

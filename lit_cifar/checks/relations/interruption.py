@@ -11,6 +11,10 @@ from lit_cifar.checks.relations.watching import CHECKPOINT
 NAME = "resume"
 _MOST_RANKS = 2
 _MANY = 5  # calls of `save` that are more than one in each epoch
+_LATE = (
+    "equal only if the checkpoint is written when the next batch begins: Lightning's callbacks write it before the "
+    "module's own on_train_batch_end"
+)
 _LEFT_OUT = ("kept/metric", "kept/module.example")
 
 
@@ -67,6 +71,7 @@ class _Interruption:
     drawn: tuple[int, ...]
     save_at: int
     save_epoch: bool = False
+    late: bool = False
 
     def verdict(self) -> Verdict:
         """Judge the training as it is; where it differs, with generators that follow the step: only state can then."""
@@ -94,6 +99,9 @@ class _Interruption:
                     "equal but for the samples: Lightning begins the order of an epoch anew, if its loader has no state"
                 )
                 return replace(verdict, outcome="note", text=f"{text} ({as_it_is.text})")
+            if replace(self, late=True)._judged_with_samples().outcome == "pass":
+                text = f"{_LATE} ({with_samples.text})"
+                return replace(with_samples, outcome="note", text=text)
             verdict = with_samples
         saved, resumed = first[0].saved, second[0].resumed
         both = [{name: state[name] for name in saved.keys() & resumed.keys()} for state in (saved, resumed)]
@@ -109,13 +117,14 @@ class _Interruption:
         follows = {"ranks": self.ranks, "record": True, "generators": True}
         first, _ = self._halves({"generators": True}, {"generators": True})
         *before, begun = first[0].epochs
-        imposed = self.runs.imposed(follows, apart=True, first_epoch=len(before), skip=begun)
+        imposed = self.runs.imposed(follows, apart=True, first_epoch=len(before), skip=begun - self.late)
         halves = self._halves({"generators": True}, {"generators": True, "imposed": imposed})
         return self._compared(self.runs.run(**follows), *halves)
 
     def _halves(self, first: dict[str, Any], second: dict[str, Any]) -> tuple[list[Trace], list[Trace]]:
         """The run that writes a checkpoint, and the one that reads it."""
         stopped = {"ranks": self.ranks, "save_at": self.save_at, "save_epoch": self.save_epoch, **first}
+        stopped |= {"save_late": self.late}
         begun = self.runs.run(**stopped)
         folder = self.runs.folder_of(**stopped)
         if not any(folder.glob(f"{CHECKPOINT}*")):

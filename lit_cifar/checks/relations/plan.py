@@ -48,6 +48,7 @@ class Plan:
     trainer: tuple[tuple[str, Any], ...] = ()  # arguments of Lightning's Trainer
     save_at: int | None = None  # number of the call of `save`, or the number of batches for Lightning
     save_epoch: bool = False  # with Lightning `save_at` counts epochs
+    save_late: bool = False  # when the next batch begins, after all hooks of the last
     resume: str | None = None
     redrawn: tuple[int, ...] = ()  # parameters, by the order of their making, to spoil before a checkpoint is loaded
     steps_before: int = 0  # steps of the run that wrote the checkpoint

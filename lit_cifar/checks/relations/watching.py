@@ -13,7 +13,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer, swa_utils
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils import checkpoint
 
@@ -26,6 +26,7 @@ from lit_cifar.checks.repeated_step.batches import row_digests, tensors_in
 from lit_cifar.internals import tree_map
 
 CHECKPOINT = "checkpoint"  # in the folder of the run, for all ranks; a script may add to the name
+DRAWS_IN_OPTIMIZER = "the optimizer draws random numbers, one parameter after another"
 DRAWS_IN_EVALUATION = "the evaluation draws random numbers, such as by dropout that is left on"
 _MOST_VALUES = 2**22  # of a step's samples that are told apart
 
@@ -55,6 +56,7 @@ class Watched:
         self._draws = 0  # for its samples
         self._others: list[nn.Module] = []  # that are called where no gradient is made, such as averages
         self._called_now: nn.Module | None = None
+        self._of_optimizer: tuple[Any, ...] | None = None  # the states of generators before its step
         self._frozen: dict[int, tuple[int, ...]] = {}
         self._goes_back = False  # gradients have been made since the last step
 
@@ -113,6 +115,7 @@ class Watched:
         patched(torch, "compile", self._compiler)
         patched(nn.Module, "compile", self._compiler)
         patched(GradScaler, "__init__", self._scaler_made)
+        register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
 
     def _noting(self, note: Callable[[Any], None]) -> Callable[[Any], Callable[..., None]]:
@@ -187,10 +190,15 @@ class Watched:
 
         return checkpointed
 
+    def _before_step(self, *_: Any) -> None:
+        self._of_optimizer = states()
+
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self.trace.first and all(group.get("lr") == 0 for group in optimizer.param_groups):
             return  # torch makes the states of an optimizer so, before it loads a checkpoint into them
         self._note_draws()
+        if self._of_optimizer != states():
+            self.trace.remarks.add(DRAWS_IN_OPTIMIZER)
         self.trace.steps += 1
         self._goes_back = False
         self._random, self._batch_of_step = states() if self._is_in_batch else None, 0
