@@ -43,9 +43,15 @@ optimizer = torch.optim.SGD(owned.parameters(), lr=relations.knob("rate", 0.1), 
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24)
 weight = relations.knob("unused", 0.5)
 first, parts = 0, {"model": model, "optimizer": optimizer, "schedule": schedule}
+if BUG == "frozen not saved":
+    model[0].requires_grad_(False)
 if path := relations.resume():
     saved = torch.load(path)
     first = saved["epoch"]
+    if BUG == "frozen not saved":
+        saved["model"] = {**model.state_dict(), **{name: it for name, it in saved["model"].items() if name[0] != "0"}}
+    if BUG == "cannot resume":
+        raise KeyError("optimiser")
     for name, part in parts.items():
         if not (BUG == "schedule not resumed" and name == "schedule"):
             part.load_state_dict(saved[name])
@@ -57,6 +63,12 @@ for epoch in range(first, 3):
     if divides and BUG != "no set_epoch":
         sampler.set_epoch(epoch)
     for number, (inputs, labels) in enumerate(DataLoader(train, batch_size=4, sampler=sampler), start=1):
+        if BUG == "no bug, but microbatches of each batch":
+            for x, y in zip(inputs.chunk(ACCUMULATE), labels.chunk(ACCUMULATE), strict=True):
+                (nn.functional.cross_entropy(model(x), y) / ACCUMULATE).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            continue
         loss = nn.functional.cross_entropy(wrapped(inputs), labels)
         loss = loss * NUM_RANKS if BUG == "times ranks" else loss
         (loss if BUG == "not divided" else loss / ACCUMULATE).backward()
@@ -112,6 +124,10 @@ class Net(pl.LightningModule):
             self.train()
         loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
         self.log("val_loss", loss, sync_dist=True)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if BUG == "updated after the checkpoint":
+            self.layers[1].running_mean.lerp_(self.layers[0].bias.detach(), 0.5)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)

@@ -186,6 +186,9 @@ PLAIN_BUGS: Mapping[str, tuple[str, dict[str, str]]] = {
     "no zero_grad": ("trained", {"what is trained": "note"}),
     "left out": ("trained", {"what is trained": "note"}),
     "frozen statistics": ("trained", {"what is trained": "note"}),
+    "frozen not saved": ("resume", {"resume after 2 steps": "note", "resume after 4 steps": "note"}),
+    "cannot resume": ("resume", {"resume after 2 steps": "fail", "resume after 4 steps": "fail"}),
+    "no bug, but microbatches of each batch": ("accumulation", {"accumulation": "pass"}),
     "not divided": ("accumulation", {"accumulation": "fail"}),
 }
 
@@ -215,6 +218,14 @@ def test_a_step_may_draw_numbers_for_its_samples(bug: str, tmp_path: Path, monke
     assert outcomes(NOISY, tmp_path, monkeypatch, bug=bug, only=only) == expected
 
 
+@pytest.mark.slow
+def test_what_is_updated_after_the_checkpoint_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, inside = verdicts(LIGHTNING, tmp_path, monkeypatch, bug="updated after the checkpoint", only="resume")
+    assert inside.outcome == "note"
+    assert "before the module's own on_train_batch_end (buffers/layers.1.running_mean" in inside.text
+
+
+@pytest.mark.slow
 def test_a_lightning_script_needs_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only = "resume,evaluation,score,ranks,accumulation,often"
     found = outcomes(LIGHTNING, tmp_path, monkeypatch, only=only)
