@@ -141,7 +141,7 @@ def _fit(
         _validate(trainer, watched, model, evaluated, "as it is", None if plan.validate == "weights" else plan.validate)
         raise Ended
     if plan.resume:
-        settings |= {"ckpt_path": plan.resume, "weights_only": False}
+        settings["ckpt_path"] = plan.resume
     else:
         seed_all("fit", plan.seed, watched.rank)
     fit(trainer, model, **settings)
