@@ -114,10 +114,7 @@ def _divides_batches(runs: Runs, own: Trace, micro: int) -> bool:
 
 def _reported(verdict: Verdict, one: Trace, other: Trace, how: str) -> Iterator[Verdict]:
     """What a training that is the same reports beside its evaluations, such as a loss."""
-    values, others = (
-        {f"{name} after {steps} steps": value for steps, told in trace.logged for name, value in told.items()}
-        for trace in (one, other)
-    )
+    values, others = one.reported, other.reported
     names = [name for name in values.keys() & others.keys() if not name.startswith(("val", "score", "rescored"))]
     apart = [name for name in sorted(names) if difference(values[name], others[name]) > _REPORTED]
     if verdict.outcome == "pass" and apart:
