@@ -24,7 +24,7 @@ LAYERS = [
     {"internals"},
     {"mode"},
     {"launch"},
-    {"data", "checks.watchdog", "checks.repeated_step"},
+    {"data", "checks.watchdog", "checks.repeated_step", "checks.classes"},
     {"checks.replica_audit", "checks.replay", "checks.relations"},
     {"models"},
     {"reporting"},

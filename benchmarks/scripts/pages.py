@@ -130,6 +130,27 @@ def silent_bugs() -> Values:
     }
 
 
+def related() -> Values:
+    """Which of these bugs a relation shows, and of how many mended twins one fails."""
+    known, blind = (read(f"silent_bugs/2026-11-27/{file}.json") for file in ("relations", "blind"))
+    replayed = read("silent_bugs/2026-11-25/results.json") + read("silent_bugs/2026-11-25/unseen_again.json")
+    found = {row["case"] for row in known if row["found"]}
+    either = found | {row["case"] for row in replayed if row["found"] == "fail" and not row["false_alarm"]}
+
+    def count(rows: Any, word: str) -> int:
+        return sum(row["found"] == word for row in rows)
+
+    return {
+        "relations-found": f"{count(known, 'fail')} of {len(known)}",
+        "relations-noted": str(count(known, "note")),
+        "relations-twins": f"{sum(bool(row['false_alarm']) for row in known)} of {len(known)}",
+        "relations-blind-found": f"{count(blind, 'fail')} of {len(blind)}",
+        "relations-blind-noted": str(count(blind, "note")),
+        "relations-blind-twins": f"{sum(bool(row['false_alarm']) for row in blind)} of {len(blind)}",
+        "relations-or-replay": f"{len(either)} of {len(replayed)}",
+    }
+
+
 def job(row: dict[str, Any]) -> list[str]:
     """What became of a job that `chaos` has killed and resized."""
     kinds = Counter(event["fault"]["kind"] for event in row["events"])
@@ -306,6 +327,7 @@ def main(*, check: bool) -> int:
         | compared()
         | replayed()
         | silent_bugs()
+        | related()
         | chaos()
         | audited()
         | paused()

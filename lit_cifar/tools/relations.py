@@ -28,7 +28,7 @@ batch or two microbatches, evaluated in other batches. Say what differs. A Light
 plain PyTorch calls lit_cifar.relations where its own values could be others. Runs are short, on the CPU, in float64,
 each in a folder that mirrors this one; no file of yours is changed."""
 _RANKS = 6  # so many batches can be divided among 1, 2 and 3 ranks
-_NOT_LOOKED_AT = "GPUs, mixed precision and compiled code (runs are on the CPU, in one precision), later steps"
+_NOT_LOOKED_AT = "GPUs and mixed precision (runs are on the CPU, in one precision), later steps"
 _EPILOG = """\
 exit status: 0 all that was judged is equal, 1 a relation fails, 2 a mistake in the command, 3 nothing could be judged
 

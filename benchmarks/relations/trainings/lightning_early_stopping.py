@@ -19,6 +19,7 @@ class Randomness(Callback):
     def on_train_epoch_start(self, trainer, module) -> None:
         if (state := getattr(self, "state", None)) is not None:
             torch.set_rng_state(state)
+            torch.empty((), dtype=torch.int64).random_()  # the loader of a resumed epoch has drawn its seed before
             self.state = None
 
 

@@ -19,7 +19,7 @@ class Classifier(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.backbone, self.head = backbone(), nn.Linear(12, 3)
-        self.backbone.load_state_dict(torch.load(FILE))
+        self.backbone.load_state_dict(torch.load(FILE, weights_only=True))
 
     def forward(self, inputs):
         return self.head(self.backbone(inputs))

@@ -46,7 +46,7 @@ def evaluate(module: nn.Module) -> float:
 
 step = 0
 if path := relations.resume():
-    saved = torch.load(path)
+    saved = torch.load(path, weights_only=True)
     model.load_state_dict(saved["model"])
     average.load_state_dict(saved["average"])
     optimizer.load_state_dict(saved["optimizer"])
@@ -65,7 +65,7 @@ for x, y in batches(step):
             torch.save(average.state_dict(), kept)
             relations.report(score=best)
             again = AveragedModel(nn.Sequential(nn.Linear(4, 32), nn.BatchNorm1d(32), nn.SiLU(), nn.Linear(32, 1)))
-            again.load_state_dict(torch.load(kept))
+            again.load_state_dict(torch.load(kept, weights_only=True))
             relations.report(rescored=evaluate(again))
     if path := relations.save():
         states = {"model": model.state_dict(), "average": average.state_dict(), "optimizer": optimizer.state_dict()}

@@ -30,7 +30,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
     first = 0
     if path := relations.resume():
-        saved = torch.load(path, map_location="cpu")
+        saved = torch.load(path, map_location="cpu", weights_only=True)
         model.module.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         schedule.load_state_dict(saved["schedule"])

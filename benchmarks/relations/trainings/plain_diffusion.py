@@ -40,7 +40,7 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     first = 0
     if path := relations.resume():
-        saved = torch.load(path)
+        saved = torch.load(path, weights_only=True)
         model.load_state_dict(saved["model"])
         average.load_state_dict(saved["average"])
         optimizer.load_state_dict(saved["optimizer"])

@@ -35,7 +35,7 @@ loader = DataLoader(train, 16 // dist.get_world_size(), sampler=sampler)
 whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 first = 0
 if path := relations.resume():
-    saved = torch.load(path)
+    saved = torch.load(path, weights_only=True)
     set_state_dict(
         model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"], options=whole
     )

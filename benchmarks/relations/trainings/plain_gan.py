@@ -36,7 +36,7 @@ def data(step: int):
 
 step = 0
 if path := relations.resume():
-    saved = torch.load(path)
+    saved = torch.load(path, weights_only=True)
     for name, part in parts.items():
         part.load_state_dict(saved[name])
     step = saved["step"]

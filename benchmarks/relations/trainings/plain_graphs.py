@@ -64,7 +64,7 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=relations.knob("lr", 1e-2))
     first = 0
     if path := relations.resume():
-        saved = torch.load(path)
+        saved = torch.load(path, weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         torch.set_rng_state(saved["random"])

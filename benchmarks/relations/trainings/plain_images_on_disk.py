@@ -60,7 +60,7 @@ schedule = torch.optim.lr_scheduler.SequentialLR(
 )
 first = 0
 if path := relations.resume():
-    saved = torch.load(path)
+    saved = torch.load(path, weights_only=True)
     for name, part in (("model", model), ("optimizer", optimizer), ("schedule", schedule)):
         part.load_state_dict(saved[name])
     torch.set_rng_state(saved["random"])

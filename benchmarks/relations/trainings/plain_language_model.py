@@ -66,7 +66,7 @@ schedule = torch.optim.lr_scheduler.LambdaLR(
 )
 first = 0
 if path := relations.resume():
-    saved = torch.load(path)
+    saved = torch.load(path, weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     schedule.load_state_dict(saved["schedule"])

@@ -39,7 +39,7 @@ def main() -> None:
     optimizer = torch.optim.Adam(student.parameters(), lr=5e-3)
     step = 0
     if path := relations.resume():
-        saved = torch.load(path)
+        saved = torch.load(path, weights_only=True)
         student.load_state_dict(saved["student"])
         teacher.load_state_dict(saved["teacher"])
         optimizer.load_state_dict(saved["optimizer"])

@@ -29,7 +29,7 @@ for name, weight in model.named_parameters():
 
 first = 0
 if path := relations.resume():
-    saved = torch.load(path)
+    saved = torch.load(path, weights_only=True)
     model.load_state_dict(saved["model"])
     for name, state in saved["optimizers"].items():
         optimizers[name].load_state_dict(state)

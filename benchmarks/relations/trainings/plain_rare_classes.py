@@ -46,7 +46,7 @@ groups = [
 optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 first = 0
 if path := relations.resume():
-    saved = torch.load(path)
+    saved = torch.load(path, weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     torch.set_rng_state(saved["random"])

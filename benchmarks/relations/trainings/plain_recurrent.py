@@ -53,7 +53,7 @@ train = DataLoader(sentences(80, 0), 10, shuffle=True, collate_fn=collate)
 held_out = DataLoader(sentences(33, 1), 10, collate_fn=collate)
 progress = {"epoch": 0, "best": float("inf"), "waited": 0}
 if path := relations.resume():
-    saved = torch.load(path)
+    saved = torch.load(path, weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     schedule.load_state_dict(saved["schedule"])

@@ -48,7 +48,7 @@ def main() -> None:
     first = 0
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     if path := relations.resume():
-        saved = torch.load(path)
+        saved = torch.load(path, weights_only=True)
         for name, part in parts.items():
             part.load_state_dict(saved[name])
         torch.set_rng_state(saved["random"])

@@ -38,7 +38,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=peak, momentum=0.9)
     state = {"epoch": 0, "step": 0}
     if path := relations.resume():
-        saved = torch.load(path)
+        saved = torch.load(path, weights_only=True)
         model.module.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         state = saved["state"]

@@ -22,7 +22,7 @@ constant = SWALR(optimizer, swa_lr=0.03, anneal_epochs=2)
 parts = {"model": model, "average": average, "optimizer": optimizer, "cosine": cosine, "constant": constant}
 first = 0
 if path := relations.resume():
-    saved = torch.load(path)
+    saved = torch.load(path, weights_only=True)
     for name, part in parts.items():
         part.load_state_dict(saved[name])
     order.set_state(saved["order"])

@@ -160,12 +160,7 @@ def _is_running(name: str, history: list[dict[str, float]]) -> bool:
 
 def _results(trace: Trace) -> dict[str, float]:
     """Reported results by the evaluation and name."""
-    return {
-        f"{name} after {steps} steps": value
-        for steps, values in trace.logged
-        for name, value in values.items()
-        if name.startswith("val")
-    }
+    return {name: value for name, value in trace.reported.items() if name.startswith("val")}
 
 
 def _apart(runs: Runs, own: Mapping[str, float], other: Mapping[str, float], how: str) -> str:

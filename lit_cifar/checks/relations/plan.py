@@ -118,6 +118,11 @@ class Trace:
     outside: list[str] = field(default_factory=list)  # files beyond the run's own folder that it tried to write
 
     @property
+    def reported(self) -> dict[str, float]:
+        """What was logged, by its name and the number of steps before."""
+        return {f"{name} after {steps} steps": value for steps, told in self.logged for name, value in told.items()}
+
+    @property
     def batches(self) -> int:
         """Number of batches of training."""
         return sum(self.epochs)

@@ -29,8 +29,8 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
         )
         return
     why = "" if own.own_ranks > 1 or not own.is_lightning else "the script asks for one process"
-    if divided := _divided(own.state, two[0].state):
-        text = f"ranks hold parts of the model: {divided} has another shape than on one process"
+    if divided := _divided(own.state, two[0].state) or _divided(two[0].state, two[1].state):
+        text = f"ranks hold parts of the model: {divided} has not the same shape on one process and on both ranks"
         yield Verdict("ranks", "abstain", text)
         return
     yield unused(_replicas(two), why)
@@ -54,6 +54,9 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
         one = runs.run(quiet=True, **imposed)[0]
     except RunError as error:
         yield Verdict("ranks", "abstain", f"{error}")
+        return
+    if len(one.norms) == 2 * len(two[0].norms):
+        yield Verdict("ranks", "abstain", "with batches of twice the size it makes twice as many steps")
         return
     verdict = runs.judge("ranks", one, two[0], leave_out=_LEFT_OUT, samples=False, said="2 processes: ")
     yield _weighed(verdict, [*two, one], why)
@@ -111,10 +114,7 @@ def _divides_batches(runs: Runs, own: Trace, micro: int) -> bool:
 
 def _reported(verdict: Verdict, one: Trace, other: Trace, how: str) -> Iterator[Verdict]:
     """What a training that is the same reports beside its evaluations, such as a loss."""
-    values, others = (
-        {f"{name} after {steps} steps": value for steps, told in trace.logged for name, value in told.items()}
-        for trace in (one, other)
-    )
+    values, others = one.reported, other.reported
     names = [name for name in values.keys() & others.keys() if not name.startswith(("val", "score", "rescored"))]
     apart = [name for name in sorted(names) if difference(values[name], others[name]) > _REPORTED]
     if verdict.outcome == "pass" and apart:
@@ -140,7 +140,7 @@ def _weighed(verdict: Verdict, traces: list[Trace], why: str) -> Verdict:
 
 
 def _divided(one: Mapping[str, Any], two: Mapping[str, Any]) -> str:
-    """The first weight that two processes hold in another shape than one, if both have any."""
+    """The first weight that has another shape in the other state, if both have weights."""
     names = [name for name in {**one, **two} if name.startswith("weights/")]
     apart = (name for name in names if getattr(one.get(name), "shape", None) != getattr(two.get(name), "shape", None))
     return next(apart, "") if one and two else ""
@@ -150,6 +150,7 @@ def _replicas(two: list[Trace]) -> Verdict:
     """After the training both ranks hold the same weights and states of optimizers, bit for bit."""
     first, second = (trace.state for trace in two)
     names = [name for name in first if name.startswith(("weights/", "optimizer/"))]
+    names = [name for name in names if not name.startswith("optimizer/group ")]  # of no parameter of the model: parts
     found = [str(Difference(name, size)) for name in names if (size := difference(first[name], second.get(name))) > 0]
     text = f"{found[0]} is not the same on both ranks; {len(found)} tensors differ" if found else ""
     return Verdict("replicas", "fail" if found else "pass", text, f"{len(names)} tensors of 2 ranks", found[:20])

@@ -58,7 +58,12 @@ def observed(
     wanted = [(parameter, was) for parameter, was in alive if parameter.requires_grad]
     unmoved = [p for p, was in wanted if id(p) in own and told(p) == was]
     lost = [p for p, _ in wanted if id(p) not in own and p.grad is not None and bool(p.grad.any())]
-    for parameters, what in ((unmoved, "never change"), (lost, "get gradients, and no optimizer has them")):
+    frozen = [p for p, was in alive if not p.requires_grad and id(p) in own and told(p) != was]
+    for parameters, what in (
+        (frozen, "are frozen, and their optimizer changes them"),
+        (unmoved, "never change"),
+        (lost, "get gradients, and no optimizer has them"),
+    ):
         if parameters:
             some = ", ".join(names.get(id(parameter), "unnamed") for parameter in parameters[:_SHOWN])
             yield f"{len(parameters)} parameters {what}: {some}"

@@ -131,7 +131,11 @@ class Watched:
         return made
 
     def _keep_average(self, average: nn.Module) -> None:
-        self.kept[f"average {sum(name.startswith('average ') for name in self.kept)}"] = average
+        self._keep("average", average)
+
+    def _keep(self, what: str, value: Any) -> None:
+        """Keep one more of its kind."""
+        self.kept[f"{what} {sum(name.startswith(f'{what} ') for name in self.kept)}"] = value
 
     def _optimizer_made(self, make: Any) -> Callable[..., None]:
         def made(optimizer: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
@@ -156,7 +160,7 @@ class Watched:
         def made(scaler: GradScaler, device: str = "cuda", init_scale: float = 2.0**16, *args: Any, **own: Any) -> None:
             make(scaler, "cpu", init_scale * self.plan.scale, *args, **own)
             self.trace.scales |= scaler.is_enabled()
-            self.kept[f"scaler {sum(name.startswith('scaler ') for name in self.kept)}"] = scaler
+            self._keep("scaler", scaler)
 
         return made
 

@@ -59,7 +59,7 @@ def make_policy(adapters=None):
 
 class Training:
     def __init__(self, path=None):
-        saved = torch.load(path) if path else None
+        saved = torch.load(path, weights_only=True) if path else None
         self.policy = make_policy(saved["adapters"] if saved else None)
         if BUG or saved is None:
             wrap(self.policy)

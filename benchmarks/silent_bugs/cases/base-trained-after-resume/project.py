@@ -75,7 +75,7 @@ def text_loss(model, text):
 
 class Session:
     def __init__(self, base, path=None):
-        saved = torch.load(path) if path else None
+        saved = torch.load(path, weights_only=True) if path else None
         self.model = setup_model(base, saved["adapters"] if saved else None)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / WARMUP))

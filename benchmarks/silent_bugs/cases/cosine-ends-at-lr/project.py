@@ -87,7 +87,7 @@ class Trainer:
         torch.save(state | {"updates": self.updates, "epoch": self.epoch}, path)
 
     def load_checkpoint(self, path):
-        state = torch.load(path)
+        state = torch.load(path, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.updates, self.epoch = state["updates"], state["epoch"]

@@ -100,7 +100,7 @@ def save(path, step, model, optimizer, average):
 
 
 def load(path, model, optimizer, average):
-    saved = torch.load(path)
+    saved = torch.load(path, weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     average.load_state_dict(saved["average"])

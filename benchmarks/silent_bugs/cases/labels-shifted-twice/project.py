@@ -94,7 +94,7 @@ def save(path, model, optimizer, epoch):
 
 
 def load(path, model, optimizer):
-    saved = torch.load(path)
+    saved = torch.load(path, weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     torch.set_rng_state(saved["rng"])

@@ -109,7 +109,7 @@ def save(path, model, optimizer, epoch):
 
 
 def load(path, model, optimizer):
-    saved = torch.load(path)
+    saved = torch.load(path, weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     return saved["epoch"]
