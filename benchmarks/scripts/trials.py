@@ -56,6 +56,7 @@ _MUON["all of these"] = [flag for flags in _MUON.values() for flag in flags]
 
 _FLIPS = ["--data.alternate_flips=true", "--data.reflect=true"]
 _DECAY = [*_SGD, "--model.optimizer.lr=0.05", "--model.optimizer.weight_decay=2e-3"]
+_MORE_DECAY = [*_SGD, "--model.optimizer.lr=0.05", "--model.optimizer.weight_decay=4e-3"]
 _SMOOTH = ["--model.label_smoothing=0.1"]
 _DEFAULT = {
     "the recipe": [],
@@ -77,13 +78,13 @@ _DEFAULT = {
         "--model.zero_init_residual=true",
     ],
 }
+_EARLY = [f"{_SCHEDULE}=lit_cifar.WarmupDecay", f"{_SCHEDULE}.warmup=0.05", f"{_SCHEDULE}.decay=linear"]
 _DEFAULT |= {
     "decay, smoothing, flips, borders": [*_DECAY, *_SMOOTH, *_FLIPS],
     "Muon, flips, borders": [*_DEFAULT["Muon"], *_FLIPS],
-    "decay, smoothing, flips, borders, no warm-up": [
-        *(*_DECAY, *_SMOOTH, *_FLIPS),
-        *(f"{_SCHEDULE}=lit_cifar.WarmupDecay", f"{_SCHEDULE}.warmup=0.05", f"{_SCHEDULE}.decay=linear"),
-    ],
+    "decay 4e-3, smoothing, flips, borders": [*_MORE_DECAY, *_SMOOTH, *_FLIPS],
+    "decay 4e-3, smoothing, flips, borders, short warm-up": [*_MORE_DECAY, *_SMOOTH, *_FLIPS, *_EARLY],
+    "decay, smoothing, flips, borders, short warm-up": [*_DECAY, *_SMOOTH, *_FLIPS, *_EARLY],
 }
 TRIALS = {"default": _DEFAULT, "muon_12_epochs": _MUON}
 
