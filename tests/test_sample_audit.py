@@ -122,12 +122,12 @@ def test_every_part_of_an_epoch_is_proven_and_no_other(num_ranks: int, accumulat
             [[*range(24)]] * 2,
             [
                 "missing: 24 samples, ids 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, ...",
-                "used more than once: 24 samples, ids 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...",
+                "used too often: 24 samples, ids 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...",
             ],
         ),
         (
             [[*range(24)], [*range(3, 48)]],
-            ["used more than once: 21 samples, ids 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, ..."],
+            ["used too often: 21 samples, ids 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, ..."],
         ),
         ([[*range(24)], [*range(24, 48), 90]], ["used in another step than planned: 1 samples, ids 90"]),
     ],
@@ -152,7 +152,7 @@ def test_an_order_that_is_no_permutation_is_no_proof(monkeypatch: pytest.MonkeyP
     (tally,) = tallies_of()
     own, expected = tally.unproven(5)
     assert not own.equal(expected)
-    assert str(failure(tally.uses, tally.plan, loader_steps=5)).endswith("used more than once: 1 samples, ids 5")
+    assert str(failure(tally.uses, tally.plan, loader_steps=5)).endswith("used too often: 1 samples, ids 5")
 
 
 def test_a_limit_on_the_batches_of_an_epoch_may_shorten_its_last_step() -> None:
@@ -201,7 +201,8 @@ def test_another_order_from_the_same_settings_is_refused() -> None:
 def test_an_epoch_that_is_proven_again_replaces_its_line_and_those_after_it(tmp_path: Path) -> None:
     for epoch, digest in ((0, "a"), (1, "b"), (2, "c"), (1, "d")):
         write_epoch(tmp_path, epoch, 5, 100, digest)
-    assert (tmp_path / "sample_audit.csv").read_text() == "epoch,steps,samples,digest\n0,5,100,a\n1,5,100,d\n"
+    lines = ["epoch,steps,samples,digest,fewest_uses,most_uses", "0,5,100,a,1,1", "1,5,100,d,1,1"]
+    assert (tmp_path / "sample_audit.csv").read_text().splitlines() == lines
 
 
 # Whole runs with Lightning's own loops, of a network that costs nothing.
@@ -255,8 +256,8 @@ def record_of(checkpoint: Path) -> AuditRecord:
 def lines(run: Path) -> list[list[str]]:
     with (run / "sample_audit.csv").open(newline="") as file:
         header, *rows = csv.reader(file)
-    assert header == ["epoch", "steps", "samples", "digest"]
-    return rows
+    assert header == ["epoch", "steps", "samples", "digest", "fewest_uses", "most_uses"]
+    return [row[:4] for row in rows]
 
 
 def expected_lines(num_epochs: int = 2, *, num_steps: int | None = None, **settings: Any) -> list[list[str]]:
@@ -334,7 +335,7 @@ def test_a_run_that_loses_samples_is_stopped(saved: Path, tmp_path: Path, monkey
     with pytest.raises(SampleAuditError, match=r"of epoch 0 fails after 5 of 5 optimizer steps\nmissing: 40 samples"):
         fit(tmp_path / "first", max_epochs=1)
     monkeypatch.setattr(TrainSampler, "__iter__", lambda self: iterate(replace(self, behind=None)))
-    with pytest.raises(SampleAuditError, match=r"of epoch 1 fails after 5 of 5 .*\nmissing: 32 .*\nused more than"):
+    with pytest.raises(SampleAuditError, match=r"of epoch 1 fails after 5 of 5 .*\nmissing: 32 .*\nused too often"):
         fit(tmp_path / "resumed", resume=saved / "2.ckpt")
     assert not (tmp_path / "resumed" / "sample_audit.csv").exists()
     with pytest.raises(SampleAuditError, match="of epoch 1 fails after 3 of 5 optimizer steps"):

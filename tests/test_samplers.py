@@ -196,7 +196,7 @@ def test_batches_that_are_made_together_are_those_made_one_by_one(
 ) -> None:
     monkeypatch.setattr("lit_cifar.data.loader._BLOCK_ON_HOST", images_at_a_time)
     images, augmentation = images_of(50, size=32), Augmentation(seed=1)
-    for batch, (ids, weight) in zip(BatchLoader(images, sampler, augmentation=augmentation), sampler, strict=True):
+    for batch, (ids, weight, *_) in zip(BatchLoader(images, sampler, augmentation=augmentation), sampler, strict=True):
         draws = augmentation.draw(ids, (32, 32), epoch=getattr(sampler, "epoch", 0))
         assert batch.images.equal(augmentation(images.images[ids], draws))
         assert batch.labels.equal(images.labels[ids])

@@ -1,4 +1,6 @@
-"""The sample audit: proof that an epoch has used every sample once, and a digest of the uses in each step.
+"""The sample audit: proof that an epoch has used every sample as planned, and a digest of the uses in each step.
+
+The plan is the order of the sampler: each sample once, unless `--data.balanced=true` draws some several times.
 
 During the training every use is added to a tally on the device, and nothing waits for it. When a checkpoint is written
 or an epoch ends, the ranks' uses since the last time are summed and compared with the plan: the order of the sampler.
@@ -26,14 +28,15 @@ from lit_cifar.reporting.run_folder import run_folder
 
 FILE_NAME = "sample_audit.csv"
 EMPTY = sha256().hexdigest()  # the digest before the first step of a run
-_COLUMNS = ("epoch", "steps", "samples", "digest")
+_COLUMNS = ("epoch", "steps", "samples", "digest", "fewest_uses", "most_uses")
+_ONCE = ["1", "1"]  # the last two columns in tables of earlier releases
 _KEY = "sample_audit"
 _USE = 2**32  # the low half of a tally's entry has room for the step
 _MAX_IDS = 10
 
 
 class SampleAudit(Callback):
-    """Stops the run unless every epoch uses each sample of the sampler's order once.
+    """Stops the run unless every epoch uses the samples of the sampler's order, each as often as it is there.
 
     A checkpoint gets an `AuditRecord`, `sample_audit.csv` in the run folder a line with the digest after each epoch.
     """
@@ -79,7 +82,9 @@ class SampleAudit(Callback):
         self._tally = _tally(trainer, tally.plan.epoch + 1)
         folder = run_folder(trainer)
         if folder is not None and trainer.is_global_zero:
-            write_epoch(folder, tally.plan.epoch, tally.proven, tally.plan.num_due(num_batches), self._digest)
+            times = tally.plan.uses(num_batches) // _USE
+            uses = int(times.min()), int(times.max())
+            write_epoch(folder, tally.plan.epoch, tally.proven, int(times.sum()), self._digest, uses=uses)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         tally = self._tally
@@ -111,6 +116,7 @@ class Plan:
         self.num_samples, self.accumulation = sampler.num_samples, sampler.accumulation
         self._order, self._batch_size = sampler.order(), sampler.batch_size
         self._data_parallel_size = sampler.layout.data_parallel_size
+        self._repeats = sampler.balanced is not None
 
     def due(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         """The ids that all ranks together read in loader steps `first` to `last` - 1, and their optimizer steps from 1.
@@ -132,11 +138,14 @@ class Plan:
         return min(whole * self._batch_size, self.num_samples) + within
 
     def uses(self, loader_steps: int) -> Tensor:
-        """The planned sum of `Tally.uses` over all ranks; no sample is used twice, whatever the order says."""
+        """The planned sum of `Tally.uses` over all ranks; no sample is used twice unless classes are balanced."""
         ids, steps = self.due(0, loader_steps)
         uses = torch.zeros(self.num_samples, dtype=torch.int64)
-        uses[ids] = _USE + steps
-        return uses
+        return uses.index_add_(0, ids, _USE + steps) if self._repeats else uses.index_copy_(0, ids, _USE + steps)
+
+    def uses_of(self, ids: Tensor, steps: Tensor, *, loader_steps: int) -> Tensor:
+        """The planned `uses` of these samples, which are due in these steps and, if none is repeated, in no other."""
+        return self.uses(loader_steps)[ids] if self._repeats else _USE + steps
 
 
 class Tally:
@@ -171,7 +180,8 @@ class Tally:
         """
         ids, steps = self.plan.due(self.proven * self.plan.accumulation, loader_steps)
         own = torch.cat([self.uses[ids.to(self.uses.device)], self.uses.new_tensor([self.num_uses])])
-        return own, torch.cat([_USE + steps, torch.tensor([self.plan.num_due(loader_steps)])])
+        expected = self.plan.uses_of(ids, steps, loader_steps=loader_steps)
+        return own, torch.cat([expected, torch.tensor([self.plan.num_due(loader_steps)])])
 
     def proceed(self, digest: str, *, loader_steps: int, ends: bool) -> str:
         """Take whole optimizer steps as proven, or all if the epoch `ends` here; `digest` continued over them."""
@@ -215,11 +225,12 @@ class AuditRecord:
 def failure(uses: Tensor, plan: Plan, *, loader_steps: int) -> SampleAuditError:
     """The error that tells where `uses`, the sum of the tallies of all ranks, differs from the plan."""
     planned = plan.uses(loader_steps)
-    times, due = uses // _USE, planned > 0
+    times, wanted = uses // _USE, planned // _USE
+    missing, too_often = times < wanted, times > wanted.clamp(min=1)
     faults = {
-        "missing": due & (times == 0),
-        "used more than once": times > 1,
-        "used in another step than planned": (times == 1) & (uses != planned),
+        "missing": missing,
+        "used too often": too_often,
+        "used in another step than planned": (uses != planned) & ~missing & ~too_often,
     }
     return SampleAuditError(
         f"the sample audit of epoch {plan.epoch} fails after {-(-loader_steps // plan.accumulation)} of "
@@ -239,12 +250,15 @@ def chain(digest: str, ids: Tensor, steps: Tensor, *, first: int, last: int) -> 
     return digest
 
 
-def write_epoch(folder: Path, epoch: int, num_steps: int, num_samples: int, digest: str) -> None:
+def write_epoch(
+    folder: Path, epoch: int, num_steps: int, num_samples: int, digest: str, *, uses: tuple[int, int] = (1, 1)
+) -> None:
     """Write a line into `sample_audit.csv`, in place of an interrupted run's lines for this epoch and later ones."""
     path = folder / FILE_NAME
     rows = [row for row in read_csv(path) if row and row[0].isdecimal() and int(row[0]) < epoch]
+    rows = [row + _ONCE if len(row) == len(_COLUMNS) - len(_ONCE) else row for row in rows]
     folder.mkdir(parents=True, exist_ok=True)
-    replace_csv(path, [_COLUMNS, *rows, [epoch, num_steps, num_samples, digest]])
+    replace_csv(path, [_COLUMNS, *rows, [epoch, num_steps, num_samples, digest, *uses]])
 
 
 def _tally(trainer: Trainer, epoch: int, *, step: int = 0) -> Tally:

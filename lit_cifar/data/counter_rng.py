@@ -25,6 +25,8 @@ class Purpose(IntEnum):
     CUTOUT_COLUMN = 7
     NETWORK = 8
     CROP_SIZE = 9
+    MIX = 10
+    BALANCE = 11
 
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # int64 tensors wrap around as the generator's uint64 does

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property
 from importlib import import_module
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +22,7 @@ from lit_cifar.data.dataset import Dataset, Split
 from lit_cifar.data.encoded_pictures import EncodedImages
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import BatchLoader
+from lit_cifar.data.mixing import Mixing
 from lit_cifar.data.sample_order import (
     OrderSettings,
     check_held_out,
@@ -94,6 +96,14 @@ class CIFAR10DataModule(L.LightningDataModule):
         small_epochs: Number of first epochs in which training images are resized to `small_size` after all else. At 24
             pixels in place of 32 a convolution takes 9/16 of the operations. Needs `augment`.
         small_size: Height and width of training images in these epochs, in pixels.
+        mixup: Mix each training image with another one of its global batch (Zhang et al., 2018): the parameter of the
+            Beta distribution of their shares. With 0 there is no mixup. A loss must then be taken with `Batch.targets`.
+        cutmix: Replace a rectangle of each training image by that of another one (Yun et al., 2019): the parameter, as
+            above. With both, each step takes one of the two. With 0 there is no CutMix.
+        class_weights: Factors of the losses by class, in the order of the classes, or "balanced": in inverse proportion
+            to the number of training images. They are divided by their mean over the global batch.
+        balanced: Draw each class equally often in an epoch, which has as many samples as before: those of rare classes
+            several times, those of frequent ones not all.
         shuffle: Draw a new permutation for each epoch. With false every epoch has the order of the files.
         frozen_order: Repeat the order of the first epoch in every epoch, as a forgotten `set_epoch` does. For study.
         drop_last: Leave out the last batch of an epoch if it is not full. With false it is weighted by its size.
@@ -142,6 +152,10 @@ class CIFAR10DataModule(L.LightningDataModule):
         cutout: int = 0,
         small_epochs: int = 0,
         small_size: int = 0,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+        class_weights: Literal["balanced"] | list[float] | None = None,
+        balanced: bool = False,
         shuffle: bool = True,
         frozen_order: bool = False,
         drop_last: bool = False,
@@ -196,6 +210,8 @@ class CIFAR10DataModule(L.LightningDataModule):
             small_size=small_size,
         )
         self.augmentation = drawn if augment else None
+        self.mixing = Mixing(seed=seed, mixup=mixup, cutmix=cutmix) if mixup or cutmix else None
+        self.class_weights, self.balanced = class_weights, balanced
         self.sets: dict[str, ImageSet] = {}
         self._resumed: OrderSettings = {}  # `state_dict` of the run that wrote the checkpoint
         self.folder: FolderImages | None = None
@@ -221,6 +237,16 @@ class CIFAR10DataModule(L.LightningDataModule):
             )
         if reflect and drawn.padding >= self.image_size:
             raise ConfigError("--data.reflect=true has too few pixels to mirror", remedy="lower --data.padding")
+        for name, parameter in {"mixup": mixup, "cutmix": cutmix}.items():
+            if not 0 <= parameter < inf:
+                problem = f"--data.{name}={parameter:g} is the parameter of a Beta distribution, which is positive"
+                raise ConfigError(problem, remedy=f"pass --data.{name}=1.0, or 0 for none")
+        if isinstance(class_weights, list) and not all(0 < factor < inf for factor in class_weights):
+            problem = f"--data.class_weights={class_weights}: a factor of a loss is positive and finite"
+            raise ConfigError(problem, remedy="pass one factor for each class, or balanced")
+        if balanced and not shuffle:
+            problem = "--data.balanced=true draws an order, and --data.shuffle=false has none"
+            raise ConfigError(problem, remedy="leave one of the two out")
         if frozen_order and not shuffle:
             problem = "--data.frozen_order=true repeats one shuffled order, and --data.shuffle=false has none"
             raise ConfigError(problem, remedy="leave one of the two out")
@@ -326,6 +352,7 @@ class CIFAR10DataModule(L.LightningDataModule):
             shuffle=self.shuffle and not overfits,
             frozen=self.frozen_order,
             drop_last=self.drop_last,
+            balanced=self.sets["train"].labels.cpu() if self.balanced else None,
             behind=None if self.trainer is None else self._batches_behind,
         )
 
@@ -372,7 +399,20 @@ class CIFAR10DataModule(L.LightningDataModule):
         """Loader of this process's part of every global batch, augmented, uint8."""
         sampler = self.train_sampler()
         sampler.check()
-        return BatchLoader(self._resident("train"), sampler, augmentation=self.augmentation)
+        images = self._resident("train")
+        weights = None if self.class_weights is None else self._factors().to(images.images.device)
+        return BatchLoader(images, sampler, augmentation=self.augmentation, mixing=self.mixing, class_weights=weights)
+
+    def _factors(self) -> Tensor:
+        """Of the loss of each class, float32, (C,)."""
+        if isinstance(self.class_weights, list):
+            factors = torch.tensor(self.class_weights)
+        else:
+            factors = 1 / torch.bincount(self.sets["train"].labels, minlength=len(self.classes)).clamp(min=1)
+        if len(factors) != len(self.classes):
+            problem = f"--data.class_weights has {len(factors)} factors for {len(self.classes)} classes"
+            raise ConfigError(problem, remedy=f"pass one for each of {', '.join(self.classes[:5])} ...")
+        return factors
 
     def val_dataloader(self) -> BatchLoader | list[BatchLoader]:
         """Loader of the held-out images, each once over all processes; none when there are no images."""

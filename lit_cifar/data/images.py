@@ -45,3 +45,11 @@ class Batch(NamedTuple):
     # Weight of this part's mean loss in the mean over replicas and accumulation steps: 1.0 in every full batch, `n *
     # parts / samples` in a ragged one, so that the result is the mean over the samples.
     weight: float
+    # float32, (n, num_classes): how much of a sample's loss is the cross entropy with each class. None: all with its
+    # label. In a mixed batch `labels` are those of the images that have the larger share.
+    soft_targets: Tensor | None = None
+
+    @property
+    def targets(self) -> Tensor:
+        """What the loss is taken with."""
+        return self.labels if self.soft_targets is None else self.soft_targets

@@ -7,7 +7,6 @@ and Lightning leaves an iterable that is no DataLoader as it is.
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import starmap
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from torch import Tensor
 
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.images import Batch, ImageSet
-from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
+from lit_cifar.data.mixing import Mixing, soft_targets
+from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
 from lit_cifar.errors import CheckpointError
 
 # Number of 32 x 32 images that are made at a time; fewer if they are larger. On the host this is the fastest number of
@@ -32,9 +32,16 @@ class BatchLoader:
     batch_sampler = None  # Lightning reads this of any object with a `sampler`
 
     def __init__(
-        self, images: ImageSet, sampler: TrainSampler | EvaluationSampler, *, augmentation: Augmentation | None = None
+        self,
+        images: ImageSet,
+        sampler: TrainSampler | EvaluationSampler,
+        *,
+        augmentation: Augmentation | None = None,
+        mixing: Mixing | None = None,
+        class_weights: Tensor | None = None,
     ) -> None:
         self.images, self.sampler, self._augmentation = images, sampler, augmentation
+        self._mixing, self._class_weights = mixing, class_weights
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -43,11 +50,36 @@ class BatchLoader:
         parts = list(self.sampler)
         if not parts:
             return
-        sizes, weights = [len(part.ids) for part in parts], [part.weight for part in parts]
-        ids = torch.cat([part.ids for part in parts]).to(self.images.images.device, non_blocking=True)
-        labels = self.images.labels.index_select(0, ids)
-        columns = self._images(ids, sizes), torch.split(labels, sizes), torch.split(ids, sizes), weights
-        yield from starmap(Batch, zip(*columns, strict=True))
+        # A process that has not all of a batch makes the images with which it mixes its own: the second of each pair.
+        apart = self._mixing is not None and any(len(part.ids) < len(part.whole) for part in parts)
+        needed = [ids for part in parts for ids in ([part.ids, part.partners] if apart else [part.ids])]
+        sizes = [len(ids) for ids in needed]
+        ids = torch.cat(needed).to(self.images.images.device, non_blocking=True)
+        labels = torch.split(self.images.labels.index_select(0, ids), sizes)
+        made = zip(self._images(ids, sizes), labels, torch.split(ids, sizes), strict=True)
+        for part in parts:
+            batch = Batch(*next(made), part.weight)
+            partners = next(made)[:2] if apart else None
+            plain = self._mixing is None and self._class_weights is None
+            yield batch if plain else self._softened(batch, part, partners)
+
+    def _softened(self, batch: Batch, part: BatchIds, partners: tuple[Tensor, Tensor] | None) -> Batch:
+        """The batch with soft targets, and mixed if that is wanted: with these images and labels, or with its own."""
+        mix, (images, others) = None, partners or (batch.images.roll(1, 0), batch.labels.roll(1))
+        if self._mixing is not None:
+            height, width = images.shape[2:]
+            mix = self._mixing.draw(epoch=getattr(self.sampler, "epoch", 0), step=part.step, size=(height, width))
+            batch = batch._replace(images=mix(batch.images, images))
+        whole = self.images.labels[part.whole.to(others.device, non_blocking=True)]
+        soft = soft_targets(
+            mix,
+            batch.labels,
+            others,
+            num_classes=len(self.images.classes),
+            weights=self._class_weights,
+            whole=whole,
+        )
+        return batch._replace(labels=batch.labels if mix is None or mix.share >= 0.5 else others, soft_targets=soft)
 
     def _images(self, ids: Tensor, sizes: list[int]) -> Iterator[Tensor]:
         """The images of each batch, made in blocks, because one image takes as many operators as 1000."""

@@ -25,6 +25,7 @@ def order_settings(data: Any) -> OrderSettings:
         "shuffle": sampler.shuffle,
         "frozen_order": sampler.frozen,
         "drop_last": sampler.drop_last,
+        "balanced": sampler.balanced is not None,
     }
 
 
@@ -60,6 +61,7 @@ def check_held_out(then: OrderSettings, now: OrderSettings) -> None:
 
 def check_rest_of_epoch(then: OrderSettings, now: OrderSettings) -> None:
     """Refuse to go on within an epoch whose batches would differ. The files to validate on may differ."""
+    then = {"balanced": False} | then  # earlier releases had no such setting
     if then.get(_TRAIN) != now.get(_TRAIN):
         raise CheckpointError(
             "the checkpoint was written within an epoch; since then files to train on were added, removed or renamed, "

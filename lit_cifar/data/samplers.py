@@ -19,6 +19,15 @@ class BatchIds(NamedTuple):
 
     ids: Tensor
     weight: float
+    # Of a training step: the ids of its global batch, int64, (B,); where `ids` are among them; its number in the epoch.
+    whole: Tensor = torch.empty(0, dtype=torch.int64)
+    place: slice = slice(None)
+    step: int = 0
+
+    @property
+    def partners(self) -> Tensor:
+        """The samples before `ids` in the global batch, int64, (n,); the last is before the first."""
+        return self.whole.roll(1)[self.place]
 
 
 @dataclass(kw_only=True)
@@ -40,6 +49,7 @@ class TrainSampler:
     shuffle: bool = True  # with False every epoch is in the order of the ids
     frozen: bool = False  # repeat the order of epoch 0, as if `set_epoch` were forgotten
     drop_last: bool = False  # leave out a last batch that is not full
+    balanced: Tensor | None = None  # labels of all samples, int64, (num_samples,), to draw the classes equally often
     epoch: int = 0  # the epoch to iterate over
     # Returns the number of loader steps that were taken before a Trainer resumed within the epoch. None without a
     # Trainer. Lengths stay those of whole epochs, because Lightning continues to count where the checkpoint ended.
@@ -55,7 +65,8 @@ class TrainSampler:
         if not self.shuffle:
             return torch.arange(self.num_samples)
         epoch = 0 if self.frozen else self.epoch
-        return keyed_permutation(self.num_samples, seed=self.seed, epoch=epoch, purpose=Purpose.ORDER)
+        order = keyed_permutation(self.num_samples, seed=self.seed, epoch=epoch, purpose=Purpose.ORDER)
+        return order if self.balanced is None else _balanced(self.balanced, seed=self.seed, epoch=epoch)[order]
 
     @property
     def num_batches(self) -> int:
@@ -74,10 +85,12 @@ class TrainSampler:
     def _whole(self) -> Iterator[BatchIds]:
         order = self.order()
         num_parts = self.accumulation * self.layout.data_parallel_size
-        for batch in torch.split(order, self.batch_size)[: self.num_batches]:
+        for number, batch in enumerate(torch.split(order, self.batch_size)[: self.num_batches]):
             for step in range(self.accumulation):
-                ids = batch[step * self.layout.data_parallel_size + self.layout.data_parallel_rank :: num_parts]
-                yield BatchIds(ids, len(ids) * num_parts / len(batch))
+                start = step * self.layout.data_parallel_size + self.layout.data_parallel_rank
+                place = slice(start, None, num_parts)
+                ids = batch[place]
+                yield BatchIds(ids, len(ids) * num_parts / len(batch), batch, place, number)
 
     def check(self) -> None:
         """Refuse sizes that cannot be cut evenly, or leave fewer than two samples to be normalised together."""
@@ -112,6 +125,20 @@ class TrainSampler:
         steps = f" x {self.accumulation} accumulation steps" if self.accumulation > 1 else ""
         pieces = f" x {microbatches} microbatches" if microbatches > 1 else ""
         return f"{replicas} replica{'s' if replicas > 1 else ''}{steps}{pieces}"
+
+
+def _balanced(labels: Tensor, *, seed: int, epoch: int) -> Tensor:
+    """As many ids as `labels` has, int64, in which the classes that occur are equally frequent, but for one sample.
+
+    The samples of a class take turns, in an order of this epoch, so that they are used equally often, but for once.
+    """
+    mixed = keyed_permutation(len(labels), seed=seed, epoch=epoch, purpose=Purpose.BALANCE)
+    by_class = mixed[labels[mixed].argsort(stable=True)]
+    sizes = torch.bincount(labels)
+    sizes = sizes[sizes > 0]
+    classes = (torch.arange(len(labels)) + epoch) % len(sizes)  # the remainder goes to other classes in each epoch
+    places = torch.arange(len(labels)) // len(sizes) % sizes[classes]
+    return by_class[(sizes.cumsum(0) - sizes)[classes] + places]
 
 
 @dataclass(kw_only=True)

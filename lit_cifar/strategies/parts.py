@@ -18,7 +18,7 @@ from lit_cifar.data.images import Batch
 from lit_cifar.strategies.tree_sum import TreeSum, in_tree_order, tree_all_reduce
 
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's
-Microbatches = tuple[Tensor, Tensor, list[int], list[float]]  # images, labels; size and weight of each microbatch
+Microbatches = tuple[Tensor, Tensor, list[int], list[float]]  # images, targets; size and weight of each microbatch
 
 
 class WholeBatch:
@@ -33,7 +33,7 @@ class WholeBatch:
     def microbatches(self, batch: Batch, count: int) -> Microbatches:
         """The microbatches of `batch`. A weight is the factor of a microbatch's `reduced` loss."""
         sizes = [len(labels) for labels in batch.labels.tensor_split(count)]
-        return batch.images, batch.labels, sizes, [batch.weight] * len(sizes)
+        return batch.images, batch.targets, sizes, [batch.weight] * len(sizes)
 
     def reduced(self, losses: Tensor, batch_size: int) -> Tensor:
         """The share of a microbatch in the mean loss of a batch, from the loss of each of its samples, (n,)."""
@@ -73,8 +73,12 @@ class Parts(WholeBatch):
     def cut(self, batch: Batch) -> list[Batch]:
         """This process's parts in the order of the tree, each weighted by its share of the samples."""
         average = len(batch.labels) / batch.weight  # samples of a process
-        parts = (tuple(values[place :: self.count] for values in batch[:3]) for place in self.places)
-        return [Batch(images, labels, ids, len(labels) * self.count / average) for images, labels, ids in parts]
+        whole = batch._asdict()
+        parts = (
+            {name: each[place :: self.count] for name, each in whole.items() if isinstance(each, Tensor)}
+            for place in self.places
+        )
+        return [Batch(**part, weight=len(part["labels"]) * self.count / average) for part in parts]
 
     @override
     def num_microbatches(self, asked: int) -> int:
@@ -83,8 +87,8 @@ class Parts(WholeBatch):
     @override
     def microbatches(self, batch: Batch, count: int) -> Microbatches:
         parts = self.cut(batch)
-        images, labels = torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts])
-        return images, labels, [len(part.labels) for part in parts], [part.weight for part in parts]
+        images, targets = torch.cat([part.images for part in parts]), torch.cat([part.targets for part in parts])
+        return images, targets, [len(part.labels) for part in parts], [part.weight for part in parts]
 
     @override
     def reduced(self, losses: Tensor, batch_size: int) -> Tensor:

@@ -73,6 +73,27 @@ class ClassAccuracy(ConfusionMatrix):
         return self.confmat.diagonal() / self.confmat.sum(dim=1).clamp(min=1)
 
 
+class BalancedAccuracy(Metric):
+    """Mean of the accuracies of the classes that have samples: a rare class counts as much as a frequent one."""
+
+    right: Tensor
+    count: Tensor
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        for name in ("right", "count"):
+            self.add_state(name, torch.zeros(num_classes, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Count a batch; `preds` (n, C), `target` int64, (n,)."""
+        self.right.index_add_(0, target, (preds.argmax(dim=1) == target).to(self.right))
+        self.count.index_add_(0, target, torch.ones_like(target))
+
+    def compute(self) -> Tensor:
+        shares = self.right / self.count.clamp(min=1)
+        return shares.sum() / (self.count > 0).sum().clamp(min=1)
+
+
 class EvaluationMetrics(nn.Module):
     """The metrics of one evaluation split; counts are integers, so that their sum over processes is exact."""
 
@@ -82,7 +103,11 @@ class EvaluationMetrics(nn.Module):
         self.loss = MeanLoss()
         # torchmetrics would read the counts to find out which metrics share them.
         self.scores = MetricCollection(
-            {"acc": TopAccuracy(num_classes), "acc_top5": TopAccuracy(num_classes, top_k=min(5, num_classes))},
+            {
+                "acc": TopAccuracy(num_classes),
+                "acc_top5": TopAccuracy(num_classes, top_k=min(5, num_classes)),
+                "acc_balanced": BalancedAccuracy(num_classes),
+            },
             prefix=f"{split}/",
             compute_groups=False,
         )

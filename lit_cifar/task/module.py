@@ -200,9 +200,17 @@ class LitResNet(L.LightningModule):
         logits: Tensor = self.network(images) if self._forward_fn is None else self._forward_fn(images)
         return logits
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cross entropy of each sample, (n,), from `logits` (n, num_classes) and `labels` (n,)."""
-        return F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Cross entropy of each sample, (n,), from `logits` (n, num_classes) and the `targets` of a batch.
+
+        Label smoothing spreads a share of what a sample weighs over all classes.
+        """
+        if not targets.is_floating_point():
+            return F.cross_entropy(logits, targets, reduction="none", label_smoothing=self.label_smoothing)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        logits, targets = logits.to(wide), targets.to(wide)
+        spread = targets.sum(dim=1, keepdim=True) / targets.shape[1]
+        return F.cross_entropy(logits, targets.lerp(spread, self.label_smoothing), reduction="none")
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The mean loss of this process's samples times the weight of their number in the global batch."""
@@ -221,7 +229,7 @@ class LitResNet(L.LightningModule):
     def _train_on(self, batch: Batch) -> Tensor:
         """The loss of a batch, or of a part of one, whose samples are counted."""
         logits = self(batch.images)
-        losses = self.loss(logits, batch.labels)
+        losses = self.loss(logits, batch.targets)
         found = losses.detach(), logits.detach(), batch.labels
         if self._newest is None:  # the first of several parts is with the same process in every mode
             self._newest = found

@@ -1,0 +1,79 @@
+"""Mixup and CutMix: each image of a global batch is mixed with the one before it there.
+
+The step decides how, by (seed, epoch, step), and the partner is found by its position in the global batch. So a process
+mixes its images with those of another one where these are the partners, and makes these itself, without a message.
+"""
+
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lit_cifar.data.counter_rng import Purpose, key_of
+
+_PARTS = 128  # a share is a whole number of them: 255 * 128 is within 16 bits
+
+
+class Mix(NamedTuple):
+    """How the images of one step are mixed."""
+
+    share: float  # of an image itself; its partner has the rest
+    box: tuple[slice, slice] | None = None  # rows and columns that are the partner's (CutMix)
+
+    def __call__(self, images: Tensor, partners: Tensor) -> Tensor:
+        """The mixed images, a new tensor; all uint8, (n, C, H, W). Mixup rounds to the nearest byte."""
+        if self.box is not None:
+            rows, columns = self.box
+            mixed = images.clone()
+            mixed[:, :, rows, columns] = partners[:, :, rows, columns]
+            return mixed
+        own = images.short()
+        change = partners.short().sub_(own).mul_(round(_PARTS * (1 - self.share)))
+        return change.add_(_PARTS // 2).bitwise_right_shift_(7).add_(own).byte()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixing:
+    """Draws how a step mixes; where both ways are wanted, each step takes one of them with equal probability.
+
+    Mixup: Zhang et al., "mixup: Beyond empirical risk minimization", ICLR 2018. CutMix: Yun et al., "CutMix",
+    ICCV 2019.
+    """
+
+    seed: int  # a part of every draw's key
+    mixup: float = 0.0  # both parameters of the Beta distribution of the share; with 0 there is no mixup
+    cutmix: float = 0.0  # the same for CutMix
+
+    def draw(self, *, epoch: int, step: int, size: tuple[int, int]) -> Mix:
+        """Draw for the images, `size` (height, width), of optimizer step `step` of `epoch`."""
+        random = Random(key_of(self.seed, epoch, int(Purpose.MIX), step) % 2**64)
+        if self.mixup and (not self.cutmix or random.random() < 0.5):
+            return Mix(round(_PARTS * random.betavariate(self.mixup, self.mixup)) / _PARTS)
+        reach = (1 - random.betavariate(self.cutmix, self.cutmix)) ** 0.5 / 2  # from the centre, in units of a side
+        rows, columns = (_side(random.randrange(length), int(reach * length), length) for length in size)
+        area = (rows.stop - rows.start) * (columns.stop - columns.start)
+        return Mix(1 - area / (size[0] * size[1]), (rows, columns))
+
+
+def _side(centre: int, reach: int, length: int) -> slice:
+    return slice(max(0, centre - reach), min(length, centre + reach))
+
+
+def soft_targets(
+    mix: Mix | None, labels: Tensor, partners: Tensor, *, num_classes: int, weights: Tensor | None, whole: Tensor
+) -> Tensor:
+    """`Batch.soft_targets` for `labels` and those of their partners, int64, (n,).
+
+    `weights` (float32, (num_classes,)) are the factors of each class's loss, before they are divided by their mean over
+    `whole`, the labels of the global batch.
+    """
+    classes = torch.arange(num_classes, device=labels.device)
+    targets = (labels[:, None] == classes).float()
+    if mix is not None:
+        targets = mix.share * targets + (1 - mix.share) * (partners[:, None] == classes).float()
+    if weights is not None:
+        # Partners are a permutation of the global batch, so mixing leaves this mean as it is.
+        targets *= weights / weights[whole].double().mean().float()
+    return targets
