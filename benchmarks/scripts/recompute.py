@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import torch
@@ -48,11 +48,12 @@ def _step(network: nn.Module, images: Tensor, labels: Tensor) -> None:
     for parameter in network.parameters():
         if parameter.grad is not None:
             parameter.grad.zero_()
-    cross_entropy(network(images), labels).backward()
+    loss: Any = cross_entropy(network(images), labels)
+    loss.backward()
 
 
 def measured(arch: str, *, batch_size: int, times: int) -> dict[str, Any]:
-    """Peak bytes, and the seconds of each of `times` steps of both kinds, which take turns."""
+    """Peak bytes, and the processor seconds of each of `times` steps of both kinds, which take turns."""
     torch.manual_seed(1)
     batch = torch.rand(batch_size, 3, 32, 32), torch.randint(10, (batch_size,))
     row: dict[str, Any] = {"arch": arch, "kept_s": [], "recomputed_s": []}
@@ -60,10 +61,10 @@ def measured(arch: str, *, batch_size: int, times: int) -> dict[str, Any]:
     for turn in range(times + 1):
         for name, change in (("kept", keep_activations), ("recomputed", recompute_blocks)):
             change(network)
-            begin = perf_counter()
+            begin = process_time()  # not the clock's: other programs may run
             _step(network, *batch)
             if turn:  # the first of each kind warms up
-                row[f"{name}_s"].append(round(perf_counter() - begin, 4))
+                row[f"{name}_s"].append(round(process_time() - begin, 4))
     pairs = zip(row["recomputed_s"], row["kept_s"], strict=True)
     kinds = {"kept": False, "recomputed": True}
     peaks = {f"{name}_bytes": peak_bytes(arch, batch, recomputed=again) for name, again in kinds.items()}
