@@ -17,7 +17,7 @@ from lit_cifar.tools.verify.judge import VerifiedMode
 from lit_cifar.tools.verify.runs import Outcome
 from tests.mutations import of_one_process, unseen
 from tests.mutations.__main__ import main
-from tests.mutations.catalogue import BY_NAME, OF_MODES, OF_PARTS, on_python_path
+from tests.mutations.catalogue import BY_NAME, OF_MODES, OF_OPTIONS, OF_PARTS, on_python_path
 from tests.mutations.of_virtual_replicas import NO_PLACE
 from tests.mutations.planting import Mutation, Site, planted
 from tests.mutations.self_test import (
@@ -140,8 +140,10 @@ def test_every_mode_has_mistakes_of_its_own_and_unseen_ones() -> None:
     assert all(mode in sized_modes(devices) for mode, devices in planted)
     of_one = {mutation.mode for mutation in of_one_process.MUTATIONS}
     assert of_one == {name for name, mode in modes.items() if mode.num_processes > 1}
-    assert len(BY_NAME) == len(OF_MODES) + len(OF_PARTS) + len(unseen.MUTATIONS), "each has a name of its own"
-    others = {mutation.imitates for mutation in (*OF_MODES, *OF_PARTS)}
+    assert len(BY_NAME) == len(OF_MODES) + len(OF_PARTS) + len(OF_OPTIONS) + len(unseen.MUTATIONS), (
+        "each has a name of its own"
+    )
+    others = {mutation.imitates for mutation in (*OF_MODES, *OF_PARTS, *OF_OPTIONS)}
     assert not others & {mutation.imitates for mutation in unseen.MUTATIONS}
 
 
@@ -208,6 +210,7 @@ def of_each_mode(mutations: list[Mutation], with_parts: bool, which: str, mark: 
     [
         *of_each_mode(OF_MODES, False, "of modes", pytest.mark.slow),
         *of_each_mode([*OF_MODES, *OF_PARTS], True, "by bits", pytest.mark.exhaustive),
+        *of_each_mode(OF_OPTIONS, False, "of options", pytest.mark.slow),
         # Their author had not seen how `verify` compares.
         *of_each_mode(unseen.MUTATIONS, False, "unseen", pytest.mark.exhaustive),
     ],

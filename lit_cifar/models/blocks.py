@@ -46,6 +46,21 @@ def blocks_of(network: nn.Module) -> dict[str, nn.Module] | None:
     return None
 
 
+def layers_of_blocks(network: nn.Module) -> Iterator[nn.Module]:
+    """The blocks of the network; a block that the network makes anew at each call is replaced by its layers."""
+    parts = set(network.modules())
+    chain = (blocks_of(network) or {}).values()
+    yield from dict.fromkeys(module for block in chain for module in _topmost(block, parts))
+
+
+def _topmost(module: nn.Module, wanted: set[nn.Module]) -> Iterator[nn.Module]:
+    if module in wanted:
+        yield module
+    else:
+        for child in module.children():
+            yield from _topmost(child, wanted)
+
+
 @torch.no_grad()
 def check_network(
     network: nn.Module,

@@ -6,7 +6,6 @@ whichever process it is. A part is the share of a process, accumulation step, vi
 `dp`. The first three all take every P-th sample, so that their P parts are the same ones.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lit_cifar.data.counter_rng import Purpose, key_of
 from lit_cifar.mode import mode_of
-from lit_cifar.models.blocks import blocks_of
+from lit_cifar.models.blocks import layers_of_blocks
 
 
 @dataclass
@@ -52,7 +51,7 @@ class RandomStreams(Callback):
         if pl_module.header.network is not None and in_turn and not pl_module.compiles:  # type: ignore[union-attr]
             self._handles = [
                 module.register_forward_pre_hook(partial(_begin_block, number))
-                for number, module in enumerate(_in_blocks(pl_module.network))  # type: ignore[arg-type]
+                for number, module in enumerate(layers_of_blocks(pl_module.network))  # type: ignore[arg-type]
             ]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -106,18 +105,3 @@ def _seed(seed: int, device: torch.device | None = None) -> None:
         torch.cuda.default_generators[device.index].manual_seed(seed)
     elif _now.on_cuda:
         torch.cuda.manual_seed_all(seed)
-
-
-def _in_blocks(network: nn.Module) -> Iterator[nn.Module]:
-    """The blocks of the network; a block that the network makes anew at each call is replaced by its layers."""
-    parts = set(network.modules())
-    chain = (blocks_of(network) or {}).values()
-    yield from dict.fromkeys(module for block in chain for module in _topmost(block, parts))
-
-
-def _topmost(module: nn.Module, wanted: set[nn.Module]) -> Iterator[nn.Module]:
-    if module in wanted:
-        yield module
-    else:
-        for child in module.children():
-            yield from _topmost(child, wanted)
