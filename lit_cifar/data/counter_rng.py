@@ -25,6 +25,15 @@ class Purpose(IntEnum):
     CUTOUT_COLUMN = 7
     NETWORK = 8
     CROP_SIZE = 9
+    OPERATION = 20
+    MAGNITUDE = 21
+    SIGN = 22
+    JITTER_ORDER = 23
+    JITTER = 24
+    ERASED = 25
+    ERASED_SIZE = 26
+    ERASED_ROW = 27
+    ERASED_COLUMN = 28
 
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # int64 tensors wrap around as the generator's uint64 does
