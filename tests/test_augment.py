@@ -15,6 +15,7 @@ from torchvision.transforms.functional import resized_crop
 
 from lit_cifar.data.augment import Augmentation, crop
 from lit_cifar.data.counter_rng import Purpose, keyed_bits, keyed_integers, keyed_permutation
+from lit_cifar.data.policies import Policy
 from lit_cifar.models.random_streams import RandomStreams, begin_part
 from lit_cifar.task.module import LitResNet
 
@@ -35,10 +36,12 @@ def digest(tensor: Tensor) -> str:
         (Augmentation(seed=5, flip=False, cutout=9), "8343261e24483fee"),
         (Augmentation(seed=5, cutout=16, padding=2), "74cd95c8dc744600"),
         (Augmentation(seed=5, resized_to=28), "468e9775e5df6949"),
+        (Augmentation(seed=5, policy=Policy(name="trivial_augment_wide", erasing=0.5)), "d2489ccebb24539b"),
+        (Augmentation(seed=5, policy=Policy(name="rand_augment", jitter=0.4, hue=0.1), cutout=8), "1efea2152da4bb4b"),
     ],
 )
 def test_the_bytes_of_every_version_are_the_same(augmentation: Augmentation, expected: str) -> None:
-    """Digests of 0.1.0: who goes on with a run of then goes on with its images."""
+    """Digests of 0.1.0, the last two of the next one: who goes on with a run of then goes on with its images."""
     images = (torch.arange(64 * 3 * 32 * 32) * 2654435761 >> 7 & 255).to(torch.uint8).reshape(64, 3, 32, 32)
     found = augmented(images, torch.arange(1000, 1064), augmentation, epoch=2)
     assert found.is_contiguous()

@@ -9,6 +9,7 @@
 import os
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.images import ImageSet
 from lit_cifar.data.loader import BatchLoader
+from lit_cifar.data.policies import Policy
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.mode import Layout
 from lit_cifar.models import build_resnet
@@ -38,8 +40,17 @@ pytestmark = [
 FLAGS = [*TINY, "--trainer.devices=1", f"--trainer.accelerator={ACCELERATOR}"]
 
 
-@pytest.mark.parametrize("options", [{}, {"resized_to": 24}, {"small_epochs": 4, "small_size": 20}])
-def test_batches_made_on_the_device_are_those_of_the_host(options: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"resized_to": 24},
+        {"small_epochs": 4, "small_size": 20},
+        {"policy": Policy(name="trivial_augment_wide", jitter=0.4, hue=0.1, erasing=0.5)},
+        {"policy": Policy(name="rand_augment", num_ops=20)},
+    ],
+)
+def test_batches_made_on_the_device_are_those_of_the_host(options: dict[str, Any]) -> None:
     """The same bytes, with the largest keys."""
     pixels = torch.randint(0, 256, (40, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     images = ImageSet(pixels, torch.arange(40) % 10, tuple("abcdefghij"))

@@ -32,6 +32,7 @@ FLOAT64 = "--trainer.precision=64-true"
 BITS = ["--virtual_replicas=4", "--data.num_train=66", "--data.val_size=16", "--data.batch_size=32"]
 BITS += ["--data.eval_batch_size=8"]
 BFLOAT16 = ["--trainer.precision=bf16-mixed", "--trainer.gradient_clip_val=0.5"]
+POLICIES = ["--data.policy=rand_augment", "--data.jitter=0.4", "--data.hue=0.1", "--data.erasing=0.5"]
 DRAWING = ["--model.network=own_networks.Drawing", *BITS, "--trainer.precision=32-true"]
 
 
@@ -58,6 +59,7 @@ CASES = {
 }
 SLOW = {
     "small images first": Case("pp", [*TINY, *CUT, "--data.small_epochs=1", "--data.small_size=24"]),
+    "bits, policies": Case("dp ddp pp", [*TINY, *BITS, *POLICIES]),
     "bottlenecks": Case("tp", ["--model.arch=tiny_bottleneck"]),
     "bits in bfloat16": Case("dp ddp ddp_spawn mp ddp_mp pp ddp_pp fsdp2", [*TINY, *BITS, *BFLOAT16], devices=4),
     "bits in bfloat16 on two devices": Case("ddp fsdp2", [*TINY, *BITS, *BFLOAT16]),
@@ -72,6 +74,7 @@ SLOW = {
 SLOW["every mode"] = Case(" ".join(sized_modes(2)), HARD)
 EXHAUSTIVE = {
     "small images first in every mode": Case(" ".join(sized_modes(2)), SLOW["small images first"].flags),
+    "policies in every mode": Case(" ".join(sized_modes(2)), [*TINY, *CUT, *POLICIES]),
     "two epochs on two processes": SLOW["two epochs"]._replace(devices=2),
     "a chain of one's own": Case("mp pp tp fsdp2 ddp_spawn", own("Chain")),
     "a network in other modes": Case("dp ddp ddp_spawn", own("Opaque")),

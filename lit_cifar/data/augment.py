@@ -1,11 +1,11 @@
-"""Crops, flips and cutout of many uint8 images at once.
+"""Crops, flips and cutout of many uint8 images at once, and between them what `policies` does.
 
 What happens to a sample is a function of (seed, epoch, sample id) alone, never of its rank, batch or device, and is
 integer work throughout: the CPU and the GPU give the same bytes, and the host waits for nothing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_cifar.data.counter_rng import Purpose, keyed_integers
+from lit_cifar.data.policies import Policy, erase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class Augmentation:
     reflect: bool = False  # whether added pixels mirror the inner ones; otherwise they are black
     flip: bool = True  # whether half of the images are mirrored left to right
     alternate: bool = False  # whether every second epoch mirrors the other half; otherwise each epoch draws anew
+    policy: Policy = field(default_factory=Policy)  # what befalls images after crop and flip; nothing by default
     cutout: int = 0  # side in pixels of a black square at a random centre (DeVries and Taylor, 2017); 0 for none
     small_epochs: int = 0  # number of first epochs in which images are resized after all else
     small_size: int = 0  # height and width of the images in these epochs
@@ -48,8 +50,8 @@ class Augmentation:
 
         Returns:
             A column for each sample, int64, (3, n): the first row and column of its window in the padded image, and
-            whether that is mirrored. With `resized_to` (5, n): the window's height and width too. With cutout two more:
-            the row and column of the square's centre.
+            whether that is mirrored. With `resized_to` (5, n): the window's height and width too. Then those of the
+            policy. With cutout two more: the row and column of the square's centre.
         """
 
         def pick(purpose: Purpose, bound: int | Tensor) -> Tensor:
@@ -65,6 +67,7 @@ class Augmentation:
             place = [pick(Purpose.CROP_ROW, height + 1 - window[0]), pick(Purpose.CROP_COLUMN, width + 1 - window[1])]
             height = width = self.resized_to
         draws = [*place, self._mirrored(ids, epoch), *window]
+        draws += self.policy.draw(ids, (height, width), seed=self.seed, epoch=epoch)
         if self.cutout:
             draws += [pick(Purpose.CUTOUT_ROW, height), pick(Purpose.CUTOUT_COLUMN, width)]
         return torch.stack(draws)
@@ -82,16 +85,13 @@ class Augmentation:
         else:
             heights, widths, *rest = rest
             cropped = resized_crop(images, rows, columns, heights, widths, mirrored.bool(), size=self.resized_to)
-        if rest:
-            down, across = map(self._side, rest, cropped.shape[2:])
-            cropped.masked_fill_((down[:, :, None] & across[:, None, :])[:, None], 0)
-        return cropped
-
-    def _side(self, centres: Tensor, length: int) -> Tensor:
-        """The places that cutout blackens, bool, (n, length); a square may reach over the border."""
-        start = centres[:, None] - self.cutout // 2
-        pixels = torch.arange(length, device=centres.device)
-        return (pixels >= start) & (pixels < start + self.cutout)
+        following = iter(rest)
+        changed = self.policy(cropped, following)
+        if self.cutout:
+            side = torch.full_like(rows, self.cutout)
+            row, column = (centre - self.cutout // 2 for centre in following)
+            erase(changed, row, column, side, side)
+        return changed
 
 
 def crop(

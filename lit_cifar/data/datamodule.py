@@ -23,6 +23,7 @@ from lit_cifar.data.encoded_pictures import EncodedImages
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.mixing import Mixing
+from lit_cifar.data.policies import Policy, PolicyName
 from lit_cifar.data.sample_order import (
     OrderSettings,
     check_held_out,
@@ -92,6 +93,14 @@ class CIFAR10DataModule(L.LightningDataModule):
         reflect: Let the added pixels mirror those inside. With false they are black.
         alternate_flips: Flip a random half of the images in the first epoch and the other half in the second, and so on
             (Jordan, 2024, https://arxiv.org/abs/2404.00498). With false each epoch draws a new half.
+        policy: What training images go through after crop and flip, before cutout: "trivial_augment_wide" (one random
+            operation of random strength) or "rand_augment". Needs `augment`, as all until `small_size`.
+        num_ops: Number of random operations on each image, of "rand_augment". The default is 2.
+        magnitude: Strength of these operations, from 0 to 30. The default is 9.
+        jitter: Brightness, contrast and saturation are multiplied, in random order, by random factors from 1 - `jitter`
+            to 1 + `jitter`, after the policy. At most 1.
+        hue: Share of the colour circle by which the hue is shifted at most, in either direction. At most 0.5.
+        erasing: Probability of a random black rectangle of 2 to 33 % of the image, after all these.
         cutout: Side of a random black square in training images, in pixels. With 0 there is none. Needs `augment`.
         small_epochs: Number of first epochs in which training images are resized to `small_size` after all else. At 24
             pixels in place of 32 a convolution takes 9/16 of the operations. Needs `augment`.
@@ -149,6 +158,12 @@ class CIFAR10DataModule(L.LightningDataModule):
         padding: int | None = None,
         reflect: bool = False,
         alternate_flips: bool = False,
+        policy: PolicyName | None = None,
+        num_ops: int | None = None,
+        magnitude: int | None = None,
+        jitter: float = 0.0,
+        hue: float = 0.0,
+        erasing: float = 0.0,
         cutout: int = 0,
         small_epochs: int = 0,
         small_size: int = 0,
@@ -205,6 +220,14 @@ class CIFAR10DataModule(L.LightningDataModule):
             padding=4 if padding is None else padding,
             reflect=reflect,
             alternate=alternate_flips,
+            policy=Policy(
+                name=policy,
+                num_ops=2 if num_ops is None else num_ops,
+                magnitude=9 if magnitude is None else magnitude,
+                jitter=jitter,
+                hue=hue,
+                erasing=erasing,
+            ),
             cutout=cutout,
             small_epochs=small_epochs,
             small_size=small_size,
@@ -216,12 +239,23 @@ class CIFAR10DataModule(L.LightningDataModule):
         self._resumed: OrderSettings = {}  # `state_dict` of the run that wrote the checkpoint
         self.folder: FolderImages | None = None
         self._prepared = False
-        given = {"padding": padding, "reflect": reflect, "alternate_flips": alternate_flips, "cutout": cutout}
-        given |= {"small_epochs": small_epochs}
+        given: dict[str, Any] = {
+            "padding": padding,
+            "reflect": reflect,
+            "alternate_flips": alternate_flips,
+            "cutout": cutout,
+        }
+        of_policy = {"num_ops": num_ops, "magnitude": magnitude}
+        given |= {"small_epochs": small_epochs} | of_policy
+        given |= {"policy": policy, "jitter": jitter, "hue": hue, "erasing": erasing}
         for name, value in given.items():
             if value and not augment:
                 remedy = "pass --data.augment=true"
                 raise ConfigError(f"--data.{name}={value} is part of the augmentation", remedy=remedy)
+        for name, strength in of_policy.items():
+            if strength is not None and policy != "rand_augment":
+                problem = f"--data.{name}={strength} is a setting of RandAugment"
+                raise ConfigError(problem, remedy="add --data.policy=rand_augment, or leave it out")
         if decoded_size is not None and (padding or reflect):
             problem = "--data.decoded_size crops images that are not padded"
             raise ConfigError(problem, remedy="leave out --data.padding and --data.reflect")
