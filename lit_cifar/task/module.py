@@ -32,6 +32,7 @@ from lit_cifar.checkpoint.format import (
     name_optimizer,
     strip_prefix,
 )
+from lit_cifar.checkpoint.pretrained import take_weights
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.images import Batch
@@ -74,6 +75,9 @@ class LitResNet(L.LightningModule):
         network: A network of your own in place of `arch`, from images (n, 3, image_size, image_size) to logits. On the
             command line a class with its arguments: --model.network=my_package.Net --model.network.width=64.
             `lit_cifar.models.blocks` says what `mp`, `pp` and `tp` need from it.
+        weights: File whose weights a new training starts from: of this package, torchvision, timm (.safetensors too),
+            or any program that saves a `state_dict()`, also in a dictionary or behind prefixes. What of it fits is
+            taken, a classifier of another number of classes is not, and what is new is said.
         num_classes: Number of classes, the size of the logits. The default is 10, on the command line that of the data.
         image_size: Height and width of the images, in pixels. The default is 32, on the command line that of the data.
         ghost_batchnorm: Ghost batch normalisation on one device: BatchNorm normalises each of these parts of a batch
@@ -104,6 +108,7 @@ class LitResNet(L.LightningModule):
         stem: Stem | None = None,
         zero_init_residual: bool = False,
         network: nn.Module | None = None,
+        weights: str | None = None,
         num_classes: int | None = None,
         image_size: int | None = None,
         ghost_batchnorm: GhostBatches | None = None,
@@ -135,6 +140,7 @@ class LitResNet(L.LightningModule):
                         remedy="leave one of the two out",
                     )
         self.network = network if ghost_batchnorm is None else normalise_apart(network, ghost_batchnorm)
+        self.weights = weights
         self.header = Header(arch=arch, stem=stem, num_classes=num_classes, image_size=image_size, network=own)
         if channels_last:
             self.network.to(memory_format=torch.channels_last)
@@ -165,12 +171,20 @@ class LitResNet(L.LightningModule):
         else:
             super().__setattr__(name, value)
 
+    def start_from_weights(self) -> None:
+        """Take the weights of the file, the first time that this is called."""
+        path, self.weights = self.weights, None
+        if path is not None:
+            take_weights(self.network, Path(path), num_classes=self.header.num_classes)
+
     def setup(self, stage: str) -> None:
-        """Whiten by the training images, in a network that does; reset the metrics.
+        """Take the given weights, and whiten by the training images, in a network that does; reset the metrics.
 
         A spawned process receives the metrics in memory shared with all others. Lightning copies only parameters and
         buffers, so without a reset all processes would add to the same sums, and none would count in its own memory.
         """
+        if stage == "fit":
+            self.start_from_weights()
         for layer in self.network.modules():
             if stage == "fit" and isinstance(layer, Whitening) and not layer.conv.weight.any():
                 layer.whiten(self.trainer.datamodule.first_images(5000))  # type: ignore[attr-defined]
