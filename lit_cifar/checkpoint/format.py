@@ -277,13 +277,23 @@ def name_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer, scheduler: 
 
 
 def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer, scheduler: Any) -> None:
-    """Raise a `CheckpointError` if a training had a different optimizer or schedule."""
+    """Raise a `CheckpointError` if a training had a different optimizer, parameter groups or schedule."""
     for key, own in {_OPTIMIZER: _class_path(optimizer), _SCHEDULE: _class_path(scheduler)}.items():
         if (found := checkpoint.get(key)) not in (None, own):
             raise CheckpointError(
                 f"the checkpoint continues a training with {found}; this one has {own}",
                 remedy=f"pass --model.{key}={found}" + (" and its arguments" if key == _SCHEDULE else ""),
             )
+    states = checkpoint.get("optimizer_states") or [{"param_groups": optimizer.param_groups}]
+    then, now = (
+        [len(group["params"]) for group in groups] for groups in (states[0]["param_groups"], optimizer.param_groups)
+    )
+    if then != now:
+        raise CheckpointError(
+            f"the checkpoint continues a training whose optimizer had groups of {then} parameters; this one has {now}",
+            remedy="pass --model.head_lr, and arguments of --model.optimizer, as its training had them: "
+            "RUN_FOLDER/config.yaml",
+        )
 
 
 def _class_path(part: Any) -> str:

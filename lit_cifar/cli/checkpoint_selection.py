@@ -149,8 +149,8 @@ class StartingCheckpoint:
         check_shapes(module.network, content.get("state_dict", {}))
         if self._subcommand == "fit":
             with as_config_error():
-                optimizer = module.make_optimizer(module.network.parameters())
-                scheduler = module.make_lr_scheduler(optimizer)
+                optimizer = module.new_optimizer()
+                scheduler = module.new_scheduler(optimizer)
             check_optimizer(content, optimizer, scheduler)
 
 
