@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,9 +27,9 @@ SETTINGS = "settings"  # entry of the settings of optimizer and schedule
 POSITION, METRICS = "position", "metrics"  # the entries of `exact_resume`
 PARTS = "parts"  # the entry of an index, see `sharded.py`
 _PREFIX = "network."
-_COUNTER = "num_batches_tracked"
+COUNTER = "num_batches_tracked"
 _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # torch's own
-_SAVE_ALONE = "save those of one network alone: torch.save(network.state_dict(), 'weights.pth')"
+SAVE_ALONE = "save those of one network alone: torch.save(network.state_dict(), 'weights.pth')"
 _DATA = "trained_on"
 _MAX_NAMES = 5
 _T = TypeVar("_T")
@@ -202,22 +203,21 @@ def find_weights(content: Mapping[str, Any], network: nn.Module) -> dict[str, Te
     Raises:
         CheckpointError: The file holds no such weights, or several.
     """
-    wanted = {name for name in network.state_dict() if not name.endswith(_COUNTER)}
+    wanted = {name for name in network.state_dict() if not name.endswith(COUNTER)}
     found, first = [], min(wanted, default="")
-    for place, tensors in _tensors_in(content, ""):
-        plain = {_WRAPPER.sub("", name): tensor for name, tensor in tensors.items()}
+    for place, plain in tensors_in(content):
         for prefix in [name.removesuffix(first) for name in plain if name.endswith(first)]:
             fitting = {name.removeprefix(prefix): plain[name] for name in plain if name.startswith(prefix)}
             if wanted <= fitting.keys():
-                found.append((place, prefix, len(tensors) - len(fitting), fitting))
+                found.append((place, prefix, len(plain) - len(fitting), fitting))
     if len(found) > 1:
         places = ", ".join(repr(f"{place}{prefix}*") for place, prefix, *_ in found)
-        raise CheckpointError(f"the file holds the weights of several networks: {places}", remedy=_SAVE_ALONE)
+        raise CheckpointError(f"the file holds the weights of several networks: {places}", remedy=SAVE_ALONE)
     if not found:
         if holds_weights_alone(content):
             check_shapes(network, content)
         raise CheckpointError(
-            f"the file holds no weights with the names of {type(network).__name__}'s", remedy=_SAVE_ALONE
+            f"the file holds no weights with the names of {type(network).__name__}'s", remedy=SAVE_ALONE
         )
     place, prefix, num_others, weights = found[0]
     unused = [str(key) for key in content if place and not place.startswith(f"{key}.")]
@@ -228,20 +228,23 @@ def find_weights(content: Mapping[str, Any], network: nn.Module) -> dict[str, Te
     return weights
 
 
-def _tensors_in(content: Mapping[Any, Any], place: str) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """The dictionaries of tensors alone, at any depth, each with its place, such as "" or "model.weights."."""
-    if holds_weights_alone(content):
-        yield place, {name: tensor for name, tensor in content.items() if isinstance(name, str)}
-        return
+def tensors_in(content: Mapping[Any, Any], place: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The tensors of each dictionary, at any depth, with its place, such as "" or "model.weights.".
+
+    Names lose what torch's wrappers have put within them.
+    """
+    found = {name: its for name, its in content.items() if isinstance(name, str) and isinstance(its, Tensor)}
+    if found:
+        yield place, {_WRAPPER.sub("", name): tensor for name, tensor in found.items()}
     for key, value in content.items():
         if isinstance(value, Mapping):
-            yield from _tensors_in(value, f"{place}{key}.")
+            yield from tensors_in(value, f"{place}{key}.")
 
 
 def load_weights(network: nn.Module, weights: Mapping[str, Tensor], *, num_classes: int | None = None) -> None:
     """`network.load_state_dict`; with `num_classes` a classifier of a different number of classes is left out."""
     own = network.state_dict()
-    counters = {name: count for name, count in own.items() if name.endswith(_COUNTER)}
+    counters = {name: count for name, count in own.items() if name.endswith(COUNTER)}
     fitting = counters | dict(weights)  # files of torch's first releases lack counters
     others = {name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape}
     sizes = {(tuple(own[name].shape[:1]), own[name].shape[1:] == weights[name].shape[1:]) for name in others}
@@ -274,13 +277,23 @@ def name_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer, scheduler: 
 
 
 def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer, scheduler: Any) -> None:
-    """Raise a `CheckpointError` if a training had a different optimizer or schedule."""
+    """Raise a `CheckpointError` if a training had a different optimizer, parameter groups or schedule."""
     for key, own in {_OPTIMIZER: _class_path(optimizer), _SCHEDULE: _class_path(scheduler)}.items():
         if (found := checkpoint.get(key)) not in (None, own):
             raise CheckpointError(
                 f"the checkpoint continues a training with {found}; this one has {own}",
                 remedy=f"pass --model.{key}={found}" + (" and its arguments" if key == _SCHEDULE else ""),
             )
+    states = checkpoint.get("optimizer_states") or [{"param_groups": optimizer.param_groups}]
+    then, now = (
+        [len(group["params"]) for group in groups] for groups in (states[0]["param_groups"], optimizer.param_groups)
+    )
+    if then != now:
+        raise CheckpointError(
+            f"the checkpoint continues a training whose optimizer had groups of {then} parameters; this one has {now}",
+            remedy="pass --model.head_lr, and arguments of --model.optimizer, as its training had them: "
+            "RUN_FOLDER/config.yaml",
+        )
 
 
 def _class_path(part: Any) -> str:
@@ -301,19 +314,31 @@ def read_file(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}", remedy="look under RUN_FOLDER/checkpoints/")
     try:
+        if _is_safetensors(path):
+            return dict(import_module("safetensors.torch").load_file(path))
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and is_zipfile(path))
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is a file of safetensors, and that package is not installed", remedy="pip install safetensors"
+        ) from error
     except Exception as error:  # torch raises half a dozen types here, depending on what is broken
         code = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error))
         reason = f"it needs the code of {code[1]}" if code else "it is incomplete, or torch has not written it"
         raise CheckpointError(
             f"{path} is not a readable checkpoint: {reason}",
-            remedy=f"use another of the run's checkpoints; of another program, {_SAVE_ALONE}",
+            remedy=f"use another of the run's checkpoints; of another program, {SAVE_ALONE}",
         ) from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(
             f"{path} is not a checkpoint: it holds a {type(checkpoint).__name__}", remedy="pass another"
         )
     return checkpoint
+
+
+def _is_safetensors(path: Path) -> bool:
+    """Whether 8 bytes, the length of a JSON object, stand before it: https://github.com/huggingface/safetensors."""
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"
 
 
 def strip_prefix(state_dict: dict[str, _T]) -> dict[str, _T]:

@@ -100,10 +100,26 @@ class StartingCheckpoint:
     def check(self, module: LitResNet, data: CIFAR10DataModule) -> None:
         """Refuse a checkpoint of a different network or different classes; load weights alone at once."""
         content, self._content = self._content, None  # the file may be replaced from now on
+        if self._subcommand == "fit" and module.weights is not None:
+            self._choose(module)
         if content is None:
             return
         with naming(self._config.ckpt_path):
             self._compare(content, module, data)
+
+    def _choose(self, module: LitResNet) -> None:
+        """Start with the weights that the model was given, unless a training goes on with its own."""
+        path, flag = self._config.ckpt_path, f"--model.weights={module.weights}"
+        if path is None:
+            module.start_from_weights()
+        elif self.has_weights_alone:
+            raise ConfigError(
+                f"{flag}, and --ckpt_path={path} holds weights alone: a training starts from one file",
+                remedy="leave one of the two out",
+            )
+        else:
+            module.weights = None
+            rank_zero_info(f"{flag} is not read: the training goes on with the weights in {path}")
 
     def _compare(self, content: dict[str, Any], module: LitResNet, data: CIFAR10DataModule) -> None:
         if self.has_weights_alone:
@@ -133,8 +149,8 @@ class StartingCheckpoint:
         check_shapes(module.network, content.get("state_dict", {}))
         if self._subcommand == "fit":
             with as_config_error():
-                optimizer = module.make_optimizer(module.network.parameters())
-                scheduler = module.make_lr_scheduler(optimizer)
+                optimizer = module.new_optimizer()
+                scheduler = module.new_scheduler(optimizer)
             check_optimizer(content, optimizer, scheduler)
 
 

@@ -41,7 +41,7 @@ from lit_cifar.models.autotune import cpu_has_bf16
 from lit_cifar.models.blocks import check_network, unreached_parameters
 from lit_cifar.models.recomputed import check_recomputed
 from lit_cifar.task.module import LitResNet
-from lit_cifar.task.optim import check_total_steps
+from lit_cifar.task.optim import check_ratio, check_total_steps
 
 _MANY = 2**16  # upper bound for numbers of things that a list holds
 # The least and the largest value of numbers that nobody else checks before the first step.
@@ -57,6 +57,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "trainer.gradient_clip_val": (0, math.inf),
     "model.label_smoothing": (0, 1),
     "model.base_batch_size": (1, math.inf),
+    "model.head_lr": (0, math.inf),
+    "model.unfreeze_at": (1, math.inf),
     "data.cache_limit_gb": (0, math.inf),
     "data.cutout": (0, math.inf),
     "data.erasing": (0, 1),
@@ -82,7 +84,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
 REFUSED: dict[type[Callback], tuple[str, str]] = {
     BackboneFinetuning: (
         "needs a module with a `backbone`, and the network is not divided into one and a head",
-        "derive a callback of your own from lightning.pytorch.callbacks.BaseFinetuning",
+        "pass --model.freeze=PATTERN --model.unfreeze_at=EPOCH, or derive a callback of your own from "
+        "lightning.pytorch.callbacks.BaseFinetuning",
     ),
     BatchSizeFinder: (
         "changes the batch size when the run is planned and written down",
@@ -307,8 +310,9 @@ def _try_optimizer(module: LitResNet) -> tuple[Optimizer, Any]:
     """Make the user's optimizer and schedule, and let the schedule take a step; the fit makes both anew."""
     with as_config_error(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the schedule's step comes before the optimizer's
-        optimizer = module.make_optimizer(module.network.parameters())
-        scheduler: Any = module.make_lr_scheduler(optimizer)
+        optimizer = module.new_optimizer()
+        rates = [group["lr"] for group in optimizer.param_groups]
+        scheduler: Any = module.new_scheduler(optimizer)
         try:
             scheduler.step(*([0.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
         except ArithmeticError as error:
@@ -316,6 +320,8 @@ def _try_optimizer(module: LitResNet) -> tuple[Optimizer, Any]:
                 f"--model.lr_scheduler={type(scheduler).__name__} cannot take a step: {error}",
                 remedy="correct its arguments: --model.lr_scheduler.NAME=VALUE",
             ) from error
+        if module.head_lr is not None and optimizer.param_groups[0]["lr"]:
+            check_ratio(scheduler, optimizer, rates)
     return optimizer, scheduler
 
 

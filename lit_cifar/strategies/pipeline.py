@@ -205,7 +205,8 @@ class Pipeline:
                 grad = torch.empty_like(output)
                 dist.recv(grad, group=self.group, group_src=sender)
             with self.span("backward", index, microbatch):
-                output.backward(grad)  # type: ignore[no-untyped-call]
+                if output.requires_grad:  # nothing may be trained in the first stages
+                    output.backward(grad)  # type: ignore[no-untyped-call]
             if index > 0 and (receiver := self._peer(index - 1)) is not None:
                 assert given.grad is not None
                 dist.send(given.grad.contiguous(), group=self.group, group_dst=receiver)

@@ -32,18 +32,20 @@ from lit_cifar.checkpoint.format import (
     name_optimizer,
     strip_prefix,
 )
+from lit_cifar.checkpoint.pretrained import take_weights
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.models import DEFAULT_ARCH, Arch, Stem, Whitening, build_network, stem_of
 from lit_cifar.models.compiled import Compiled
+from lit_cifar.models.fine_tuning import Frozen, head_of
 from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.memory_format import follow_parameters, plain
 from lit_cifar.models.random_streams import RandomStreams
 from lit_cifar.models.recomputed import check_blocks, keep_activations, recompute_blocks
 from lit_cifar.task.metrics import EpochMeans, EvaluationMetrics, MeanLoss, TopAccuracy
-from lit_cifar.task.optim import NesterovSGD, Recipe, WarmupDecay, check_total_steps, keep_saved_types
+from lit_cifar.task.optim import NesterovSGD, Recipe, WarmupDecay, check_total_steps, keep_saved_types, scale_rates
 
 LRScaling = Literal["none", "linear", "sqrt"]
 
@@ -75,6 +77,15 @@ class LitResNet(L.LightningModule):
         network: A network of your own in place of `arch`, from images (n, 3, image_size, image_size) to logits. On the
             command line a class with its arguments: --model.network=my_package.Net --model.network.width=64.
             `lit_cifar.models.blocks` says what `mp`, `pp` and `tp` need from it.
+        weights: File whose weights a new training starts from: of this package, torchvision, timm (.safetensors too),
+            or any program that saves a `state_dict()`, also in a dictionary or behind prefixes. What of it fits is
+            taken, a classifier of another number of classes is not, and what is new is said.
+        freeze: Parameters that stay as they are: a pattern of their names, such as "conv1.*", or a list of patterns.
+            BatchNorm layers among them normalise by their running statistics, which stay too.
+        unfreeze_at: Epoch, counted from 0, from whose first step on they are trained too. Until then their gradients
+            are computed and thrown away.
+        head_lr: Learning rate of the classifier, where --model.optimizer.lr is that of all other parameters. Schedules
+            keep the ratio of the two.
         num_classes: Number of classes, the size of the logits. The default is 10, on the command line that of the data.
         image_size: Height and width of the images, in pixels. The default is 32, on the command line that of the data.
         ghost_batchnorm: Ghost batch normalisation on one device: BatchNorm normalises each of these parts of a batch
@@ -108,6 +119,10 @@ class LitResNet(L.LightningModule):
         stem: Stem | None = None,
         zero_init_residual: bool = False,
         network: nn.Module | None = None,
+        weights: str | None = None,
+        freeze: list[str] | str | None = None,
+        unfreeze_at: int | None = None,
+        head_lr: float | None = None,
         num_classes: int | None = None,
         image_size: int | None = None,
         ghost_batchnorm: GhostBatches | None = None,
@@ -140,6 +155,14 @@ class LitResNet(L.LightningModule):
                         remedy="leave one of the two out",
                     )
         self.network = network if ghost_batchnorm is None else normalise_apart(network, ghost_batchnorm)
+        self.weights = weights
+        self.frozen = Frozen.matching(self.network, [freeze] if isinstance(freeze, str) else freeze or [])
+        self.unfreeze_at, self.head_lr = unfreeze_at, head_lr
+        if unfreeze_at is None:
+            for name in self.frozen.parameters:
+                self.network.get_parameter(name).requires_grad_(False)
+        elif not self.frozen.parameters:
+            raise ConfigError(f"--model.unfreeze_at={unfreeze_at}, but nothing is frozen", remedy="add --model.freeze")
         self.header = Header(arch=arch, stem=stem, num_classes=num_classes, image_size=image_size, network=own)
         if channels_last:
             self.network.to(memory_format=torch.channels_last)
@@ -173,12 +196,46 @@ class LitResNet(L.LightningModule):
         else:
             super().__setattr__(name, value)
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether what is frozen at first is so in the current epoch."""
+        return self.unfreeze_at is None or self.current_epoch < self.unfreeze_at
+
+    def train(self, mode: bool = True) -> "LitResNet":
+        """Set training or evaluation mode, in which frozen BatchNorm layers always are."""
+        super().train(mode)
+        for name in self.frozen.norms if self.is_frozen else ():
+            self.network.get_submodule(name).train(False)
+        return self
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Let BatchNorm layers follow the epoch, also in a run that is resumed within one.
+
+        Lightning does not call `train()`, and warns of layers that are in evaluation mode when a fit starts.
+        """
+        for name in self.frozen.norms:
+            self.network.get_submodule(name).train(not self.is_frozen)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Throw away gradients of what will be trained later: DistributedDataParallel must have waited for them."""
+        if self.unfreeze_at is not None and self.is_frozen:
+            for name in self.frozen.parameters:
+                self.network.get_parameter(name).grad = None
+
+    def start_from_weights(self) -> None:
+        """Take the weights of the file, the first time that this is called."""
+        path, self.weights = self.weights, None
+        if path is not None:
+            take_weights(self.network, Path(path), num_classes=self.header.num_classes)
+
     def setup(self, stage: str) -> None:
-        """Whiten by the training images, in a network that does; reset the metrics.
+        """Take the given weights, and whiten by the training images, in a network that does; reset the metrics.
 
         A spawned process receives the metrics in memory shared with all others. Lightning copies only parameters and
         buffers, so without a reset all processes would add to the same sums, and none would count in its own memory.
         """
+        if stage == "fit":
+            self.start_from_weights()
         for layer in self.network.modules():
             if stage == "fit" and isinstance(layer, Whitening) and not layer.conv.weight.any():
                 layer.whiten(self.trainer.datamodule.first_images(5000))  # type: ignore[attr-defined]
@@ -328,14 +385,49 @@ class LitResNet(L.LightningModule):
             trainer.callbacks.insert(0, EpochMeans())
         return [kind() for kind in needed if kind not in given]
 
+    def parameter_groups(self) -> Any:
+        """All parameters, frozen ones too, or with `head_lr` two groups of them, the classifier's last."""
+        if self.head_lr is None:
+            return self.network.parameters()
+        head = head_of(self.network, self.header.num_classes)
+        own = [*self.network.get_submodule(head).parameters()]
+        others = [parameter for parameter in self.network.parameters() if parameter not in {*own}]
+        return [{"params": others}, {"params": own, "lr": self.head_lr}]
+
+    def new_optimizer(self) -> Optimizer:
+        """The user's optimizer before its first step."""
+        try:
+            return self.make_optimizer(self.parameter_groups())
+        except (AttributeError, TypeError) as error:
+            if self.head_lr is None:
+                raise
+            raise ConfigError(
+                f"--model.head_lr={self.head_lr}: the optimizer takes no groups of parameters ({error})",
+                remedy="leave it out, or pass another --model.optimizer",
+            ) from error
+
+    def new_scheduler(self, optimizer: Optimizer) -> Any:
+        """The user's schedule before its first step, whose rates have the ratio of `head_lr` to that of the others."""
+        rates = [group["lr"] for group in optimizer.param_groups]
+        scheduler = self.make_lr_scheduler(optimizer)
+        if self.head_lr is not None:
+            scale_rates(scheduler, optimizer.param_groups[1], number=1, ratio=rates[1] / rates[0] if rates[0] else 1.0)
+        return scheduler
+
     def configure_optimizers(self) -> Any:
         """The optimizer with its learning rate scaled, and its schedule planned over the whole run."""
-        optimizer = self.make_optimizer(self.network.parameters())
+        optimizer = self.new_optimizer()
+        if self.frozen.parameters:
+            until = "" if self.unfreeze_at is None else f" before epoch {self.unfreeze_at}"
+            rank_zero_info(
+                f"not trained{until}: {len(self.frozen.parameters)} of {len([*self.network.parameters()])} parameters, "
+                f"and the statistics of {len(self.frozen.norms)} BatchNorm layers"
+            )
         keep_saved_types(optimizer)
         optimizer.register_load_state_dict_post_hook(follow_parameters)
         self._scale_lr(optimizer)
         self._recipe = Recipe(optimizer)
-        scheduler = self.make_lr_scheduler(optimizer)
+        scheduler = self.new_scheduler(optimizer)
         when: dict[str, Any] = {"monitor": "val/loss"} if isinstance(scheduler, ReduceLROnPlateau) else {}
         total_steps = self.trainer.estimated_stepping_batches
         check_total_steps(scheduler, total_steps)

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from lit_cifar.errors import ConfigError
 
@@ -98,6 +98,31 @@ def check_total_steps(scheduler: Any, total_steps: float) -> None:
             if ends
             else f"pass --trainer.max_steps={planned}",
         )
+
+
+def scale_rates(scheduler: Any, group: dict[str, Any], *, number: int, ratio: float) -> None:
+    """Multiply the rates of one parameter group in a schedule that gives all groups its own and not the optimizer's."""
+    if isinstance(scheduler, OneCycleLR):
+        names = ("lr", "initial_lr", "max_lr", "min_lr")
+    elif isinstance(scheduler, CyclicLR):
+        names = ("lr", "initial_lr")
+        scheduler.base_lrs[number] *= ratio
+        scheduler.max_lrs[number] *= ratio
+    else:
+        return
+    for name in names:
+        group[name] *= ratio
+
+
+def check_ratio(scheduler: Any, optimizer: Optimizer, rates: Sequence[float]) -> None:
+    """Refuse a schedule that has taken a step and given parameter groups rates of another ratio than they had."""
+    first, *others = zip(optimizer.param_groups, rates, strict=True)
+    for group, rate in others:
+        if not math.isclose(group["lr"] * first[1], rate * first[0]["lr"], rel_tol=1e-6):
+            raise ConfigError(
+                f"{type(scheduler).__name__} does not keep the ratio of --model.head_lr to the other learning rate",
+                remedy="leave out a floor such as --model.lr_scheduler.eta_min, or pass another --model.lr_scheduler",
+            )
 
 
 def keep_saved_types(optimizer: Optimizer) -> None:

@@ -40,7 +40,7 @@ from lit_cifar.tools.verify.record import (
     largest,
     step_problems,
 )
-from lit_cifar.tools.verify.recorder import filled, held, kinds
+from lit_cifar.tools.verify.recorder import BUFFERS, PARAMETERS, filled, held, kinds
 from lit_cifar.tools.verify.runs import Outcome
 
 ONE_DEVICE, SAME_WEIGHTS, FIRST_RUN = "one device", "one device with the same weights", "the undisturbed run"
@@ -109,6 +109,8 @@ def judge(row: VerifiedMode, outcome: Outcome, record: Record, reference: Record
         row.outcome = "failed" if row.problems else "crashed" if outcome.status else "abstained"
         row.problems.append(f"{RESUMED}: {outcome.last_words}" if outcome.status else reason)
         return
+    for source, run in {"": record, f"{ONE_DEVICE}: ": reference}.items():
+        row.problems += [source + problem for problem in frozen_problems(run, settings)]
     row.problems += [*record.own_problems(), *record.count_problems(), *record.weight_problems()]
     row.problems += _compare_metrics(row, record, reference, settings)
     row.problems += _file_problems(record, reference, settings)
@@ -144,6 +146,25 @@ def replay_problems(record: Record, added_callbacks: Sequence[str] = ()) -> list
     if not added_callbacks:
         findings += [note for report in reports for note in report["notes"] if note.endswith(TAKEN)]
     return first([f"replay: {finding}" for finding in findings])
+
+
+def frozen_problems(record: Record, settings: Configuration) -> list[str]:
+    """What `--model.freeze` names and has moved since the first step, before the epoch in which it may.
+
+    The comparison with one device would not find what this does wrong too.
+    """
+    module = settings.plain_module
+    last = record.ends_of_epochs.get((module.unfreeze_at or 0) - 1, max(record.steps))
+    start, problems = record.step(min(record.steps)), []
+    for number in [number for number in record.steps if number <= last]:
+        step = record.step(number)
+        for kind in (PARAMETERS, BUFFERS):
+            for name, tensor in step[kind].items():
+                layer = name.rpartition(".")[0]
+                still = name in module.frozen.parameters or (kind == BUFFERS and layer in module.frozen.norms)
+                if still and not tensor.equal(start[kind][name]):
+                    problems.append(f"step {number}: {name} is frozen, and has moved since step {min(record.steps)}")
+    return first(problems)
 
 
 def other_weights(alone: Record, added_callbacks: Sequence[str]) -> str | None:
@@ -282,7 +303,7 @@ def _loaded(checkpoint: dict[str, Any], settings: Configuration) -> Step:
     settings.plain_module.header.check(checkpoint)
     network, weights = settings.plain_module.network, checkpoint["state_dict"]
     network.to(next(iter(weights.values())).dtype).load_state_dict(weights, strict=True)
-    optimizer: Optimizer = made(settings.config["model"]["optimizer"], network.parameters())
+    optimizer: Optimizer = made(settings.config["model"]["optimizer"], settings.plain_module.parameter_groups())
     optimizer.load_state_dict(checkpoint["optimizer_states"][0])
     return kinds(held(SimpleNamespace(strategy=None, optimizers=[optimizer]), network))
 

@@ -156,6 +156,7 @@ class Configuration:
             network=None if model["network"] is None else made(model["network"]),
             num_classes=model["num_classes"] or len(data.classes),
             image_size=model["image_size"] or data.image_size,
+            **{name: model.get(name) for name in ("freeze", "unfreeze_at", "head_lr")},
             **kwargs,
         )
 

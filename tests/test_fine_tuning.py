@@ -1,0 +1,230 @@
+"""Frozen parameters and layers stay in every mode, and the classifier has a learning rate of its own."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from commands import TINY, last_checkpoint, refused, run_here
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, OneCycleLR, StepLR
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.models import build_network
+from lit_cifar.models.fine_tuning import Frozen, head_of
+from lit_cifar.task.module import LitResNet
+from lit_cifar.task.optim import WarmupDecay
+from lit_cifar.tools.verify import verify
+from lit_cifar.tools.verify.judge import frozen_problems
+from tests.mutations.catalogue import BY_NAME, on_python_path
+from tests.mutations.self_test import COMPARISON, self_test
+
+STEM = ("--model.freeze=['conv1.*','bn1.*','layer1.*']",)
+
+# ---------------------------------------------------------------- what is frozen
+
+
+class Plain(nn.Sequential):
+    """Has BatchNorm without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "parameters", "norms"),
+    [
+        ([], set(), ()),
+        (["0.*"], {"0.weight", "0.bias"}, ()),
+        (["[01].*"], {"0.weight", "0.bias"}, ("1",)),
+        (["3.weight"], {"3.weight"}, ()),
+        (["3.weight", "3.bias", "1.*"], {"3.weight", "3.bias"}, ("1", "3")),
+        (["*.bias"], {"0.bias", "2.bias", "3.bias"}, ()),
+    ],
+)
+def test_names_that_match_and_layers_that_have_no_others(
+    patterns: list[str], parameters: set[str], norms: tuple[str, ...]
+) -> None:
+    assert Frozen.matching(Plain(), patterns) == Frozen(frozenset(parameters), norms)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "problem", "remedy"),
+    [
+        (["layer5.*"], "--model.freeze=layer5.* matches no parameter of TinyResNet", "did you mean layer"),
+        (["conv1"], "--model.freeze=conv1 matches no", "conv1.*"),
+        (["conv1.*", "bn1.wieght"], "--model.freeze=bn1.wieght matches no", "bn1.weight"),
+        (["*"], "--model.freeze=* leaves no parameter of TinyResNet to train", "name fewer"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_or_all_is_refused(patterns: list[str], problem: str, remedy: str) -> None:
+    network = build_network("tiny", stem="imagenet", num_classes=10, image_size=32)
+    with pytest.raises(ConfigError) as error:
+        Frozen.matching(network, patterns)
+    assert problem in error.value.problem
+    assert remedy in error.value.remedy
+
+
+def test_frozen_layers_stay_in_evaluation_mode() -> None:
+    module = LitResNet("tiny", stem="imagenet", freeze="bn1.*").train()
+    for _ in range(2):
+        assert (module.network.bn1.training, module.network.layer1[0].bn1.training) == (False, True)
+        assert not module.network.bn1.weight.requires_grad
+        module.eval()
+        module.train()
+    later = LitResNet("tiny", stem="imagenet", freeze="bn1.*", unfreeze_at=2)
+    assert (later.train().network.bn1.training, later.network.bn1.weight.requires_grad) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("arch", "name"), [("tiny", "fc"), ("vit_micro", "head.classifier"), ("fast", "head.classifier")]
+)
+def test_the_classifier_of_each_network(arch: Any, name: str) -> None:
+    assert head_of(build_network(arch, stem=None, num_classes=10, image_size=32), 10) == name
+
+
+# ---------------------------------------------------------------- learning rates
+
+
+SCHEDULES: list[Any] = [
+    lambda optimizer: WarmupDecay(optimizer, warmup=0.3),
+    lambda optimizer: OneCycleLR(optimizer, max_lr=1.0, total_steps=20),
+    lambda optimizer: OneCycleLR(optimizer, max_lr=1.0, total_steps=20, three_phase=True, anneal_strategy="linear"),
+    lambda optimizer: CyclicLR(optimizer, base_lr=0.1, max_lr=0.5, step_size_up=3),
+    lambda optimizer: StepLR(optimizer, step_size=3),
+    lambda optimizer: CosineAnnealingLR(optimizer, T_max=20),
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_keep_the_ratio_and_the_other_rates(schedule: Any) -> None:
+    def rates(**given: Any) -> list[list[float]]:
+        settings: Any = {"optimizer": lambda params: SGD(params, lr=0.1, momentum=0.9), "lr_scheduler": schedule}
+        module = LitResNet("tiny", stem="imagenet", **settings, **given)
+        optimizer = module.new_optimizer()
+        scheduler = module.new_scheduler(optimizer)
+        if isinstance(scheduler, WarmupDecay):
+            scheduler.set_total_steps(20)
+        seen = []
+        for _ in range(18):
+            seen.append([group["lr"] for group in optimizer.param_groups])
+            optimizer.step()
+            scheduler.step()
+        return seen
+
+    alone, both = rates(), rates(head_lr=0.4)
+    assert [first for first, _ in both] == [rate for (rate,) in alone]
+    assert [head for _, head in both] == pytest.approx([4 * rate for (rate,) in alone], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--model.freeze=layer9.*", ["--model.freeze=layer9.* matches no parameter", "did you mean layer"]),
+        ("--model.unfreeze_at=1", ["but nothing is frozen", "add --model.freeze"]),
+        ("--model.freeze=bn1.* --model.unfreeze_at=0", ["--model.unfreeze_at=0 must be at least 1"]),
+        ("--model.head_lr=1 --model.optimizer=lit_cifar.MuonSGD", ["the optimizer takes no groups of parameters"]),
+        ("--model.head_lr=-1", ["--model.head_lr=-1.0 must be at least 0"]),
+        (
+            "--model.head_lr=1 --model.lr_scheduler=CosineAnnealingLR --model.lr_scheduler.T_max=5 "
+            "--model.lr_scheduler.eta_min=0.01",
+            ["CosineAnnealingLR does not keep the ratio of --model.head_lr", "leave out a floor"],
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(flags: str, says: list[str], tmp_path: Path) -> None:
+    refused("fit", *TINY, *flags.split(), f"--run_dir={tmp_path / 'run'}", says=says)
+    assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------- trainings
+
+
+def moved(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    pairs = ((name, before["state_dict"][name], after["state_dict"][name]) for name in before["state_dict"])
+    return {name for name, then, now in pairs if not then.equal(now)}
+
+
+@pytest.mark.filterwarnings("ignore:the training before had lr_scheduler.total_steps")
+def test_a_training_moves_the_rest_and_resumes_within_an_epoch(tmp_path: Path) -> None:
+    """Exactly as one that was not interrupted; groups of another number are refused."""
+    flags = [*TINY, *STEM, "--model.head_lr=0.3", "--last_checkpoint.every_n_steps=1"]
+    runs = {name: tmp_path / name for name in ("first", "whole", "cut")}
+    plan = ["--model.lr_scheduler=StepLR", "--model.lr_scheduler.step_size=9"]
+    run_here("fit", *flags, *plan, f"--run_dir={runs['first']}", "--trainer.max_steps=1")
+    run_here("fit", *flags, *plan, f"--run_dir={runs['whole']}")
+    run_here("fit", *flags, *plan, f"--run_dir={runs['cut']}", "--trainer.max_steps=3")
+    run_here("fit", *flags, *plan, f"--run_dir={runs['cut']}", "--resume=auto")
+    first, whole, cut = (last_checkpoint(run) for run in runs.values())
+    names = {name for name in first["state_dict"] if name.partition(".")[0] not in ("conv1", "bn1", "layer1")}
+    assert moved(first, whole) == names
+    assert moved(whole, cut) == set()
+    trained = [name for name, _ in LitResNet("tiny", stem="imagenet").network.named_parameters() if name in names]
+    assert len(whole["optimizer_states"][0]["state"]) == len(trained)  # no momentum of the others
+    other = [flag for flag in flags if "head_lr" not in flag]
+    says = ["groups of [39, 2] parameters; this one has [41]", "pass --model.head_lr"]
+    refused("fit", *other, *plan, f"--run_dir={runs['cut']}", "--resume=auto", "--trainer.max_epochs=2", says=says)
+
+
+def test_all_is_trained_from_the_epoch_on(tmp_path: Path) -> None:
+    """Also in a run that is resumed within that epoch, or the one before."""
+    flags = [*TINY, *STEM, "--model.unfreeze_at=1", "--trainer.max_epochs=2", "--last_checkpoint.every_n_steps=1"]
+    flags += ["--model.lr_scheduler=StepLR", "--model.lr_scheduler.step_size=9"]
+    ends = {}
+    for step in (1, 5, 10):
+        run_here("fit", *flags, f"--run_dir={tmp_path / str(step)}", f"--trainer.max_steps={step}")
+        ends[step] = last_checkpoint(tmp_path / str(step))
+    names = [*ends[1]["state_dict"]]
+    still = {name for name in names if name.partition(".")[0] in ("conv1", "bn1", "layer1")}
+    assert moved(ends[1], ends[5]) == {*names} - still
+    assert moved(ends[5], ends[10]) == {*names}
+    for step in (3, 7):
+        run = tmp_path / f"cut{step}"
+        run_here("fit", *flags, f"--run_dir={run}", f"--trainer.max_steps={step}")
+        run_here("fit", *flags, f"--run_dir={run}", "--resume=auto", "--trainer.max_steps=10")
+        assert moved(ends[10], last_checkpoint(run)) == set()
+
+
+# ---------------------------------------------------------------- verify
+
+
+def test_what_is_frozen_and_moves_is_found_where_one_device_moves_it_too() -> None:
+    steps = {number: {"parameters": {"0.weight": torch.ones(2)}, "buffers": {}} for number in (1, 2, 3)}
+    for number, step in steps.items():
+        step["buffers"] = {"1.running_mean": torch.full((2,), float(max(2, number)))}
+    module = SimpleNamespace(frozen=Frozen(frozenset(["0.weight"]), ("1",)), unfreeze_at=None)
+    record: Any = SimpleNamespace(steps=[1, 2, 3], step=steps.__getitem__, ends_of_epochs={0: 2})
+    settings: Any = SimpleNamespace(plain_module=module)
+    assert frozen_problems(record, settings) == ["step 3: 1.running_mean is frozen, and has moved since step 1"]
+    module.unfreeze_at = 1
+    assert frozen_problems(record, settings) == []
+    steps[2]["parameters"] = {"0.weight": torch.zeros(2)}
+    assert frozen_problems(record, settings) == ["step 2: 0.weight is frozen, and has moved since step 1"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_frozen_layer_that_moves_in_a_mode_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", on_python_path())
+    planted = BY_NAME["moving-norm"]
+    found = {finding.mutation: finding for finding in self_test([planted])}
+    assert found[None].right, found[None].problems
+    assert (found[planted].right, found[planted].caught_by) == (True, COMPARISON), found[planted].problems
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("modes", ["dp,ddp,ddp-sync", "mp-micro,pp", "fsdp2,tp", "ddp_spawn,ddp_flat"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--model.freeze=['conv1.*','bn1.*','layer1.*','layer2.*','layer3.*']"],  # a stage has nothing to train
+        ["--model.freeze=['conv1.*','bn1.*','*.bn2.*']", "--model.unfreeze_at=1", "--data.num_train=144"],
+    ],
+    ids=["frozen", "until epoch 1"],
+)
+def test_modes_equal_one_device(modes: str, flags: list[str]) -> None:
+    rows = verify(modes.split(","), args=[*flags, "--model.head_lr=0.3"])
+    assert [(row.mode, row.problems) for row in rows if not row.passed] == []

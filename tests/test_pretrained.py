@@ -1,0 +1,196 @@
+"""Weights that others trained: what of a file is taken and said, and that a training in any mode starts from it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from commands import TINY, last_checkpoint, launch, mode_flags, refused, run_here
+from torch import Tensor, nn
+
+from lit_cifar.checkpoint import pretrained
+from lit_cifar.checkpoint.pretrained import take_weights
+from lit_cifar.errors import CheckpointError
+from lit_cifar.models import build_resnet
+
+RESNET = torchvision.models.resnet18(num_classes=5).state_dict()
+WRAPPED = {f"module.{name}": tensor for name, tensor in RESNET.items()}
+OPTIMIZER = {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": []}
+BODY = {name: tensor for name, tensor in RESNET.items() if not name.startswith("fc.")}
+
+
+class Backbone(nn.Module):
+    """A network of which another is a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = build_resnet("resnet18", stem="imagenet", num_classes=5)
+        self.head = nn.Linear(5, 3)
+
+
+def told_of(network: nn.Module, content: Any, folder: Path, *, num_classes: int, monkeypatch: Any) -> str:
+    """What is printed when `network` takes weights of a file with this content."""
+    lines: list[str] = []
+    monkeypatch.setattr(pretrained, "rank_zero_info", lines.append)
+    torch.save(content, folder / "given.pth")
+    take_weights(network, folder / "given.pth", num_classes=num_classes)
+    return "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("content", "num_classes", "says"),
+    [
+        (RESNET, 5, ["102 of 102 tensors are taken, 11.19 of 11.19 M values"]),
+        (RESNET, 3, ["100 of 102 ", "new, as the file has 5 classes: fc.weight, fc.bias"]),
+        ({"net": WRAPPED, "acc": 95.4, "epoch": 9}, 5, [", those of net.module.*", "not used: acc, epoch"]),
+        ({"state_dict": WRAPPED, "optimizer": OPTIMIZER}, 5, [", those of state_dict.module.*", "used: optimizer"]),
+        ({"state_dict": {f"model.{name}": its for name, its in BODY.items()} | {"loss.w": torch.ones(5)}}, 5, [
+            "100 of 102 tensors are taken, 11.19 of 11.19 M values, those of state_dict.model.*",
+            "new, as the file has none: fc.weight, fc.bias",
+            "not used: loss.w",
+        ]),
+        (BODY | {"epoch": 3}, 5, ["as the file has none: fc.weight, fc.bias"]),
+        ({"lit_cifar": {"arch": "x"}, "state_dict": RESNET, "more": {"a": RESNET}}, 5, [" those of state_dict.*"]),
+        (RESNET | {f"extra{number}.w": torch.ones(2) for number in range(9)}, 5, ["used: 9 names (extra0.w"]),
+    ],
+)  # fmt: skip
+def test_what_fits_is_taken_and_the_rest_is_said(
+    content: dict[str, Any], num_classes: int, says: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = build_resnet("resnet18", stem="imagenet", num_classes=num_classes)
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    said = told_of(network, content, tmp_path, num_classes=num_classes, monkeypatch=monkeypatch)
+    assert [words for words in says if words not in said] == [], said
+    new = {"fc.weight", "fc.bias"} if "new, " in said else set()
+    for name, tensor in network.state_dict().items():
+        assert tensor.equal((before if name in new else RESNET)[name]), name
+    assert len(said.splitlines()) <= 4
+
+
+def test_a_part_of_a_network_takes_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Backbone()
+    said = told_of(network, {"net": RESNET}, tmp_path, num_classes=3, monkeypatch=monkeypatch)
+    assert ", those of net.*, for body.*\n  new, as the file has none: head.weight, head.bias" in said
+    assert all(tensor.equal(RESNET[name]) for name, tensor in network.body.state_dict().items())
+
+
+def halves(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+
+
+def test_weights_are_taken_in_the_networks_own_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = build_resnet("resnet18", stem="imagenet", num_classes=5)
+    told_of(network, halves(RESNET), tmp_path, num_classes=5, monkeypatch=monkeypatch)
+    assert network.fc.weight.dtype == torch.float32
+    assert network.fc.weight.equal(RESNET["fc.weight"].half().float())
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ({"model": RESNET, "model_ema": WRAPPED}, "several networks: 'model.*', 'model_ema.module.*'"),
+        ({"epoch": 3}, "no weights with names and shapes of ResNet's"),
+        ({"other.w": torch.ones(3)}, "no weights with names and shapes"),
+        ({name: torch.ones(1, 2, 3) for name in RESNET}, "no weights with names and shapes"),
+        (torchvision.models.resnet50().state_dict(), "layer1.0.conv1.weight is (64, 64, 1, 1) in the file, (64, 64, 3"),
+    ],
+)
+def test_what_fits_nothing_or_is_of_another_network_is_refused(
+    content: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    network = build_resnet("resnet18", stem="imagenet", num_classes=5)
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    torch.save(content, tmp_path / "given.pth")
+    with pytest.raises(CheckpointError) as error:
+        take_weights(network, tmp_path / "given.pth", num_classes=5)
+    assert problem in error.value.problem
+    assert all(tensor.equal(before[name]) for name, tensor in network.state_dict().items())
+
+
+def test_a_file_of_safetensors(tmp_path: Path) -> None:
+    kept = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    kept.save_file(RESNET, tmp_path / "given.pth")  # the content decides
+    network = build_resnet("resnet18", stem="imagenet", num_classes=5)
+    take_weights(network, tmp_path / "given.pth", num_classes=5)
+    assert all(tensor.equal(RESNET[name]) for name, tensor in network.state_dict().items())
+    (tmp_path / "given.pth").write_bytes((tmp_path / "given.pth").read_bytes()[:3000])
+    with pytest.raises(CheckpointError, match="is not a readable checkpoint"):
+        take_weights(network, tmp_path / "given.pth", num_classes=5)
+
+
+def test_without_safetensors_its_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "safetensors.torch", None)
+    (tmp_path / "given").write_bytes((2).to_bytes(8, "little") + b"{}")
+    with pytest.raises(CheckpointError, match="pip install safetensors"):
+        take_weights(nn.Linear(1, 1), tmp_path / "given", num_classes=1)
+
+
+# ---------------------------------------------------------------- trainings
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> Path:
+    """The file of a network `tiny` with 7 classes, as kuangliu's program writes it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        network = build_resnet("tiny", stem="imagenet", num_classes=7)
+    content = {f"module.{name}": tensor for name, tensor in network.state_dict().items()}
+    torch.save({"net": content, "acc": 90.0, "epoch": 3}, tmp_path / "given.pth")
+    return tmp_path / "given.pth"
+
+
+def still(*flags: object) -> list[str]:
+    """A fit whose rate is 0, so that it ends with the weights that it has begun with."""
+    return [*TINY, "--model.optimizer=SGD", "--model.optimizer.lr=0", "--trainer.max_steps=1", *map(str, flags)]
+
+
+def begun_with(run: Path, given: Path) -> bool:
+    """Whether a run has begun, and ended, with the weights of the file, but for the classifier."""
+    theirs, own = torch.load(given)["net"], last_checkpoint(run)["state_dict"]
+    names = [name for name in own if not name.startswith("fc.") and "running" not in name and "num_" not in name]
+    return all(own[name].equal(theirs[f"module.{name}"]) for name in names)
+
+
+@pytest.mark.filterwarnings("ignore:the training before had lr_scheduler.total_steps")
+def test_a_training_starts_from_a_file_and_a_resume_wins(given: Path, tmp_path: Path, caplog: Any) -> None:
+    flags, run = still(f"--model.weights={given}"), tmp_path / "run"
+    with caplog.at_level("INFO"):
+        run_here("fit", *flags, f"--run_dir={run}", "--resume=auto")
+    assert "tensors are taken" in caplog.text
+    assert begun_with(run, given)
+    assert f"weights: {given}" in (run / "config.yaml").read_text()
+    given.rename(tmp_path / "elsewhere.pth")
+    with caplog.at_level("INFO"):
+        run_here("fit", *flags, f"--run_dir={run}", "--resume=auto", "--trainer.max_steps=2")
+    assert f"--model.weights={given} is not read: the training goes on with the weights in " in caplog.text
+    assert f"weights: {given}" in (run / "config.yaml").read_text()
+    run_here("test", run, f"--run_dir={tmp_path / 'tested'}")
+    # An own checkpoint gives its weights alone: no step of the training before.
+    again = still(f"--model.weights={run / 'checkpoints' / 'last.ckpt'}", f"--run_dir={tmp_path / 'again'}")
+    run_here("fit", *again)
+    assert begun_with(tmp_path / "again", tmp_path / "elsewhere.pth")
+    assert last_checkpoint(tmp_path / "again")["global_step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("--model.arch=resnet10", ["in the network", "--model.arch=resnet18"]),
+        ("--ckpt_path={}", ["holds weights alone: a training starts from one file", "leave one of the two out"]),
+        ("--model.weights=nowhere.pth", ["there is no checkpoint nowhere.pth"]),
+        ("--model.arch=vit_micro --model.stem=null", ["no weights with names and shapes of VisionTransformer's"]),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(more: str, says: list[str], given: Path, tmp_path: Path) -> None:
+    flags = still(f"--model.weights={given}", *more.format(given).split(), f"--run_dir={tmp_path / 'run'}")
+    refused("fit", *flags, says=says)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp", "ddp_spawn", "pp", "fsdp2", "tp"])
+def test_every_rank_starts_from_the_file(mode: str, given: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    launch("fit", *still(f"--model.weights={given}", *mode_flags(mode), f"--run_dir={run}"))
+    assert begun_with(run, given)
