@@ -5,11 +5,13 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
 
 from lit_cifar.data import Batch
+from lit_cifar.reporting.run_folder import run_folder
 
 _NAMELESS = object()
 
@@ -64,6 +66,21 @@ class KeepFirstWeights(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         torch.save(pl_module.network.state_dict(), self.path)
+
+
+class RecordDrawn(L.Callback):
+    """Writes what a sweep draws to `drawn-rank<r>.json` in the run folder, as each process has it."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        folder = run_folder(trainer)
+        assert folder is not None
+        augmentation = trainer.datamodule.augmentation  # type: ignore[attr-defined]
+        drawn = {
+            "lr": trainer.optimizers[0].defaults["lr"],
+            "label_smoothing": pl_module.label_smoothing,
+            "padding": augmentation.padding,
+        }
+        (folder / f"drawn-rank{trainer.global_rank}.json").write_text(json.dumps(drawn))
 
 
 class FailOn(L.Callback):

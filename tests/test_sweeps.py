@@ -1,0 +1,114 @@
+"""The sweep of `examples/`, as a person starts it: three trials on two processes each, pruned, killed and resumed."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import TINY, callback, mode_flags
+from processes import marked
+
+ROOT = Path(__file__).parents[1]
+FLAGS = [
+    *TINY,
+    *mode_flags("ddp"),
+    *["--data.num_train=512", "--data.val_size=256", "--data.batch_size=32", "--trainer.max_epochs=3"],
+    *callback("recorder.RecordDrawn"),
+    *callback("stopping.SlowSteps", seconds=0.3),  # time to kill it in the middle of an epoch
+]
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("optuna") is None, reason="Optuna is not installed: pip install 'lit-cifar[sweeps]'"),
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.xdist_group("sweeps"),
+]
+
+
+@dataclass
+class Sweep:
+    """`examples/sweep_optuna.py` with trials of `FLAGS`, of which the first is never pruned."""
+
+    folder: Path
+    num_trials: int = 3
+
+    @property
+    def sweep(self) -> Path:
+        return self.folder / "sweep"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log"
+
+    def start(self) -> subprocess.Popen[bytes]:
+        self.folder.mkdir(exist_ok=True)
+        words = [sys.executable, "examples/sweep_optuna.py", f"--folder={self.sweep}"]
+        words += [f"--trials={self.num_trials}", "--unpruned=1"]
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder)}
+        with self.log.open("ab") as log:
+            return subprocess.Popen([*words, *FLAGS], cwd=ROOT, env=environment, stdout=log, stderr=log)
+
+    def finish(self) -> None:
+        assert self.start().wait(800) == 0, self.log.read_text()
+
+    def kill_in(self, run: str) -> None:
+        """Kill it, but not its trial, in the second epoch of `run`; return when the trial has ended too."""
+        process, metrics, deadline = self.start(), self.sweep / run / "metrics.csv", time.monotonic() + 400
+        while not (metrics.exists() and "\n1," in metrics.read_text()):
+            assert process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
+        process.kill()
+        process.wait()
+        while marked(self.folder):
+            assert time.monotonic() < deadline, "the trial goes on without the sweep"
+            time.sleep(0.2)
+
+    def trials(self) -> list[Any]:
+        import optuna
+
+        return optuna.load_study(study_name="sweep", storage=f"sqlite:///{self.sweep}/study.db").trials
+
+    def outcome(self) -> list[Any]:
+        """State, value, values by epoch and parameters of each trial; one that was taken over counts once."""
+        ended = [trial for trial in self.trials() if trial.state.name != "FAIL"]
+        return [(trial.state.name, trial.value, trial.intermediate_values, trial.params) for trial in ended]
+
+    def digests(self, run: str) -> list[str]:
+        return (self.sweep / run / "weights.sha256").read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
+    sweep = Sweep(tmp_path_factory.mktemp("undisturbed"))
+    sweep.finish()
+    return sweep
+
+
+def test_all_ranks_train_with_what_was_drawn_and_bad_trials_end_early(undisturbed: Sweep) -> None:
+    trials = undisturbed.trials()
+    states = [trial.state.name for trial in trials]
+    assert states[0] == "COMPLETE"
+    assert "PRUNED" in states[1:]
+    for trial in trials:
+        ranks = [undisturbed.sweep / f"trial-{trial.number}" / f"drawn-rank{rank}.json" for rank in (0, 1)]
+        assert [json.loads(path.read_text()) for path in ranks] == [trial.params] * 2
+    assert len({json.dumps(trial.params) for trial in trials}) == 3
+    assert "stopped by SIGTERM" in undisturbed.log.read_text()
+
+
+def test_a_killed_sweep_goes_on_in_the_middle_of_its_trial(undisturbed: Sweep, tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path, num_trials=2)
+    sweep.kill_in("trial-0")
+    assert [trial.state.name for trial in sweep.trials()] == ["RUNNING"]
+    sweep.finish()
+    assert "resuming" in sweep.log.read_text()
+    assert sweep.outcome() == undisturbed.outcome()[:2]
+    assert sweep.digests("trial-0") == undisturbed.digests("trial-0")
