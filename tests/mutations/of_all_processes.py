@@ -14,7 +14,6 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
-from lit_cifar.data import loader
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.datamodule import CIFAR10DataModule
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
@@ -71,22 +70,6 @@ def _lost_accumulation(site: Site, backward: Any, loss: Tensor, optimizer: Any, 
 def _unweighted_batch(site: Site, iterate: Any, sampler: TrainSampler) -> Iterator[BatchIds]:
     for part in iterate(sampler):
         yield part._replace(weight=1.0)
-
-
-_WEIGHTS = "--data.class_weights=[1,2,3,4,5,1,2,3,4,5]"
-
-
-@mutation("each process divides weighted losses by its own weights", "ddp", loader, "soft_targets", args=(_WEIGHTS,))
-def _class_weights_of_a_part(site: Site, make: Any, mix: Any, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return make(mix, labels, *args, **kwargs | {"whole": labels})
-
-
-@mutation(
-    "images are mixed with those of their own process", "ddp", TrainSampler, "__iter__", args=("--data.mixup=1.0",)
-)
-def _partners_of_a_part(site: Site, iterate: Any, sampler: TrainSampler) -> Iterator[BatchIds]:
-    for part in iterate(sampler):
-        yield part._replace(whole=part.ids, place=slice(None))
 
 
 @mutation("every process reads the first part of the data", "ddp", CIFAR10DataModule, "train_sampler")

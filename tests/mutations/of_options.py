@@ -1,10 +1,13 @@
 """Mistakes in what only an option of `fit` asks for; all processes of a run make them."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from lit_cifar.data import loader
+from lit_cifar.data.samplers import BatchIds, TrainSampler
 from lit_cifar.models import recomputed
 from lit_cifar.models.recomputed import FLAG, Recomputed
 from tests.mutations.planting import Mutation, Site, planted
@@ -16,3 +19,23 @@ mutation = partial(planted, MUTATIONS)
 @mutation("a recomputed BatchNorm moves its running statistics again", "ddp", recomputed, "run_again", args=(FLAG,))
 def _recomputed_batchnorm_counted_twice(site: Site, right: Any, block: Any, state: Any, input: Tensor) -> Any:
     return super(Recomputed, block).forward(input)
+
+
+_WEIGHTS = "--data.class_weights=[1,2,3,4,5,1,2,3,4,5]"
+
+
+@mutation("each process divides weighted losses by its own weights", "ddp", loader, "soft_targets", args=(_WEIGHTS,))
+def _class_weights_of_a_part(site: Site, make: Any, mix: Any, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return make(mix, labels, *args, **kwargs | {"whole": labels})
+
+
+@mutation(
+    "images are mixed with those of their own process",
+    "ddp",
+    TrainSampler,
+    "__iter__",
+    args=("--data.mixup=1.0", "--data.seed=1"),
+)
+def _partners_of_a_part(site: Site, iterate: Any, sampler: TrainSampler) -> Iterator[BatchIds]:
+    for part in iterate(sampler):
+        yield part._replace(whole=part.ids, place=slice(None))
