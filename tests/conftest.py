@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,7 +77,8 @@ def nothing_is_left_behind() -> Iterator[None]:
     deadline = time.monotonic() + _FAREWELL_S
     while (left := children() - before) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not left, f"processes are left running: {left}"
+    named = {pid: " ".join(psutil.Process(pid).cmdline()) for pid in left if psutil.pid_exists(pid)}
+    assert not left, f"processes are left running: {named}"
     assert not altered, f"left as the test has set them: {altered}"
     assert left_rank == rank, f"later tests would take this process for rank {left_rank}"
 

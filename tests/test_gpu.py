@@ -20,6 +20,7 @@ from torch import Tensor
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.images import ImageSet
 from lit_cifar.data.loader import BatchLoader
+from lit_cifar.data.mixing import Mixing
 from lit_cifar.data.policies import Policy
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.mode import Layout
@@ -38,6 +39,23 @@ pytestmark = [
 ]
 
 FLAGS = [*TINY, "--trainer.devices=1", f"--trainer.accelerator={ACCELERATOR}"]
+
+
+def test_mixed_batches_made_on_the_device_are_those_of_the_host() -> None:
+    """Also the part that one of two processes has, which makes the images of the other's."""
+    pixels = torch.randint(0, 256, (40, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images = ImageSet(pixels, torch.arange(40) % 10, tuple("abcdefghij"))
+    mixing, weights = Mixing(seed=1, mixup=0.4, cutmix=1.0), torch.arange(1.0, 11.0)
+    for layout in (Layout(), Layout(data_parallel_size=2, data_parallel_rank=1)):
+        sampler = TrainSampler(num_samples=40, batch_size=4, layout=layout, epoch=3)
+        there, here = (
+            list(BatchLoader(images.to(place), sampler, mixing=mixing, class_weights=weights.to(place)))
+            for place in (DEVICE, torch.device("cpu"))
+        )
+        for found, expected in zip(there, here, strict=True):
+            assert found.images.cpu().equal(expected.images)
+            assert found.labels.cpu().equal(expected.labels)
+            torch.testing.assert_close(found.soft_targets.cpu(), expected.soft_targets)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Try changes of a recipe on held-out images: `python benchmarks/scripts/trials.py RECIPE OUTPUT [FLAGS]`.
 
-RECIPE is "muon_12_epochs", or "default": what `fit` trains without a configuration.
+RECIPE is "muon_12_epochs", "fast_9_epochs", "unequal", which is the same network on a folder of `unequal.py`, or
+"default": what `fit` trains without a configuration.
 
 FLAGS go to `fit`, e.g. `--data.root=/datasets`. Of the training images 5,000 are held out, others for each seed, and
 counted after the last epoch with one view, two and six; the test images are not looked at. All trials have a first
@@ -24,10 +25,14 @@ from lit_cifar.tools.terminal import say
 
 VIEWS = {
     "muon_12_epochs": {"correct_flipped": 2, "correct_six_views": 6},
+    "fast_9_epochs": {"correct": 1, "correct_flipped": 2},
+    "unequal": {"correct": 1, "correct_flipped": 2},
     "default": {"correct": 1, "correct_flipped": 2},
 }
+FILES = {"default": None, "unequal": "fast_9_epochs"}
 _ALL_VIEWS = {count: views for counts in VIEWS.values() for count, views in counts.items()}
 _HELD_OUT = ["--data.val_size=5000", "--trainer.limit_val_batches=0"]
+_OF_FOLDER = ["--data.val_size=null", "--trainer.limit_val_batches=0"]  # it has its own images to validate on
 _MOMENTUM, _RATE = "--model.optimizer.momentum=0.6", "--model.optimizer.lr=0.24"
 _SCHEDULE = "--model.lr_scheduler"
 _AVERAGE = "--trainer.callbacks"
@@ -86,7 +91,23 @@ _DEFAULT |= {
     "decay 4e-3, smoothing, flips, borders, short warm-up": [*_MORE_DECAY, *_SMOOTH, *_FLIPS, *_EARLY],
     "decay, smoothing, flips, borders, short warm-up": [*_DECAY, *_SMOOTH, *_FLIPS, *_EARLY],
 }
-TRIALS = {"default": _DEFAULT, "muon_12_epochs": _MUON}
+_FAST = {
+    "the recipe": [],
+    "TrivialAugmentWide": ["--data.policy=trivial_augment_wide"],
+    "RandAugment": ["--data.policy=rand_augment"],
+    "random erasing 0.25": ["--data.erasing=0.25"],
+    "colour jitter 0.4": ["--data.jitter=0.4"],
+    "mixup 0.2": ["--data.mixup=0.2"],
+    "CutMix 1.0": ["--data.cutmix=1.0"],
+    "mixup 0.2, CutMix 1.0": ["--data.mixup=0.2", "--data.cutmix=1.0"],
+}
+_FAST |= {f"{name}, 30 epochs": [*flags, "--trainer.max_epochs=30"] for name, flags in _FAST.items()}
+_UNEQUAL = {
+    "the recipe": [],
+    "class weights": ["--data.class_weights=balanced"],
+    "balanced epochs": ["--data.balanced=true"],
+}
+TRIALS = {"default": _DEFAULT, "muon_12_epochs": _MUON, "fast_9_epochs": _FAST, "unequal": _UNEQUAL}
 
 
 class BatchNormMomentum(L.Callback):
@@ -129,8 +150,9 @@ def main(
 
     def train(case: tuple[int, str]) -> dict[str, Any]:
         seed, name = case
-        words = [*_HELD_OUT, *TRIALS[recipe][name], *flags]
-        file = None if recipe == "default" else recipe
+        held_out = _OF_FOLDER if recipe == "unequal" else _HELD_OUT
+        words = [*held_out, *TRIALS[recipe][name], *flags]
+        file = FILES.get(recipe, recipe)
         return {"trial": name} | trained(file, words, seed=seed, at_once=at_once, counts=VIEWS[recipe], split="val")
 
     rows = complete(
