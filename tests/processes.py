@@ -15,7 +15,7 @@ def adopt_orphans() -> None:
 
 
 def children() -> set[int]:
-    """Running processes below this one, without the two that multiprocessing keeps for good."""
+    """Running processes below this one, without those that others keep for good."""
     found = set()
     for process in psutil.Process().children(recursive=True):
         try:
@@ -27,9 +27,13 @@ def children() -> set[int]:
 
 
 def _is_kept(process: psutil.Process) -> bool:
-    """Whether multiprocessing keeps it for good: the process from which others are forked, and one that tidies up."""
-    kept = process.pid == forkserver._forkserver._forkserver_pid
-    return kept or "resource_tracker" in " ".join(process.cmdline())
+    """Whether it is kept for good.
+
+    By multiprocessing: the process from which others are forked, and one that tidies up. By Open MPI its daemon, where
+    mpi4py is installed: Lightning imports it to find out whether a run was started by MPI.
+    """
+    kept, command = process.pid == forkserver._forkserver._forkserver_pid, " ".join(process.cmdline())
+    return kept or "resource_tracker" in command or command.startswith("orted ")
 
 
 def marked(folder: Path) -> list[psutil.Process]:

@@ -22,7 +22,10 @@ WITHOUT_COMMIT = {
     *(f"recipes/2026-11-23-gpu/{name}.json" for name in ("search", "search_sgd", "sgd_epochs", "steps")),
     *(
         str(file.relative_to(BENCHMARKS))
-        for folder in ("gpu/2026-11-26", "recipes/2026-11-26-gpu", "recipes/2026-11-26-default")
+        for folder in (
+            *("gpu/2026-11-26", "recipes/2026-11-26-gpu", "recipes/2026-11-26-default"),
+            *("recipes/2026-11-27-default", "recipes/2026-11-27-augmentation"),
+        )
         for file in (BENCHMARKS / folder).rglob("*.json")
     ),
 }
