@@ -163,9 +163,8 @@ def sharpness(images: Tensor, factors: Tensor) -> Tensor:
     sums = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
     sums.add_(wide[:, :, 1:-1, 1:-1], alpha=4)
     smooth = sums.int().add_(6).mul_(5042).bitwise_right_shift_(16)  # a thirteenth of sums up to 3,315, rounded
-    inner = images[:, :, 1:-1, 1:-1]
     made = images.clone()
-    made[:, :, 1:-1, 1:-1] = _blend(inner, factors, smooth.mul_(ONE - _of_image(factors)))
+    made[:, :, 1:-1, 1:-1] = _blend(images[:, :, 1:-1, 1:-1], factors, smooth.mul_(ONE - _of_image(factors)))
     return made
 
 
@@ -203,13 +202,15 @@ def equalize(images: Tensor, _: Tensor) -> Tensor:
     """Let each channel have as many pixels of each value, as far as equal pixels stay equal."""
     channels = images.flatten(0, 1).flatten(1)
     places = channels.long().add_(256 * torch.arange(len(channels), device=images.device)[:, None]).flatten()
-    counts = torch.zeros(256 * len(channels), dtype=torch.int64, device=images.device)
-    counts = counts.scatter_add_(0, places, torch.ones_like(places)).view(-1, 256)
+    counts = torch.zeros(256 * len(channels), dtype=torch.int32, device=images.device)
+    one = torch.ones((), dtype=torch.int32, device=images.device)
+    counts = counts.scatter_add_(0, places, one.expand(len(places))).view(-1, 256)
     of_largest = counts.gather(1, channels.amax(1, keepdim=True).long())
     step = (channels.shape[1] - of_largest) // 255
-    below = counts.cumsum(1) - counts
-    made = ((below + step // 2) // step.clamp(min=1)).clamp_(max=255)
-    made = torch.where(step > 0, made, torch.arange(256, device=images.device))
+    values = torch.arange(256, dtype=torch.int32, device=images.device)
+    below = counts.cumsum(1, dtype=torch.int32).sub_(counts)
+    made = below.add_(step // 2).floor_divide_(step.clamp(min=1)).clamp_(max=255)
+    made = made.sub_(values).mul_(step > 0).add_(values)  # with a step of 0 values stay
     return made.byte().flatten().index_select(0, places).view(images.shape)
 
 
