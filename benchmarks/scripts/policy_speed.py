@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import PIL
 import torch
 from PIL.Image import Image
 from torch import Tensor
@@ -25,6 +26,7 @@ from torchvision.transforms import functional as F
 from lit_cifar.data.datamodule import open_dataset
 from lit_cifar.data.policies import NUM_MAGNITUDES, Policy, changed, policy_table
 from lit_cifar.launch.malloc_tuning import keep_freed_memory
+from lit_cifar.tools.terminal import about
 
 POLICIES: dict[str, tuple[dict[str, Any], Callable[[Image], Image]]] = {
     "TrivialAugmentWide": ({"name": "trivial_augment_wide"}, transforms.TrivialAugmentWide()),
@@ -125,7 +127,8 @@ def main() -> None:
     for size, rows in found.items():
         for name, row in rows.items():
             print(size, name, *row.values(), sep="\t")
-    args.output.write_text(json.dumps({"rounds": args.rounds, "microseconds": found}, indent=1) + "\n")
+    record = about() | {"pillow": PIL.__version__, "rounds": args.rounds, "microseconds": found}
+    args.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
