@@ -1,6 +1,6 @@
 """CPU time of policies, jitter and erasing beside torchvision's on PIL images, and of each operation.
 
-    python benchmarks/scripts/policy_speed.py policies.json --root=data --rounds=7
+    python benchmarks/scripts/policy_speed.py policies.json --root=data --rounds=9
 
 Both sides run in turn in one thread, and each time is the median over the rounds, of the thread's CPU time. Ours is for
 blocks as the loader makes them, draws included. torchvision's is for PIL images as they are, without the conversions
@@ -109,12 +109,16 @@ def measure(images: Tensor, size: int, rounds: int, num_theirs: int) -> dict[str
     return {name: {key: round(value, 2) for key, value in row.items()} for name, row in rows.items()}
 
 
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Time policies beside torchvision's.")
+    parser.add_argument("output", type=Path, help="JSON file to write")
+    parser.add_argument("--root", default="data", help="folder of CIFAR-10")
+    parser.add_argument("--rounds", type=int, default=9)
+    return parser
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--root", default="data")
-    parser.add_argument("--rounds", type=int, default=7)
-    args = parser.parse_args()
+    args = parser().parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()  # as `fit` does
     source = open_dataset("cifar10", args.root)
