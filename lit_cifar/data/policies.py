@@ -25,7 +25,6 @@ NUM_OPERATIONS = 14
 NUM_MAGNITUDES = 31  # of an operation, torchvision's default
 ONE = 1 << 14  # the factor 1.0: with multiples of 2**-14 the float32 of torchvision is exact, and gives the same bytes
 WHOLE_TURN = 1 << 12  # of the hue
-_PLACE_BITS = 32  # of a pixel's place, behind the point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,14 +145,19 @@ def affine(images: Tensor, parameters: Tensor) -> Tensor:
     """
     height, width = images.shape[2:]
     across, down = (2 * torch.arange(length, device=images.device) + 1 for length in (width, height))
-    of_column, of_row, shift = (
-        parameters[:, :6].reshape(-1, 2, 3, 1).unbind(2)
-    )  # each of (n, 2, 1): of columns, of rows
-    places = (of_column * across)[:, :, None, :] + (of_row * down + shift)[:, :, :, None]
-    columns, rows = places.bitwise_right_shift_(_PLACE_BITS).unbind(1)
-    within = rows.clamp_(-1, height).mul_(width + 2).add_(columns.clamp_(-1, width)).add_(width + 3).flatten(1)
-    padded = F.pad(images, [1] * 4).flatten(2)
-    return padded.gather(2, within[:, None].expand(-1, images.shape[1], -1)).view(images.shape)
+    of_column, of_row, shift = parameters.reshape(-1, 2, 3, 1).unbind(2)  # each (n, 2, 1), for columns and for rows
+    of_column, of_row = (of_column * across).int()[:, :, None, :], (of_row * down + shift).int()[:, :, :, None]
+    bits = _place_bits(height, width)
+    columns, rows = (
+        (of_column[:, dim] + of_row[:, dim]).bitwise_right_shift_(bits).clamp_(-1, length)
+        for dim, length in enumerate((width, height))
+    )
+    # The same place in each channel, among all images with a black border.
+    pixels, shape = (height + 2) * (width + 2), (len(images), height, width)
+    first = 3 * pixels * torch.arange(len(images), dtype=torch.int32, device=images.device) + width + 3
+    places = columns.add_(rows, alpha=width + 2).add_(first[:, None, None]).flatten()
+    padded = F.pad(images, [1] * 4).flatten()
+    return torch.stack([padded[pixels * c :].index_select(0, places).view(shape) for c in range(3)], 1)
 
 
 def sharpness(images: Tensor, factors: Tensor) -> Tensor:
@@ -163,9 +167,8 @@ def sharpness(images: Tensor, factors: Tensor) -> Tensor:
     sums = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
     sums.add_(wide[:, :, 1:-1, 1:-1], alpha=4)
     smooth = sums.int().add_(6).mul_(5042).bitwise_right_shift_(16)  # a thirteenth of sums up to 3,315, rounded
-    inner = images[:, :, 1:-1, 1:-1]
     made = images.clone()
-    made[:, :, 1:-1, 1:-1] = _blend(inner, factors, smooth.mul_(ONE - _of_image(factors)))
+    made[:, :, 1:-1, 1:-1] = _blend(images[:, :, 1:-1, 1:-1], factors, smooth.mul_(ONE - _of_image(factors)))
     return made
 
 
@@ -203,13 +206,15 @@ def equalize(images: Tensor, _: Tensor) -> Tensor:
     """Let each channel have as many pixels of each value, as far as equal pixels stay equal."""
     channels = images.flatten(0, 1).flatten(1)
     places = channels.long().add_(256 * torch.arange(len(channels), device=images.device)[:, None]).flatten()
-    counts = torch.zeros(256 * len(channels), dtype=torch.int64, device=images.device)
-    counts = counts.scatter_add_(0, places, torch.ones_like(places)).view(-1, 256)
+    counts = torch.zeros(256 * len(channels), dtype=torch.int32, device=images.device)
+    one = torch.ones((), dtype=torch.int32, device=images.device)
+    counts = counts.scatter_add_(0, places, one.expand(len(places))).view(-1, 256)
     of_largest = counts.gather(1, channels.amax(1, keepdim=True).long())
     step = (channels.shape[1] - of_largest) // 255
-    below = counts.cumsum(1) - counts
-    made = ((below + step // 2) // step.clamp(min=1)).clamp_(max=255)
-    made = torch.where(step > 0, made, torch.arange(256, device=images.device))
+    values = torch.arange(256, dtype=torch.int32, device=images.device)
+    below = counts.cumsum(1, dtype=torch.int32).sub_(counts)
+    made = below.add_(step // 2).floor_divide_(step.clamp(min=1)).clamp_(max=255)
+    made = made.sub_(values).mul_(step > 0).add_(values)  # with a step of 0 values stay
     return made.byte().flatten().index_select(0, places).view(images.shape)
 
 
@@ -298,9 +303,12 @@ def grouped(images: Tensor, codes: Tensor, parameters: Tensor, _: Sequence[Chang
     """`changed`, where the images of one code go through its change together."""
     order = codes.argsort(stable=True)
     sizes = codes.bincount(minlength=len(CHANGES)).tolist()
-    groups = (torch.split(each.index_select(0, order), sizes) for each in (images, parameters))
-    made = [change(*group) for change, *group in zip(CHANGES, *groups, strict=True) if len(group[0])]
-    return torch.cat([images[:0], *made]).index_select(0, order.argsort())
+    images = images.index_select(0, order)
+    groups = torch.split(images, sizes), torch.split(parameters.index_select(0, order), sizes)
+    for change, group, own in zip(CHANGES, *groups, strict=True):
+        if len(group):
+            group.copy_(change(group, own))
+    return images.index_select(0, order.argsort())
 
 
 def selected(images: Tensor, codes: Tensor, parameters: Tensor, among: Sequence[Change]) -> Tensor:
@@ -332,13 +340,14 @@ def _operations(ranges: _Ranges, size: tuple[int, int], magnitude: int, sign: in
     shear, (right, down), turn = sign * ranges.shear * share, ranges.shift, math.radians(sign * ranges.turn * share)
     factor = [round(ONE * (1 + sign * ranges.factor * share))]
     cos, sin = math.cos(turn), math.sin(turn)
+    moved = partial(_moved, size=size)
     made: dict[str, tuple[Change, list[int]]] = {
         "Identity": (identity, []),
-        "ShearX": (affine, _moved((1, shear), (0, 1))),
-        "ShearY": (affine, _moved((1, 0), (shear, 1))),
-        "TranslateX": (affine, _moved((1, 0), (0, 1), shift=(sign * int(right * share), 0))),
-        "TranslateY": (affine, _moved((1, 0), (0, 1), shift=(0, sign * int(down * share)))),
-        "Rotate": (affine, _moved((cos, -sin), (sin, cos), centre=size)),
+        "ShearX": (affine, moved((1, shear), (0, 1))),
+        "ShearY": (affine, moved((1, 0), (shear, 1))),
+        "TranslateX": (affine, moved((1, 0), (0, 1), shift=(sign * int(right * share), 0))),
+        "TranslateY": (affine, moved((1, 0), (0, 1), shift=(0, sign * int(down * share)))),
+        "Rotate": (affine, moved((cos, -sin), (sin, cos), centre=size)),
         "Brightness": (brightness, factor),
         "Color": (saturation, factor),
         "Contrast": (contrast, factor),
@@ -355,20 +364,26 @@ def _moved(
     columns: tuple[float, float],
     rows: tuple[float, float],
     *,
+    size: tuple[int, int],
     centre: tuple[int, int] = (0, 0),
     shift: tuple[int, int] = (0, 0),
 ) -> list[int]:
-    """Where `affine` finds a pixel: by column, by row and a constant, its column before, and so its row.
+    """Where `affine` finds a pixel of images of `size`: by column, by row and a constant, its column; so its row.
 
     `centre` (height, width) is twice the point that stays, `shift` how far images move to the right and down.
     """
-    parameters = []
+    parameters, half = [], _place_bits(*size) - 1
     for (by_column, by_row), own, moved in zip((columns, rows), reversed(centre), shift, strict=True):
         # Columns and rows are counted in halves, so that the middle of a pixel is odd.
-        first, second = (round(by * 2 ** (_PLACE_BITS - 1)) for by in (by_column, by_row))
-        constant = (own << (_PLACE_BITS - 1)) - first * centre[1] - second * centre[0] - (moved << _PLACE_BITS)
+        first, second = (round(by * 2**half) for by in (by_column, by_row))
+        constant = (own << half) - first * centre[1] - second * centre[0] - (moved << half + 1)
         parameters += [first, second, constant]
     return parameters
+
+
+def _place_bits(height: int, width: int) -> int:
+    """How many bits the place of a pixel has behind the point: in int32 it may be twice the size, or 64."""
+    return 29 - max(height, width, 32).bit_length()
 
 
 @cache
