@@ -74,7 +74,8 @@ def launch(*args: str | Path, timeout_s: float = 110, check: bool = True, ranks:
     One thread per process: the tests run more processes than there are cores. With `ranks` it runs in so many
     processes, as under torchrun; with one the strategy launches the others.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    paths = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     with tempfile.TemporaryDirectory() as folder:
         out, err = (Path(folder) / name for name in ("stdout", "stderr"))
         run = ForkedRun([str(arg) for arg in args], environment=environment, stdout=out, stderr=err, num_ranks=ranks)

@@ -299,6 +299,15 @@ def same_bits() -> Values:
     return values
 
 
+def recomputed() -> Values:
+    """What computing activations twice saves and costs."""
+    rows = {row["arch"]: row for row in read("recompute/2026-11-27/recompute.json")}
+    names = ("memory_ratio", "time_ratio", "time_ratio_largest")
+    return {
+        f"recompute-{arch}-{name.replace('_', '-')}": f"{row[name]:.2f}" for arch, row in rows.items() for name in names
+    }
+
+
 def options() -> Values:
     """Which options work in which mode: the table of refusals."""
 
@@ -332,6 +341,7 @@ def main(*, check: bool) -> int:
         | replayed()
         | silent_bugs()
         | related()
+        | recomputed()
         | chaos()
         | audited()
         | paused()

@@ -79,10 +79,14 @@ def main(output: Path, archs: list[str], batch_size: int, times: int, flags: lis
     complete(output, archs, one, settings=settings, tell=print)
 
 
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("output", type=Path, help="JSON file to write")
+    found.add_argument("--archs", nargs="+", default=["resnet18"])
+    found.add_argument("--batch_size", type=int, default=64)
+    found.add_argument("--times", type=int, default=5)
+    return found
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", type=Path, help="JSON file to write")
-    parser.add_argument("--archs", nargs="+", default=["resnet18"])
-    parser.add_argument("--batch_size", type=int, default=64)
-    parser.add_argument("--times", type=int, default=5)
-    run_script(parser, main)
+    run_script(parser(), main)

@@ -12,8 +12,10 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BatchSizeFinder,
+    EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
     SpikeDetection,
@@ -119,6 +121,8 @@ REFUSED: dict[type[Callback], tuple[str, str]] = {
     ),
     Timer: ("has a setting that config.yaml cannot hold", "pass --trainer.max_time=DAYS:HOURS:MINUTES:SECONDS"),
 }
+
+STEP_METRICS = ("train/loss_step", "train/acc_step")  # see `LitResNet.step_metrics`
 
 
 def check_bounds(arguments: Namespace) -> None:
@@ -419,6 +423,27 @@ def _check_callbacks(trainer: Any, *, timed: bool) -> None:
         found = any(isinstance(callback, kind) for callback in trainer.callbacks)
         if found and not (timed and kind is Timer):
             raise ConfigError(f"--trainer.callbacks: {kind.__name__} {reason}", remedy=remedy)
+    for callback in trainer.callbacks:
+        if isinstance(callback, EarlyStopping | ModelCheckpoint):
+            _check_monitor(callback, processes=mode_of(trainer.strategy).layout.data_parallel_size)
+
+
+def _check_monitor(callback: EarlyStopping | ModelCheckpoint, *, processes: int) -> None:
+    """Refuse decisions on what processes log apart, and on what a resumed run has not logged yet."""
+    name, monitor = f"--trainer.callbacks: {type(callback).__name__}", callback.monitor
+    if monitor in STEP_METRICS and processes > 1:
+        raise ConfigError(
+            f"{name} with {monitor}, of which each process logs that of its own part of the batch: what is decided "
+            "would depend on their number",
+            remedy=f"pass --trainer.callbacks.monitor={monitor.removesuffix('_step')}, the mean of an epoch",
+        )
+    between = isinstance(callback, ModelCheckpoint) and callback.every_n_epochs == 0  # saves by steps or by time
+    if monitor is not None and monitor not in STEP_METRICS and between:
+        raise ConfigError(
+            f"{name} between validations would be ranked by the {monitor} of an earlier one, which a run that is "
+            "resumed does not know",
+            remedy="leave out the monitor, or every_n_train_steps and train_time_interval",
+        )
 
 
 def _check_precision(trainer: Trainer, asked: Namespace, *, compiles: bool) -> None:

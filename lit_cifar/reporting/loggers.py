@@ -43,6 +43,11 @@ def logger_below(folder: Path, given: Namespace, settings: Mapping[str, Any]) ->
             is not there, a missing key, or a store that they refuse.
     """
     arguments = {**given.get("init_args", {}), **given.get("dict_kwargs", {})}
+    if given.class_path.endswith(".CometLogger") and arguments.get("online") is False:
+        raise ConfigError(
+            "--trainer.logger=CometLogger with online=false would record nothing: Lightning 2.6.6 disables it",
+            remedy="leave out online=false, or pass --trainer.logger=WandbLogger --trainer.logger.offline=true",
+        )
     if "save_dir" in arguments:
         arguments["save_dir"] = str(folder / (arguments["save_dir"] or ""))
     try:

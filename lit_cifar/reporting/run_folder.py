@@ -56,6 +56,10 @@ class RunLock:
             os.close(self._descriptor)
 
 
+# W&B's folder below ours has one for each run, with links to logs in its cache. Nobody else writes there.
+_WANDB = "wandb"
+
+
 def _check_links(folder: Path) -> None:
     """Refuse links out of `folder`: the run would write through them, perhaps over others' files."""
     root = folder.resolve()
@@ -67,6 +71,8 @@ def _check_links(folder: Path) -> None:
                     f"{path} is a link to {target}, outside of the run folder, which the run would write over",
                     remedy="remove the link, or put a copy of what it leads to in its place",
                 )
+        if Path(parent) == folder and _WANDB in folders:
+            folders.remove(_WANDB)
 
 
 def _lock(descriptor: int, path: Path) -> None:
