@@ -11,13 +11,14 @@ import lightning as L
 import own_networks
 import pytest
 import torch
-from commands import callback, last_checkpoint, mode_flags, refused, run_here
+from commands import TINY, callback, last_checkpoint, mode_flags, refused, run_here
 from data_files import draw_pictures
 from tiny_task import read_events
 
 from lit_cifar import CheckpointError, CIFAR10DataModule, ConfigError, DataError, LitResNet
 from lit_cifar.models.blocks import blocks_of, tensor_split_of
 from lit_cifar.strategies import LayerParallelStrategy
+from lit_cifar.tools.verify import verify
 
 STEPS = 3
 
@@ -225,6 +226,38 @@ def test_mistakes_are_named_before_a_process_is_started(words: str, pictures: Pa
     more += [word if word.startswith("--") else own(word) for word in words.split()]
     assert MISTAKES[words] in refused("fit", *flags(pictures), *more, f"--run_dir={tmp_path / 'run'}")
     assert not (tmp_path / "run").exists()
+
+
+BUILDERS = [
+    (["torchvision.models.resnet18", "--model.network.num_classes=10"], "torchvision.models.resnet.ResNet"),
+    (
+        ["timm.create_model", "--model.network.model_name=resnet18", "--model.network.dict_kwargs.num_classes=10"],
+        "timm.models.resnet.ResNet",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "kind"), BUILDERS, ids=["torchvision", "timm"])
+def test_a_network_that_a_function_builds(words: list[str], kind: str, tmp_path: Path) -> None:
+    """It trains in modes that take any network, and its run folder is enough to evaluate it."""
+    pytest.importorskip(kind.partition(".")[0], reason="timm is not installed")
+    whole = [flag for flag in TINY if "--model" not in flag] + [f"--model.network={words[0]}", *words[1:]]
+    run = tmp_path / "run"
+    run_here("fit", *whole, "--trainer.max_steps=1", f"--run_dir={run}")
+    assert last_checkpoint(run)["lit_cifar"]["network"] == kind
+    run_here("test", run, f"--run_dir={tmp_path / 'tested'}")
+    for mode, says in {"pp": "ResNet does not say which it has", "tp": "does not say which can be split"}.items():
+        refused("fit", *whole, *mode_flags(mode), f"--run_dir={tmp_path / 'x'}", says=[says])
+    refused("fit", *whole, "--model.network.width=3", says=["did you mean --model.network.dict_kwargs.width?"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_network_of_torchvision_is_the_same_in_modes_that_take_any() -> None:
+    flags = ["--model.network=torchvision.models.resnet18", "--model.network.num_classes=10"]
+    flags += ["--model.freeze=['conv1.*','bn1.*']", "--data.num_train=48", "--data.batch_size=16", "--data.val_size=16"]
+    rows = verify(["ddp", "fsdp2"], args=flags, steps=2)
+    assert [(row.mode, row.problems) for row in rows if not row.passed] == []
 
 
 def test_tied_weights_cannot_be_on_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:

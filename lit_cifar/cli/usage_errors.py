@@ -1,5 +1,6 @@
 """Reports of a user's mistake on the command line: at most five lines, and exit status 2."""
 
+import inspect
 import re
 import shlex
 import signal
@@ -8,6 +9,7 @@ from ast import literal_eval
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -69,6 +71,7 @@ class Parser(LightningArgumentParser):
             # Options are long and begin alike, so the cutoff is higher than for single words.
             near = get_close_matches(found[1], self._option_string_actions, n=1, cutoff=0.75)
             guess = near[0] if near else None
+        guess = _open_argument(problem) or guess
         guess = next((new for old, new in _RENAMED.items() if re.search(rf"\b{old}\b", message)), guess)
         help = f"see {_program()} --help"
         refuse(problem, remedy=help if guess is None else f"did you mean {guess}? {help}")
@@ -168,6 +171,16 @@ def _refuse_arguments_of_name(message: str) -> None:
         f"--trainer.strategy={name} is a short name, which takes no arguments; a class takes them",
         remedy=f"use {shlex.join([f'--trainer.strategy={strategy}', *flags])}",
     )
+
+
+def _open_argument(message: str) -> str | None:
+    """The flag of an argument that a function takes by `**kwargs`, where jsonargparse cannot see which there are."""
+    found = re.search(r"key \"(\S+?)\": '(\S+?)':.*Option '(\w+)' is not accepted", message, flags=re.DOTALL)
+    if found is None:
+        return None
+    parameters = inspect.signature(resolve_name(found[2])).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return f"--{found[1]}.dict_kwargs.{found[3]}" if takes_any else None
 
 
 def _without_alternatives(message: str) -> str:

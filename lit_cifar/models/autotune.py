@@ -95,7 +95,8 @@ def _measure(arguments: Namespace, batch_size: Callable[[], int]) -> dict[Candid
         if model.network is None:
             network = build_network(model.arch, stem=stem_of(model.arch, model.stem), **sizes)
         else:
-            network = instantiate_class((), model.network)
+            given = {**model.network.get("init_args", {}), **model.network.get("dict_kwargs", {})}
+            network = instantiate_class((), {"class_path": model.network.class_path, "init_args": given})
     has_gpu = torch.cuda.is_available() and arguments.trainer.accelerator != "cpu"
     if not has_gpu:
         keep_freed_memory()  # the run will do so too

@@ -69,4 +69,4 @@ def head_of(network: nn.Module, num_classes: int) -> str:
             "classifier",
             remedy="leave it out",
         )
-    return found[-1]
+    return str(found[-1])

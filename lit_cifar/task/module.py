@@ -75,7 +75,8 @@ class LitResNet(L.LightningModule):
         zero_init_residual: Start a ResNet with blocks that are the identity: the weight of the last BatchNorm layer of
             each is 0 (Goyal et al., 2017).
         network: A network of your own in place of `arch`, from images (n, 3, image_size, image_size) to logits. On the
-            command line a class with its arguments: --model.network=my_package.Net --model.network.width=64.
+            command line a class, or a function that says what it returns, with its arguments:
+            --model.network=my_package.Net --model.network.width=64, or --model.network=torchvision.models.resnet18.
             `lit_cifar.models.blocks` says what `mp`, `pp` and `tp` need from it.
         weights: File whose weights a new training starts from: of this package, torchvision, timm (.safetensors too),
             or any program that saves a `state_dict()`, also in a dictionary or behind prefixes. What of it fits is

@@ -102,16 +102,12 @@ def check_total_steps(scheduler: Any, total_steps: float) -> None:
 
 def scale_rates(scheduler: Any, group: dict[str, Any], *, number: int, ratio: float) -> None:
     """Multiply the rates of one parameter group in a schedule that gives all groups its own and not the optimizer's."""
-    if isinstance(scheduler, OneCycleLR):
-        names = ("lr", "initial_lr", "max_lr", "min_lr")
-    elif isinstance(scheduler, CyclicLR):
-        names = ("lr", "initial_lr")
-        scheduler.base_lrs[number] *= ratio
-        scheduler.max_lrs[number] *= ratio
-    else:
-        return
-    for name in names:
-        group[name] *= ratio
+    if isinstance(scheduler, CyclicLR):
+        for rates in (scheduler.base_lrs, scheduler.max_lrs):
+            rates[number] *= ratio
+    if isinstance(scheduler, CyclicLR | OneCycleLR):
+        for name in {"lr", "initial_lr", "max_lr", "min_lr"} & group.keys():
+            group[name] *= ratio
 
 
 def check_ratio(scheduler: Any, optimizer: Optimizer, rates: Sequence[float]) -> None:

@@ -216,8 +216,8 @@ def _network_flags(model: dict[str, Any]) -> list[str]:
 
 
 def made(config: Mapping[str, Any], *args: Any) -> Any:
-    """An object of the class that a configuration names, with its arguments there, after `args`."""
-    return resolve_name(config["class_path"])(*args, **config.get("init_args", {}))
+    """An object of the class or function that a configuration names, with its arguments there, after `args`."""
+    return resolve_name(config["class_path"])(*args, **config.get("init_args", {}), **config.get("dict_kwargs", {}))
 
 
 @dataclass(frozen=True)
