@@ -65,8 +65,8 @@ class Machine:
                 found.append(psutil.Process(int(pid)))
         return found
 
-    def switch_off(self) -> None:
-        """End everything here, and the machine with it."""
+    def kill_all(self) -> None:
+        """End everything here."""
         while processes := self.processes():
             for process in processes:
                 with suppress(psutil.NoSuchProcess):
@@ -74,6 +74,10 @@ class Machine:
             for started in self.running:
                 started.wait()
             psutil.wait_procs(processes, timeout=10)
+
+    def switch_off(self) -> None:
+        """End everything here, and the machine with it."""
+        self.kill_all()
         _ip("netns", "delete", self.name)
 
 

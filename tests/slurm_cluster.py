@@ -7,10 +7,9 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 from machines import REPOSITORY, Machine, two_machines
 from machines import why_not as why_no_machines
 
@@ -31,7 +30,7 @@ class Cluster:
     """The cluster, whose files lie in `folder`. The first node has the controller, and is where commands run."""
 
     def __init__(self, folder: Path, machines: tuple[Machine, Machine]) -> None:
-        self._folder, self._machines = folder, machines
+        self._folder, self.machines = folder, machines
         key, socket = folder / "munge.key", folder / "munge.socket"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
@@ -53,25 +52,19 @@ class Cluster:
         """Number of nodes that wait for jobs."""
         return int(self.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() or 0)
 
-    def lose_node(self, number: int) -> None:
-        """Kill all that runs on a node."""
-        for process in self._machines[number].processes():
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-
     def _start(self, name: str, number: int, program: str, *words: str) -> None:
         """Start a daemon on a machine that goes by its node's name, with the cluster's table of hosts."""
         hosts = f"hostname {NODES[number]} && mount --bind {self._folder / 'hosts'} /etc/hosts"
         command = ["unshare", "--uts", "--mount", "sh", "-c", f'{hosts} && exec "$@"', "sh", _found(program), *words]
         log = self._folder / f"{name}.log"
-        self._machines[number].start(*command, log=log, cwd=self._folder, **self._variables())
+        self.machines[number].start(*command, log=log, cwd=self._folder, **self._variables())
 
     def _variables(self) -> dict[str, str]:
         return {"SLURM_CONF": str(self._folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
 
     def start(self, *words: str | Path, log: Path, **environment: str) -> subprocess.Popen[bytes]:
         """Start a command on the first node, in the checkout."""
-        return self._machines[0].start(*words, log=log, cwd=REPOSITORY, **self._variables(), **environment)
+        return self.machines[0].start(*words, log=log, cwd=REPOSITORY, **self._variables(), **environment)
 
     def run(self, *words: str | Path, **environment: str) -> str:
         """What a command says there."""

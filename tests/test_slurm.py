@@ -109,7 +109,7 @@ def test_a_cancelled_job_ends_and_does_not_come_back(slurm: Cluster, tmp_path: P
 def test_the_rest_goes_on_when_a_node_is_lost(slurm: Cluster, undisturbed: tuple[str, str], tmp_path: Path) -> None:
     job = Job(slurm, tmp_path, "--time=10", step_s=1)
     job.wait_for_step(4)
-    slurm.lose_node(1)
+    slurm.machines[1].kill_all()
     job.wait_for_end("COMPLETED")
     assert end_of(job.run)[1] == undisturbed[1]
 
