@@ -46,6 +46,10 @@ def check_command(words: Sequence[str]) -> None:
     match words:
         case ["python", "-m", "lit_cifar", *args]:
             check_program(args)
+        case ["srun", *options]:
+            program = options.index("python")
+            assert all(option.startswith("--") for option in options[:program])
+            check_command(options[program:])
         case ["python", "-m", "tests.mutations", *args]:
             mutations_parser().parse_args([arg for arg in args if arg != "no-warmup"])  # which CONTRIBUTING.md adds
         case ["torchrun", *args]:

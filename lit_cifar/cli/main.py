@@ -47,6 +47,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.launch.rendezvous import as_list, check_processes, count_processes, resolve_world_size
 from lit_cifar.launch.restarts import ForkedRanks
 from lit_cifar.launch.signals import handlers_put_back, signals_to_spawned
+from lit_cifar.launch.srun import adopt_task
 from lit_cifar.launch.startup import exit_with_parent
 from lit_cifar.mode import Layout, mode_of
 from lit_cifar.models import DEFAULT_ARCH
@@ -90,6 +91,7 @@ def _run(words: list[str]) -> None:
     """Run the command that `words` name."""
     if words and words[0] in COMMANDS:
         raise SystemExit(COMMANDS[words[0]](words[1:]))
+    adopt_task()
     check_command(words)
     words = spelled_out(words)
     if any(MAY_NAME_STRATEGY.search(word) for word in words):

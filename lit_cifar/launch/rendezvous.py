@@ -1,7 +1,8 @@
 """Number of a run's processes, the place where they meet, and the network interface on which they listen.
 
 torchrun may start a different number after a restart. `--trainer.devices` and `--trainer.num_nodes` need not be
-repeated on the command line, and cannot be if the number of machines changes.
+repeated on the command line, and cannot be if the number of machines changes. What is said of torchrun here holds for
+`srun` too: its tasks have torchrun's variables (`srun.py`).
 
 A process group opens up to three kinds of ports: the store of rank 0, through which the processes find each other, and
 the listeners of gloo and NCCL. None of them asks who is calling, and torch opens the first on every interface. Here all
@@ -39,6 +40,7 @@ from lit_cifar.launch.network_interfaces import (
     loopback_interface,
     named_interface,
 )
+from lit_cifar.launch.srun import is_task
 from lit_cifar.mode import mode_of
 
 _PLACE = "lit_cifar/place"  # key of the address of rank 0 in the store of torchrun's agent
@@ -101,20 +103,23 @@ def check_processes(trainer: Trainer, *, rank: int) -> None:
 
 
 def _follow_torchrun(config: dict[str, Any], strategy: Strategy | None) -> None:
-    mode = mode_of(strategy)
+    mode, launcher = mode_of(strategy), _launcher()
     if mode.start_method != "popen":
         raise ConfigError(
-            f"--trainer.strategy={config['strategy']} starts processes itself, and torchrun has already started them",
-            remedy="pass --trainer.strategy=ddp, or start it with python in place of torchrun",
+            f"--trainer.strategy={config['strategy']} starts processes itself, and {launcher} has already started them",
+            remedy=f"pass --trainer.strategy=ddp, or start it with python in place of {launcher}",
         )
     processes, machines, total = (int(os.environ[f"{name}WORLD_SIZE"]) for name in ("LOCAL_", "GROUP_", ""))
     if processes * machines != total:
         raise ConfigError(
             f"{total} processes on {machines} machines, but {processes} on this one: machines must have equally many",
-            remedy="start torchrun with the same --nproc-per-node on every machine",
+            remedy="pass srun --ntasks-per-node=N"
+            if is_task()
+            else "start torchrun with the same --nproc-per-node on every machine",
         )
     each = mode.devices_per_process
-    _follow(config, "devices", processes * each, started=f"--nproc-per-node={processes}")
+    option = "ntasks" if is_task() else "nproc"
+    _follow(config, "devices", processes * each, started=f"--{option}-per-node={processes}")
     _follow(config, "num_nodes", machines, started=f"{machines} machine(s)")
 
 
@@ -131,8 +136,8 @@ def _follow(config: dict[str, Any], name: str, value: int, *, started: str) -> N
         config[name] = value
     elif _count(given) not in (None, value):
         raise ConfigError(
-            f"--trainer.{name}={given}, but torchrun started {started}, which makes {value}",
-            remedy=f"leave out --trainer.{name}, torchrun decides it",
+            f"--trainer.{name}={given}, but {_launcher()} started {started}, which makes {value}",
+            remedy=f"leave out --trainer.{name}, {_launcher()} decides it",
         )
 
 
@@ -159,9 +164,9 @@ def cluster_environment(*, num_nodes: int = 1) -> ClusterEnvironment:
     num_tasks = _num_cluster_tasks()
     if num_tasks > 1:
         raise ConfigError(
-            f"a cluster has {num_tasks} tasks for this job, and they were not started by torchrun",
-            remedy="let it start torchrun, one task on each machine: see configs/cluster/slurm.sh; in a shell of "
-            "salloc's: export SLURM_JOB_NAME=bash",
+            f"a cluster has {num_tasks} tasks for this job, and this process does not train together with others",
+            remedy="srun python -m lit_cifar fit, a task for each device; or configs/cluster/slurm.sh; for one process "
+            "srun --ntasks=1; in a shell of salloc's: export SLURM_JOB_NAME=bash",
         )
     if num_nodes > 1:
         raise ConfigError(
@@ -271,8 +276,11 @@ class TorchrunEnvironment(TorchElasticEnvironment):
         if self.global_rank() == 0:
             if socket.gethostbyname(address) != self._address:
                 raise ConfigError(
-                    f"torchrun sends the other machines to {address}, which is not {self._interface} ({self._address})",
-                    remedy=f"pass torchrun --local-addr={self._address}",
+                    f"{_launcher()} sends the other machines to {address}, which is not {self._interface} "
+                    f"({self._address})",
+                    remedy=f"export MASTER_ADDR={self._address} for all tasks"
+                    if is_task()
+                    else f"pass torchrun --local-addr={self._address}",
                 )
             _KEPT.append(open_store(self._address, port=port, only_there=True))
         return address, port
@@ -343,6 +351,10 @@ def _num_cluster_tasks() -> int:
         return int(os.environ["SLURM_NTASKS"])  # Lightning's class might refuse the job
     others = (kind for kind in (LSFEnvironment, MPIEnvironment) if kind.detect())
     return max((kind().world_size() for kind in others), default=1)
+
+
+def _launcher() -> str:
+    return "srun" if is_task() else "torchrun"
 
 
 def _num_machines() -> int:

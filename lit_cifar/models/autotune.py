@@ -85,8 +85,8 @@ def _of_resumed(arguments: Namespace) -> Candidate | None:
 def _measure(arguments: Namespace, batch_size: Callable[[], int]) -> dict[Candidate, float]:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ConfigError(
-            "--autotune=true measures before a run starts its processes, and torchrun has started them already",
-            remedy="run fit once without torchrun, and pass the --trainer.precision and --model.channels_last that its "
+            "--autotune=true measures before a run starts its processes, and torchrun or srun has started them already",
+            remedy="run fit once without it, and pass the --trainer.precision and --model.channels_last that its "
             "config.yaml has",
         )
     model = arguments.model

@@ -1,0 +1,148 @@
+"""Jobs on a SLURM cluster of two nodes: `slurm.sh`, and plain `srun`."""
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from commands import TINY, callback, launch, mode_flags
+from recorder import global_steps
+from slurm_cluster import NODES, Cluster, cluster, why_not
+
+from lit_cifar.launch.signals import EXIT_STOPPED
+
+SCRIPT = "configs/cluster/slurm.sh"
+EPOCHS = 3
+STEPS = 5 * EPOCHS
+FLAGS = [*TINY, "--trainer.strategy=ddp", f"--trainer.max_epochs={EPOCHS}", "--last_checkpoint.every_n_steps=2"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("slurm")]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[Cluster]:
+    if reason := why_not():
+        pytest.skip(reason)
+    (tmp_path / "slurm").mkdir()
+    with cluster(tmp_path / "slurm") as started:
+        yield started
+
+
+class Job:
+    """`slurm.sh` on both nodes, one process on each, which writes to `folder`. A step takes at least `step_s`."""
+
+    def __init__(self, slurm: Cluster, folder: Path, *options: str, step_s: float) -> None:
+        self._slurm, self._folder, self.log = slurm, folder, folder / "log"
+        (folder / "ids").mkdir()
+        record = callback("recorder.RecordIds", folder=folder / "ids")
+        slow = callback("stopping.SlowSteps", seconds=step_s)
+        sizes = ["--nodes=2", "--gpus-per-node=0", "--cpus-per-task=1", f"--output={self.log}"]
+        words = ["sbatch", "--parsable", *sizes, *options, SCRIPT, *FLAGS, *record, *slow, f"--run_dir={self.run}"]
+        settings = {"INTERFACE": "eth0", "NPROC": "1", "LAST_CALL_S": "8", "DEAD_AFTER_S": "6"}
+        self.number = slurm.run(*words, **settings).strip()
+
+    @property
+    def run(self) -> Path:
+        return self._folder / "run"
+
+    def wait_for(self, holds: Callable[[], bool], what: str, *, timeout_s: float = 400) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not holds():
+            assert time.monotonic() < deadline, f"not {what}: {self.state()}\n{self.said()}\n{self._slurm.logs()}"
+            time.sleep(0.5)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(lambda: any(number >= step for _, number, _ in self.steps()), f"at step {step}")
+
+    def wait_for_end(self, state: str) -> None:
+        self.wait_for(lambda: self.state() == state, state)
+
+    def steps(self) -> list[tuple[int, int, list[int]]]:
+        return global_steps(self._folder / "ids")
+
+    def state(self) -> str:
+        return self._slurm.state(self.number)
+
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+
+def end_of(run: Path) -> tuple[str, str]:
+    """The digest of the last weights, and which samples were used in which step."""
+    return (run / "weights.sha256").read_text().splitlines()[-1], (run / "sample_audit.csv").read_text()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The end of the same run on two processes of this machine."""
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    launch("fit", *FLAGS, "--trainer.devices=2", f"--run_dir={run}", timeout_s=300)
+    return end_of(run)
+
+
+def test_a_job_is_queued_again_before_its_time_is_up(
+    slurm: Cluster, undisturbed: tuple[str, str], tmp_path: Path
+) -> None:
+    """Its time becomes short while it trains, so that the test does not depend on the speed of the machine."""
+    job = Job(slurm, tmp_path, "--time=60", "--signal=B:USR1@540", step_s=6)
+    job.wait_for_step(2)
+    slurm.run("scontrol", "update", f"jobid={job.number}", "timelimit=10")  # now the signal is due
+    job.wait_for_end("PENDING")
+    slurm.run("scontrol", "update", f"jobid={job.number}", "timelimit=60")
+    job.wait_for_end("COMPLETED")
+    assert "stopped by SIGTERM after" in job.said()
+    assert "resuming" in job.said()
+    assert end_of(job.run) == undisturbed
+
+
+def test_a_cancelled_job_ends_and_does_not_come_back(slurm: Cluster, tmp_path: Path) -> None:
+    job = Job(slurm, tmp_path, "--time=10", step_s=1)
+    job.wait_for_step(3)
+    slurm.run("scancel", job.number)
+    job.wait_for_end("CANCELLED")
+    job.wait_for(lambda: slurm.num_idle() == len(NODES), "free nodes")
+    assert job.state() == "CANCELLED"
+    assert "stopped by SIGTERM after" in job.said()  # and saved
+
+
+def test_the_rest_goes_on_when_a_node_is_lost(slurm: Cluster, undisturbed: tuple[str, str], tmp_path: Path) -> None:
+    job = Job(slurm, tmp_path, "--time=10", step_s=1)
+    job.wait_for_step(4)
+    slurm.machines[1].kill_all()
+    job.wait_for_end("COMPLETED")
+    assert end_of(job.run)[1] == undisturbed[1]
+
+
+def srun(slurm: Cluster, folder: Path, name: str, *flags: str) -> subprocess.Popen[bytes]:
+    words = ["srun", "--nodes=2", "--ntasks-per-node=1", "python", "-m", "lit_cifar", "fit", *FLAGS, *flags]
+    return slurm.start(*words, f"--run_dir={folder / 'run'}", log=folder / name, GLOO_SOCKET_IFNAME="eth0")
+
+
+def test_plain_srun_saves_when_it_is_cancelled_and_resumes(
+    slurm: Cluster, undisturbed: tuple[str, str], tmp_path: Path
+) -> None:
+    """One task on each node; the first job is cancelled in the middle of an epoch."""
+    (tmp_path / "ids").mkdir()
+    record = callback("recorder.RecordIds", folder=tmp_path / "ids")
+    stopped = srun(slurm, tmp_path, "stopped", *record, *callback("stopping.SlowSteps", seconds=1))
+    deadline = time.monotonic() + 200
+    while not any(step >= 6 for _, step, _ in global_steps(tmp_path / "ids")):
+        assert time.monotonic() < deadline, (tmp_path / "stopped").read_text() + slurm.logs()
+        time.sleep(0.2)
+    slurm.run("scancel", "--name=python")
+    assert stopped.wait(60) == EXIT_STOPPED, (tmp_path / "stopped").read_text()
+    assert "stopped by SIGTERM after" in (tmp_path / "stopped").read_text()
+    resumed = srun(slurm, tmp_path, "resumed", "--resume=auto")
+    assert resumed.wait(200) == 0, (tmp_path / "resumed").read_text()
+    assert "resuming" in (tmp_path / "resumed").read_text()
+    assert end_of(tmp_path / "run") == undisturbed
+
+
+def test_several_tasks_on_each_node(slurm: Cluster, tmp_path: Path) -> None:
+    words = ["srun", "--nodes=2", "--ntasks-per-node=2", "python", "-m", "lit_cifar", "fit", *TINY]
+    flags = ["--trainer.strategy=ddp_pp", f"--run_dir={tmp_path / 'run'}"]
+    job = slurm.start(*words, *flags, log=tmp_path / "log", GLOO_SOCKET_IFNAME="eth0")
+    assert job.wait(300) == 0, (tmp_path / "log").read_text()
+    launch("fit", *TINY, *mode_flags("ddp_pp", 4), f"--run_dir={tmp_path / 'same'}", timeout_s=300)
+    assert end_of(tmp_path / "run") == end_of(tmp_path / "same")

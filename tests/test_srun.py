@@ -1,0 +1,147 @@
+"""Tasks of plain `srun`: what they are told, what is refused, and that two train as two processes do without it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import TINY, launch, mode_flags, refused
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.launch.rendezvous import TorchrunEnvironment, resolve_world_size
+from lit_cifar.launch.srun import adopt_task, task_variables
+
+ROOT = Path(__file__).parents[1]
+# As `srun --nodes=2 --ntasks-per-node=2` of SLURM 22.05 sets them for the last of four tasks.
+TASK = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_NAME": "python",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_ID": "3",
+    "SLURM_STEP_NODELIST": "node[3-4]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_PROCID": "3",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "1",
+}
+
+
+def test_a_task_is_told_what_torchrun_would_tell_it() -> None:
+    assert task_variables(TASK) == {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "GROUP_RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": "node3",
+        "MASTER_PORT": "27113",
+        "TORCHELASTIC_RUN_ID": "srun",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"SLURM_STEP_ID": "4"}, {"MASTER_PORT": "27114"}),  # another step of the same job
+        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "500"}, {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "500"}),
+        ({"SLURM_STEP_NODELIST": "gpu7,node[3-4]"}, {"MASTER_ADDR": "gpu7"}),
+        ({"SLURM_RESTART_COUNT": "2"}, {"TORCHELASTIC_RESTART_COUNT": "2"}),
+        ({"SLURM_STEP_TASKS_PER_NODE": "3,1"}, {"LOCAL_WORLD_SIZE": "1"}),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1,2(x3),4", "SLURM_NODEID": "4"}, {"LOCAL_WORLD_SIZE": "4"}),
+    ],
+)
+def test_what_differs_is_told(given: dict[str, str], told: dict[str, str]) -> None:
+    found = task_variables(TASK | given)
+    assert {name: found[name] for name in told} == told
+
+
+@pytest.mark.parametrize("given", [{}, {"SLURM_NTASKS": "4"}, {**TASK, "SLURM_STEP_NUM_TASKS": "1"}])
+def test_a_single_task_is_no_part_of_others(given: dict[str, str]) -> None:
+    """Nor is the script of sbatch, where the job's variables are set, but none of a step."""
+    assert task_variables(given) == {}
+
+
+def test_processes_of_a_torchrun_that_srun_has_started_are_torchruns() -> None:
+    assert task_variables(TASK | {"TORCHELASTIC_RUN_ID": "4711"}) == {}
+
+
+@pytest.fixture
+def task(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The environment of a task, which has been adopted."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for name, value in {**TASK, **task_variables(TASK), "GLOO_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def trainer(**given: Any) -> dict[str, Any]:
+    return {"strategy": "ddp", "devices": "auto", "num_nodes": 1, "plugins": None, **given}
+
+
+@pytest.mark.usefixtures("task")
+@pytest.mark.parametrize(("strategy", "devices"), [("auto", 2), ("ddp", 2), ("pp", 2), ("fsdp2", 2), ("ddp_mp", 4)])
+def test_sizes_are_those_of_srun(strategy: str, devices: int) -> None:
+    config = trainer(strategy=strategy)
+    resolve_world_size(config)
+    assert (config["devices"], config["num_nodes"]) == (devices, 2)
+    assert [type(plugin) for plugin in config["plugins"]] == [TorchrunEnvironment]
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"devices": 3}, "--trainer.devices=3, but srun started --ntasks-per-node=2(.|\n)*srun decides"),
+        ({"num_nodes": 3}, r"--trainer.num_nodes=3, but srun started 2 machine\(s\)"),
+        ({"strategy": "ddp_spawn"}, "and srun has already started them"),
+        ({"LOCAL_WORLD_SIZE": "3"}, "4 processes on 2 machines, but 3 on this one(.|\n)*srun --ntasks-per-node"),
+        ({"GLOO_SOCKET_IFNAME": ""}, "export GLOO_SOCKET_IFNAME=NAME on every machine"),
+    ],
+)
+def test_contradictions_are_refused(given: dict[str, str], problem: str, task: pytest.MonkeyPatch) -> None:
+    for name in filter(str.isupper, given):
+        task.setenv(name, given[name])
+    with pytest.raises(ConfigError, match=problem):
+        resolve_world_size(trainer(**{name: value for name, value in given.items() if name.islower()}))
+
+
+def test_a_first_machine_by_another_interface_is_refused(task: pytest.MonkeyPatch) -> None:
+    task.setenv("RANK", "0")
+    task.setenv("MASTER_ADDR", "127.0.0.2")
+    with pytest.raises(ConfigError, match=r"srun sends the other machines to 127.0.0.2(.|\n)*export MASTER_ADDR=127"):
+        _ = TorchrunEnvironment().main_port
+
+
+def test_a_script_of_sbatch_without_srun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_NAME", "training")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    adopt_task()
+    refused("fit", *TINY, "--trainer.strategy=ddp", says=["a cluster has 4 tasks", "srun python -m lit_cifar fit"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("mode", "devices"), [("ddp", 2), ("ddp_mp", 4), ("pp", 2), ("fsdp2", 2), ("tp", 2)])
+def test_two_tasks_train_as_two_processes_without_srun(mode: str, devices: int, tmp_path: Path) -> None:
+    """The tasks are started here, with SLURM's variables; `test_slurm` has a real `srun`."""
+    srun, other = (f"--run_dir={tmp_path / name}" for name in ("srun", "other"))
+    slurm = TASK | {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}
+    slurm |= {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "lit_cifar", "fit", *TINY, f"--trainer.strategy={mode}", srun],
+            env={**os.environ, **slurm, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task), "OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+        )
+        for task in range(2)
+    ]
+    assert [task.wait(200) for task in tasks] == [0, 0]
+    launch("fit", *TINY, *mode_flags(mode, devices), other, timeout_s=200)
+    ends = [(tmp_path / name / "weights.sha256").read_text() for name in ("srun", "other")]
+    assert ends[0] == ends[1]
