@@ -39,3 +39,12 @@ def _class_weights_of_a_part(site: Site, make: Any, mix: Any, labels: Tensor, *a
 def _partners_of_a_part(site: Site, iterate: Any, sampler: TrainSampler) -> Iterator[BatchIds]:
     for part in iterate(sampler):
         yield part._replace(whole=part.ids, place=slice(None))
+
+
+@mutation("a frozen BatchNorm layer moves", "ddp", args=("--model.freeze=['conv1.*','bn1.*']",))
+def _moving_norm(site: Site) -> None:
+    def move(start: Any, *args: Any) -> None:
+        start(*args)
+        site.module.network.bn1.training = True
+
+    site.replace(site.module, "on_train_batch_start", move)

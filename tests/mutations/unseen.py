@@ -53,18 +53,6 @@ def _states(site: Site) -> Iterator[dict[str, Any]]:
     return iter(site.trainer.optimizers[0].state.values())
 
 
-# What is not trained
-
-
-@mutation("a frozen BatchNorm layer moves", "ddp", args=("--model.freeze=['conv1.*','bn1.*']",))
-def _moving_norm(site: Site) -> None:
-    def move(start: Any, *args: Any) -> None:
-        start(*args)
-        site.module.network.bn1.training = True
-
-    site.replace(site.module, "on_train_batch_start", move)
-
-
 # Copies that are not brought up to date
 
 

@@ -154,6 +154,8 @@ def frozen_problems(record: Record, settings: Configuration) -> list[str]:
     The comparison with one device would not find what this does wrong too.
     """
     module = settings.plain_module
+    if not module.frozen.parameters:
+        return []
     last = record.ends_of_epochs.get((module.unfreeze_at or 0) - 1, max(record.steps))
     start, problems = record.step(min(record.steps)), []
     for number in [number for number in record.steps if number <= last]:
