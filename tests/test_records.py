@@ -20,6 +20,7 @@ WITHOUT_COMMIT = {
     *(f"modes/2026-11-21-steps/losses{name}.json" for name in ("", "_float32")),
     *(f"gpu/2026-11-23/{name}/results.json" for name in ("checks", "speed")),
     *(f"recipes/2026-11-23-gpu/{name}.json" for name in ("search", "search_sgd", "sgd_epochs", "steps")),
+    "data/2026-11-27-policies/gpu.json",
     *(
         str(file.relative_to(BENCHMARKS))
         for folder in (
