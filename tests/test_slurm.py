@@ -115,23 +115,25 @@ def test_the_rest_goes_on_when_a_node_is_lost(slurm: Cluster, undisturbed: tuple
 
 
 def srun(slurm: Cluster, folder: Path, name: str, *flags: str) -> subprocess.Popen[bytes]:
-    words = ["srun", "--nodes=2", "--ntasks-per-node=1", "python", "-m", "lit_cifar", "fit", *FLAGS, *flags]
+    time = ["--time=60", "--signal=TERM@540"]
+    words = ["srun", "--nodes=2", "--ntasks-per-node=1", *time, "python", "-m", "lit_cifar", "fit", *FLAGS, *flags]
     return slurm.start(*words, f"--run_dir={folder / 'run'}", log=folder / name, GLOO_SOCKET_IFNAME="eth0")
 
 
-def test_plain_srun_saves_when_it_is_cancelled_and_resumes(
-    slurm: Cluster, undisturbed: tuple[str, str], tmp_path: Path
+@pytest.mark.parametrize("stop", [["scancel", "1"], ["scontrol", "update", "jobid=1", "timelimit=10"]])
+def test_plain_srun_saves_when_it_is_cancelled_or_its_time_is_up_and_resumes(
+    stop: list[str], slurm: Cluster, undisturbed: tuple[str, str], tmp_path: Path
 ) -> None:
-    """One task on each node; the first job is cancelled in the middle of an epoch."""
+    """One task on each node; the first job is stopped in the middle of an epoch."""
     (tmp_path / "ids").mkdir()
     record = callback("recorder.RecordIds", folder=tmp_path / "ids")
-    stopped = srun(slurm, tmp_path, "stopped", *record, *callback("stopping.SlowSteps", seconds=1))
+    stopped = srun(slurm, tmp_path, "stopped", *record, *callback("stopping.SlowSteps", seconds=4))
     deadline = time.monotonic() + 200
-    while not any(step >= 6 for _, step, _ in global_steps(tmp_path / "ids")):
+    while not any(step >= 2 for _, step, _ in global_steps(tmp_path / "ids")):
         assert time.monotonic() < deadline, (tmp_path / "stopped").read_text() + slurm.logs()
         time.sleep(0.2)
-    slurm.run("scancel", "--name=python")
-    assert stopped.wait(60) == EXIT_STOPPED, (tmp_path / "stopped").read_text()
+    slurm.run(*stop)
+    assert stopped.wait(120) == EXIT_STOPPED, (tmp_path / "stopped").read_text()
     assert "stopped by SIGTERM after" in (tmp_path / "stopped").read_text()
     resumed = srun(slurm, tmp_path, "resumed", "--resume=auto")
     assert resumed.wait(200) == 0, (tmp_path / "resumed").read_text()
