@@ -21,7 +21,7 @@ import torch.multiprocessing
 from torch.amp import GradScaler
 
 from lit_cifar.checks.relations import calls, in_lightning
-from lit_cifar.checks.relations.generators import ROUNDED, draw_by_sample, make_quiet, seed_all
+from lit_cifar.checks.relations.generators import ROUNDED, draw_by_sample, make_quiet, note_own_generators, seed_all
 from lit_cifar.checks.relations.loaders import Loaders
 from lit_cifar.checks.relations.own_files import Guard, mirror
 from lit_cifar.checks.relations.patching import patched
@@ -71,6 +71,8 @@ def _prepare(watched: Watched, loaders: Loaders, rank: int) -> None:
     if plan.quiet:
         make_quiet(watched.trace.remarks.add)
         draw_by_sample(watched.key_of_draw, watched.draws)
+    else:
+        note_own_generators(watched.draws_apart)
     if plan.seed:
         _seed_otherwise(plan.seed)
     seed_all("start", plan.seed, rank)

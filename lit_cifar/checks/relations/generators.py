@@ -72,6 +72,23 @@ def draw_by_sample(key: Callable[[], tuple[int, Sequence[int]] | None], remark: 
     patched(Tensor, "uniform_", by_rows(uniform, _between))
 
 
+def note_own_generators(remark: Callable[[], None]) -> None:
+    """Call `remark` where torch draws from a generator of the script's own, whose state nobody else sees."""
+
+    def patch(own: Any) -> Callable[..., Any]:
+        def drawn(*args: Any, **settings: Any) -> Any:
+            if settings.get("generator") is not None:
+                remark()
+            return own(*args, **settings)
+
+        return drawn
+
+    for name in ("randn", "rand", "randint", "normal", "bernoulli"):
+        patched(torch, name, patch)
+    for name in ("normal_", "uniform_"):
+        patched(Tensor, name, patch)
+
+
 def _whole_numbers(of_rows: Tensor, *args: Any, **settings: Any) -> Tensor:
     numbers = [value for value in (*args, settings.get("low"), settings.get("high")) if isinstance(value, int)]
     low, high = numbers if len(numbers) > 1 else (0, *numbers)

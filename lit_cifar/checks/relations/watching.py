@@ -27,7 +27,7 @@ from lit_cifar.internals import tree_map
 
 CHECKPOINT = "checkpoint"  # in the folder of the run, for all ranks; a script may add to the name
 DRAWS_IN_OPTIMIZER = "the optimizer draws random numbers, one parameter after another"
-DRAWS_IN_EVALUATION = "the evaluation draws random numbers, such as by dropout that is left on"
+DRAWS_IN_EVALUATION = "the evaluation draws random numbers, such as noise, or by dropout that is left on"
 _MOST_VALUES = 2**22  # of a step's samples that are told apart
 
 
@@ -357,6 +357,11 @@ class Watched:
     def draws(self) -> None:
         """Note that a step draws numbers from a generator of the script's own."""
         self.trace.draws |= self._is_in_batch
+
+    def draws_apart(self) -> None:
+        """Note that an evaluation does so: other batches give its samples other numbers."""
+        if self._has_trained and self.phase() == "evaluate":
+            self.trace.remarks.add(DRAWS_IN_EVALUATION)
 
     def _spoil(self, ids: set[int]) -> None:
         """Change parameters that are drawn: the same seed would otherwise hide that a checkpoint does not hold them."""
