@@ -50,7 +50,7 @@ _TEXTS = {
     "trainer.strategy": "Mode of parallelism, as dp, ddp, ddp_spawn, mp, pp, fsdp2 or tp. `python -m lit_cifar modes` "
     "lists them all, and which of them run on this machine.",
     "trainer.devices": "Number of devices on each machine: GPUs, or on the CPU processes or virtual devices.",
-    "trainer.num_nodes": "Number of machines. If there are several, torchrun or srun must start the processes.",
+    "trainer.num_nodes": "Number of machines, on which torchrun or srun starts the processes.",
     "trainer.precision": "Floating point format: 32-true (the default), 64-true, bf16-mixed (autocast), or 16-mixed "
     "(with loss scaling, on GPUs only).",
     "trainer.max_epochs": "Number of epochs. The default learning rate schedule spans all of them.",

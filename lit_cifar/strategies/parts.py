@@ -73,12 +73,13 @@ class Parts(WholeBatch):
     def cut(self, batch: Batch) -> list[Batch]:
         """This process's parts in the order of the tree, each weighted by its share of the samples."""
         average = len(batch.labels) / batch.weight  # samples of a process
-        whole = batch._asdict()
-        parts = (
-            {name: each[place :: self.count] for name, each in whole.items() if isinstance(each, Tensor)}
-            for place in self.places
-        )
-        return [Batch(**part, weight=len(part["labels"]) * self.count / average) for part in parts]
+
+        def part(place: int) -> Batch:
+            own = slice(place, None, self.count)
+            labels, soft_targets = batch.labels[own], None if batch.soft_targets is None else batch.soft_targets[own]
+            return Batch(batch.images[own], labels, batch.ids[own], len(labels) * self.count / average, soft_targets)
+
+        return [part(place) for place in self.places]
 
     @override
     def num_microbatches(self, asked: int) -> int:

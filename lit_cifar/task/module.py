@@ -77,7 +77,7 @@ class LitResNet(L.LightningModule):
         network: A network of your own in place of `arch`, from images (n, 3, image_size, image_size) to logits. On the
             command line a class, or a function that says what it returns, with its arguments:
             --model.network=my_package.Net --model.network.width=64, or --model.network=torchvision.models.resnet18.
-            `lit_cifar.models.blocks` says what `mp`, `pp` and `tp` need from it.
+            `lit_cifar.models.blocks` says what `mp`, `pp` and `tp` need.
         weights: File whose weights a new training starts from: of this package, torchvision, timm (.safetensors too),
             or any program that saves a `state_dict()`, also in a dictionary or behind prefixes. What of it fits is
             taken, a classifier of another number of classes is not, and what is new is said.
