@@ -18,8 +18,8 @@ from lit_cifar.task.module import LitResNet
 from lit_cifar.task.optim import WarmupDecay
 from lit_cifar.tools.verify import verify
 from lit_cifar.tools.verify.judge import frozen_problems
-from tests.mutations.catalogue import BY_NAME, on_python_path
-from tests.mutations.self_test import COMPARISON, self_test
+from tests.mutations.catalogue import on_python_path
+from tests.mutations.self_test import assert_found
 
 STEM = ("--model.freeze=['conv1.*','bn1.*','layer1.*']",)
 
@@ -208,10 +208,7 @@ def test_what_is_frozen_and_moves_is_found_where_one_device_moves_it_too() -> No
 @pytest.mark.timeout(900)
 def test_a_frozen_layer_that_moves_in_a_mode_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", on_python_path())
-    planted = BY_NAME["moving-norm"]
-    found = {finding.mutation: finding for finding in self_test([planted])}
-    assert found[None].right, found[None].problems
-    assert (found[planted].right, found[planted].caught_by) == (True, COMPARISON), found[planted].problems
+    assert_found("moving-norm")
 
 
 @pytest.mark.slow

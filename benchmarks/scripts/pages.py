@@ -283,6 +283,16 @@ def on_one_h200() -> Values:
     for short, name in {"none": "the recipe", "weights": "class weights", "balanced": "balanced epochs"}.items():
         right = statistics.fmean(row["correct"] / row["total"] for row in unequal if row["trial"] == name)
         values[f"unequal-{short}"] = f"{100 * right:.1f} %"
+    for short, file, ending in (("9", "fast", ""), ("30", "long", ", 30 epochs")):
+        runs = read(f"recipes/2026-11-27-augmentation/{file}.json")
+        recipe = {row["seed"]: row["correct"] for row in runs if row["trial"] == f"the recipe{ending}"}
+        for way, name in {"mixup": "mixup 0.2", "cutmix": "CutMix 1.0"}.items():
+            lost = [recipe[row["seed"]] - row["correct"] for row in runs if row["trial"] == name + ending]
+            values[f"{way}-{short}-epochs"] = f"{statistics.fmean(lost) / 50:.1f}"
+    speeds = read("data/2026-11-27-policies/policies.json", "microseconds")["32 x 32"]
+    for short, name in {"trivial": "TrivialAugmentWide", "rand": "RandAugment, 2 operations, magnitude 9"}.items():
+        values[f"policy-{short}"] = f"{speeds[name]['us']:.0f}"
+        values[f"policy-{short}-ratio"] = f"1/{speeds[name]['ratio']:.0f}"
     return values
 
 

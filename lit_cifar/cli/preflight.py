@@ -291,6 +291,7 @@ def check_run(
     _check_evaluation(trainer, data, subcommand)
     if subcommand == "fit":
         data.train_sampler().check()
+        data.class_factors()
         check_total_steps(scheduler, _total_steps(trainer, _check_intervals(trainer, data)))
     if start.order is not None:
         with naming(asked.ckpt_path):

@@ -239,15 +239,10 @@ class CIFAR10DataModule(L.LightningDataModule):
         self._resumed: OrderSettings = {}  # `state_dict` of the run that wrote the checkpoint
         self.folder: FolderImages | None = None
         self._prepared = False
-        given: dict[str, Any] = {
-            "padding": padding,
-            "reflect": reflect,
-            "alternate_flips": alternate_flips,
-            "cutout": cutout,
-        }
         of_policy = {"num_ops": num_ops, "magnitude": magnitude}
-        given |= {"small_epochs": small_epochs} | of_policy
-        given |= {"policy": policy, "jitter": jitter, "hue": hue, "erasing": erasing}
+        given: dict[str, Any] = {"padding": padding, "reflect": reflect, "alternate_flips": alternate_flips}
+        given |= {"cutout": cutout, "small_epochs": small_epochs, **of_policy, "policy": policy}
+        given |= {"jitter": jitter, "hue": hue, "erasing": erasing}
         for name, value in given.items():
             if value and not augment:
                 remedy = "pass --data.augment=true"
@@ -434,11 +429,14 @@ class CIFAR10DataModule(L.LightningDataModule):
         sampler = self.train_sampler()
         sampler.check()
         images = self._resident("train")
-        weights = None if self.class_weights is None else self._factors().to(images.images.device)
+        factors = self.class_factors()
+        weights = None if factors is None else factors.to(images.images.device)
         return BatchLoader(images, sampler, augmentation=self.augmentation, mixing=self.mixing, class_weights=weights)
 
-    def _factors(self) -> Tensor:
-        """Of the loss of each class, float32, (C,)."""
+    def class_factors(self) -> Tensor | None:
+        """Factors of the loss of each class, float32, (C,), if there are any; a wrong number of them is refused."""
+        if self.class_weights is None:
+            return None
         if isinstance(self.class_weights, list):
             factors = torch.tensor(self.class_weights)
         else:

@@ -57,29 +57,25 @@ class BatchLoader:
         ids = torch.cat(needed).to(self.images.images.device, non_blocking=True)
         labels = torch.split(self.images.labels.index_select(0, ids), sizes)
         made = zip(self._images(ids, sizes), labels, torch.split(ids, sizes), strict=True)
+        is_soft = self._mixing is not None or self._class_weights is not None
         for part in parts:
             batch = Batch(*next(made), part.weight)
             partners = next(made)[:2] if apart else None
-            plain = self._mixing is None and self._class_weights is None
-            yield batch if plain else self._softened(batch, part, partners)
+            yield self._softened(batch, part, partners) if is_soft else batch
 
     def _softened(self, batch: Batch, part: BatchIds, partners: tuple[Tensor, Tensor] | None) -> Batch:
         """The batch with soft targets, and mixed if that is wanted: with these images and labels, or with its own."""
-        mix, (images, others) = None, partners or (batch.images.roll(1, 0), batch.labels.roll(1))
+        mix, labels, others, whole = None, batch.labels, batch.labels, None
         if self._mixing is not None:
+            images, others = partners or (batch.images.roll(1, 0), labels.roll(1))
             height, width = images.shape[2:]
-            mix = self._mixing.draw(epoch=getattr(self.sampler, "epoch", 0), step=part.step, size=(height, width))
+            mix = self._mixing.draw(epoch=self.sampler.epoch, step=part.step, size=(height, width))
             batch = batch._replace(images=mix(batch.images, images))
-        whole = self.images.labels[part.whole.to(others.device, non_blocking=True)]
-        soft = soft_targets(
-            mix,
-            batch.labels,
-            others,
-            num_classes=len(self.images.classes),
-            weights=self._class_weights,
-            whole=whole,
-        )
-        return batch._replace(labels=batch.labels if mix is None or mix.share >= 0.5 else others, soft_targets=soft)
+        if self._class_weights is not None:
+            whole = self.images.labels[part.whole.to(labels.device, non_blocking=True)]
+        classes, weights = len(self.images.classes), self._class_weights
+        soft = soft_targets(mix, labels, others, num_classes=classes, weights=weights, whole=whole)
+        return batch._replace(labels=labels if mix is None or mix.share >= 0.5 else others, soft_targets=soft)
 
     def _images(self, ids: Tensor, sizes: list[int]) -> Iterator[Tensor]:
         """The images of each batch, made in blocks, because one image takes as many operators as 1000."""
@@ -90,7 +86,7 @@ class BatchLoader:
         of_blocks = torch.split(ids, [sum(block) for block in blocks])
         made = self.images.gather_each(of_blocks)
         if self._augmentation is not None:
-            size, epoch = self.images.images.shape[2:], getattr(self.sampler, "epoch", 0)
+            size, epoch = self.images.images.shape[2:], self.sampler.epoch
             draws = self._augmentation.draw(ids, size, epoch=epoch)
             made = map(self._augmentation, made, torch.split(draws, [len(part) for part in of_blocks], dim=1))
             made = map(partial(self._augmentation.shrunk, epoch=epoch), made)

@@ -62,7 +62,7 @@ def _side(centre: int, reach: int, length: int) -> slice:
 
 
 def soft_targets(
-    mix: Mix | None, labels: Tensor, partners: Tensor, *, num_classes: int, weights: Tensor | None, whole: Tensor
+    mix: Mix | None, labels: Tensor, partners: Tensor, *, num_classes: int, weights: Tensor | None, whole: Tensor | None
 ) -> Tensor:
     """`Batch.soft_targets` for `labels` and those of their partners, int64, (n,).
 
@@ -74,6 +74,7 @@ def soft_targets(
     if mix is not None:
         targets = mix.share * targets + (1 - mix.share) * (partners[:, None] == classes).float()
     if weights is not None:
+        assert whole is not None
         # Partners are a permutation of the global batch, so mixing leaves this mean as it is.
         targets *= weights / weights[whole].double().mean().float()
     return targets

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -150,6 +150,7 @@ class EvaluationSampler:
     # with none.
     batch_size: int
     layout: Layout  # this process's part of a batch
+    epoch: ClassVar[int] = 0  # every evaluation has the order of the ids
     # Repeat the first samples until all ranks have equally many, as torch's DistributedSampler does. The counts are
     # then too high; for study.
     pad: bool = False

@@ -61,12 +61,12 @@ def _no_match(pattern: str, names: list[str], *, kind: str) -> ConfigError:
 
 def head_of(network: nn.Module, num_classes: int) -> str:
     """The name of the classifier: the last layer with a row of weights for each class."""
-    weights = {name: getattr(layer, "weight", None) for name, layer in network.named_modules()}
-    found = [name for name, its in weights.items() if isinstance(its, nn.Parameter) and its.shape[:1] == (num_classes,)]
+    places = ((*name.rpartition("."), its.shape) for name, its in network.named_parameters(remove_duplicate=False))
+    found = [layer for layer, _, kind, shape in places if kind == "weight" and shape[:1] == (num_classes,)]
     if not found:
         raise ConfigError(
             f"--model.head_lr: {type(network).__name__} has no layer with {num_classes} outputs, which would be its "
             "classifier",
             remedy="leave it out",
         )
-    return str(found[-1])
+    return found[-1]
