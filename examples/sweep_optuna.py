@@ -27,7 +27,7 @@ def parameters(trial: Trial) -> list[str]:
     return [
         f"--model.optimizer.lr={trial.suggest_float('lr', 1e-4, 1, log=True)}",
         f"--model.label_smoothing={trial.suggest_float('label_smoothing', 0, 0.2)}",
-        f"--data.padding={trial.suggest_int('padding', 0, 4)}",
+        f"--data.augment.padding={trial.suggest_int('padding', 0, 4)}",
     ]
 
 

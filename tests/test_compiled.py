@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lit_cifar import LitResNet
 from lit_cifar.checkpoint.exact_resume import ExactResume, Position
 from lit_cifar.checkpoint.files import read_checkpoint
+from lit_cifar.data import Augment
 from lit_cifar.models import compiled
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.memory_format import with_plain_gradient
@@ -67,7 +68,7 @@ def test_a_resumed_ddp_compiles_for_its_batches_alone(graphs: list[tuple[int, ..
 
 def test_images_of_both_sizes_are_compiled(graphs: list[tuple[int, ...]], tmp_path: Path) -> None:
     """Of full batches, once each."""
-    images = data(num_train=48, val_size=8, small_epochs=2, small_size=24)
+    images = data(num_train=48, val_size=8, augment=Augment(small_epochs=2, small_size=24))
     fit(LitResNet("tiny", stem="imagenet", compile=True), tmp_path, images, max_epochs=4, limit_val_batches=0)
     assert graphs == [(16, 3, 24, 24), (16, 3, 32, 32)]
 

@@ -17,9 +17,10 @@ from test_exact_resume import EVERY_STEP, assert_same_end, stop_after
 
 from lit_cifar import CIFAR10DataModule, ConfigError, DataError
 from lit_cifar.checkpoint.files import DIGESTS
+from lit_cifar.data import Pictures
 from lit_cifar.data.images import Batch
 
-NEEDED = ["--data.decode=as_needed", "--data.num_workers=2"]
+NEEDED = ["--data.pictures.decode=as_needed", "--data.pictures.num_workers=2"]
 TESTS = str(Path(__file__).parent)
 
 
@@ -39,7 +40,8 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(root: Path, **options: Any) -> CIFAR10DataModule:
-    data = CIFAR10DataModule(root, 40, dataset="folder", **{"image_size": 24, "val_size": 9} | options)
+    """Set up to train, with `options` of `Pictures`."""
+    data = CIFAR10DataModule(root, 40, dataset="folder", image_size=24, val_size=9, pictures=Pictures(**options))
     data.setup("fit")
     return data
 
@@ -72,9 +74,10 @@ def test_batches_are_those_of_the_file(pictures: Path, workers: int, options: di
 
 GROWTH = """
 import sys, psutil, torch
-from lit_cifar import CIFAR10DataModule
+from lit_cifar.data import CIFAR10DataModule, Pictures
 if __name__ == "__main__":
-    data = CIFAR10DataModule(sys.argv[1], 90, dataset="folder", image_size=224, decode="as_needed", num_workers=1)
+    pictures = Pictures(decode="as_needed", num_workers=1)
+    data = CIFAR10DataModule(sys.argv[1], 90, dataset="folder", image_size=224, pictures=pictures)
     data.setup("fit")
     own = []
     for number, _ in enumerate(data.sets["train"].gather_each([torch.arange(32)] * 60)):
@@ -109,15 +112,14 @@ def test_a_picture_that_cannot_be_read_is_named_when_it_is(pictures: Path, tmp_p
 @pytest.mark.parametrize(
     ("options", "problem", "remedy"),
     [
-        ({"num_workers": 2}, "num_workers=2 is not for --data.decode=once", "decode=as_needed"),
-        ({"skip_unreadable": True, "decode": "as_needed"}, "skip_unreadable=True is not for --data.dec", "decode=once"),
-        ({"cache_limit_gb": 5.0, "decode": "as_needed"}, "cache_limit_gb=5.0 is not for", "decode=once"),
-        ({"dataset": "synthetic", "decode": "as_needed"}, "decode=as_needed is for pictures", "dataset=folder"),
+        ({"num_workers": 2}, "num_workers=2 is not for --data.pictures.decode=once", "pictures.decode=as_needed"),
+        ({"skip_unreadable": True, "decode": "as_needed"}, "skip_unreadable=True is not", "pictures.decode=once"),
+        ({"cache_limit_gb": 5.0, "decode": "as_needed"}, "cache_limit_gb=5.0 is not for", "pictures.decode=once"),
     ],
 )
 def test_options_without_effect_are_refused(pictures: Path, options: dict[str, Any], problem: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=problem) as error:
-        CIFAR10DataModule(pictures, **{"dataset": "folder"} | options)
+        CIFAR10DataModule(pictures, dataset="folder", pictures=Pictures(**options))
     assert f"--data.{remedy}" in error.value.remedy
 
 

@@ -332,7 +332,12 @@ CASES = {
 THREE = [*SETTINGS, *mode_flags("ddp", 3), "--data.batch_size=18"]
 # With the ImageNet stem a single image is a single value per channel in the end, which BatchNorm refuses.
 STAGES = mode_flags("DDPLayerParallelStrategy", 4, num_stages=2, num_microbatches=2)
-POLICIES = ["--data.policy=trivial_augment_wide", "--data.jitter=0.4", "--data.hue=0.1", "--data.erasing=0.5"]
+POLICIES = [
+    "--data.augment.policy=trivial_augment_wide",
+    "--data.augment.jitter=0.4",
+    "--data.augment.hue=0.1",
+    "--data.augment.erasing=0.5",
+]
 SLOW = {
     "policies": Case([*SETTINGS, *POLICIES], [2]),
     "policies, ddp": Case([*SETTINGS, *POLICIES, *mode_flags("ddp")], [2], ranks=2),

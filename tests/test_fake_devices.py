@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.optim import Adagrad
 
 import lit_cifar.strategies.mp
+from lit_cifar.data import Augment
 from lit_cifar.data.images import Batch
 from lit_cifar.models.blocks import Partition
 from lit_cifar.strategies.mp import StagedForward, StagedStrategy
@@ -27,7 +28,7 @@ def test_training_finds_everything_in_its_place_and_waits_for_nothing(mode: str)
         train(MODES[mode](), lit_resnet(), data_module(resident="host"))
     else:
         module = lit_resnet(optimizer=partial(Adagrad, lr=0.1))
-        train(MODES[mode](), module, data_module(cutout=8), gradient_clip_val=1.0)
+        train(MODES[mode](), module, data_module(augment=Augment(cutout=8)), gradient_clip_val=1.0)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -19,7 +19,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from lit_cifar import CIFAR10DataModule, LitResNet, MuonSGD, WarmupDecay
-from lit_cifar.data import Batch
+from lit_cifar.data import Augment, Batch
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import Whitening
@@ -115,7 +115,7 @@ def test_a_recipe_takes_the_steps_of_a_plain_loop(tmp_path: Path) -> None:
     module = LitResNet("tiny", stem="imagenet", zero_init_residual=True, label_smoothing=0.2, optimizer=MuonSGD)
     module.make_lr_scheduler = partial(WarmupDecay, warmup=0.2, decay="linear")
     plain = copy.deepcopy(module.network).double()
-    images = images_of(batch_size=16, drop_last=True, reflect=True, alternate_flips=True)
+    images = images_of(batch_size=16, drop_last=True, augment=Augment(reflect=True, alternate_flips=True))
     fit(module, tmp_path, images, precision="64-true", max_epochs=4)
 
     filters = {weight: torch.zeros_like(weight) for weight in plain.parameters() if weight.ndim == 4}

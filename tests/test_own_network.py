@@ -101,7 +101,11 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path, monke
 def test_predictions_need_no_training_pictures(pictures: Path, tmp_path: Path) -> None:
     root, run = shutil.copytree(pictures, tmp_path / "root" / "train").parent, tmp_path / "run"
     shutil.copytree(pictures, root / "val")
-    run_here("fit", *flags(root, own("Chain"), "--data.decoded_size=30", "--data.drop_last=true"), f"--run_dir={run}")
+    run_here(
+        "fit",
+        *flags(root, own("Chain"), "--data.pictures.decoded_size=30", "--data.drop_last=true"),
+        f"--run_dir={run}",
+    )
     given = [f"--config={run / 'config.yaml'}", f"--data.predict_dir={pictures}"]
     checkpoint = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
 
@@ -159,7 +163,9 @@ def test_a_picture_that_can_be_read_again_must_be_as_it_was(pictures: Path, tmp_
     root, run = shutil.copytree(pictures, tmp_path / "pictures"), tmp_path / "run"
     torn = root / "dog" / "3a.png"
     torn.write_bytes((root / "dog" / "3.png").read_bytes()[:300])
-    fitting = flags(root, own("Chain"), "--data.val_size=1", "--data.drop_last=true", "--data.skip_unreadable=true")
+    fitting = flags(
+        root, own("Chain"), "--data.val_size=1", "--data.drop_last=true", "--data.pictures.skip_unreadable=true"
+    )
     run_here("fit", *fitting, "--trainer.max_steps=2", f"--run_dir={run}")
     longer = [*fitting, f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}", f"--run_dir={tmp_path / 'longer'}"]
     shutil.copy(root / "dog" / "3.png", torn)
@@ -178,7 +184,7 @@ def test_pictures_of_any_size_in_folders_of_any_name(tmp_path: Path) -> None:
     for seed, name in enumerate(folders):
         draw_pictures(root / name, 4, seed=seed)
     cheap = ["--model.arch=tiny", "--model.stem=imagenet", "--trainer.precision=32-true", "--data.image_size=224"]
-    cheap += ["--data.decoded_size=256"]
+    cheap += ["--data.pictures.decoded_size=256"]
     given = [flag for flag in flags(root, *cheap, "--data.val_size=6") if "figures" not in flag]
     run_here("fit", *given, f"--run_dir={run}")
     run_here("report", run, f"--output={tmp_path / 'page.html'}")

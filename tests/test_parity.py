@@ -22,7 +22,7 @@ CUT = ["--trainer.accumulate_grad_batches=2", "--trainer.gradient_clip_val=0.5"]
 CUT += ["--data.num_train=175", "--data.val_size=15", "--model.optimizer.lr=0.02"]
 # 14 pictures to train on, of which no two are of the same size, and 3 to validate with.
 PICTURES = ["--data.dataset=folder", "--data.image_size=24", "--data.num_train=17", "--data.val_size=3"]
-PICTURES += ["--data.decoded_size=27", "--data.batch_size=8", "--model.optimizer.lr=0.01"]
+PICTURES += ["--data.pictures.decoded_size=27", "--data.batch_size=8", "--model.optimizer.lr=0.01"]
 # As in the fast recipes: blocks begin as the identity, and several views are evaluated.
 FAST = ["--model.optimizer=lit_cifar.MuonSGD", "--model.zero_init_residual=true", "--model.test_views=6"]
 # 303 images are nine full steps and one of 15, which no number of processes divides: 20 steps in two epochs.
@@ -32,7 +32,12 @@ FLOAT64 = "--trainer.precision=64-true"
 BITS = ["--virtual_replicas=4", "--data.num_train=66", "--data.val_size=16", "--data.batch_size=32"]
 BITS += ["--data.eval_batch_size=8"]
 BFLOAT16 = ["--trainer.precision=bf16-mixed", "--trainer.gradient_clip_val=0.5"]
-POLICIES = ["--data.policy=rand_augment", "--data.jitter=0.4", "--data.hue=0.1", "--data.erasing=0.5"]
+POLICIES = [
+    "--data.augment.policy=rand_augment",
+    "--data.augment.jitter=0.4",
+    "--data.augment.hue=0.1",
+    "--data.augment.erasing=0.5",
+]
 DRAWING = ["--model.network=own_networks.Drawing", *BITS, "--trainer.precision=32-true"]
 
 
@@ -58,7 +63,7 @@ CASES = {
     "bits, random masks": Case("dp ddp pp", DRAWING),
 }
 SLOW = {
-    "small images first": Case("pp", [*TINY, *CUT, "--data.small_epochs=1", "--data.small_size=24"]),
+    "small images first": Case("pp", [*TINY, *CUT, "--data.augment.small_epochs=1", "--data.augment.small_size=24"]),
     "bits, policies": Case("dp ddp pp", [*TINY, *BITS, *POLICIES]),
     "bottlenecks": Case("tp", ["--model.arch=tiny_bottleneck"]),
     "bits in bfloat16": Case("dp ddp ddp_spawn mp ddp_mp pp ddp_pp fsdp2", [*TINY, *BITS, *BFLOAT16], devices=4),

@@ -17,7 +17,7 @@ import torch
 from data_files import draw_pictures
 
 from lit_cifar import CIFAR10DataModule, ConfigError, DataError
-from lit_cifar.data import picture_cache, pictures
+from lit_cifar.data import Augment, Pictures, picture_cache, pictures
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.images import ImageSet
 from lit_cifar.data.loader import BatchLoader
@@ -35,9 +35,11 @@ class Folder:
     log: Path
 
     def data(self, **options: Any) -> CIFAR10DataModule:
-        """Set up to train."""
-        settings = {"batch_size": 4, "image_size": SIZE, "cache_dir": self.cache, "val_size": 3}
-        data = CIFAR10DataModule(self.root, dataset="folder", **settings | options)
+        """Set up to train; `options` are those of `Pictures` too."""
+        settings: dict[str, Any] = {"batch_size": 4, "image_size": SIZE, "val_size": 3}
+        of_pictures = {name: options.pop(name) for name in [*options] if name in Pictures.__dataclass_fields__}
+        pictures = Pictures(**{"cache_dir": self.cache} | of_pictures)
+        data = CIFAR10DataModule(self.root, dataset="folder", pictures=pictures, **settings | options)
         data.setup("fit")
         return data
 
@@ -123,12 +125,12 @@ def test_windows_and_centres_of_pictures_that_are_decoded_larger(folder: Folder)
     assert torch.equal(of_windows, data.augmentation(of_plain, data.augmentation.draw(ids, (32, 32), epoch=0)))
     for size in (SIZE - 1, 2 * SIZE + 1):
         with pytest.raises(
-            ConfigError, match=rf"--data.decoded_size={size} is not between --data.image_size=24"
+            ConfigError, match=rf"--data.pictures.decoded_size={size} is not between --data.image_size=24"
         ) as error:
             folder.data(decoded_size=size)
-        assert "--data.decoded_size=27" in error.value.remedy
-    with pytest.raises(ConfigError, match=r"--data.decoded_size crops images that are not padded"):
-        folder.data(decoded_size=32, reflect=True)
+        assert "--data.pictures.decoded_size=27" in error.value.remedy
+    with pytest.raises(ConfigError, match=r"--data.pictures.decoded_size crops images that are not padded"):
+        folder.data(decoded_size=32, augment=Augment(reflect=True))
 
 
 def test_nothing_is_decoded_or_copied_when_it_is_there(folder: Folder) -> None:
@@ -194,7 +196,7 @@ def test_pictures_that_cannot_be_read_are_counted_and_may_be_left_out(folder: Fo
         DataError, match=r"4 of 19 files cannot be read as pictures: .*2.png: .*4.png: .*5.png: .*; \.\.\."
     ) as error:
         folder.data()
-    assert "--data.skip_unreadable=true" in error.value.remedy
+    assert "--data.pictures.skip_unreadable=true" in error.value.remedy
     assert set(folder.decoded()) >= {"cat/9.png"}  # all are found at once
     with pytest.warns(
         UserWarning, match=r"4 of 19 files cannot be read as pictures and are left out; the first is .*2.png"
@@ -274,10 +276,10 @@ def _set_up_slowly(folder: Folder) -> None:
 
 
 def test_too_much_for_the_cache_or_the_disk(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match=r"hold 3\.3e-05 GB of --data.cache_limit_gb=1e-05") as error:
+    with pytest.raises(DataError, match=r"hold 3\.3e-05 GB of --data.pictures.cache_limit_gb=1e-05") as error:
         folder.data(cache_limit_gb=1e-5)
-    assert "--data.cache_limit_gb=3.33e-05" in error.value.remedy
-    assert "--data.decode=as_needed" in error.value.remedy
+    assert "--data.pictures.cache_limit_gb=3.33e-05" in error.value.remedy
+    assert "--data.pictures.decode=as_needed" in error.value.remedy
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

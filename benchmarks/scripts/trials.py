@@ -42,10 +42,10 @@ _SGD = ["--model.optimizer=torch.optim.SGD", "--model.optimizer.momentum=0.9", "
 # lookahead, and the smaller images. The masked batches of airbench96 are not among them.
 _MUON = {
     "the recipe": [],
-    "small images in 7 epochs": ["--data.small_epochs=7", "--data.small_size=24"],
+    "small images in 7 epochs": ["--data.augment.small_epochs=7", "--data.augment.small_size=24"],
     "no warm-up": [f"{_SCHEDULE}=lit_cifar.WarmupDecay", f"{_SCHEDULE}.warmup=0", f"{_SCHEDULE}.decay=linear"],
-    "alternating flips": ["--data.alternate_flips=true"],
-    "reflected borders": ["--data.reflect=true"],
+    "alternating flips": ["--data.augment.alternate_flips=true"],
+    "reflected borders": ["--data.augment.reflect=true"],
     "momentum 0.6": [_MOMENTUM],
     "momentum 0.6, rate 0.24": [_MOMENTUM, _RATE],
     "momentum 0.6, rate 0.24, batch 2000": [_MOMENTUM, _RATE, "--data.batch_size=2000"],
@@ -59,7 +59,7 @@ _MUON = {
 }
 _MUON["all of these"] = [flag for flags in _MUON.values() for flag in flags]
 
-_FLIPS = ["--data.alternate_flips=true", "--data.reflect=true"]
+_FLIPS = ["--data.augment.alternate_flips=true", "--data.augment.reflect=true"]
 _DECAY = [*_SGD, "--model.optimizer.lr=0.05", "--model.optimizer.weight_decay=2e-3"]
 _MORE_DECAY = [*_SGD, "--model.optimizer.lr=0.05", "--model.optimizer.weight_decay=4e-3"]
 _SMOOTH = ["--model.label_smoothing=0.1"]
@@ -73,7 +73,7 @@ _DEFAULT = {
     "rate 0.05, weight decay 1e-3": [*_SGD, "--model.optimizer.lr=0.05", "--model.optimizer.weight_decay=1e-3"],
     "rate 0.05, weight decay 2e-3": _DECAY,
     "batch 64, rate 0.05": ["--data.batch_size=64", "--model.optimizer.lr=0.05"],
-    "cutout 8": ["--data.cutout=8"],
+    "cutout 8": ["--data.augment.cutout=8"],
     "alternating flips, reflected borders": _FLIPS,
     "Muon": [
         "--model.optimizer=lit_cifar.MuonSGD",
@@ -93,10 +93,10 @@ _DEFAULT |= {
 }
 _FAST = {
     "the recipe": [],
-    "TrivialAugmentWide": ["--data.policy=trivial_augment_wide"],
-    "RandAugment": ["--data.policy=rand_augment"],
-    "random erasing 0.25": ["--data.erasing=0.25"],
-    "colour jitter 0.4": ["--data.jitter=0.4"],
+    "TrivialAugmentWide": ["--data.augment.policy=trivial_augment_wide"],
+    "RandAugment": ["--data.augment.policy=rand_augment"],
+    "random erasing 0.25": ["--data.augment.erasing=0.25"],
+    "colour jitter 0.4": ["--data.augment.jitter=0.4"],
     "mixup 0.2": ["--data.mixup=0.2"],
     "CutMix 1.0": ["--data.cutmix=1.0"],
     "mixup 0.2, CutMix 1.0": ["--data.mixup=0.2", "--data.cutmix=1.0"],

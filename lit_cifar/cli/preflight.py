@@ -61,20 +61,20 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "model.base_batch_size": (1, math.inf),
     "model.head_lr": (0, math.inf),
     "model.unfreeze_at": (1, math.inf),
-    "data.cache_limit_gb": (0, math.inf),
-    "data.cutout": (0, math.inf),
-    "data.erasing": (0, 1),
     "data.eval_batch_size": (1, math.inf),
-    "data.hue": (0, 0.5),
-    "data.jitter": (0, 1),
-    "data.magnitude": (0, 30),
-    "data.num_ops": (1, 64),
-    "data.num_workers": (0, math.inf),
-    "data.padding": (0, math.inf),
     "data.seed": (0, math.inf),
-    "data.small_epochs": (0, math.inf),
-    "data.small_size": (0, math.inf),
     "data.val_size": (0, math.inf),
+    "data.augment.padding": (0, math.inf),
+    "data.augment.num_ops": (1, 64),
+    "data.augment.magnitude": (0, 30),
+    "data.augment.jitter": (0, 1),
+    "data.augment.hue": (0, 0.5),
+    "data.augment.erasing": (0, 1),
+    "data.augment.cutout": (0, math.inf),
+    "data.augment.small_epochs": (0, math.inf),
+    "data.augment.small_size": (0, math.inf),
+    "data.pictures.num_workers": (0, math.inf),
+    "data.pictures.cache_limit_gb": (0, math.inf),
     "figures.num_wrong": (0, _MANY),
     "figures.every_n_epochs": (0, math.inf),
     "last_checkpoint.every_n_epochs": (0, math.inf),
@@ -266,7 +266,7 @@ def check_run(
         if module.recompute and module.header.network is not None:
             check_recomputed(module.network, module.image_shape)
         if data.augmentation is not None and (side := data.augmentation.small_size):
-            remedy = "leave out --data.small_size and --data.small_epochs"
+            remedy = "leave out --data.augment.small_size and --data.augment.small_epochs"
             check_network(module.network, (3, side, side), num_classes=len(data.classes), remedy=remedy)
         optimizer, scheduler = _try_optimizer(module)
         if any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]

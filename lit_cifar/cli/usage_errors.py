@@ -9,6 +9,7 @@ from ast import literal_eval
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_cifar.cli.help import HelpAction
+from lit_cifar.cli.moved import in_new_places, new_flag
 from lit_cifar.errors import ConfigError, SaveError, nearest, printable
 from lit_cifar.reporting.run_folder import process_rank
 from lit_cifar.tools.commands import COMMANDS
@@ -45,11 +47,8 @@ _TYPES = {
     "bool": "true or false",
     "str": "a word",
     "datetime.timedelta": "a duration, as 0:10:00",
+    "lit_cifar.data.options.Augment": "settings",
 }
-
-
-# Names that keys of `--model.ghost_batchnorm` had.
-_RENAMED = {"dp_size": "data_parallel_size", "replicas_per_rank": "local_replicas"}
 
 
 class Parser(LightningArgumentParser):
@@ -70,15 +69,18 @@ class Parser(LightningArgumentParser):
         if found := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
             # Options are long and begin alike, so the cutoff is higher than for single words.
             near = get_close_matches(found[1], self._option_string_actions, n=1, cutoff=0.75)
-            guess = near[0] if near else None
+            guess = new_flag(found[1]) or (near[0] if near else None)
         guess = _open_argument(problem) or guess
-        guess = next((new for old, new in _RENAMED.items() if re.search(rf"\b{old}\b", message)), guess)
+        if found := re.search(r"[Oo]ption '(\w+)'", message):
+            guess = new_flag(found[1]) or guess
         help = f"see {_program()} --help"
         refuse(problem, remedy=help if guess is None else f"did you mean {guess}? {help}")
 
     def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Parse a file like jsonargparse, with a short error if it is not text."""
+        """Parse a file like jsonargparse, also of an older version, with a short error if it is not text."""
         try:
+            if (settings := in_new_places(Path(cfg_path).read_text())) is not None:
+                return self.parse_string(settings, *args, **kwargs)
             return super().parse_path(cfg_path, *args, **kwargs)
         except UnicodeDecodeError as error:
             raise ConfigError(
@@ -174,13 +176,19 @@ def _refuse_arguments_of_name(message: str) -> None:
 
 
 def _open_argument(message: str) -> str | None:
-    """The flag of an argument that a function takes by `**kwargs`, where jsonargparse cannot see which there are."""
+    """The flag that may be meant by one that a class does not have.
+
+    What a function takes by `**kwargs` has another flag, as jsonargparse cannot see which arguments there are.
+    """
     found = re.search(r"key \"(\S+?)\": '(\S+?)':.*Option '(\w+)' is not accepted", message, flags=re.DOTALL)
     if found is None:
         return None
     parameters = inspect.signature(resolve_name(found[2])).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return f"--{found[1]}.dict_kwargs.{found[3]}" if takes_any else None
+    if takes_any:
+        return f"--{found[1]}.dict_kwargs.{found[3]}"
+    meant = nearest(found[3], [parameter.name for parameter in parameters])
+    return None if meant is None else f"--{found[1]}.{meant}"
 
 
 def _without_alternatives(message: str) -> str:
@@ -195,7 +203,7 @@ def _explained(message: str) -> tuple[str, str | None]:
     keys = re.findall(r'Parser key "(.+?)"', message)
     flag = f"--{'.'.join(keys)}"
     missing = re.search(r"import path string: (\S+)|has no attribute '\w+'\. Got value: (\S+)", message)
-    if keys and missing:
+    if keys and missing and "data.augment" not in keys:  # whose class has no other one in its place
         name = missing[1] or missing[2]
         meant = nearest(name.rpartition(".")[2], _subclasses(_BASES.get(keys[-1], type(None))))
         return f"{flag}={name}: there is no such class", None if meant is None else f"{flag}={meant}"

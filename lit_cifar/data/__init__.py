@@ -2,5 +2,6 @@
 
 from lit_cifar.data.datamodule import CIFAR10DataModule
 from lit_cifar.data.images import Batch, ImageSet
+from lit_cifar.data.options import Augment, Pictures
 
-__all__ = ["Batch", "CIFAR10DataModule", "ImageSet"]
+__all__ = ["Augment", "Batch", "CIFAR10DataModule", "ImageSet", "Pictures"]

@@ -23,7 +23,7 @@ from lit_cifar.data.encoded_pictures import EncodedImages
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.mixing import Mixing
-from lit_cifar.data.policies import Policy, PolicyName
+from lit_cifar.data.options import Augment, Pictures
 from lit_cifar.data.sample_order import (
     OrderSettings,
     check_held_out,
@@ -49,18 +49,18 @@ DATASETS = {
 
 
 def open_dataset(
-    name: str, root: str | Path, *, image_size: int | None = None, seed: int = 0, **of_folder: Any
+    name: str, root: str | Path, *, image_size: int | None = None, seed: int = 0, pictures: Pictures | None = None
 ) -> Dataset:
-    """The data set called `name`, with `Dataset`'s arguments; `of_folder` are further arguments of "folder"."""
+    """The data set called `name`, with `Dataset`'s arguments; `pictures` are further ones, of "folder"."""
     if name not in DATASETS:
         meant = nearest(name, DATASETS)
         guess = "" if meant is None else f"did you mean --data.dataset={meant}? "
         raise ConfigError(f"there is no data set {name!r}", remedy=f"{guess}choose one of {', '.join(DATASETS)}")
-    given = {option: value for option, value in of_folder.items() if value not in (None, False)}
-    if given and name != "folder":
-        option, value = next(iter(given.items()))
-        problem = f"--data.{option}={value} is for pictures of your own, which are decoded"
-        raise ConfigError(problem, remedy="leave it out, or pass --data.dataset=folder")
+    given: dict[str, Any] = {}
+    if name == "folder":
+        given["pictures"] = pictures
+    elif pictures is not None:
+        pictures.refuse()
     module, _, kind = DATASETS[name].partition(".")
     dataset: type[Dataset] = getattr(import_module(f"lit_cifar.data.{module}"), kind)
     return dataset(Path(root), image_size=image_size, seed=seed, **given)
@@ -78,9 +78,6 @@ class CIFAR10DataModule(L.LightningDataModule):
             "synthetic" (images drawn by code from `seed`, without files), or "folder": your own pictures, in ROOT/CLASS
             or in ROOT/train/CLASS, with ROOT/val/CLASS and ROOT/test/CLASS if there are such, or other usual names.
         image_size: Height and width to which the pictures of "folder" are resized, in pixels. The default is 32.
-        decoded_size: Height and width of the squares that the pictures of "folder" are decoded to, in pixels. Training
-            images are then windows of random size and place, and other images the centre, `image_size` x `image_size`.
-            The default is `image_size`, without windows. ImageNet's recipe has an `image_size` of 224 and 256 here.
         batch_size: Global batch size: samples per optimizer step over all replicas and accumulation steps.
         eval_batch_size: Samples per evaluation step over all processes. It does not change any result.
         val_size: Number of training images held out for validation by a seeded split. With 0 the run trains on all
@@ -88,23 +85,8 @@ class CIFAR10DataModule(L.LightningDataModule):
             tenth, and none where there is ROOT/val.
         num_train: Use only the first n training images, before the split. The synthetic data set draws n images.
         num_test: Use only the first n test images. The synthetic data set draws n images.
-        augment: Augment training images by random crops after padding, and by random flips.
-        padding: Pixels that are added on each side before a crop. The default is 4.
-        reflect: Let the added pixels mirror those inside. With false they are black.
-        alternate_flips: Flip a random half of the images in the first epoch and the other half in the second, and so on
-            (Jordan, 2024, https://arxiv.org/abs/2404.00498). With false each epoch draws a new half.
-        policy: What training images go through after crop and flip, before cutout: "trivial_augment_wide" (one random
-            operation of random strength) or "rand_augment". Needs `augment`, as all until `small_size`.
-        num_ops: Number of random operations on each image, of "rand_augment". The default is 2.
-        magnitude: Strength of these operations, from 0 to 30. The default is 9.
-        jitter: Brightness, contrast and saturation are multiplied, in random order, by random factors from 1 - `jitter`
-            to 1 + `jitter`, after the policy. At most 1.
-        hue: Share of the colour circle by which the hue is shifted at most, in either direction. At most 0.5.
-        erasing: Probability of a random black rectangle of 2 to 33 % of the image, after all these.
-        cutout: Side of a random black square in training images, in pixels. With 0 there is none. Needs `augment`.
-        small_epochs: Number of first epochs in which training images are resized to `small_size` after all else. At 24
-            pixels in place of 32 a convolution takes 9/16 of the operations. Needs `augment`.
-        small_size: Height and width of training images in these epochs, in pixels.
+        augment: What training images go through: with true random crops after padding, and random flips; with false
+            nothing. Or `Augment`, its settings: --data.augment.cutout=8 adds cutout to these.
         mixup: Mix each training image with another one of its global batch (Zhang et al., 2018): the parameter of the
             Beta distribution of their shares. With 0 there is no mixup. A loss must then be taken with `Batch.targets`.
         cutmix: Replace a rectangle of each training image by that of another one (Yun et al., 2019): the parameter, as
@@ -121,14 +103,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         resident: Place of the uint8 images: in "host" memory, or on the "device", where the GPU makes its batches
             itself. With "auto" they are on the GPU if it has room for four copies of them.
         download: Download the data set if it is missing.
-        decode: When the pictures of "folder" are decoded: "once", into a file that takes 3 bytes for each pixel, or
-            "as_needed", by worker processes, in each epoch anew. All else is the same.
-        num_workers: Number of worker processes for each process that trains. With 0 it decodes itself. The default is
-            its share of the cores.
-        cache_dir: Folder for the pictures of "folder" once they are decoded. The default is lit_cifar in the user's
-            cache folder.
-        cache_limit_gb: Largest size of that folder in GB. The default is 100.
-        skip_unreadable: Leave out pictures of "folder" that cannot be read. With false they are an error.
+        pictures: How the pictures of "folder" are read: `Pictures`.
         seed: Seed of order, augmentation, split and synthetic images, and of dropout; not negative.
         predict_dir: Folder of the images that `predict` classifies.
 
@@ -149,24 +124,11 @@ class CIFAR10DataModule(L.LightningDataModule):
         *,
         dataset: str = "cifar10",
         image_size: int | None = None,
-        decoded_size: int | None = None,
         eval_batch_size: int = 500,
         val_size: int | None = None,
         num_train: int | None = None,
         num_test: int | None = None,
-        augment: bool = True,
-        padding: int | None = None,
-        reflect: bool = False,
-        alternate_flips: bool = False,
-        policy: PolicyName | None = None,
-        num_ops: int | None = None,
-        magnitude: int | None = None,
-        jitter: float = 0.0,
-        hue: float = 0.0,
-        erasing: float = 0.0,
-        cutout: int = 0,
-        small_epochs: int = 0,
-        small_size: int = 0,
+        augment: bool | Augment = True,
         mixup: float = 0.0,
         cutmix: float = 0.0,
         class_weights: Literal["balanced"] | list[float] | None = None,
@@ -177,11 +139,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         pad_eval: bool = False,
         resident: Literal["auto", "host", "device"] = "auto",
         download: bool = True,
-        decode: Literal["once", "as_needed"] = "once",
-        num_workers: int | None = None,
-        cache_dir: str | Path | None = None,
-        cache_limit_gb: float | None = None,
-        skip_unreadable: bool = False,
+        pictures: Pictures = Pictures(),  # noqa: B008  # it is frozen
         seed: int = 0,
         predict_dir: str | Path | None = None,
     ) -> None:
@@ -199,73 +157,19 @@ class CIFAR10DataModule(L.LightningDataModule):
         self.seed = seed
         self._dataset, self._held_out = dataset, val_size
         self.predict_dir = None if predict_dir is None else Path(predict_dir)
-        self.source = open_dataset(
-            dataset,
-            root,
-            image_size=image_size,
-            decoded_size=decoded_size,
-            seed=seed,
-            decode=None if decode == "once" else decode,
-            num_workers=num_workers,
-            cache_dir=cache_dir,
-            cache_limit_gb=cache_limit_gb,
-            skip_unreadable=skip_unreadable,
-        )
+        self.source = open_dataset(dataset, root, image_size=image_size, seed=seed, pictures=pictures)
         self.name, self.image_size = self.source.title, self.source.image_size
-        self.decoded_size = decoded_size or self.image_size
-        resized_to = None if decoded_size is None else self.image_size
-        drawn = Augmentation(
-            seed=seed,
-            resized_to=resized_to,
-            padding=4 if padding is None else padding,
-            reflect=reflect,
-            alternate=alternate_flips,
-            policy=Policy(
-                name=policy,
-                num_ops=2 if num_ops is None else num_ops,
-                magnitude=9 if magnitude is None else magnitude,
-                jitter=jitter,
-                hue=hue,
-                erasing=erasing,
-            ),
-            cutout=cutout,
-            small_epochs=small_epochs,
-            small_size=small_size,
-        )
-        self.augmentation = drawn if augment else None
+        self.decoded_size = pictures.decoded_size or self.image_size
+        settings = Augment() if augment is True else augment
+        self.augmentation: Augmentation | None = None
+        if settings:
+            self.augmentation = settings.of_images(self.image_size, decoded_size=pictures.decoded_size, seed=seed)
         self.mixing = Mixing(seed=seed, mixup=mixup, cutmix=cutmix) if mixup or cutmix else None
         self.class_weights, self.balanced = class_weights, balanced
         self.sets: dict[str, ImageSet] = {}
         self._resumed: OrderSettings = {}  # `state_dict` of the run that wrote the checkpoint
         self.folder: FolderImages | None = None
         self._prepared = False
-        of_policy = {"num_ops": num_ops, "magnitude": magnitude}
-        given: dict[str, Any] = {"padding": padding, "reflect": reflect, "alternate_flips": alternate_flips}
-        given |= {"cutout": cutout, "small_epochs": small_epochs, **of_policy, "policy": policy}
-        given |= {"jitter": jitter, "hue": hue, "erasing": erasing}
-        for name, value in given.items():
-            if value and not augment:
-                remedy = "pass --data.augment=true"
-                raise ConfigError(f"--data.{name}={value} is part of the augmentation", remedy=remedy)
-        for name, strength in of_policy.items():
-            if strength is not None and policy != "rand_augment":
-                problem = f"--data.{name}={strength} is a setting of RandAugment"
-                raise ConfigError(problem, remedy="add --data.policy=rand_augment, or leave it out")
-        if decoded_size is not None and (padding or reflect):
-            problem = "--data.decoded_size crops images that are not padded"
-            raise ConfigError(problem, remedy="leave out --data.padding and --data.reflect")
-        if bool(small_epochs) != bool(small_size):
-            raise ConfigError(
-                f"--data.small_epochs={small_epochs} and --data.small_size={small_size} belong together",
-                remedy="pass both, e.g. --data.small_epochs=7 --data.small_size=24, or leave both out",
-            )
-        if small_size >= self.image_size:
-            raise ConfigError(
-                f"--data.small_size={small_size} is not smaller than the images, which have {self.image_size} pixels",
-                remedy=f"pass --data.small_size={max(1, 3 * self.image_size // 4)}",
-            )
-        if reflect and drawn.padding >= self.image_size:
-            raise ConfigError("--data.reflect=true has too few pixels to mirror", remedy="lower --data.padding")
         for name, parameter in {"mixup": mixup, "cutmix": cutmix}.items():
             if not 0 <= parameter < inf:
                 problem = f"--data.{name}={parameter:g} is the parameter of a Beta distribution, which is positive"

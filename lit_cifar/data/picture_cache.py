@@ -32,7 +32,6 @@ from lit_cifar.errors import DataError
 
 FORMAT = 2  # version of the file's content; it changes when `read_image` makes different pixels
 UNREADABLE = 2**64 - 1  # stands in place of a hash
-LIMIT_GB = 100.0
 _CHUNK = 64  # pictures that a worker decodes at a time
 HASH = np.dtype("<u8")
 
@@ -115,8 +114,8 @@ class PictureCache:
         except OSError as error:
             raise DataError(
                 f"decoded pictures cannot be written to {self._folder}: {error.strerror or error}",
-                remedy="pass a folder on a disk of this machine with enough room: --data.cache_dir=FOLDER,\n"
-                "or decode them as they are needed: --data.decode=as_needed",
+                remedy="pass a folder on a disk of this machine with enough room: --data.pictures.cache_dir=FOLDER,\n"
+                "or decode them as they are needed: --data.pictures.decode=as_needed",
             ) from error
         # With `torch.from_file` Linux refuses a file that is larger than the memory.
         with path.open("rb") as file:
@@ -144,10 +143,10 @@ class PictureCache:
         if whole_gb > self.limit_gb:
             raise DataError(
                 f"{len(pictures.paths):,} decoded pictures take {pictures.num_bytes / 1e9:.3g} GB: {self._root} would "
-                f"hold {whole_gb:.3g} GB of --data.cache_limit_gb={self.limit_gb:g}",
-                remedy=f"pass --data.cache_limit_gb={whole_gb * 1.01:.3g}, a smaller --data.image_size or "
+                f"hold {whole_gb:.3g} GB of --data.pictures.cache_limit_gb={self.limit_gb:g}",
+                remedy=f"pass --data.pictures.cache_limit_gb={whole_gb * 1.01:.3g}, a smaller --data.image_size or "
                 f"--data.num_train,\ndelete what nobody needs there: du -sh {shlex.quote(str(self._root))}/*,\n"
-                "or decode them as they are needed: --data.decode=as_needed",
+                "or decode them as they are needed: --data.pictures.decode=as_needed",
             )
         again = "again, as they or the program have changed, " if stale else ""
         print(

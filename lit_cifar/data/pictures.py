@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from hashlib import sha256
 from itertools import compress
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 from unicodedata import normalize
 
 import numpy as np
@@ -23,7 +23,8 @@ from torch import Tensor
 from lit_cifar.data.dataset import Channels, Dataset, Split
 from lit_cifar.data.encoded_pictures import EncodedImages
 from lit_cifar.data.images import ImageSet
-from lit_cifar.data.picture_cache import FORMAT, HASH, LIMIT_GB, UNREADABLE, MappedImages, PictureCache
+from lit_cifar.data.options import Pictures
+from lit_cifar.data.picture_cache import FORMAT, HASH, UNREADABLE, MappedImages, PictureCache
 from lit_cifar.data.picture_folders import IMAGES_WANTED, SPLITS, File, PictureFolders, list_files
 from lit_cifar.errors import ConfigError, DataError, one_line, printable
 
@@ -55,34 +56,16 @@ class OwnPictures(Dataset):
         root: Path,
         *,
         image_size: int | None = None,
-        decoded_size: int | None = None,
         seed: int = 0,
-        cache_dir: str | Path | None = None,
-        cache_limit_gb: float | None = None,
-        skip_unreadable: bool = False,
-        decode: Literal["once", "as_needed"] = "once",
-        num_workers: int | None = None,
+        pictures: Pictures | None = None,
     ) -> None:
         self.image_size = 32 if image_size is None else image_size
         if self.image_size < 1:
             raise ConfigError(f"--data.image_size={image_size} is less than a pixel", remedy="pass one of 32, say")
-        self._size = decoded_size or self.image_size
-        if not self.image_size <= self._size <= 2 * self.image_size:
-            raise ConfigError(
-                f"--data.decoded_size={decoded_size} is not between --data.image_size={self.image_size} and twice that",
-                remedy=f"pass --data.decoded_size={self.image_size * 8 // 7}, or leave it out",
-            )
-        of_file = {"cache_dir": cache_dir, "cache_limit_gb": cache_limit_gb, "skip_unreadable": skip_unreadable or None}
-        unused, other = ({"num_workers": num_workers}, "as_needed") if decode == "once" else (of_file, "once")
-        for option, value in unused.items():
-            if value is not None:
-                problem = f"--data.{option}={value} is not for --data.decode={decode}"
-                raise ConfigError(problem, remedy=f"leave it out, or pass --data.decode={other}")
         super().__init__(root, image_size=image_size, seed=seed)
-        self._decode, self._num_workers = decode, num_workers
-        self._cache_dir = None if cache_dir is None else Path(cache_dir)
-        self._limit_gb = LIMIT_GB if cache_limit_gb is None else cache_limit_gb
-        self._skip_unreadable = skip_unreadable
+        self._read = pictures or Pictures()
+        self._read.check(self.image_size)
+        self._size = self._read.decoded_size or self.image_size
         self._unread: dict[Split, list[File]] = {}  # files that are listed and not yet loaded
 
     # The folders are listed when they are asked for: `predict` needs only the names of the classes, which a checkpoint
@@ -137,17 +120,18 @@ class OwnPictures(Dataset):
         folder = self._folders.folder(split)
         paths = [f"{folder}/{file.path}" for file in files]
         labels = torch.tensor([file.label for file in files])
-        if self._decode == "as_needed":
+        if self._read.decode == "as_needed":
             self.listed[split] = _digest(every)
             none = torch.empty((0, 3, self._size, self._size), dtype=torch.uint8)
             read = partial(read_image, size=self._size)
-            return EncodedImages(none, labels, self.classes, paths, torch.arange(len(paths)), read, self._num_workers)
+            rows, workers = torch.arange(len(paths)), self._read.num_workers
+            return EncodedImages(none, labels, self.classes, paths, rows, read, workers)
         of_pixels = repr((FORMAT, PIL.__version__, self._size, files))
         cache = PictureCache(
-            root=self._cache_dir,
+            root=None if self._read.cache_dir is None else Path(self._read.cache_dir),
             source="\n".join([str(self.root.resolve()), split, str(self._size), str(num_images)]),
             digest=sha256(of_pixels.encode(errors="surrogateescape")).hexdigest()[:16],
-            limit_gb=self._limit_gb,
+            limit_gb=self._read.cache_limit_gb,
         )
         file, cached = cache.open(paths, size=self._size, read=partial(_pixels, size=self._size))
         shape = (len(paths), 3, self._size, self._size)
@@ -167,7 +151,7 @@ class OwnPictures(Dataset):
         if not unreadable:
             return
         number = f"{len(unreadable):,} of {num_files:,} files cannot be read as pictures"
-        if self._skip_unreadable and len(unreadable) < num_files:
+        if self._read.skip_unreadable and len(unreadable) < num_files:
             rank_zero_warn(f"{number} and are left out; the first is {printable(unreadable[0])}")
             return
         found = [(path, read_image(path, size=1)) for path in unreadable[:3]]
@@ -175,7 +159,7 @@ class OwnPictures(Dataset):
         listed = "; ".join(f"{printable(path)}: {why if isinstance(why, str) else again}" for path, why in found)
         raise DataError(
             f"{number}: {listed}" + ("; ..." if len(unreadable) > 3 else ""),
-            remedy="replace them, move them away, or leave them out: --data.skip_unreadable=true",
+            remedy="replace them, move them away, or leave them out: --data.pictures.skip_unreadable=true",
         )
 
     def found(self, sets: Mapping[str, ImageSet]) -> list[str]:

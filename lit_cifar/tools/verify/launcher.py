@@ -15,7 +15,7 @@ import lightning as L
 import torch
 import yaml  # type: ignore[import-untyped]
 
-from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data import Augment, CIFAR10DataModule, Pictures
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
@@ -149,7 +149,7 @@ class Configuration:
 
     def module(self, **kwargs: Any) -> LitResNet:
         """A module with the network that `fit` would train; `kwargs` are further arguments."""
-        model, data = self.config["model"], CIFAR10DataModule(**self.config["data"])
+        model, data = self.config["model"], self.data_module()
         return LitResNet(
             model["arch"],
             stem=model["stem"],
@@ -165,8 +165,16 @@ class Configuration:
         """A module to load checkpoints into: to draw the weights of a new one takes longer than to read them."""
         return self.module()
 
+    def data_module(self) -> CIFAR10DataModule:
+        """The data module of `fit`, not set up."""
+        data = dict(self.config["data"])
+        data["pictures"] = Pictures(**data["pictures"])
+        if isinstance(data["augment"], dict):
+            data["augment"] = Augment(**data["augment"])
+        return CIFAR10DataModule(**data)
+
     def data(self) -> CIFAR10DataModule:
-        data = CIFAR10DataModule(**self.config["data"])
+        data = self.data_module()
         data.prepare_data()
         data.setup("fit")
         return data
@@ -194,7 +202,7 @@ class Configuration:
         """
         flags = [f"--trainer.max_steps={steps}", "--trainer.max_epochs=-1", "--trainer.log_every_n_steps=1"]
         flags += [f"--trainer.accumulate_grad_batches={accumulation}", f"--last_checkpoint.every_n_steps={steps - 1}"]
-        if CIFAR10DataModule(**self.config["data"]).val_size > 0 and self.config["trainer"]["limit_val_batches"] != 0:
+        if self.data_module().val_size > 0 and self.config["trainer"]["limit_val_batches"] != 0:
             every = max(every for every in range(1, max(steps, 2)) if steps % every == 0)  # half of them, if possible
             flags += ["--trainer.check_val_every_n_epoch=null", f"--trainer.val_check_interval={every * accumulation}"]
         return flags
@@ -318,7 +326,7 @@ def evaluated_alone(step: Step, settings: Configuration) -> tuple[Evaluated, dic
     callback = Logits()
     trainer_settings = {name: settings.config["trainer"][name] for name in ("accelerator", "limit_val_batches")}
     trainer = L.Trainer(devices=1, precision=EXACT, callbacks=[callback], **SILENT, **trainer_settings)
-    trainer.validate(module, CIFAR10DataModule(**settings.config["data"]), verbose=False)
+    trainer.validate(module, settings.data_module(), verbose=False)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return Evaluated(**callback.take()), metrics
 
