@@ -24,7 +24,7 @@ _SHM = Path("/dev/shm")
 _SHM_NEEDED = 2**27  # `ddp_spawn` hands over the network in shared memory; a container's default is 2**26
 _DISK_NEEDED = 2**29  # three checkpoints of the default network: the best, the last, and the one that is being written
 _MEND_COPIES = (
-    "turn off the IOMMU or PCIe ACS in the BIOS, or boot with iommu=pt   # until then use ddp, see docs/doctor.md"
+    "turn off the IOMMU or PCIe ACS in the BIOS, or boot with iommu=pt   # or use ddp, see docs/troubleshooting.md"
 )
 
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")

@@ -73,7 +73,7 @@ NOT_IN_FLOAT64 = "not judged beyond a replay of its steps, because it does not r
 
 
 def main(args: list[str]) -> int:
-    """Verify, print, and return the exit status, which docs/verify.md lists."""
+    """Verify, print, and return the exit status, which `--help` lists."""
     options, rest = verify_parser().parse_known_args(args)
     if options.module is not None and options.launcher:
         raise ConfigError(
