@@ -20,9 +20,10 @@ from lit_cifar.checkpoint.format import POSITION
 from lit_cifar.checks.replay.callback import RESULT
 from lit_cifar.checks.replay.states import KEY as OF_REPLAY
 from lit_cifar.checks.replay.verdict import TAKEN, Finding
+from lit_cifar.configured import made
 from lit_cifar.errors import CheckpointError
 from lit_cifar.reporting.evaluation_tables import CONFUSION, PER_RANK
-from lit_cifar.tools.verify.launcher import Configuration, evaluated_alone, made
+from lit_cifar.tools.verify.launcher import Configuration, evaluated_alone
 from lit_cifar.tools.verify.record import (
     EXACT_BOUND,
     LOGITS,

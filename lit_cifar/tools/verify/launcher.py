@@ -3,18 +3,18 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from os import cpu_count
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, Final
 
 import lightning as L
 import torch
 import yaml  # type: ignore[import-untyped]
 
+from lit_cifar.configured import made
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.samplers import TrainSampler
@@ -213,11 +213,6 @@ def _network_flags(model: dict[str, Any]) -> list[str]:
         model["stem"] = "imagenet"
         flags.append("--model.stem=imagenet")
     return flags
-
-
-def made(config: Mapping[str, Any], *args: Any) -> Any:
-    """An object of the class or function that a configuration names, with its arguments there, after `args`."""
-    return resolve_name(config["class_path"])(*args, **config.get("init_args", {}), **config.get("dict_kwargs", {}))
 
 
 @dataclass(frozen=True)
