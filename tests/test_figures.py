@@ -86,6 +86,9 @@ def test_an_evaluation_writes_accuracies_and_figures(tmp_path: Path) -> None:
     for label, tag in ((0, "T-shirt_top"), (1, "disc_plain")):
         (scalar,) = events.Scalars(f"test/acc_class/{tag}")
         assert scalar.value == pytest.approx(float(right[data.labels == label].float().mean()))
+    present = [float(right[data.labels == label].float().mean()) for label in (0, 1)]
+    (scalar,) = events.Scalars("test/acc_balanced")
+    assert scalar.value == pytest.approx(sum(present) / 2)
     assert "test/acc_class/cat" not in events.Tags()["scalars"]
     assert events.Tags()["images"] == ["test/confusion", "test/wrong"]
     assert class_accuracies(torch.eye(2), ["C++", "C#"]) == {"C_.0": 1, "C_.1": 1}

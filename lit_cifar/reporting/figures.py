@@ -6,6 +6,7 @@ Figures are drawn with matplotlib's objects alone: no pyplot, no window, no glob
 import math
 import re
 from collections.abc import Sequence
+from statistics import fmean
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -44,7 +45,8 @@ class EvaluationFigures(EvaluationCallback):
     waits for that thread. A run that is killed may lack its latest figures. What cannot be drawn is a warning.
 
     Tags, with `test` in place of `val` for a test: `val/acc_class/NAME`, the accuracy of a class, left out if it has
-    no samples; `val/confusion`; `val/wrong`, the misclassified images with the highest confidence.
+    no samples; `val/acc_balanced`, the mean of these; `val/confusion`; `val/wrong`, the misclassified images with the
+    highest confidence.
 
     Args:
         num_wrong: Number of misclassified images to show, over all processes.
@@ -91,6 +93,8 @@ class EvaluationFigures(EvaluationCallback):
             title += f", epoch {trainer.current_epoch + 1}"
         accuracies = class_accuracies(confusion, datamodule.classes)
         log_to_tensorboard(trainer, {f"{split}/acc_class/{name}": value for name, value in accuracies.items()})
+        if accuracies:
+            log_to_tensorboard(trainer, {f"{split}/acc_balanced": fmean(accuracies.values())})
         wrong = _look_up(datamodule.sets[split], confidence, ids, predictions)
 
         def draw() -> None:
