@@ -249,8 +249,8 @@ class Launcher:
         status = 1 if resumed.status == EXIT_REFUSED else resumed.status
         return replace(resumed, status=status, seconds=first.seconds + resumed.seconds)
 
-    def run_alone(self, title: str, chunks: GhostBatches) -> Record:
-        """The record of one device, which normalises `chunks` apart.
+    def run_alone(self, title: str, chunks: GhostBatches, *, more: Sequence[str] = ()) -> Record:
+        """The record of one device, which normalises `chunks` apart; `more` are further flags.
 
         Raises a `ConfigError` if it cannot train the configuration, or not to its last step, or not in time.
         """
@@ -262,7 +262,7 @@ class Launcher:
         if chunks != GhostBatches():
             flags += [f"--model.ghost_batchnorm.{name}={value}" for name, value in asdict(chunks).items()]
         record = Record(self.new_folder("reference"))
-        outcome = self._fit(title, record.folder, flags)
+        outcome = self._fit(title, record.folder, [*flags, *more])
         if outcome.status is None:
             problem = f"one device is too slow for this configuration: {outcome.last_words}"
             raise ConfigError(problem, remedy="pass fewer --steps, or a smaller --data.batch_size or --model.arch")
