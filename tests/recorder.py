@@ -83,6 +83,18 @@ class RecordDrawn(L.Callback):
         (folder / f"drawn-rank{trainer.global_rank}.json").write_text(json.dumps(drawn))
 
 
+class Nudge(L.Callback):
+    """Moves the weights of the classifier `by` a constant before the first step."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    @torch.no_grad()
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.global_step == 0:
+            pl_module.network.fc.weight.add_(self.by * torch.arange(pl_module.network.fc.weight.numel()).view(10, -1))
+
+
 class FailOn(L.Callback):
     """Fails on one rank at the start of a step, while the others go on."""
 

@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 # Each part may import the parts before it.
 LAYERS = [
     {"errors", "version"},
-    {"internals"},
+    {"configured", "internals"},
     {"mode"},
     {"launch"},
     {"data", "checks.watchdog", "checks.repeated_step", "checks.classes"},

@@ -12,14 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-import torchvision
 from checkpoints import before_each_line, state, step_of
 from commands import TINY, callback, counts, last_checkpoint, refused, run_here
 from threads import on_ranks
 
 from lit_cifar.checkpoint import atomic
 from lit_cifar.checkpoint import files as checkpoint_files
-from lit_cifar.checkpoint import format as checkpoint_format
 from lit_cifar.checkpoint.atomic import (
     BEST,
     LAST,
@@ -30,9 +28,9 @@ from lit_cifar.checkpoint.atomic import (
     write_checkpoint,
 )
 from lit_cifar.checkpoint.files import DIGESTS, CheckpointFiles, note_epoch, read_checkpoint, weights_digest
-from lit_cifar.checkpoint.format import Header, TrainedOn, find_weights, holds_weights_alone, load_weights
+from lit_cifar.checkpoint.format import Header, TrainedOn
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError
-from lit_cifar.models import build_network, build_resnet
+from lit_cifar.models import build_resnet
 from lit_cifar.reporting.files import make_folder, replace_csv
 
 
@@ -336,82 +334,6 @@ def test_unreadable_files_are_refused_and_torchs_old_format_is_read(tmp_path: Pa
 
 
 # ---------------------------------------------------------------- weights alone, as torchvision's files hold them
-
-
-@pytest.mark.parametrize(
-    ("arch", "num_classes", "problem"),
-    [("resnet34", 10, "layer1.2"), ("resnet18", 1000, None), ("resnet18", 10, "fc.weight")],
-)
-def test_weights_of_another_network_do_not_fit(arch: str, num_classes: int, problem: str | None) -> None:
-    """Nor a classifier of other classes, unless a training may begin with a new one."""
-    weights = torchvision.models.resnet18().state_dict()
-    del weights["bn1.num_batches_tracked"]  # as in files of torch's first releases
-    assert holds_weights_alone(weights)
-    network = build_resnet(arch, stem="imagenet", num_classes=num_classes)
-    with nullcontext() if problem is None else pytest.raises(CheckpointError, match=f"do not fit.*{problem}"):
-        load_weights(network, weights)
-
-
-RESNET = torchvision.models.resnet18(num_classes=3).state_dict()
-WRAPPED = {f"module.{name}": tensor for name, tensor in RESNET.items()}
-COMPILED = {
-    "layer1._orig_mod." + name.removeprefix("layer1."): tensor for name, tensor in RESNET.items() if "layer1" in name
-}
-OPTIMIZER = {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": []}
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (RESNET, ""),
-        (WRAPPED, "those of module.* in the file"),
-        ({f"_orig_mod.{name}": tensor for name, tensor in WRAPPED.items()}, "those of module.* in the file"),
-        ({name: tensor for name, tensor in RESNET.items() if "layer1" not in name} | COMPILED, ""),
-        ({"net": WRAPPED, "acc": 95.4, "epoch": 199}, "those of net.module.* in the file; not used: acc, epoch"),
-        ({"model": RESNET, "optimizer": OPTIMIZER}, "those of model.* in the file; not used: optimizer"),
-        ({"n_averaged": torch.ones(()), **WRAPPED}, "those of module.* in the file; not used: 1 other tensors"),
-        ({"a": {"b": {"net.fc.x": torch.ones(2), **WRAPPED}}}, "those of a.b.module.* in the file; not used: 1 other"),
-    ],
-)
-def test_weights_are_found_in_files_of_other_programs(
-    content: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(checkpoint_format, "rank_zero_info", told.append)
-    network = build_resnet("resnet18", stem="imagenet", num_classes=3)
-    load_weights(network, find_weights(content, network))
-    assert all(tensor.equal(RESNET[name]) for name, tensor in network.state_dict().items())
-    assert "".join(told).startswith(f"the weights are {said}" if said else "")
-    assert bool(told) == bool(said)
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        ({"model": RESNET, "model_ema": WRAPPED}, "several networks: 'model.*', 'model_ema.module.*'"),
-        ({"epoch": 3}, "no weights with the names of ResNet's"),
-        ({"model": {name.replace("fc.", "linear."): tensor for name, tensor in RESNET.items()}}, "no weights with the"),
-        ({name.replace("fc.", "linear."): tensor for name, tensor in RESNET.items()}, "fc.weight is missing"),
-        (torchvision.models.resnet34(num_classes=3).state_dict(), "layer1.2.conv1.weight is"),
-    ],
-)
-def test_what_is_not_one_networks_weights_is_refused(content: dict[str, Any], problem: str) -> None:
-    network = build_resnet("resnet18", stem="imagenet", num_classes=3)
-    with pytest.raises(CheckpointError) as error:
-        load_weights(network, find_weights(content, network))
-    assert problem in error.value.problem
-
-
-@pytest.mark.parametrize("arch", ["vit_micro", "fast"])
-def test_a_classifier_of_any_network_is_left_out_by_its_shape(arch: Any) -> None:
-    many, few = (build_network(arch, stem=None, num_classes=num, image_size=32) for num in (10, 3))
-    expected = {name: tensor.clone() for name, tensor in many.state_dict().items()}
-    before = {name: tensor.clone() for name, tensor in few.state_dict().items()}
-    with pytest.raises(CheckpointError, match="do not fit"):
-        load_weights(few, expected)
-    load_weights(few, expected, num_classes=3)
-    for name, tensor in few.state_dict().items():
-        assert tensor.equal((expected if expected[name].shape == tensor.shape else before)[name]), name
 
 
 def test_a_training_begins_with_given_weights_and_a_classifier_of_its_own(tmp_path: Path) -> None:

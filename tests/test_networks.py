@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lit_cifar import LitResNet
-from lit_cifar.checkpoint.format import load_weights
+from lit_cifar.checkpoint.pretrained import take_weights
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import Whitening, build_network
@@ -42,7 +42,7 @@ def test_with_torchvisions_stem_it_is_torchvisions_network(arch: Any) -> None:
     assert all(a.equal(b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True))
     images = torch.randn(2, 3, 64, 64)
     theirs(images)
-    load_weights(ours, theirs.state_dict())
+    take_weights(ours, theirs.state_dict())
     assert ours.eval()(images).equal(theirs.eval()(images))
 
 

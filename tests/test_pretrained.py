@@ -12,13 +12,18 @@ from documents import ROOT, blocks
 from torch import Tensor, nn
 
 from lit_cifar.checkpoint import pretrained
-from lit_cifar.checkpoint.pretrained import take_weights
+from lit_cifar.checkpoint.pretrained import start_from_file, take_weights
 from lit_cifar.errors import CheckpointError
-from lit_cifar.models import build_resnet
+from lit_cifar.models import build_network, build_resnet
 
 RESNET = torchvision.models.resnet18(num_classes=5).state_dict()
 WRAPPED = {f"module.{name}": tensor for name, tensor in RESNET.items()}
 OPTIMIZER = {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": []}
+COMPILED = {
+    name.replace("layer1.", "layer1._orig_mod.") if "layer1" in name else name: its for name, its in RESNET.items()
+}
+WITHOUT_COUNTERS = {name: its for name, its in RESNET.items() if "num_batches" not in name}  # as torch once wrote it
+RENAMED = {name.replace("fc.", "linear."): its for name, its in RESNET.items()}
 BODY = {name: tensor for name, tensor in RESNET.items() if not name.startswith("fc.")}
 
 
@@ -36,7 +41,7 @@ def told_of(network: nn.Module, content: Any, folder: Path, *, num_classes: int,
     lines: list[str] = []
     monkeypatch.setattr(pretrained, "rank_zero_info", lines.append)
     torch.save(content, folder / "given.pth")
-    take_weights(network, folder / "given.pth", num_classes=num_classes)
+    start_from_file(network, folder / "given.pth", num_classes=num_classes)
     return "".join(lines)
 
 
@@ -77,6 +82,62 @@ def test_a_part_of_a_network_takes_a_whole_file(tmp_path: Path, monkeypatch: pyt
     assert all(tensor.equal(RESNET[name]) for name, tensor in network.body.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (RESNET, ""),
+        (WRAPPED, ", those of module.*"),
+        ({f"_orig_mod.{name}": tensor for name, tensor in WRAPPED.items()}, ", those of module.*"),
+        (COMPILED, ""),
+        ({"net": WRAPPED, "acc": 95.4, "epoch": 199}, ", those of net.module.*\n  not used: acc, epoch"),
+        ({"model": RESNET, "optimizer": OPTIMIZER}, ", those of model.*\n  not used: optimizer"),
+        ({"n_averaged": torch.ones(()), **WRAPPED}, ", those of module.*\n  not used: n_averaged"),
+        ({"a": {"b": {"net.fc.x": torch.ones(2), **WRAPPED}}}, ", those of a.b.module.*\n  not used: net.fc.x"),
+        (
+            {name: its for name, its in RESNET.items() if name != "bn1.num_batches_tracked"},
+            "",
+        ),  # as torch once wrote it
+    ],
+)
+def test_a_whole_network_is_found_in_files_of_other_programs(content: Any, says: str) -> None:
+    network = build_resnet("resnet18", stem="imagenet", num_classes=5)
+    assert take_weights(network, content) == "102 of 102 tensors are taken, 11.19 of 11.19 M values" + says
+    assert all(tensor.equal(RESNET[name]) for name, tensor in network.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ({"model": RESNET, "model_ema": WRAPPED}, "several networks: 'model.*', 'model_ema.module.*'"),
+        ({"model": RENAMED}, "do not fit this ResNet: fc.weight is missing"),
+        (RENAMED, "do not fit this ResNet: fc.weight is missing"),
+        (BODY, "do not fit this ResNet: fc.weight is missing"),
+        ({"net": {**WRAPPED, "module.more.w": torch.ones(2)}}, "more.w is (2,) in the checkpoint, missing"),
+        (torchvision.models.resnet34(num_classes=5).state_dict(), "do not fit this ResNet: layer1.2.conv1.weight is"),
+        (torchvision.models.resnet18().state_dict(), "fc.weight is (1000, 512) in the checkpoint, (5, 512) in the"),
+    ],
+)
+def test_what_is_not_the_whole_of_one_network_is_refused(content: dict[str, Any], problem: str) -> None:
+    network = build_resnet("resnet18", stem="imagenet", num_classes=5)
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    with pytest.raises(CheckpointError) as error:
+        take_weights(network, content)
+    assert problem in error.value.problem
+    assert all(tensor.equal(before[name]) for name, tensor in network.state_dict().items())
+
+
+@pytest.mark.parametrize("arch", ["vit_micro", "fast"])
+def test_a_classifier_of_any_network_is_left_out_by_its_shape(arch: Any) -> None:
+    many, few = (build_network(arch, stem=None, num_classes=num, image_size=32) for num in (10, 3))
+    expected = {name: tensor.clone() for name, tensor in many.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in few.state_dict().items()}
+    with pytest.raises(CheckpointError, match="do not fit"):
+        take_weights(few, expected)
+    assert "new, as the file has 10 classes: " in take_weights(few, expected, num_classes=3)
+    for name, tensor in few.state_dict().items():
+        assert tensor.equal((expected if expected[name].shape == tensor.shape else before)[name]), name
+
+
 def halves(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
 
@@ -95,7 +156,10 @@ def test_weights_are_taken_in_the_networks_own_type(tmp_path: Path, monkeypatch:
         ({"epoch": 3}, "no weights with names and shapes of ResNet's"),
         ({"other.w": torch.ones(3)}, "no weights with names and shapes"),
         ({name: torch.ones(1, 2, 3) for name in RESNET}, "no weights with names and shapes"),
-        (torchvision.models.resnet50().state_dict(), "layer1.0.conv1.weight is (64, 64, 1, 1) in the file, (64, 64, 3"),
+        (
+            torchvision.models.resnet50().state_dict(),
+            "layer1.0.conv1.weight is (64, 64, 1, 1) in the checkpoint, (64, 64, 3",
+        ),
     ],
 )
 def test_what_fits_nothing_or_is_of_another_network_is_refused(
@@ -105,7 +169,7 @@ def test_what_fits_nothing_or_is_of_another_network_is_refused(
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     torch.save(content, tmp_path / "given.pth")
     with pytest.raises(CheckpointError) as error:
-        take_weights(network, tmp_path / "given.pth", num_classes=5)
+        start_from_file(network, tmp_path / "given.pth", num_classes=5)
     assert problem in error.value.problem
     assert all(tensor.equal(before[name]) for name, tensor in network.state_dict().items())
 
@@ -114,18 +178,18 @@ def test_a_file_of_safetensors(tmp_path: Path) -> None:
     kept = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
     kept.save_file(RESNET, tmp_path / "given.pth")  # the content decides
     network = build_resnet("resnet18", stem="imagenet", num_classes=5)
-    take_weights(network, tmp_path / "given.pth", num_classes=5)
+    start_from_file(network, tmp_path / "given.pth", num_classes=5)
     assert all(tensor.equal(RESNET[name]) for name, tensor in network.state_dict().items())
     (tmp_path / "given.pth").write_bytes((tmp_path / "given.pth").read_bytes()[:3000])
     with pytest.raises(CheckpointError, match="is not a readable checkpoint"):
-        take_weights(network, tmp_path / "given.pth", num_classes=5)
+        start_from_file(network, tmp_path / "given.pth", num_classes=5)
 
 
 def test_without_safetensors_its_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "safetensors.torch", None)
     (tmp_path / "given").write_bytes((2).to_bytes(8, "little") + b"{}")
     with pytest.raises(CheckpointError, match="pip install safetensors"):
-        take_weights(nn.Linear(1, 1), tmp_path / "given", num_classes=1)
+        start_from_file(nn.Linear(1, 1), tmp_path / "given", num_classes=1)
 
 
 # ---------------------------------------------------------------- trainings
@@ -178,7 +242,7 @@ def test_a_training_starts_from_a_file_and_a_resume_wins(given: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ("--model.arch=resnet10", ["in the network", "--model.arch=resnet18"]),
+        ("--model.arch=resnet10", ["in the model", "--model.arch=resnet18"]),
         ("--ckpt_path={}", ["holds weights alone: a training starts from one file", "leave one of the two out"]),
         ("--model.weights=nowhere.pth", ["there is no checkpoint nowhere.pth"]),
         ("--model.arch=vit_micro --model.stem=null", ["no weights with names and shapes of VisionTransformer's"]),

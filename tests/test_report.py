@@ -27,6 +27,7 @@ from lit_cifar.tools.report.page import different_settings, page_of, repeat_comm
 from lit_cifar.tools.report.run_reader import read_run
 
 CLASSES = ("cat", "dog")
+MATRIX = [[35, 15], [23, 27]]
 ENVIRONMENT: dict[str, Any] = {
     **{"started": "2026-11-20T11:32:10+00:00", "command": "python -m lit_cifar fit --run_dir=runs/first"},
     **{"git": {"commit": "2584fce50ee9a21a7fc8eb008a4e05941ca16d61"}, "versions": {"torch": "2.15.0"}},
@@ -44,14 +45,16 @@ METRICS = (
 )
 
 
-def write_run(folder: Path, *, classes: Sequence[str] = CLASSES, config: Any = CONFIG, **changes: Any) -> Path:
+def write_run(
+    folder: Path, *, classes: Sequence[str] = CLASSES, matrix: Any = MATRIX, config: Any = CONFIG, **changes: Any
+) -> Path:
     """The folder of a run of two epochs of ten steps on two ranks; `changes` are of the environment."""
     folder.mkdir(parents=True)
     (folder / "environment.json").write_text(json.dumps(ENVIRONMENT | changes))
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "metrics.csv").write_text(METRICS)
     write_per_rank(folder, "val", [AccuracyCount(30, 50), AccuracyCount(32, 50)])
-    write_confusion(folder, "val", classes, [[35, 15], [23, 27]])
+    write_confusion(folder, "val", classes, matrix)
     for epoch in range(2):
         write_epoch(folder, epoch, 10, 1280, f"digest{epoch}")
     return folder
@@ -110,6 +113,37 @@ def test_a_run_is_summed_up(run: Path) -> None:
     charts = {"digest1", "epoch", "Accuracy by class, validation", "70.0%", "Accuracy by rank, validation"}
     assert charts <= {*found.text}
     assert not {"test accuracy", "Settings that differ"} & {*found.text}
+
+
+def test_classes_are_listed_with_what_they_are_taken_for(run: Path) -> None:
+    found = Page(page_of([run]))
+    assert found.after("Validation") == "Balanced accuracy, the mean over the classes: 62.00%."
+    row = found.text.index("most often taken for") + 1
+    assert found.text[row : row + 8] == ["cat", "50", "70.0%", "dog, 15", "dog", "50", "54.0%", "cat, 23"]
+    # Balanced accuracy is over the classes that have images; a class that is always right is taken for no other.
+    write_confusion(run, "test", CLASSES, [[7, 0], [0, 0]])
+    text = Page(page_of([run])).text
+    assert "Balanced accuracy, the mean over the classes: 100.00%." in text
+    row = text.index("most often taken for", text.index("Test")) + 1
+    assert text[row : row + 8] == ["cat", "7", "100.0%", "\u2013", "dog", "0", "\u2013", "\u2013"]
+
+
+@pytest.mark.parametrize(("num_classes", "num_listed"), [(20, 20), (21, 10)])
+def test_of_many_classes_the_worst_are_listed(num_classes: int, num_listed: int, tmp_path: Path) -> None:
+    """Class n has n right ones of 30; the others are taken for class 0, those of class 0 for the second."""
+    counts = [[30 - right, *[0] * (num_classes - 1)] for right in range(num_classes)]
+    for right, row in enumerate(counts):
+        row[right] = right
+    counts[0][1] = 30
+    run = write_run(tmp_path / "run", classes=[f"c{number}" for number in range(num_classes)], matrix=counts)
+    text = Page(page_of([run])).text
+    start = text.index("most often taken for") + 1
+    rows = [text[place : place + 4] for place in range(start, start + 4 * num_listed, 4)]
+    others = ["c1, 30", *(f"c0, {30 - right}" for right in range(1, num_listed))]
+    assert rows == [[f"c{n}", "30", f"{n / 30:.1%}", others[n]] for n in range(num_listed)]
+    assert text[start + 4 * num_listed] == "Ranks"
+    said = "The 10 classes with the lowest accuracy; 11 are left out."
+    assert any(said in words for words in text) == (num_classes == 21)
 
 
 def test_curves_are_over_epochs_or_steps_without_digests(run: Path) -> None:

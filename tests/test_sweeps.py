@@ -1,4 +1,4 @@
-"""The sweep of `examples/`, as a person starts it: three trials on two processes each, pruned, killed and resumed."""
+"""The sweeps of `examples/`, as a person starts them: trials on two processes each, pruned, killed and resumed."""
 
 import json
 import os
@@ -8,10 +8,11 @@ import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from commands import TINY, callback, mode_flags
+from commands import TINY, callback, launch, mode_flags
 from processes import marked
 
 ROOT = Path(__file__).parents[1]
@@ -23,20 +24,23 @@ FLAGS = [
     *callback("stopping.SlowSteps", seconds=0.3),  # time to kill it in the middle of an epoch
 ]
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("optuna") is None, reason="Optuna is not installed: pip install 'lit-cifar[sweeps]'"),
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.xdist_group("sweeps"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("sweeps")]
+needs_optuna, needs_ray = (
+    pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed: pip install 'lit-cifar[sweeps]'")
+    for name in ("optuna", "ray")
+)
+# On a busy machine Ray's own helpers need longer than it waits for them, and a worker that gives way to all others.
+BUSY = {"RAY_agent_register_timeout_ms": "300000", "RAY_raylet_start_wait_time_s": "120", "RAY_worker_niceness": "0"}
 
 
 @dataclass
 class Sweep:
-    """`examples/sweep_optuna.py` with trials of `FLAGS`, of which the first is never pruned."""
+    """An example with trials of `FLAGS`, of which the first is never pruned."""
 
     folder: Path
     num_trials: int = 3
+    words: tuple[str, ...] = ("examples/sweep_optuna.py", "--unpruned=1")
+    more: tuple[str, ...] = ()  # further flags of trials
 
     @property
     def sweep(self) -> Path:
@@ -48,12 +52,11 @@ class Sweep:
 
     def start(self) -> subprocess.Popen[bytes]:
         self.folder.mkdir(exist_ok=True)
-        words = [sys.executable, "examples/sweep_optuna.py", f"--folder={self.sweep}"]
-        words += [f"--trials={self.num_trials}", "--unpruned=1"]
+        words = [sys.executable, *self.words, f"--folder={self.sweep}", f"--trials={self.num_trials}"]
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder)}
+        environment = {**os.environ, **BUSY, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder)}
         with self.log.open("ab") as log:
-            return subprocess.Popen([*words, *FLAGS], cwd=ROOT, env=environment, stdout=log, stderr=log)
+            return subprocess.Popen([*words, *FLAGS, *self.more], cwd=ROOT, env=environment, stdout=log, stderr=log)
 
     def finish(self) -> None:
         assert self.start().wait(800) == 0, self.log.read_text()
@@ -92,6 +95,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
     return sweep
 
 
+@needs_optuna
 def test_all_ranks_train_with_what_was_drawn_and_bad_trials_end_early(undisturbed: Sweep) -> None:
     trials = undisturbed.trials()
     states = [trial.state.name for trial in trials]
@@ -104,6 +108,7 @@ def test_all_ranks_train_with_what_was_drawn_and_bad_trials_end_early(undisturbe
     assert "stopped by SIGTERM" in undisturbed.log.read_text()
 
 
+@needs_optuna
 def test_a_killed_sweep_goes_on_in_the_middle_of_its_trial(undisturbed: Sweep, tmp_path: Path) -> None:
     sweep = Sweep(tmp_path, num_trials=2)
     sweep.kill_in("trial-0")
@@ -112,3 +117,24 @@ def test_a_killed_sweep_goes_on_in_the_middle_of_its_trial(undisturbed: Sweep, t
     assert "resuming" in sweep.log.read_text()
     assert sweep.outcome() == undisturbed.outcome()[:2]
     assert sweep.digests("trial-0") == undisturbed.digests("trial-0")
+
+
+@needs_ray
+def test_trials_of_ray_get_what_tune_draws_and_go_on_after_a_kill(tmp_path: Path) -> None:
+    with TemporaryDirectory(dir="/tmp") as folder:  # a short name: that of a socket of Ray has at most 107 letters
+        more = ("--trainer.max_epochs=8",)  # a worker of Ray outlives a killed sweep for some seconds
+        sweep = Sweep(Path(folder), words=("examples/sweep_ray.py", "--cpus=2"), more=more)
+        sweep.kill_in("trial-0")
+        sweep.finish()
+        assert "resuming" in sweep.log.read_text()
+        states = [json.loads(path.read_text()) for path in sorted(sweep.sweep.glob("tune/*/params.json"))]
+        runs = [sweep.sweep / f"trial-{number}" for number in range(3)]
+        for run, drawn in zip(runs, states, strict=True):
+            ranks = [json.loads((run / f"drawn-rank{rank}.json").read_text()) for rank in (0, 1)]
+            assert ranks == [{name.rpartition(".")[2]: value for name, value in drawn.items()}] * 2
+        assert len({json.dumps(drawn) for drawn in states}) == 3
+        epochs = [len((run / "weights.sha256").read_text().splitlines()) for run in runs]
+        assert epochs[0] == 8 > min(epochs[1:])
+        flags = [f"--{name}={value}" for name, value in states[0].items()]
+        launch("fit", *FLAGS, *more, *flags, f"--run_dir={tmp_path / 'alone'}")
+        assert sweep.digests("trial-0") == (tmp_path / "alone" / "weights.sha256").read_text().splitlines()

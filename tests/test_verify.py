@@ -29,6 +29,7 @@ from lit_cifar.tools.modes import chosen, sized_modes
 from lit_cifar.tools.verify import runs
 from lit_cifar.tools.verify.command import (
     NOT_IN_FLOAT64,
+    Case,
     Verifier,
     _possible,
     _verified,
@@ -64,6 +65,7 @@ from lit_cifar.tools.verify.record import (
 )
 from lit_cifar.tools.verify.recorder import Snapshot, State, Trace, counted, own_state
 from lit_cifar.tools.verify.runs import Outcome
+from tests.mutations.catalogue import CLONE, on_python_path
 
 
 def step(*, loss: float = 2.0, weight: float = 0.5, mean: float = 0.1, momentum: float = 0.3, lr: float = 0.1) -> Step:
@@ -339,6 +341,32 @@ def test_a_mode_in_float32_is_judged_by_its_replay_and_in_float64(
     (row,) = verify(["dp"], steps=2, args=cheap)
     assert (row.outcome, row.tolerance) == ("failed", {})
     assert "float64" not in capsys.readouterr().out.rpartition("reference")[2]
+
+
+FEW_VALUES = [
+    *["--model.arch=tiny", "--model.stem=imagenet", "--model.optimizer.lr=0.1", "--data.seed=3", "--data.num_train=39"],
+    *["--data.val_size=15", "--data.batch_size=16", "--trainer.accumulate_grad_batches=2"],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("args", "bound", "nudge", "outcome"),
+    [(FEW_VALUES, 1e-12, 0.0, "abstained"), (FEW_VALUES, 1e-12, 1e-10, "failed"), ([], 1e-9, 1e-10, "failed")],
+)
+def test_where_rounding_is_magnified_it_is_not_called_a_mistake(
+    args: list[str], bound: float, nudge: float, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BatchNorm over two to four values of a channel does so; a mistake of a size that it cannot explain is found."""
+    monkeypatch.setenv("PYTHONPATH", on_python_path(CLONE / "tests"))
+    for module in ("command", "launcher"):
+        monkeypatch.setattr(f"lit_cifar.tools.verify.{module}.EXACT_BOUND", bound)
+    configuration = Configuration.of(args, devices=2, folder=tmp_path)
+    case = Case(sized_modes(2)["dp"], tuple(callback("recorder.Nudge", by=nudge)))
+    (found,) = Verifier(Launcher(configuration, 3, tmp_path)).compare([case])
+    assert found.row.outcome == outcome, found.row.problems
+    assert ("rounding explains differences up to" in found.row.problems[0]) == (outcome == "abstained")
 
 
 def test_what_does_not_run_in_float64_is_not_called_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

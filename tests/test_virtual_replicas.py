@@ -113,10 +113,17 @@ def test_gradients_are_clipped_as_torch_clips_them(clip_val: float) -> None:
         torch.manual_seed(0)
         for parameter in [*layer.parameters()][1:]:
             parameter.grad = torch.randn_like(parameter)
-    clip_in_order(torch.optim.SGD(layers[0].parameters(), lr=1.0), clip_val)
+    clip_in_order(torch.optim.SGD(layers[0].parameters(), lr=1.0), clip_val, device=torch.device("cpu"))
     torch.nn.utils.clip_grad_norm_(layers[1].parameters(), clip_val)
     for one, other in zip(*(layer.parameters() for layer in layers), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_stage_without_gradients_takes_part_in_clipping() -> None:
+    """Lightning takes a StopIteration for the end of the epoch, on this process alone."""
+    frozen = nn.Linear(3, 2)
+    clip_in_order(torch.optim.SGD(frozen.parameters(), lr=1.0), 0.5, device=torch.device("cpu"))
+    assert frozen.weight.grad is None
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ POSITION, METRICS = "position", "metrics"  # the entries of `exact_resume`
 PARTS = "parts"  # the entry of an index, see `sharded.py`
 _PREFIX = "network."
 COUNTER = "num_batches_tracked"
-_WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # torch's own
 SAVE_ALONE = "save those of one network alone: torch.save(network.state_dict(), 'weights.pth')"
 _DATA = "trained_on"
 _MAX_NAMES = 5
@@ -169,11 +168,6 @@ def naming(path: Path | str) -> Iterator[None]:
         raise type(error)(f"{path}: {error.problem}", remedy=error.remedy) from error
 
 
-def holds_weights_alone(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether a file holds a network's `state_dict()` and nothing else, as those of torchvision do."""
-    return bool(checkpoint) and all(isinstance(value, Tensor) for value in checkpoint.values())
-
-
 def holds_training(checkpoint: Mapping[str, Any]) -> bool:
     """Whether a training can go on from a checkpoint, not only start with its weights."""
     return "optimizer_states" in checkpoint
@@ -193,67 +187,6 @@ def parts_of(checkpoint: Mapping[str, Any]) -> list[str]:
 def is_own(checkpoint: Mapping[str, Any]) -> bool:
     """Whether `fit` wrote a checkpoint."""
     return _KEY in checkpoint
-
-
-def find_weights(content: Mapping[str, Any], network: nn.Module) -> dict[str, Tensor]:
-    """The weights of `network` in a file of any program, by the network's own names; print what is left out.
-
-    They may lie in dictionaries, and behind prefixes of wrappers: `{"net": {"module.conv1.weight": ...}}`.
-
-    Raises:
-        CheckpointError: The file holds no such weights, or several.
-    """
-    wanted = {name for name in network.state_dict() if not name.endswith(COUNTER)}
-    found, first = [], min(wanted, default="")
-    for place, plain in tensors_in(content):
-        for prefix in [name.removesuffix(first) for name in plain if name.endswith(first)]:
-            fitting = {name.removeprefix(prefix): plain[name] for name in plain if name.startswith(prefix)}
-            if wanted <= fitting.keys():
-                found.append((place, prefix, len(plain) - len(fitting), fitting))
-    if len(found) > 1:
-        places = ", ".join(repr(f"{place}{prefix}*") for place, prefix, *_ in found)
-        raise CheckpointError(f"the file holds the weights of several networks: {places}", remedy=SAVE_ALONE)
-    if not found:
-        if holds_weights_alone(content):
-            check_shapes(network, content)
-        raise CheckpointError(
-            f"the file holds no weights with the names of {type(network).__name__}'s", remedy=SAVE_ALONE
-        )
-    place, prefix, num_others, weights = found[0]
-    unused = [str(key) for key in content if place and not place.startswith(f"{key}.")]
-    unused += [f"{num_others} other tensors"] if num_others else []
-    if place or prefix:
-        left = f"; not used: {', '.join(unused)}" if unused else ""
-        rank_zero_info(printable(f"the weights are those of {place}{prefix}* in the file{left}"))
-    return weights
-
-
-def tensors_in(content: Mapping[Any, Any], place: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The tensors of each dictionary, at any depth, with its place, such as "" or "model.weights.".
-
-    Names lose what torch's wrappers have put within them.
-    """
-    found = {name: its for name, its in content.items() if isinstance(name, str) and isinstance(its, Tensor)}
-    if found:
-        yield place, {_WRAPPER.sub("", name): tensor for name, tensor in found.items()}
-    for key, value in content.items():
-        if isinstance(value, Mapping):
-            yield from tensors_in(value, f"{place}{key}.")
-
-
-def load_weights(network: nn.Module, weights: Mapping[str, Tensor], *, num_classes: int | None = None) -> None:
-    """`network.load_state_dict`; with `num_classes` a classifier of a different number of classes is left out."""
-    own = network.state_dict()
-    counters = {name: count for name, count in own.items() if name.endswith(COUNTER)}
-    fitting = counters | dict(weights)  # files of torch's first releases lack counters
-    others = {name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape}
-    sizes = {(tuple(own[name].shape[:1]), own[name].shape[1:] == weights[name].shape[1:]) for name in others}
-    if num_classes is not None and sizes == {((num_classes,), True)}:
-        known = max(len(weights[name]) for name in others)
-        rank_zero_info(f"the classifier in the checkpoint has {known} classes: a new classifier is trained")
-        fitting |= {name: own[name] for name in others}
-    check_shapes(network, fitting)
-    network.load_state_dict(fitting)
 
 
 def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:

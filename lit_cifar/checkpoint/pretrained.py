@@ -1,5 +1,6 @@
-"""The start of a training from weights of another: what of a file fits a network is taken, and the rest is said."""
+"""The start of a training from weights of another: what of a file a network takes, and what is said of the rest."""
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,10 +11,12 @@ from torch import Tensor, nn
 
 from lit_cifar.checkpoint.atomic import index_of
 from lit_cifar.checkpoint.files import read_checkpoint
-from lit_cifar.checkpoint.format import COUNTER, SAVE_ALONE, is_own, naming, tensors_in
+from lit_cifar.checkpoint.format import COUNTER, SAVE_ALONE, check_shapes, is_own, naming
 from lit_cifar.errors import CheckpointError, printable
 
 _NUM_NAMED = 4
+_WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # torch's own
+_FLAGS = f"pass the flags of its network, e.g. --model.arch=resnet18 --model.stem=imagenet, or {SAVE_ALONE}"
 
 
 class _Place(NamedTuple):
@@ -24,47 +27,66 @@ class _Place(NamedTuple):
     part: str  # what stands before them in the network, such as "backbone."
 
 
-def take_weights(network: nn.Module, path: Path, *, num_classes: int) -> None:
-    """Copy into `network` the weights in a file of any program, and print what is taken, new, and not used.
-
-    Names may have prefixes in the file, or in the network. A classifier of another number of classes stays new, and so
-    does what the file lacks. Only tensors and primitives are read.
+def start_from_file(network: nn.Module, path: Path, *, num_classes: int) -> None:
+    """Copy into `network` what fits of the weights in a file, and print what is taken, new, and not used.
 
     Raises:
-        CheckpointError: The file cannot be read, no tensor of it fits, one has another shape, or it holds several
-            networks' weights.
+        CheckpointError: The file cannot be read, or as for `take_weights`.
     """
     content = read_checkpoint(index_of(path), mapped=True)
-    if is_own(content):  # the rest is about the training
-        content = {"state_dict": content["state_dict"]}
     with naming(path):
-        lines = _take(network, content, num_classes=num_classes)
-    rank_zero_info(printable("\n  ".join([f"{path}: {lines[0]}", *lines[1:]]), lines=True))
+        told = take_weights(network, content, num_classes=num_classes, partly=True)
+    rank_zero_info(f"{path}: {told}")
 
 
-def _take(network: nn.Module, content: Mapping[str, Any], *, num_classes: int) -> list[str]:
+def take_weights(
+    network: nn.Module, content: Mapping[str, Any], *, num_classes: int | None = None, partly: bool = False
+) -> str:
+    """Copy into `network` the weights in a file of any program, and return what is taken, new, and not used.
+
+    They may lie in dictionaries, and names may have prefixes in the file, or in the network:
+    `{"net": {"module.conv1.weight": ...}}`. With `num_classes` a classifier of another number of classes stays new; if
+    they are taken `partly`, so does what the file lacks.
+
+    Raises:
+        CheckpointError: No tensor of the file fits, one is missing or has another shape, or it holds several networks'
+            weights.
+    """
+    if is_own(content):  # the rest is about the training
+        content = {"state_dict": content.get("state_dict")}
     whole = network.state_dict()
     own = {name: tensor for name, tensor in whole.items() if not name.endswith(COUNTER)}
-    kept = dict(tensors_in(content))
+    kept = dict(_tensors_in(content))
     at = _place_of(own, kept, kind=type(network).__name__)
     theirs = kept[at.dictionary]
-    found = {name: its for name in whole if (its := theirs.get(_in_file(name, at))) is not None}
-    same = {name: its for name, its in found.items() if its.shape == whole[name].shape}
-    others = [name for name in found if name not in same]
-    heads = [name for name in others if _is_head(whole[name], found[name], num_classes)]
-    for name in others:
-        if name not in heads:
-            raise CheckpointError(
-                f"{name} is {tuple(found[name].shape)} in the file, {tuple(whole[name].shape)} in the network",
-                remedy="pass the flags of its network, e.g. --model.arch=resnet18 --model.stem=imagenet",
-            )
-    network.load_state_dict(same, strict=False)
-    return _told(own, found, same, heads, at) + _unused(content, theirs, {_in_file(name, at) for name in found}, at)
+    given = {at.part + name.removeprefix(at.prefix): its for name, its in theirs.items() if name.startswith(at.prefix)}
+    found = {name: given[name] for name in whole if name in given}
+    heads = [name for name in found if num_classes and _is_head(whole[name], found[name], num_classes)]
+    # Files of torch's first releases lack counters.
+    lacking = whole if partly else {name: count for name, count in whole.items() if name.endswith(COUNTER)}
+    fitting = {**lacking, **(found if partly else given), **{name: whole[name] for name in heads}}
+    check_shapes(network, fitting)
+    network.load_state_dict(fitting)
+    used = {_in_file(name, at) for name in found}
+    return printable("\n  ".join(_told(own, found, heads, at) + _unused(content, theirs, used, at)), lines=True)
 
 
-def _told(own: Mapping[str, Tensor], found: Any, same: Any, heads: list[str], at: _Place) -> list[str]:
+def _tensors_in(content: Mapping[Any, Any], place: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The tensors of each dictionary, at any depth, with its place, such as "" or "model.weights.".
+
+    Names lose what torch's wrappers have put within them.
+    """
+    found = {name: its for name, its in content.items() if isinstance(name, str) and isinstance(its, Tensor)}
+    if found:
+        yield place, {_WRAPPER.sub("", name): tensor for name, tensor in found.items()}
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _tensors_in(value, f"{place}{key}.")
+
+
+def _told(own: Mapping[str, Tensor], found: Mapping[str, Tensor], heads: list[str], at: _Place) -> list[str]:
     """What is taken, and what stays new."""
-    taken = [name for name in own if name in same]
+    taken = [name for name in own if name in found and name not in heads]
     millions = "{:.2f} of {:.2f} M".format(*(sum(own[name].numel() for name in names) / 1e6 for names in (taken, own)))
     where = f", those of {at.dictionary}{at.prefix}*" if at.dictionary or at.prefix else ""
     where += f", for {at.part}*" if at.part else ""
@@ -89,7 +111,7 @@ def _place_of(own: Mapping[str, Tensor], kept: Mapping[str, Mapping[str, Tensor]
         place for place in best if any(_fits(place, kept[place.dictionary], name, its) for name, its in own.items())
     ]
     if not fits:
-        raise CheckpointError(f"the file holds no weights with names and shapes of {kind}'s", remedy=SAVE_ALONE)
+        raise CheckpointError(f"the file holds no weights with names and shapes of {kind}'s", remedy=_FLAGS)
     if len(fits) > 1:
         places = ", ".join(f"'{place.dictionary}{place.prefix}*'" for place in fits)
         raise CheckpointError(f"the file holds the weights of several networks: {places}", remedy=SAVE_ALONE)
@@ -120,7 +142,7 @@ def _fits(place: _Place, theirs: Mapping[str, Tensor], name: str, tensor: Tensor
 
 def _is_head(own: Tensor, found: Tensor, num_classes: int) -> bool:
     """Whether two tensors of different shapes are of classifiers that differ in their number of classes alone."""
-    return own.shape[:1] == (num_classes,) and own.shape[1:] == found.shape[1:]
+    return own.shape != found.shape and own.shape[:1] == (num_classes,) and own.shape[1:] == found.shape[1:]
 
 
 def _named(names: Sequence[str]) -> str:

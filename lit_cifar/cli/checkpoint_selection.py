@@ -17,12 +17,11 @@ from lit_cifar.checkpoint.format import (
     TrainedOn,
     check_optimizer,
     check_shapes,
-    find_weights,
     holds_training,
     is_own,
-    load_weights,
     naming,
 )
+from lit_cifar.checkpoint.pretrained import take_weights
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.dataset import Dataset
@@ -124,9 +123,8 @@ class StartingCheckpoint:
     def _compare(self, content: dict[str, Any], module: LitResNet, data: CIFAR10DataModule) -> None:
         if self.has_weights_alone:
             fits = self._subcommand == "fit"
-            place = "state_dict"  # in our files the rest is about the training
-            weights = find_weights({place: content.get(place)} if is_own(content) else content, module.network)
-            load_weights(module.network, weights, num_classes=len(data.classes) if fits else None)
+            told = take_weights(module.network, content, num_classes=len(data.classes) if fits else None)
+            rank_zero_info(f"{self._config.ckpt_path}: {told}")
             if fits:
                 rank_zero_info(f"{self._config.ckpt_path} holds no training: a new one starts with its weights")
             if not is_own(content):

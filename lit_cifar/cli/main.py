@@ -19,7 +19,7 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch.distributed import is_torchelastic_launched
 
 from lit_cifar import __version__, internals
@@ -41,6 +41,7 @@ from lit_cifar.cli.preflight import (
     check_unasked_resume,
 )
 from lit_cifar.cli.usage_errors import PROGRAM, Parser, as_config_error, check_command, cli_exit
+from lit_cifar.configured import made
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.datamodule import open_dataset
 from lit_cifar.errors import ConfigError
@@ -229,7 +230,7 @@ class CLI(LightningCLI):
         asked, batch_size = self._arguments.trainer, int(self._arguments.data.batch_size)
         if self._arguments.virtual_replicas is not None:
             return max(1, batch_size // max(1, int(self._arguments.virtual_replicas)))
-        strategy = asked.strategy if isinstance(asked.strategy, str) else instantiate_class((), asked.strategy)
+        strategy = asked.strategy if isinstance(asked.strategy, str) else made(asked.strategy)
         sizes = {name: asked[name] for name in ("accelerator", "devices", "num_nodes")}
         trainer = L.Trainer(strategy=strategy, **sizes, **SILENT)
         layout = mode_of(trainer.strategy).layout

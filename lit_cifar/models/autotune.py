@@ -17,10 +17,10 @@ from typing import Literal
 import torch
 import yaml  # type: ignore[import-untyped]
 from jsonargparse import Namespace
-from lightning.pytorch.cli import instantiate_class
 from torch import nn
 from torch.nn import functional as F
 
+from lit_cifar.configured import made
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.malloc_tuning import keep_freed_memory
 from lit_cifar.models import build_network, stem_of
@@ -95,8 +95,7 @@ def _measure(arguments: Namespace, batch_size: Callable[[], int]) -> dict[Candid
         if model.network is None:
             network = build_network(model.arch, stem=stem_of(model.arch, model.stem), **sizes)
         else:
-            given = {**model.network.get("init_args", {}), **model.network.get("dict_kwargs", {})}
-            network = instantiate_class((), {"class_path": model.network.class_path, "init_args": given})
+            network = made(model.network)
     has_gpu = torch.cuda.is_available() and arguments.trainer.accelerator != "cpu"
     if not has_gpu:
         keep_freed_memory()  # the run will do so too

@@ -9,11 +9,11 @@ from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
-from lightning.pytorch.cli import instantiate_class
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from torch.utils.tensorboard import SummaryWriter
 
+from lit_cifar.configured import arguments_of, made
 from lit_cifar.errors import ConfigError, one_line
 from lit_cifar.reporting.files import read_csv, replace_csv
 from lit_cifar.reporting.run_folder import process_rank
@@ -42,7 +42,7 @@ def logger_below(folder: Path, given: Namespace, settings: Mapping[str, Any]) ->
         ConfigError: The logger cannot be used, whatever it raises: packages have errors of their own for a server that
             is not there, a missing key, or a store that they refuse.
     """
-    arguments = {**given.get("init_args", {}), **given.get("dict_kwargs", {})}
+    arguments = arguments_of(given)
     if given.class_path.endswith(".CometLogger") and arguments.get("online") is False:
         raise ConfigError(
             "--trainer.logger=CometLogger with online=false would record nothing: Lightning 2.6.6 disables it",
@@ -51,7 +51,7 @@ def logger_below(folder: Path, given: Namespace, settings: Mapping[str, Any]) ->
     if "save_dir" in arguments:
         arguments["save_dir"] = str(folder / (arguments["save_dir"] or ""))
     try:
-        logger: Logger = instantiate_class((), {"class_path": given.class_path, "init_args": arguments})
+        logger: Logger = made(given, **arguments)
         if process_rank() == 0:
             logger.log_hyperparams({**settings})
     except Exception as error:

@@ -192,8 +192,11 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
             local_part(gradient).mul_(scale.clamp(max=1.0))
 
     def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
-        """The L2 norm of the whole network's gradient, a scalar, from the parts that the processes hold."""
-        total = torch.zeros((), device=self.root_device)
+        """The L2 norm of the whole network's gradient, float64, (), from the parts that the processes hold.
+
+        A process whose parameters are all frozen holds none, and could not know the type of the others'.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.root_device)
         for gradient in gradients:
             total = total + self.share_of_norm(gradient) * local_part(gradient).square().sum()
         dist.all_reduce(total)

@@ -143,7 +143,8 @@ class VirtualReplicas(Callback):
             self._parts.watch(pl_module.parameters())
         self._clip = trainer.precision_plugin.clip_grad_by_norm
         whole = _with_whole_gradient(trainer.strategy)
-        trainer.precision_plugin.clip_grad_by_norm = partial(clip_in_order, group=whole)  # type: ignore[method-assign]
+        clip = partial(clip_in_order, device=trainer.strategy.root_device, group=whole)
+        trainer.precision_plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._parts.average()
@@ -208,14 +209,15 @@ def _check_sizes(num_parts: int, data: CIFAR10DataModule) -> None:
 
 
 @torch.no_grad()
-def clip_in_order(optimizer: Optimizer, clip_val: float, *, group: dist.ProcessGroup | None = None) -> None:
-    """`torch.nn.utils.clip_grad_norm_` for all parameters of `optimizer`.
+def clip_in_order(
+    optimizer: Optimizer, clip_val: float, *, device: torch.device, group: dist.ProcessGroup | None = None
+) -> None:
+    """`torch.nn.utils.clip_grad_norm_` for all parameters of `optimizer`; sums are on `device`.
 
     `group` are the processes that together have each row of each gradient once; None if this one has all. An index of
     the first dim selects a row. No mode divides a row.
     """
     parameters = parameters_of(optimizer)
-    device = next(p.device for p in parameters if p.grad is not None)
     squares = torch.cat([_squares(parameter).to(device) for parameter in parameters])
     if group is not None:
         dist.all_reduce(squares, group=group)  # all processes but one contribute zeros

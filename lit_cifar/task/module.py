@@ -32,7 +32,7 @@ from lit_cifar.checkpoint.format import (
     name_optimizer,
     strip_prefix,
 )
-from lit_cifar.checkpoint.pretrained import take_weights
+from lit_cifar.checkpoint.pretrained import start_from_file
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.images import Batch
@@ -227,7 +227,7 @@ class LitResNet(L.LightningModule):
         """Take the weights of the file, the first time that this is called."""
         path, self.weights = self.weights, None
         if path is not None:
-            take_weights(self.network, Path(path), num_classes=self.header.num_classes)
+            start_from_file(self.network, Path(path), num_classes=self.header.num_classes)
 
     def setup(self, stage: str) -> None:
         """Take the given weights, and whiten by the training images, in a network that does; reset the metrics.

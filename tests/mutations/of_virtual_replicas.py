@@ -102,7 +102,7 @@ def _losses_in_float(site: Site) -> None:
 
 
 @mutation("each process adds its squares first", "pp", virtual_replicas, "clip_in_order", args=PIPELINE)
-def _norm_by_process(site: Site, in_order: Any, *args: Any, group: Any) -> None:
+def _norm_by_process(site: Site, in_order: Any, *args: Any, **others: Any) -> None:
     site.module.virtual_replicas._clip(*args)
 
 

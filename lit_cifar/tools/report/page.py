@@ -1,6 +1,7 @@
 """The command, its tables (facts and results of runs, their differences, how to repeat them) and its charts."""
 
 import argparse
+import math
 import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,12 +20,13 @@ from lit_cifar.reporting.progress import METRIC as THROUGHPUT
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, pooled
 from lit_cifar.reporting.run_report import counted, shown
 from lit_cifar.tools.report.charts import Bar, Line, bar_chart, image_of, line_chart
-from lit_cifar.tools.report.run_reader import RunContents, read_run
+from lit_cifar.tools.report.run_reader import Confusion, RunContents, read_run
 from lit_cifar.tools.terminal import CommandParser, say
 
 Runs = Mapping[str, RunContents]  # runs by name
 _COMMANDS = ("fit", "validate", "test")
 _MOST_GROUPS = 25  # most classes or ranks of a chart
+_MOST_CLASSES, _WORST_CLASSES = 20, 10  # most classes of a table, and how many are shown of more
 _DESCRIPTION = """\
 Write one HTML page about runs of `fit`, `validate` and `test`: what they reached, in what their settings differ, loss
 and accuracy, classes, ranks, throughput, samples, and the command that repeats each. The page is a single file that
@@ -71,6 +73,7 @@ def page_of(folders: Sequence[Path]) -> str:
         same_samples=len(last_epochs) == 1 < sum(bool(run.epochs) for run in runs.values()),
         curves=_curves(runs),
         classes=[chart for split in SPLIT_WORDS for chart in _classes(runs, split)],
+        class_tables=[table for split in SPLIT_WORDS for table in _class_tables(runs, split)],
         ranks=[chart for split in SPLIT_WORDS for chart in _ranks(runs, split)],
         throughput=_line_chart("Training throughput, images per second", _lines(runs, THROUGHPUT), runs, zero=True),
     )
@@ -237,6 +240,27 @@ def _classes(runs: Runs, split: Split) -> list[Figure]:
         title = f"Confusion matrix, {SPLIT_WORDS[split]}" + (f"\n{[*runs][place][-40:]}" if len(runs) > 1 else "")
         charts.append(confusion_figure(torch.tensor(confusion.counts), confusion.classes, title=title))
     return charts
+
+
+def _class_tables(runs: Runs, split: Split) -> list[tuple[str, Confusion, list[Any]]]:
+    """The title of each run's table of classes, its counts, and the rows that are shown."""
+    found = {name: run.confusion[split] for name, run in runs.items() if split in run.confusion}
+    return [
+        (SPLIT_WORDS[split].capitalize() + (f", {name}" if len(runs) > 1 else ""), confusion, _class_rows(confusion))
+        for name, confusion in found.items()
+        if not math.isnan(confusion.balanced_accuracy)
+    ]
+
+
+def _class_rows(confusion: Confusion) -> list[tuple[str, AccuracyCount, str | None]]:
+    """Name and count of each class, and what most of its wrong images were taken for; of very many only the worst."""
+    rows = [
+        (name, confusion.of_class(index), confusion.most_confused(index))
+        for index, name in enumerate(confusion.classes)
+    ]
+    if len(rows) <= _MOST_CLASSES:
+        return rows
+    return sorted(rows, key=lambda row: (row[1].total == 0, row[1].accuracy))[:_WORST_CLASSES]
 
 
 def _bar_chart(title: str, groups: Mapping[str, Sequence[Bar]], runs: Runs, *, whole: Sequence[Bar] = ()) -> Figure:

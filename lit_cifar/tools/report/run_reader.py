@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -40,6 +41,17 @@ class Confusion:
     def of_class(self, index: int) -> AccuracyCount:
         """The number of images of a class, and of those that were recognised."""
         return AccuracyCount(self.counts[index][index], sum(self.counts[index]))
+
+    @property
+    def balanced_accuracy(self) -> float:
+        """Mean accuracy of the classes that have images, from 0 to 1; nan without any."""
+        found = [count.accuracy for index in range(len(self.classes)) if (count := self.of_class(index)).total]
+        return sum(found) / len(found) if found else math.nan
+
+    def most_confused(self, index: int) -> str | None:
+        """The class that most wrong images of a class were taken for, and their number; None without wrong ones."""
+        wrong = [0 if other == index else count for other, count in enumerate(self.counts[index])]
+        return f"{self.classes[wrong.index(max(wrong))]}, {max(wrong):,}" if any(wrong) else None
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from lit_cifar.checkpoint.format import POSITION
 from lit_cifar.checks.replay.callback import RESULT
 from lit_cifar.checks.replay.states import KEY as OF_REPLAY
 from lit_cifar.checks.replay.verdict import TAKEN, Finding
+from lit_cifar.configured import made
 from lit_cifar.errors import CheckpointError
 from lit_cifar.reporting.evaluation_tables import CONFUSION, PER_RANK
-from lit_cifar.tools.verify.launcher import Configuration, evaluated_alone, made
+from lit_cifar.tools.verify.launcher import Configuration, evaluated_alone
 from lit_cifar.tools.verify.record import (
     EXACT_BOUND,
     LOGITS,
@@ -90,9 +91,10 @@ class VerifiedMode:
 def judge(row: VerifiedMode, outcome: Outcome, record: Record, reference: Record, settings: Configuration) -> None:
     """Complete the mode's `row` with the results of its runs; it passes only if it was compared.
 
-    `reference` is the run of one device. Where the settings are not exact, no number is compared with one of its.
+    `reference` is the run of one device. Where the settings are not exact, no number is compared with one of its. The
+    bounds are the row's own, or else those of the settings.
     """
-    row.tolerance, row.seconds = dict(settings.bounds), outcome.seconds
+    row.tolerance, row.seconds = row.tolerance or dict(settings.bounds), outcome.seconds
     if outcome.status != 0 and not record.resumed.folder.exists():
         row.outcome = "crashed"
         row.problems.append(outcome.last_words)
@@ -102,7 +104,7 @@ def judge(row: VerifiedMode, outcome: Outcome, record: Record, reference: Record
         row.problems.append(f"the run ended after {len(record.steps)} of {len(reference.steps)} steps")
         return
     row.processes, row.nodes = record.size
-    row.problems += _compare_steps(row, record, reference, settings.bounds)
+    row.problems += _compare_steps(row, record, reference)
     row.problems += replay_problems(record, settings.added_callbacks)
     row.problems += record.sample_problems(reference)
     if (reason := other_weights(reference, settings.added_callbacks)) is not None:
@@ -119,7 +121,7 @@ def judge(row: VerifiedMode, outcome: Outcome, record: Record, reference: Record
     row.outcome = "crashed" if crashed else "failed" if row.problems else "passed"
 
 
-def _compare_steps(row: VerifiedMode, record: Record, reference: Record, bounds: Bounds) -> list[str]:
+def _compare_steps(row: VerifiedMode, record: Record, reference: Record) -> list[str]:
     """The first tensor of each step beyond its bound."""
     problems = []
     for number in reference.steps:
@@ -128,9 +130,9 @@ def _compare_steps(row: VerifiedMode, record: Record, reference: Record, bounds:
         row.expected_losses.append(float(wanted["loss"]["loss"]))
         found = differences(step, wanted)
         for kind, value in largest(found).items():
-            if kind in bounds:
+            if kind in row.tolerance:
                 row.differences[kind] = max(row.differences.get(kind, 0.0), value)
-        problems += step_problems(found, bounds, step=number)
+        problems += step_problems(found, row.tolerance, step=number)
     return problems
 
 

@@ -3,18 +3,18 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from os import cpu_count
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, Final
 
 import lightning as L
 import torch
 import yaml  # type: ignore[import-untyped]
 
+from lit_cifar.configured import made
 from lit_cifar.data import Augment, CIFAR10DataModule, Pictures
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.samplers import TrainSampler
@@ -223,11 +223,6 @@ def _network_flags(model: dict[str, Any]) -> list[str]:
     return flags
 
 
-def made(config: Mapping[str, Any], *args: Any) -> Any:
-    """An object of the class or function that a configuration names, with its arguments there, after `args`."""
-    return resolve_name(config["class_path"])(*args, **config.get("init_args", {}), **config.get("dict_kwargs", {}))
-
-
 @dataclass(frozen=True)
 class Launcher:
     """Runs `fit` under one configuration with every step recorded; prints when a run begins and when it has ended."""
@@ -262,8 +257,8 @@ class Launcher:
         status = 1 if resumed.status == EXIT_REFUSED else resumed.status
         return replace(resumed, status=status, seconds=first.seconds + resumed.seconds)
 
-    def run_alone(self, title: str, chunks: GhostBatches) -> Record:
-        """The record of one device, which normalises `chunks` apart.
+    def run_alone(self, title: str, chunks: GhostBatches, *, more: Sequence[str] = ()) -> Record:
+        """The record of one device, which normalises `chunks` apart; `more` are further flags.
 
         Raises a `ConfigError` if it cannot train the configuration, or not to its last step, or not in time.
         """
@@ -275,7 +270,7 @@ class Launcher:
         if chunks != GhostBatches():
             flags += [f"--model.ghost_batchnorm.{name}={value}" for name, value in asdict(chunks).items()]
         record = Record(self.new_folder("reference"))
-        outcome = self._fit(title, record.folder, flags)
+        outcome = self._fit(title, record.folder, [*flags, *more])
         if outcome.status is None:
             problem = f"one device is too slow for this configuration: {outcome.last_words}"
             raise ConfigError(problem, remedy="pass fewer --steps, or a smaller --data.batch_size or --model.arch")

@@ -56,6 +56,15 @@ class Logits(L.Callback):
         return {"ids": ids, "labels": labels, "logits": logits, "sizes": sizes}
 
 
+class LastBits(L.Callback):
+    """Changes the last bits of the weights before the first step, which shows how far rounding can move a training."""
+
+    @torch.no_grad()
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for parameter in pl_module.parameters():  # up or down: BatchNorm would undo one factor for all
+            parameter.copy_(parameter.nextafter(parameter.flatten().roll(1).view_as(parameter)))
+
+
 class Trace(Logits):
     """Writes down what every process holds after every optimizer step and in every evaluation.
 
