@@ -23,6 +23,7 @@ from lit_cifar.checks.relations.watching import CHECKPOINT, Ended, Watched, told
 from lit_cifar.errors import one_line
 
 _OWN = ("_", "trainer", "training", "fabric", "prepare_data_per_node", "allow_zero_length_dataloader", "example_input")
+_DDP = "ddp_find_unused_parameters_true"  # of a script that names no strategy, such as one with two models
 # Ways to validate the same weights, and the sizes of their batches.
 VARIANTS: dict[str, int | None] = {
     "as it is": None,
@@ -40,6 +41,7 @@ class Follower(Checkpoint):
         self._watched, self._plan, self._trained = watched, watched.plan, 0
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._watched.continues()
         if not self._watched.trace.first:
             look_at(trainer, self._watched)
             self._watched.begins()
@@ -56,6 +58,10 @@ class Follower(Checkpoint):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if self._plan.save_epoch:
             self._save(trainer, trainer.current_epoch + 1)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        look_at(trainer, self._watched)  # before a strategy puts the parts of a model together
+        self._watched.trace.state = self._watched.snapshot()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if not trainer.sanity_checking:
@@ -135,7 +141,7 @@ def _fit(
     settings |= dict(zip(names, args, strict=False))
     plan = watched.plan
     watched.trace.is_lightning = True
-    watched.roots[:] = [model]
+    watched.parts.roots[:] = [model]
     evaluated = _where(settings)
     if plan.validate:
         _validate(trainer, watched, model, evaluated, "as it is", None if plan.validate == "weights" else plan.validate)
@@ -145,8 +151,6 @@ def _fit(
     else:
         seed_all("fit", plan.seed, watched.rank)
     fit(trainer, model, **settings)
-    look_at(trainer, watched)
-    watched.trace.state = watched.snapshot()
     if plan.variants:
         _validate_in_many_ways(trainer, watched, model, evaluated)
     raise Ended
@@ -165,7 +169,7 @@ def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
         "callbacks": [one for one in callbacks if not isinstance(one, ProgressBar | ModelSummary)],
         "devices": plan.ranks,
         "num_nodes": 1,
-        "strategy": strategy if plan.ranks > 1 and strategy != "auto" else "ddp" if plan.ranks > 1 else "auto",
+        "strategy": "auto" if plan.ranks == 1 else _DDP if strategy == "auto" else strategy,
         "max_epochs": _at_most(plan.most_epochs, own.get("max_epochs")),
         "limit_train_batches": _at_most(plan.most_batches, own.get("limit_train_batches")),
         "limit_val_batches": _at_most(plan.evaluation_batches, own.get("limit_val_batches")),
@@ -192,18 +196,18 @@ def _at_most(most: int, own: Any) -> int:
 def look_at(trainer: pl.Trainer, watched: Watched) -> None:
     """Note what the trainer holds."""
     module, trace = trainer.lightning_module, watched.trace
-    watched.roots[:] = [module]
-    watched.optimizers[:] = trainer.optimizers
-    watched.schedules[:] = [config.scheduler for config in trainer.lr_scheduler_configs]
+    watched.parts.roots[:] = [module]
+    watched.parts.optimizers[:] = trainer.optimizers
+    watched.parts.schedules[:] = [config.scheduler for config in trainer.lr_scheduler_configs]
     foreign = ("lightning.", "lit_cifar.")
     for number, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
         if not type(callback).__module__.startswith(foreign):
-            watched.kept[f"callback {number} {type(callback).__name__}"] = callback
+            watched.parts.kept[f"callback {number} {type(callback).__name__}"] = callback
         if isinstance(callback, EarlyStopping):
             trace.remarks.add("stops early")
-    watched.kept["module"] = {name: value for name, value in vars(module).items() if not name.startswith(_OWN)}
-    watched.kept["metric"] = metrics_of(trainer)
-    if any(isinstance(schedule, ReduceLROnPlateau) for schedule in watched.schedules):
+    watched.parts.kept["module"] = {name: value for name, value in vars(module).items() if not name.startswith(_OWN)}
+    watched.parts.kept["metric"] = metrics_of(trainer)
+    if any(isinstance(schedule, ReduceLROnPlateau) for schedule in watched.parts.schedules):
         trace.remarks.add("follows its evaluation")
     if not module.automatic_optimization:
         trace.remarks.add("manual")
