@@ -26,7 +26,7 @@ def _in_lightning(runs: Runs) -> Iterator[Verdict]:
             NAME, "abstain", "no validation: give the Trainer validation data and the module a validation_step"
         )
         return
-    reason = UNDIVIDED_EVALUATION if UNDIVIDED_EVALUATION in trace.remarks else "" if trace.evaluated else _NO_LOADER
+    reason = UNDIVIDED_EVALUATION if UNDIVIDED_EVALUATION in trace.remarks else "" if trace.evaluates else _NO_LOADER
     own, *ways = ("as it is", "again") if reason else metrics
     found = [text for way in ways if (text := _apart(runs, metrics[own], metrics[way], f"validated {way}"))]
     looked_at = f"{', '.join(metrics[own])}: {', '.join(ways)}{_part(trace)}"
@@ -59,8 +59,8 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
         yield Verdict(NAME, "abstain", "report the results: relations.report(val_loss=...)")
         return
     by_hand = "evaluation_batch" in own.asked
-    if not by_hand and (UNDIVIDED_EVALUATION in own.remarks or not own.evaluated):
-        reason = UNDIVIDED_EVALUATION if own.evaluated else f"{_NO_LOADER} in torch.no_grad()"
+    if not by_hand and (UNDIVIDED_EVALUATION in own.remarks or not own.evaluates):
+        reason = UNDIVIDED_EVALUATION if own.evaluates else f"{_NO_LOADER} in torch.no_grad()"
         yield Verdict(NAME, "abstain", f'{reason}: write relations.knob("evaluation_batch", N) for its samples')
         return
     found = []

@@ -21,9 +21,11 @@ from lit_cifar.checks.relations.generators import seed_all
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.watching import CHECKPOINT, Ended, Watched, told_apart
 from lit_cifar.errors import one_line
+from lit_cifar.mode.table import MODES
 
 _OWN = ("_", "trainer", "training", "fabric", "prepare_data_per_node", "allow_zero_length_dataloader", "example_input")
 _DDP = "ddp_find_unused_parameters_true"  # of a script that names no strategy, such as one with two models
+_IN_ONE_PROCESS = {row.name for row in MODES if not row.has_processes}  # strategies with all devices in it
 # Ways to validate the same weights, and the sizes of their batches.
 VARIANTS: dict[str, int | None] = {
     "as it is": None,
@@ -167,8 +169,7 @@ def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
     changed = {
         "accelerator": "cpu",
         "callbacks": [one for one in callbacks if not isinstance(one, ProgressBar | ModelSummary)],
-        "devices": plan.ranks,
-        "num_nodes": 1,
+        **{"devices": plan.ranks, "num_nodes": 1},
         "strategy": "auto" if plan.ranks == 1 else _DDP if strategy == "auto" else strategy,
         "max_epochs": _at_most(plan.most_epochs, own.get("max_epochs")),
         "limit_train_batches": _at_most(plan.most_batches, own.get("limit_train_batches")),
@@ -183,6 +184,9 @@ def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
     }
     if isinstance(every := own.get("val_check_interval"), int):
         changed["val_check_interval"] = min(every, plan.most_batches)
+    if isinstance(strategy, str) and strategy in _IN_ONE_PROCESS:
+        trace.own_ranks = 1
+        changed |= {"devices": devices, "strategy": strategy}
     if plan.double:
         changed |= {"precision": "64-true", "plugins": None}
     return own | changed | dict(plan.trainer)

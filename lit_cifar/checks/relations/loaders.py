@@ -70,7 +70,7 @@ class Loaders:
                 return begin(loader)  # type: ignore[no-any-return]
             if self._watched.phase() == "train":
                 return self._training(loader, begin)
-            return self._noted(self._evaluated(loader, begin(loader)))
+            return self._evaluated(loader, begin(loader))
 
         return begun
 
@@ -137,6 +137,7 @@ class Loaders:
         trace = self._watched.trace
         is_cut = len(own) == self._plan.evaluation_batches and next(batches, None) is not None
         trace.is_cut |= is_cut
+        trace.evaluates |= bool(own)
         if own and not is_divided(loader, own[0]):
             trace.remarks.add(UNDIVIDED_EVALUATION)
         elif own and not is_cut and loader.batch_sampler is not None and self._plan.ranks == 1:
@@ -145,12 +146,6 @@ class Loaders:
         if UNDIVIDED_EVALUATION in trace.remarks:
             return iter(own)
         return iter(own) if size is None else in_batches_of(own, size)
-
-    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            with suppress(ValueError):
-                self._watched.trace.evaluated.append(num_samples(batch))
-            yield batch
 
     def _imposed_length(self, loader: Any, imposed: Imposed) -> int | None:
         own = dict(imposed.lengths).get(self._number(loader) or 0)

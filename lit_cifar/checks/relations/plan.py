@@ -112,7 +112,7 @@ class Trace:
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)  # of each way to validate
     failed: dict[str, str] = field(default_factory=dict)  # errors of ways to validate
     logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # steps and results of each evaluation
-    evaluated: list[int] = field(default_factory=list)  # samples of batches where no gradient was made
+    evaluates: bool = False  # a loader was read where no gradient is made
     left_out: int = 0  # samples that no batch of an evaluation on one process had
     is_cut: bool = False  # an evaluation had more batches than were read
     loaders: list[dict[str, Any]] = field(default_factory=list)  # what was seen of each that trains

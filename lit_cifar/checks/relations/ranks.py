@@ -36,7 +36,7 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
         text = f"ranks hold parts of the model: {divided} has not the same shape on one process and on both ranks"
         yield Verdict("ranks", "abstain", text)
         return
-    if _hold_parts(two) and _read_alike(two):
+    if _hold_parts(two) and _are_same(two[0].samples, two[1].samples):
         yield from _of_parts(runs, two, why)
         return
     yield unused(_replicas(two), why)
@@ -87,10 +87,6 @@ def _hold_parts(two: list[Trace]) -> bool:
     """Whether ranks have parameters of their own, or parts of them."""
     first, second = ({name for name in trace.state if name.startswith("optimizer/")} for trace in two)
     return first != second or PARTS in two[0].remarks
-
-
-def _read_alike(two: list[Trace]) -> bool:
-    return _are_same(two[0].samples, two[1].samples)
 
 
 def accumulation(runs: Runs) -> Iterator[Verdict]:
