@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from lit_cifar.mode.table import MODES
 
 _OWN = ("_", "trainer", "training", "fabric", "prepare_data_per_node", "allow_zero_length_dataloader", "example_input")
 _DDP = "ddp_find_unused_parameters_true"  # of a script that names no strategy, such as one with two models
+_STARTED = re.compile("_(spawn|fork|notebook)")  # ways to start the processes, which a run has already
 _IN_ONE_PROCESS = {row.name for row in MODES if not row.has_processes}  # strategies with all devices in it
 # Ways to validate the same weights, and the sizes of their batches.
 VARIANTS: dict[str, int | None] = {
@@ -162,6 +164,8 @@ def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
     """Arguments of the Trainer: the script's own, but for lengths, devices, precision and what prints."""
     plan, trace = watched.plan, watched.trace
     devices, strategy = own.get("devices", 1), own.get("strategy", "auto")
+    if isinstance(strategy, str):
+        strategy = _STARTED.sub("", strategy)
     trace.own_ranks = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 1
     trace.own_accumulation = own.get("accumulate_grad_batches") or 1
     callbacks = own.get("callbacks") or []

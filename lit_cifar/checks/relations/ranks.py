@@ -66,7 +66,7 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
         return
     verdict = runs.judge("ranks", one, two[0], leave_out=_LEFT_OUT, samples=False, said="2 processes: ")
     yield _weighed(verdict, [*two, one], why)
-    yield from _reported(verdict, one, two[0], "by 2 processes")
+    yield from _reported(runs, verdict, one, two[0], "by 2 processes")
     if verdict.outcome == "pass" and not own.is_lightning:
         for verdict in on_two_ranks(runs, one, two[0]):
             yield unused(verdict, why)
@@ -138,7 +138,7 @@ def _accumulated(whole: Trace, divided: Trace, micro: int, runs: Runs) -> Iterat
         "accumulation", whole, divided, leave_out=_LEFT_OUT, samples=False, said=f"{max(micro, 2)} microbatches: "
     )
     yield _weighed(verdict, [whole, divided], "" if micro > 1 else "the script does not accumulate")
-    yield from _reported(verdict, whole, divided, f"with {max(micro, 2)} microbatches")
+    yield from _reported(runs, verdict, whole, divided, f"with {max(micro, 2)} microbatches")
 
 
 def _are_same(one: list[list[int]], other: list[list[int]]) -> bool:
@@ -153,10 +153,11 @@ def _divides_batches(runs: Runs, own: Trace, micro: int) -> bool:
     return runs.run(knobs=(("accumulate", 2),))[0].steps == own.steps
 
 
-def _reported(verdict: Verdict, one: Trace, other: Trace, how: str) -> Iterator[Verdict]:
+def _reported(runs: Runs, verdict: Verdict, one: Trace, other: Trace, how: str) -> Iterator[Verdict]:
     """What a training that is the same reports beside its evaluations, such as a loss."""
     values, others = one.reported, other.reported
     names = [name for name in values.keys() & others.keys() if not name.startswith(("val", "score", "rescored"))]
+    names = [name for name in names if not f"kept/metric.{name}".startswith(tuple(runs.unsteady))]
     apart = [name for name in sorted(names) if difference(values[name], others[name]) > _REPORTED]
     if verdict.outcome == "pass" and apart:
         text = f"{apart[0]} is reported as {values[apart[0]]:.6g}, and {how} as {others[apart[0]]:.6g}"

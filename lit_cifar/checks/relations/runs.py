@@ -61,6 +61,7 @@ class Runs:
 
     def __init__(self, target: Target, plan: Plan, folder: Path, *, limit_s: float) -> None:
         self.target, self.plan, self.folder, self.limit_s = target, plan, folder, limit_s
+        self.unsteady: list[str] = []  # metrics that two equal runs do not share, such as images per second
         self._made: dict[Plan, list[Trace]] = {}
         self._folders: dict[Plan, Path] = {}
 
@@ -144,7 +145,7 @@ class Runs:
         """Those above the limit: weights first, and the largest of a kind first."""
         names = [name for name in {**one, **other} if name.split("/")[0] in kinds and not name.endswith(COUNTERS)]
         both = one.keys() & other.keys()
-        left = [name for name in names if not name.startswith(tuple(leave_out))]
+        left = [name for name in names if not name.startswith((*leave_out, *self.unsteady))]
         left = [name for name in left if name in both or not name.startswith(BESIDE)]  # called in one of them alone
         found = [Difference(name, difference(one.get(name), other.get(name))) for name in left]
         above = [each for each in found if each.size > self.limit]
