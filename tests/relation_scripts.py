@@ -199,3 +199,81 @@ for epoch in range(2):
             optimizer.zero_grad()
     relations.report(val_loss=evaluate(BUG == "only own part" and num_ranks > 1))
 """
+
+AGAIN = '''
+"""Counts on whole epochs, begins again within its process, and evaluates a copy of its average that it gives up."""
+
+import copy
+import os
+import sys
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lit_cifar import relations
+
+BUG, LENGTH = os.environ.get("BUG"), 6
+data = TensorDataset(torch.randn(LENGTH * 4, 6, generator=torch.Generator().manual_seed(1)))
+decay = relations.knob("decay", 0.5)
+size = relations.knob("evaluation_batch", int(sys.argv[1] if sys.argv[1:] else 5))
+
+
+@torch.no_grad()
+def evaluate(model):
+    losses = [((model.eval()(x) - x) ** 2).mean(1) for x in data.tensors[0].split(size)]
+    return (sum(loss.mean() for loss in losses) if BUG == "sum of means" else torch.cat(losses).mean()).item()
+
+
+class Training:
+    def __init__(self):
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6))
+        self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.5 if BUG == "decay" else decay))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.step = 0
+
+    def state(self):
+        parts = {"model": self.model, "average": self.average, "optimizer": self.optimizer}
+        return {"step": self.step, **{name: part.state_dict() for name, part in parts.items()}}
+
+    def load(self, state):
+        self.step = 0 if BUG == "repeats" else state["step"]
+        for name in ("model", "average", "optimizer"):
+            getattr(self, name).load_state_dict(state[name])
+
+    def batches(self):
+        step = self.step
+        while True:
+            order = torch.Generator().manual_seed(step // LENGTH)
+            for number, (x,) in enumerate(DataLoader(data, 4, shuffle=True, generator=order)):
+                if number >= step % LENGTH:
+                    yield x
+            step = (step // LENGTH + 1) * LENGTH
+
+    def train(self, until):
+        for x in self.batches():
+            if self.step >= until:
+                return
+            ((checkpoint(self.model, x, use_reentrant=False) - x) ** 2).mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.average.update_parameters(self.model)
+            self.step += 1
+            if self.step % 3 == 0:
+                relations.report(val_loss=evaluate(copy.deepcopy(self.average)), average=self.average)
+            if path := relations.save():
+                torch.save(self.state(), path)
+
+
+torch.manual_seed(0)
+training = Training()
+if path := relations.resume():
+    training.load(torch.load(path))
+training.train(9)
+torch.save(training.state(), "own.pt")
+training = Training()
+training.load(torch.load("own.pt"))
+training.train(18)
+'''

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from commands import refused, run_here, said_by_tests_in
-from relation_scripts import LIGHTNING, NOISY, PLAIN
+from commands import TINY, mode_flags, refused, run_here, said_by_tests_in
+from relation_scripts import AGAIN, LIGHTNING, NOISY, PLAIN
 from torch.utils.data import DataLoader
 
 from lit_cifar import relations
@@ -217,6 +217,51 @@ NOISY_CASES: Mapping[str, tuple[str, dict[str, str]]] = {
 def test_a_step_may_draw_numbers_for_its_samples(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only, expected = NOISY_CASES[bug]
     assert outcomes(NOISY, tmp_path, monkeypatch, bug=bug, only=only) == expected
+
+
+AGAIN_CASES: Mapping[str, tuple[str, dict[str, str]]] = {
+    "": ("resume", {"resume after 6 steps": "pass", "resume after 13 steps": "pass"}),
+    "repeats": ("resume", {"resume after 9 steps": "fail", "resume after 19 steps": "fail"}),
+    "no bug": (
+        "evaluation,recomputation,effects",
+        {"evaluation": "pass", "recomputation": "note", "effect of decay": "pass"},
+    ),
+    "sum of means": ("evaluation", {"evaluation": "fail"}),
+    "decay": ("effects", {"effect of decay": "note"}),
+}
+
+
+@pytest.mark.parametrize("bug", AGAIN_CASES)
+def test_a_training_may_begin_again_and_count_its_steps(
+    bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only, expected = AGAIN_CASES[bug]
+    assert outcomes(AGAIN, tmp_path, monkeypatch, bug=bug, only=only) == {"run": "pass"} | expected
+
+
+@pytest.mark.parametrize(("bug", "outcome"), [("", "PASS"), ("sum of means", "FAIL")])
+def test_arguments_may_be_told_that_change_nothing(
+    bug: str, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lit_cifar.tools.relations.exit_orderly_when_terminated", lambda: None)
+    monkeypatch.setenv("BUG", bug)
+    (tmp_path / "train.py").write_text(AGAIN)
+    result = run_here("relations", tmp_path / "train.py", "--only=", "--same=7", check=False)
+    assert re.search(rf"^{outcome} +same with 7 ", result.stdout, flags=re.M)
+
+
+# Modes whose ranks divide the batch, and those whose ranks divide the model.
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp", "pp"])
+def test_our_own_trainer_holds_them(mode: str, tmp_path: Path) -> None:
+    rarely = "--trainer.log_every_n_steps=50"  # images per second are others in each run
+    arguments = ("fit", *TINY, "--trainer.max_epochs=2", rarely, *mode_flags(mode))
+    target = Target(program="lit_cifar", arguments=arguments, is_module=True, folder=str(tmp_path))
+    chosen = {name: RELATIONS[name] for name in ("resume", "ranks", "accumulation")}
+    found = judged(target, Plan(most_batches=4, most_epochs=2, most_steps=96), chosen, limit_s=100)
+    parts = [] if mode == "pp" else ["replicas", "samples of ranks"]
+    names = ["run", "resume after epoch 1", "resume inside epoch 2", *parts, "ranks", "accumulation"]
+    assert {verdict.relation: verdict.outcome for verdict in found} == dict.fromkeys(names, "pass")
 
 
 @pytest.mark.slow

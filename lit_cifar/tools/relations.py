@@ -9,6 +9,7 @@ from typing import get_args
 
 from lit_cifar.checks import classes
 from lit_cifar.checks.relations.judging import RELATIONS, Relation, judged
+from lit_cifar.checks.relations.neutral import unchanged
 from lit_cifar.checks.relations.plan import Plan, Target
 from lit_cifar.checks.relations.runs import Outcome, Verdict
 from lit_cifar.errors import ConfigError, nearest
@@ -34,6 +35,7 @@ exit status: 0 all that was judged is equal, 1 a relation fails, 2 a mistake in 
 
   python -m lit_cifar relations train.py
   python -m lit_cifar relations train.py --only=resume,ranks -- --lr=0.1
+  python -m lit_cifar relations train.py --same=--eval-batch-size=7
   python -m lit_cifar relations -m my_package.train
   python -m lit_cifar relations --module=my_package.MyModule --data=my_package.MyData -- --trainer.max_epochs=2"""
 
@@ -73,6 +75,9 @@ def relations_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--also", action="append", default=[], metavar="PACKAGE.FUNCTION", help="A relation of your own."
     )
+    parser.add_argument(
+        "--same", action="append", default=[], metavar="ARGUMENTS", help="Of the script, that should change nothing."
+    )
     parser.add_argument("--batches", type=positive, default=8, metavar="N", help="At most, of an epoch (default: 8).")
     parser.add_argument("--epochs", type=positive, default=3, metavar="N", help="At most, of a Trainer (default: 3).")
     parser.add_argument("--steps", type=positive, default=96, metavar="N", help="At most, of a script (default: 96).")
@@ -104,6 +109,7 @@ def _chosen(options: argparse.Namespace) -> dict[str, Relation]:
             remedy = f"did you mean {near}?" if near else f"choose of {', '.join(RELATIONS)}"
             raise ConfigError(f"--only={name} is no relation", remedy=remedy)
         chosen[name] = RELATIONS[name]
+    chosen |= {f"--same={words}": unchanged(words) for words in options.same}
     for path in options.also:
         try:
             chosen[path] = resolve_name(path)

@@ -7,25 +7,23 @@ import runpy
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from time import time
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed
 import torch.multiprocessing
-from torch.amp import GradScaler
 
 from lit_cifar.checks.relations import calls, in_lightning
-from lit_cifar.checks.relations.generators import ROUNDED, draw_by_sample, make_quiet, note_own_generators, seed_all
+from lit_cifar.checks.relations.generators import draw_by_sample, make_quiet, note_own_generators, seed_all
 from lit_cifar.checks.relations.loaders import Loaders
 from lit_cifar.checks.relations.own_files import Guard, mirror
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Target
+from lit_cifar.checks.relations.switches import turn
 from lit_cifar.checks.relations.watching import Ended, Watched
 
 _THREADS = 1  # more would add up in another order from run to run
@@ -66,22 +64,19 @@ def _prepare(watched: Watched, loaders: Loaders, rank: int) -> None:
     loaders.patch()
     in_lightning.patch(watched)
     _join(watched, rank)
-    if plan.double:
-        _compute_in_double(watched.trace.remarks.add)
+    turn(plan, watched.trace, partial(watched.parts.keep_numbered, "scaler"))
     if plan.quiet:
         make_quiet(watched.trace.remarks.add)
-        draw_by_sample(watched.key_of_draw, watched.draws)
+        draw_by_sample(watched.draws.key, watched.drawn_apart)
     else:
-        note_own_generators(watched.draws_apart)
-    if plan.seed:
-        _seed_otherwise(plan.seed)
+        note_own_generators(watched.drawn_apart)
     seed_all("start", plan.seed, rank)
     calls.session = watched
     Guard(watched.folder.parent, watched.trace.outside).start()
 
 
 def _run(target: Target, watched: Watched, loaders: Loaders) -> None:
-    sys.argv = [target.program, *target.arguments]
+    sys.argv = [target.program, *target.arguments, *watched.plan.arguments]
     try:
         if target.is_module:
             sys.path.insert(0, "")
@@ -132,48 +127,6 @@ def _join(watched: Watched, rank: int) -> None:
     patched(torch.distributed, "destroy_process_group", leaver)
     for name in ("spawn", "start_processes"):
         patched(torch.multiprocessing, name, lambda _: here)
-
-
-def _compute_in_double(remark: Callable[[str], None]) -> None:
-    """New tensors are float64, and what a script asks to be float32 by `.float()`; autocast is off."""
-    for name in ("to", "bfloat16", "half"):
-        patched(torch.Tensor, name, partial(_remarking, remark))
-    torch.set_default_dtype(torch.float64)
-    patched(GradScaler, "unscale_", partial(_with, torch.Tensor, "float", torch.Tensor.float))  # torch's own wants it
-    for owner in (torch.Tensor, torch.nn.Module):
-        patched(owner, "float", _double)
-    patched(torch.autocast, "__init__", _no_autocast)
-
-
-def _with(owner: Any, name: str, value: Any, function: Any) -> Callable[..., Any]:
-    def called(*args: Any, **settings: Any) -> Any:
-        with mock.patch.object(owner, name, value):
-            return function(*args, **settings)
-
-    return called
-
-
-def _remarking(remark: Callable[[str], None], convert: Any) -> Callable[..., torch.Tensor]:
-    def converted(*args: Any, **settings: Any) -> torch.Tensor:
-        found: torch.Tensor = convert(*args, **settings)
-        if found.dtype in (torch.bfloat16, torch.float16):
-            remark(ROUNDED)
-        return found
-
-    return converted
-
-
-def _double(_: Any) -> Callable[..., Any]:
-    return lambda own, *args, **settings: own.double(*args, **settings)
-
-
-def _no_autocast(make: Any) -> Callable[..., None]:
-    return lambda own, *args, **settings: make(own, "cpu", enabled=False)
-
-
-def _seed_otherwise(offset: int) -> None:
-    """Every seed of torch's own generator is another."""
-    patched(torch, "manual_seed", lambda seed: lambda number: seed(int(number) + offset))
 
 
 if __name__ == "__main__":

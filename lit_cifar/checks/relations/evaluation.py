@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lit_cifar.checks.relations.loaders import UNDIVIDED_EVALUATION
+from lit_cifar.checks.relations import draws
+from lit_cifar.checks.relations.loaders import CUT, UNDIVIDED_EVALUATION
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import RunError, Runs, Verdict, difference, unused
-from lit_cifar.checks.relations.watching import DRAWS_IN_EVALUATION
 
 NAME = "evaluation"
+_ALL = 2**20  # samples of a batch of all
 _NO_LOADER = "the evaluation reads no DataLoader of torch"
 
 
@@ -25,7 +26,7 @@ def _in_lightning(runs: Runs) -> Iterator[Verdict]:
             NAME, "abstain", "no validation: give the Trainer validation data and the module a validation_step"
         )
         return
-    reason = UNDIVIDED_EVALUATION if UNDIVIDED_EVALUATION in trace.remarks else "" if trace.evaluated else _NO_LOADER
+    reason = UNDIVIDED_EVALUATION if UNDIVIDED_EVALUATION in trace.remarks else "" if trace.evaluates else _NO_LOADER
     own, *ways = ("as it is", "again") if reason else metrics
     found = [text for way in ways if (text := _apart(runs, metrics[own], metrics[way], f"validated {way}"))]
     looked_at = f"{', '.join(metrics[own])}: {', '.join(ways)}{_part(trace)}"
@@ -57,15 +58,15 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
     if not values:
         yield Verdict(NAME, "abstain", "report the results: relations.report(val_loss=...)")
         return
-    if UNDIVIDED_EVALUATION in own.remarks:
-        yield Verdict(NAME, "abstain", UNDIVIDED_EVALUATION)
-        return
-    if not own.evaluated:
-        yield Verdict(NAME, "abstain", f"{_NO_LOADER}: use one where no gradient is made, in torch.no_grad()")
+    by_hand = "evaluation_batch" in own.asked
+    if not by_hand and (UNDIVIDED_EVALUATION in own.remarks or not own.evaluates):
+        reason = UNDIVIDED_EVALUATION if own.evaluates else f"{_NO_LOADER} in torch.no_grad()"
+        yield Verdict(NAME, "abstain", f'{reason}: write relations.knob("evaluation_batch", N) for its samples')
         return
     found = []
     for way, size in (("in batches of 1", 1), ("in batches of 7", 7), ("as one batch", 0)):
-        other = _results(runs.run(generators=True, evaluation_batch=size)[0])
+        changes = {"knobs": (("evaluation_batch", size or _ALL),)} if by_hand else {"evaluation_batch": size}
+        other = _results(runs.run(generators=True, **changes)[0])
         if text := _apart(runs, values, other, f"evaluated {way}"):
             found.append(text)
     looked_at = f"{', '.join(values)}: in batches of 1, 7, all{_part(own)}"
@@ -80,16 +81,16 @@ def on_two_ranks(runs: Runs, one: Trace, two: Trace) -> Iterator[Verdict]:
         return
     text = _apart(runs, values, _results(two), "evaluated by 2 processes")
     if text and (one.is_cut or two.is_cut):
-        yield Verdict(name, "abstain", "an evaluation has more batches than were read: pass a higher --batches")
+        yield Verdict(name, "abstain", CUT)
         return
     yield Verdict(name, "fail" if text else "pass", text, ", ".join(values), [text] if text else [])
 
 
 def _of_chance(verdict: Verdict, trace: Trace) -> Verdict:
     """The verdict; a note where an evaluation differs that draws random numbers."""
-    if verdict.outcome != "fail" or DRAWS_IN_EVALUATION not in trace.remarks:
+    if verdict.outcome != "fail" or draws.IN_EVALUATION not in trace.remarks:
         return verdict
-    return replace(verdict, outcome="note", text=f"{DRAWS_IN_EVALUATION}: {verdict.text}")
+    return replace(verdict, outcome="note", text=f"{draws.IN_EVALUATION}: {verdict.text}")
 
 
 def _part(trace: Trace) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -21,8 +22,12 @@ from lit_cifar.checks.relations.generators import seed_all
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.watching import CHECKPOINT, Ended, Watched, told_apart
 from lit_cifar.errors import one_line
+from lit_cifar.mode.table import MODES
 
 _OWN = ("_", "trainer", "training", "fabric", "prepare_data_per_node", "allow_zero_length_dataloader", "example_input")
+_DDP = "ddp_find_unused_parameters_true"  # of a script that names no strategy, such as one with two models
+_STARTED = re.compile("_(spawn|fork|notebook)")  # ways to start the processes, which a run has already
+_IN_ONE_PROCESS = {row.name for row in MODES if not row.has_processes}  # strategies with all devices in it
 # Ways to validate the same weights, and the sizes of their batches.
 VARIANTS: dict[str, int | None] = {
     "as it is": None,
@@ -40,6 +45,7 @@ class Follower(Checkpoint):
         self._watched, self._plan, self._trained = watched, watched.plan, 0
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._watched.continues()
         if not self._watched.trace.first:
             look_at(trainer, self._watched)
             self._watched.begins()
@@ -56,6 +62,10 @@ class Follower(Checkpoint):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if self._plan.save_epoch:
             self._save(trainer, trainer.current_epoch + 1)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        look_at(trainer, self._watched)  # before a strategy puts the parts of a model together
+        self._watched.trace.state = self._watched.snapshot()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if not trainer.sanity_checking:
@@ -135,7 +145,7 @@ def _fit(
     settings |= dict(zip(names, args, strict=False))
     plan = watched.plan
     watched.trace.is_lightning = True
-    watched.roots[:] = [model]
+    watched.parts.roots[:] = [model]
     evaluated = _where(settings)
     if plan.validate:
         _validate(trainer, watched, model, evaluated, "as it is", None if plan.validate == "weights" else plan.validate)
@@ -145,8 +155,6 @@ def _fit(
     else:
         seed_all("fit", plan.seed, watched.rank)
     fit(trainer, model, **settings)
-    look_at(trainer, watched)
-    watched.trace.state = watched.snapshot()
     if plan.variants:
         _validate_in_many_ways(trainer, watched, model, evaluated)
     raise Ended
@@ -156,6 +164,8 @@ def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
     """Arguments of the Trainer: the script's own, but for lengths, devices, precision and what prints."""
     plan, trace = watched.plan, watched.trace
     devices, strategy = own.get("devices", 1), own.get("strategy", "auto")
+    if isinstance(strategy, str):
+        strategy = _STARTED.sub("", strategy)
     trace.own_ranks = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 1
     trace.own_accumulation = own.get("accumulate_grad_batches") or 1
     callbacks = own.get("callbacks") or []
@@ -163,9 +173,8 @@ def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
     changed = {
         "accelerator": "cpu",
         "callbacks": [one for one in callbacks if not isinstance(one, ProgressBar | ModelSummary)],
-        "devices": plan.ranks,
-        "num_nodes": 1,
-        "strategy": strategy if plan.ranks > 1 and strategy != "auto" else "ddp" if plan.ranks > 1 else "auto",
+        **{"devices": plan.ranks, "num_nodes": 1},
+        "strategy": "auto" if plan.ranks == 1 else _DDP if strategy == "auto" else strategy,
         "max_epochs": _at_most(plan.most_epochs, own.get("max_epochs")),
         "limit_train_batches": _at_most(plan.most_batches, own.get("limit_train_batches")),
         "limit_val_batches": _at_most(plan.evaluation_batches, own.get("limit_val_batches")),
@@ -179,6 +188,9 @@ def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
     }
     if isinstance(every := own.get("val_check_interval"), int):
         changed["val_check_interval"] = min(every, plan.most_batches)
+    if isinstance(strategy, str) and strategy in _IN_ONE_PROCESS:
+        trace.own_ranks = 1
+        changed |= {"devices": devices, "strategy": strategy}
     if plan.double:
         changed |= {"precision": "64-true", "plugins": None}
     return own | changed | dict(plan.trainer)
@@ -192,18 +204,18 @@ def _at_most(most: int, own: Any) -> int:
 def look_at(trainer: pl.Trainer, watched: Watched) -> None:
     """Note what the trainer holds."""
     module, trace = trainer.lightning_module, watched.trace
-    watched.roots[:] = [module]
-    watched.optimizers[:] = trainer.optimizers
-    watched.schedules[:] = [config.scheduler for config in trainer.lr_scheduler_configs]
+    watched.parts.roots[:] = [module]
+    watched.parts.optimizers[:] = trainer.optimizers
+    watched.parts.schedules[:] = [config.scheduler for config in trainer.lr_scheduler_configs]
     foreign = ("lightning.", "lit_cifar.")
     for number, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
         if not type(callback).__module__.startswith(foreign):
-            watched.kept[f"callback {number} {type(callback).__name__}"] = callback
+            watched.parts.kept[f"callback {number} {type(callback).__name__}"] = callback
         if isinstance(callback, EarlyStopping):
             trace.remarks.add("stops early")
-    watched.kept["module"] = {name: value for name, value in vars(module).items() if not name.startswith(_OWN)}
-    watched.kept["metric"] = metrics_of(trainer)
-    if any(isinstance(schedule, ReduceLROnPlateau) for schedule in watched.schedules):
+    watched.parts.kept["module"] = {name: value for name, value in vars(module).items() if not name.startswith(_OWN)}
+    watched.parts.kept["metric"] = metrics_of(trainer)
+    if any(isinstance(schedule, ReduceLROnPlateau) for schedule in watched.parts.schedules):
         trace.remarks.add("follows its evaluation")
     if not module.automatic_optimization:
         trace.remarks.add("manual")

@@ -1,6 +1,8 @@
 """A training that is interrupted and resumed ends as one that is not."""
 
 from collections.abc import Iterator
+from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +12,7 @@ from lit_cifar.checks.relations.watching import CHECKPOINT
 
 NAME = "resume"
 _MOST_RANKS = 2
+_EPOCHS = 3  # in which a script is stopped twice
 _MANY = 5  # calls of `save` that are more than one in each epoch
 _LATE = (
     "equal only if the checkpoint is written when the next batch begins: Lightning's callbacks write it before the "
@@ -35,11 +38,38 @@ def resumed(runs: Runs) -> Iterator[Verdict]:
             inside = batches + _whole_windows((batches + 1) // 2, own.own_accumulation)
             yield _Interruption(runs, f"{NAME} inside epoch 2", ranks, drawn, save_at=inside).verdict()
         return
-    saves = [number for number in _thirds(len(own.saves)) if own.saves[number - 1]]
-    if not saves:
+    verdicts = [*_at_calls_of_save(runs, ranks, drawn)]
+    if own.cut_from and any(verdict.has_other_samples for verdict in verdicts):
+        verdicts = [*_in_whole_epochs(runs, ranks, drawn, own.cut_from, verdicts)]
+    yield from verdicts
+
+
+def _at_calls_of_save(runs: Runs, ranks: int, drawn: tuple[int, ...]) -> Iterator[Verdict]:
+    """Stop a plain script after a third and two thirds of its calls."""
+    steps = runs.run(ranks=ranks)[0].saves
+    calls = [number for number in _thirds(len(steps)) if steps[number - 1]]
+    if not calls:
         yield Verdict(NAME, "abstain", "relations.save() was never called after a step: write a checkpoint earlier")
-    for number in saves:
-        yield _Interruption(runs, f"{NAME} after {own.saves[number - 1]} steps", ranks, drawn, save_at=number).verdict()
+    for number in calls:
+        yield _Interruption(runs, f"{NAME} after {steps[number - 1]} steps", ranks, drawn, save_at=number).verdict()
+
+
+def _in_whole_epochs(
+    runs: Runs, ranks: int, drawn: tuple[int, ...], batches: int, failed: list[Verdict]
+) -> Iterator[Verdict]:
+    """Judge once more: a script may compute its place in the data from the length of an epoch, which was cut."""
+    most = runs.plan.most_steps
+    steps = max(most, _EPOCHS * batches)
+    if batches <= most:
+        whole = copy(runs)
+        whole.plan = replace(runs.plan, most_batches=batches, most_steps=steps)
+        with suppress(RunTimeoutError):
+            yield from [*_at_calls_of_save(whole, ranks, drawn)]
+            return
+    cut = f"if it counts on whole epochs, which were cut after {runs.plan.most_batches} of {batches} batches, pass"
+    for verdict in failed:
+        text = f"{verdict.text}; {cut} --batches={batches} --steps={steps}"
+        yield replace(verdict, outcome="note", text=text) if verdict.has_other_samples else verdict
 
 
 def _whole_windows(batches: int, accumulation: int) -> int:

@@ -89,14 +89,18 @@ def _begun(runs: Runs) -> Iterator[Verdict]:
     if own.first and not own.moved:
         yield Verdict("run", "abstain", "no parameter of the model changes, so that nothing can be compared")
         return
-    again = runs.judge("run", own, runs.run(repetition=1)[0])
+    twice = runs.run(repetition=1)[0]
+    apart = [each.name for each in runs.differences(own.state, twice.state)]
+    runs.unsteady = apart if all(name.startswith("kept/metric.") for name in apart) else []
+    again = runs.judge("run", own, twice)
     if again.outcome == "fail":
         text = f"two runs of the script differ, so that nothing can be compared: {again.text}"
         yield replace(again, outcome="abstain", text=text)
         return
     precision = f", in float32: with float64 {errors[True, False, 1]}" if not runs.plan.double else ""
     alone = f", on {number} processes: on one {errors[False, False, 1]}" if number > 1 else ""
-    yield replace(again, looked_at=f"{again.looked_at}, twice the same{precision}{alone}")
+    but = f" but for {', '.join(runs.unsteady)}" if runs.unsteady else ""
+    yield replace(again, looked_at=f"{again.looked_at}, twice the same{but}{precision}{alone}")
     if own.outside:
         text = f"{own.outside[0]} was not written, as it is outside of the folder of a run and runs would share it"
         yield Verdict("files", "note", text)

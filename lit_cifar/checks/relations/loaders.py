@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sized
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lit_cifar.checks.repeated_step.batches import in_batches_of, joined, num_sa
 
 UNDIVIDED = "the batches are not divided into samples along dimension 0"
 UNDIVIDED_EVALUATION = f"{UNDIVIDED} where no gradient is made"
+CUT = "an evaluation has more batches than were read: pass a higher --batches"
 _PROBES = 16  # how often a sample is asked for
 _FEW = 4  # tensors of a batch; more may be its samples
 _MOST_SAMPLES = 2000  # of a stream that are read
@@ -30,22 +32,34 @@ class Loaders:
         self._datasets: list[Any] = []  # in the order in which loaders were made; Lightning makes a loader once more
         self._is_probing = False
         self._trained: list[Any] = []
+        self._has_workers = False
 
     def patch(self) -> None:
         patched(DataLoader, "__init__", self._maker)
         patched(DataLoader, "__iter__", self._beginner)
         patched(DataLoader, "__len__", self._measurer)
         patched(BatchSampler, "__iter__", self._orderer)
+        patched(torch.utils.data, "get_worker_info", self._worker)
 
     def _maker(self, make: Any) -> Callable[..., None]:
         def made(loader: Any, *args: Any, **settings: Any) -> None:
             make(loader, *args, **settings)
             if not self._is_probing:  # workers have random numbers of their own
+                self._has_workers |= loader.num_workers > 0
                 loader.num_workers, loader.timeout = 0, 0
             if self._number(loader) is None:
                 self._datasets.append(loader.dataset)
 
         return made
+
+    def _worker(self, own: Any) -> Callable[[], Any]:
+        """A script that has workers may not expect to be without: it has one, this process."""
+
+        def info() -> Any:
+            alone = SimpleNamespace(id=0, num_workers=1, seed=torch.initial_seed(), dataset=None)
+            return own() or (alone if self._has_workers else None)
+
+        return info
 
     def _number(self, loader: Any) -> int | None:
         return next((number for number, own in enumerate(self._datasets) if own is loader.dataset), None)
@@ -56,7 +70,7 @@ class Loaders:
                 return begin(loader)  # type: ignore[no-any-return]
             if self._watched.phase() == "train":
                 return self._training(loader, begin)
-            return self._noted(self._evaluated(loader, begin(loader)))
+            return self._evaluated(loader, begin(loader))
 
         return begun
 
@@ -77,8 +91,10 @@ class Loaders:
                 return sum(1 for _ in loader)
             if (imposed := self._plan.imposed) and (own := self._imposed_length(loader, imposed)) is not None:
                 return own
-            most = self._plan.most_batches if self._watched.phase() == "train" else self._plan.evaluation_batches
-            return min(int(length(loader)), most)
+            own, trains = int(length(loader)), self._watched.phase() == "train"
+            if trains and own > self._plan.most_batches:
+                self._watched.trace.cut_from = max(self._watched.trace.cut_from, own)
+            return min(own, self._plan.most_batches if trains else self._plan.evaluation_batches)
 
         return shortened
 
@@ -121,6 +137,7 @@ class Loaders:
         trace = self._watched.trace
         is_cut = len(own) == self._plan.evaluation_batches and next(batches, None) is not None
         trace.is_cut |= is_cut
+        trace.evaluates |= bool(own)
         if own and not is_divided(loader, own[0]):
             trace.remarks.add(UNDIVIDED_EVALUATION)
         elif own and not is_cut and loader.batch_sampler is not None and self._plan.ranks == 1:
@@ -129,12 +146,6 @@ class Loaders:
         if UNDIVIDED_EVALUATION in trace.remarks:
             return iter(own)
         return iter(own) if size is None else in_batches_of(own, size)
-
-    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            with suppress(ValueError):
-                self._watched.trace.evaluated.append(num_samples(batch))
-            yield batch
 
     def _imposed_length(self, loader: Any, imposed: Imposed) -> int | None:
         own = dict(imposed.lengths).get(self._number(loader) or 0)

@@ -1,14 +1,27 @@
 """Options that cost time or memory and may not change what is trained; and options that must."""
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
-from lit_cifar.checks.relations.runs import Runs, Verdict, difference
-from lit_cifar.checks.relations.watching import DRAWS_IN_OPTIMIZER
+from lit_cifar.checks.relations import draws
+from lit_cifar.checks.relations.loaders import CUT
+from lit_cifar.checks.relations.runs import Runs, Verdict, difference, is_own_number
 
-_OTHERS = ("accumulate", "validate_every", "loss_scale", "resume", "save", "share")  # have relations of their own
+_OTHERS = (  # have relations of their own
+    "accumulate",
+    "evaluation_batch",
+    "loss_scale",
+    "resume",
+    "save",
+    "share",
+    "validate_every",
+)
 _SCALE = 2.0**-6
 _TRAINED = ("weights", "buffers", "optimizer")
+_STATISTICS = ("running_mean", "running_var")  # of BatchNorm
+_TWICE = "each batch enters these statistics twice, which is right if their momentum was chosen for it"
 
 
 def often(runs: Runs) -> Iterator[Verdict]:
@@ -37,8 +50,14 @@ def often(runs: Runs) -> Iterator[Verdict]:
 def recomputation(runs: Runs) -> Iterator[Verdict]:
     """Keep activations that the script computes again in its backward pass."""
     own = runs.run(generators=True)[0]
-    if own.recomputes:
-        yield runs.judge("recomputation", own, runs.run(generators=True, keep_activations=True)[0])
+    if not own.recomputes:
+        return
+    kept = runs.run(generators=True, keep_activations=True)[0]
+    verdict = runs.judge("recomputation", own, kept)
+    apart = runs.differences(own.state, kept.state, kinds=_TRAINED)
+    if verdict.outcome == "fail" and apart and all(each.name.endswith(_STATISTICS) for each in apart):
+        verdict = replace(verdict, outcome="note", text=f"{_TWICE}: {verdict.text}")
+    yield verdict
 
 
 def compiled(runs: Runs) -> Iterator[Verdict]:
@@ -62,9 +81,22 @@ def groups(runs: Runs) -> Iterator[Verdict]:
     """Give optimizers their groups of parameters in another order, or two groups in place of one."""
     own, other = (runs.run(generators=True, regroup=regroup)[0] for regroup in (False, True))
     verdict = runs.judge("groups of parameters", own, other, kinds=("weights", "buffers"))
-    if verdict.outcome == "fail" and DRAWS_IN_OPTIMIZER in own.remarks:
-        verdict = Verdict(verdict.relation, "abstain", DRAWS_IN_OPTIMIZER)
+    if verdict.outcome == "fail" and draws.IN_OPTIMIZER in own.remarks:
+        verdict = Verdict(verdict.relation, "abstain", draws.IN_OPTIMIZER)
     yield verdict
+
+
+def unchanged(words: str) -> Callable[[Runs], Iterator[Verdict]]:
+    """A relation: these further arguments of the script change nothing that it trains or reports."""
+
+    def relation(runs: Runs) -> Iterator[Verdict]:
+        own, other = runs.own(), runs.run(arguments=tuple(shlex.split(words)))[0]
+        verdict = runs.judge(f"same with {words}", own, other)
+        if verdict.outcome == "fail" and (own.is_cut or other.is_cut):
+            verdict = Verdict(verdict.relation, "abstain", CUT)
+        yield verdict
+
+    return relation
 
 
 def effects(runs: Runs) -> Iterator[Verdict]:
@@ -75,7 +107,9 @@ def effects(runs: Runs) -> Iterator[Verdict]:
             continue
         changed = not value if isinstance(value, bool) else value / 2 if value else 1.0
         other = runs.run(generators=True, knobs=((name, type(value)(changed)),))[0]
-        weights = [part for part in own.state if part.startswith("weights/")]
-        moved = [part for part in weights if difference(own.state[part], other.state.get(part))]
-        text = "" if moved else f"{type(value)(changed)} in place of {value} leaves every weight as it was"
-        yield Verdict(f"effect of {name}", "pass" if moved else "note", text, f"{len(weights)} tensors")
+        parts = [part for part in own.state if part.startswith(("weights/", "kept/"))]
+        parts = [part for part in parts if not is_own_number(part, own.state)]  # may be the option itself
+        moved = any(difference(own.state[part], other.state.get(part)) for part in parts)
+        moved |= own.reported != other.reported
+        text = "" if moved else f"{type(value)(changed)} in place of {value} leaves every weight and result as it was"
+        yield Verdict(f"effect of {name}", "pass" if moved else "note", text, f"{len(parts)} tensors and numbers")

@@ -44,6 +44,7 @@ class Plan:
     most_evaluated: int = 12  # batches of an evaluation, by all ranks
     most_epochs: int  # of a Trainer
     most_steps: int  # of the optimizers; the training ends after it
+    arguments: tuple[str, ...] = ()  # of the script, behind its own
     knobs: tuple[tuple[str, Any], ...] = ()
     trainer: tuple[tuple[str, Any], ...] = ()  # arguments of Lightning's Trainer
     save_at: int | None = None  # number of the call of `save`, or the number of batches for Lightning
@@ -92,6 +93,7 @@ class Trace:
     samples: list[list[int]] = field(default_factory=list)  # digests of those of each step
     asked: dict[str, Any] = field(default_factory=dict)  # knobs and their own values; "resume", "save", "share"
     saves: list[int] = field(default_factory=list)  # steps done at each call of `save`
+    cut_from: int = 0  # batches of an epoch in a loader of training that was shortened
     lengths: dict[int, int] = field(default_factory=dict)  # of loaders that trained, by the order of their making
     draws: bool = False  # a step drew random numbers, though it was quiet
     drawn: list[int] = field(default_factory=list)  # digests of torch's generator before steps that drew numbers
@@ -110,7 +112,7 @@ class Trace:
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)  # of each way to validate
     failed: dict[str, str] = field(default_factory=dict)  # errors of ways to validate
     logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # steps and results of each evaluation
-    evaluated: list[int] = field(default_factory=list)  # samples of batches where no gradient was made
+    evaluates: bool = False  # a loader was read where no gradient is made
     left_out: int = 0  # samples that no batch of an evaluation on one process had
     is_cut: bool = False  # an evaluation had more batches than were read
     loaders: list[dict[str, Any]] = field(default_factory=list)  # what was seen of each that trains

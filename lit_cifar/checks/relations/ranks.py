@@ -1,15 +1,18 @@
 """Two processes with half of a batch each train what one process trains; so do microbatches."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from lit_cifar.checks.relations.evaluation import on_two_ranks
 from lit_cifar.checks.relations.generators import OF_BATCH, ROUNDED
 from lit_cifar.checks.relations.loaders import UNDIVIDED
 from lit_cifar.checks.relations.loading import same_orders
+from lit_cifar.checks.relations.parts import PARTS
 from lit_cifar.checks.relations.plan import Trace
-from lit_cifar.checks.relations.runs import Difference, RunError, Runs, Verdict, difference, unused
+from lit_cifar.checks.relations.runs import Difference, RunError, Runs, Verdict, difference, other_samples, unused
 
+_NO_LOADER = "it reads no DataLoader of torch"
 _LEFT_OUT = ("kept/metric", "kept/val", "kept/loss")
 _REPORTED = 1e-6  # relative: of numbers that may have been rounded for print
 _FEWEST_WINDOWS = 2  # of microbatches
@@ -33,6 +36,9 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
         text = f"ranks hold parts of the model: {divided} has not the same shape on one process and on both ranks"
         yield Verdict("ranks", "abstain", text)
         return
+    if _hold_parts(two) and _are_same(two[0].samples, two[1].samples):
+        yield from _of_parts(runs, two, why)
+        return
     yield unused(_replicas(two), why)
     if own.own_ranks == 1:  # otherwise `epochs` looks at it
         yield from (unused(verdict, why) for verdict in same_orders(two[0]))
@@ -46,24 +52,41 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
     if UNDIVIDED in two[0].remarks:
         yield Verdict("ranks", "abstain", UNDIVIDED)
         return
-    if two[0].batches == 0 and not shares:
-        yield Verdict("ranks", "abstain", "it reads no DataLoader of torch: divide batches by relations.share(batch)")
-        return
     try:
-        imposed = {} if shares and not two[0].batches else {"imposed": runs.imposed(recorded)}
-        one = runs.run(quiet=True, **imposed)[0]
+        one = runs.run(quiet=True, **({"imposed": runs.imposed(recorded)} if two[0].batches else {}))[0]
     except RunError as error:
         yield Verdict("ranks", "abstain", f"{error}")
+        return
+    both = [[*a, *b] for a, b in zip(two[0].samples, two[1].samples, strict=False)]
+    if not two[0].batches and not shares and not _are_same(one.samples, both):
+        yield Verdict("ranks", "abstain", f"{_NO_LOADER}: divide batches by relations.share(batch)")
         return
     if len(one.norms) == 2 * len(two[0].norms):
         yield Verdict("ranks", "abstain", "with batches of twice the size it makes twice as many steps")
         return
     verdict = runs.judge("ranks", one, two[0], leave_out=_LEFT_OUT, samples=False, said="2 processes: ")
     yield _weighed(verdict, [*two, one], why)
-    yield from _reported(verdict, one, two[0], "by 2 processes")
+    yield from _reported(runs, verdict, one, two[0], "by 2 processes")
     if verdict.outcome == "pass" and not own.is_lightning:
         for verdict in on_two_ranks(runs, one, two[0]):
             yield unused(verdict, why)
+
+
+def _of_parts(runs: Runs, two: list[Trace], why: str) -> Iterator[Verdict]:
+    """Ranks that divide the model train each batch together, as one process trains it."""
+    one = runs.run(quiet=True)[0]
+    if not _are_same(one.samples, two[0].samples):
+        yield Verdict("ranks", "abstain", "ranks hold parts of the model, and one process reads other samples")
+        return
+    whole = replace(two[0], state=two[1].state | two[0].state)
+    said = "2 processes that hold parts of the model: "
+    yield unused(runs.judge("ranks", one, whole, leave_out=_LEFT_OUT, samples=False, said=said), why)
+
+
+def _hold_parts(two: list[Trace]) -> bool:
+    """Whether ranks have parameters of their own, or parts of them."""
+    first, second = ({name for name in trace.state if name.startswith("optimizer/")} for trace in two)
+    return first != second or PARTS in two[0].remarks
 
 
 def accumulation(runs: Runs) -> Iterator[Verdict]:
@@ -80,6 +103,16 @@ def accumulation(runs: Runs) -> Iterator[Verdict]:
         yield Verdict("accumulation", "abstain", 'write relations.knob("accumulate", N) for the number of microbatches')
         return
     micro = own.own_accumulation if own.is_lightning else int(own.asked["accumulate"])
+    if not own.batches:  # the samples of a step may be the same by themselves
+        numbers = (1, max(micro, 2))
+        whole, divided = (
+            runs.run(quiet=True, **_accumulating(own, number, runs, parts=number))[0] for number in numbers
+        )
+        if not _are_same(whole.samples, divided.samples):
+            yield Verdict("accumulation", "abstain", f"{_NO_LOADER}, and each step has other samples")
+            return
+        yield from _accumulated(whole, divided, micro, runs)
+        return
     most = micro * max(_FEWEST_WINDOWS, -(-runs.plan.most_batches // micro))
     recorded = {"quiet": True, "record": True, "most_batches": most if micro > 1 else runs.plan.most_batches}
     if not own.is_lightning and _divides_batches(runs, own, micro):
@@ -94,15 +127,23 @@ def accumulation(runs: Runs) -> Iterator[Verdict]:
         whole = runs.run(quiet=True, imposed=runs.imposed(recorded, multiple=2))[0]
         changes = {"imposed": runs.imposed(recorded, parts=2, multiple=2), **_accumulating(own, 2, runs, parts=2)}
         divided = runs.run(quiet=True, **changes)[0]
-    if not divided.batches or UNDIVIDED in own.remarks:
-        reason = UNDIVIDED if divided.batches else "it reads no DataLoader of torch"
-        yield Verdict("accumulation", "abstain", reason)
+    if UNDIVIDED in own.remarks:
+        yield Verdict("accumulation", "abstain", UNDIVIDED)
         return
+    yield from _accumulated(whole, divided, micro, runs)
+
+
+def _accumulated(whole: Trace, divided: Trace, micro: int, runs: Runs) -> Iterator[Verdict]:
     verdict = runs.judge(
         "accumulation", whole, divided, leave_out=_LEFT_OUT, samples=False, said=f"{max(micro, 2)} microbatches: "
     )
     yield _weighed(verdict, [whole, divided], "" if micro > 1 else "the script does not accumulate")
-    yield from _reported(verdict, whole, divided, f"with {max(micro, 2)} microbatches")
+    yield from _reported(runs, verdict, whole, divided, f"with {max(micro, 2)} microbatches")
+
+
+def _are_same(one: list[list[int]], other: list[list[int]]) -> bool:
+    """Whether steps are made of the same samples, which all are known."""
+    return all(one) and all(other) and len(one) == len(other) > 0 and not other_samples(one, other)
 
 
 def _divides_batches(runs: Runs, own: Trace, micro: int) -> bool:
@@ -112,10 +153,11 @@ def _divides_batches(runs: Runs, own: Trace, micro: int) -> bool:
     return runs.run(knobs=(("accumulate", 2),))[0].steps == own.steps
 
 
-def _reported(verdict: Verdict, one: Trace, other: Trace, how: str) -> Iterator[Verdict]:
+def _reported(runs: Runs, verdict: Verdict, one: Trace, other: Trace, how: str) -> Iterator[Verdict]:
     """What a training that is the same reports beside its evaluations, such as a loss."""
     values, others = one.reported, other.reported
     names = [name for name in values.keys() & others.keys() if not name.startswith(("val", "score", "rescored"))]
+    names = [name for name in names if not f"kept/metric.{name}".startswith(tuple(runs.unsteady))]
     apart = [name for name in sorted(names) if difference(values[name], others[name]) > _REPORTED]
     if verdict.outcome == "pass" and apart:
         text = f"{apart[0]} is reported as {values[apart[0]]:.6g}, and {how} as {others[apart[0]]:.6g}"

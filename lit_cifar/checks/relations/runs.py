@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from lit_cifar.checks.relations.parts import BESIDE
 from lit_cifar.checks.relations.plan import Imposed, Plan, Target, Trace
 from lit_cifar.launch.forked import ForkedRun
 
@@ -35,6 +36,7 @@ class Verdict:
     looked_at: str = ""
     differences: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    has_other_samples: bool = False  # in a step
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Runs:
 
     def __init__(self, target: Target, plan: Plan, folder: Path, *, limit_s: float) -> None:
         self.target, self.plan, self.folder, self.limit_s = target, plan, folder, limit_s
+        self.unsteady: list[str] = []  # metrics that two equal runs do not share, such as images per second
         self._made: dict[Plan, list[Trace]] = {}
         self._folders: dict[Plan, Path] = {}
 
@@ -141,12 +144,9 @@ class Runs:
     ) -> list[Difference]:
         """Those above the limit: weights first, and the largest of a kind first."""
         names = [name for name in {**one, **other} if name.split("/")[0] in kinds and not name.endswith(COUNTERS)]
-        in_one = {
-            name
-            for name in {**one, **other}
-            if name.startswith("kept/evaluated") and not (name in one and name in other)
-        }
-        left = [name for name in names if not name.startswith(tuple(leave_out)) and name not in in_one]
+        both = one.keys() & other.keys()
+        left = [name for name in names if not name.startswith((*leave_out, *self.unsteady))]
+        left = [name for name in left if name in both or not name.startswith(BESIDE)]  # called in one of them alone
         found = [Difference(name, difference(one.get(name), other.get(name))) for name in left]
         above = [each for each in found if each.size > self.limit]
         return sorted(above, key=lambda each: (_KINDS.index(each.name.split("/")[0]), -each.size))
@@ -167,23 +167,24 @@ class Runs:
         found = [str(each) for each in apart]
         if len(one.norms) != len(other.norms):
             found.insert(0, f"one has {len(one.norms)} steps, the other {len(other.norms)}")
-        if samples and (text := other_samples(one.samples, other.samples)):
-            found.insert(0, text)
+        if others := other_samples(one.samples, other.samples) if samples else "":
+            found.insert(0, others)
         num_samples = sum(map(len, one.samples))
         looked_at = f"{len(one.norms)} steps, {num_samples} samples, {len(one.state)} tensors and numbers"
         if not one.state or not one.norms:
             return Verdict(relation, "abstain", "no step of an optimizer was seen")
         if not found:
             return Verdict(relation, "pass", looked_at=looked_at)
-        if len(found) == len(apart) and all(_is_own_number(each.name, one.state) for each in apart):
+        if len(found) == len(apart) and all(is_own_number(each.name, one.state) for each in apart):
             text = f"{said}{found[0]}; {len(found)} such numbers differ, and nothing that is trained"
             return Verdict(relation, "note", text, looked_at, found[:_SHOWN])
         since = first_apart(one.norms, other.norms, self.limit)
         when = "" if since is None else f"; parameters differ since step {since}"
-        return Verdict(relation, "fail", f"{said}{found[0]}{when}; {len(found)} differ", looked_at, found[:_SHOWN])
+        text = f"{said}{found[0]}{when}; {len(found)} differ"
+        return Verdict(relation, "fail", text, looked_at, found[:_SHOWN], has_other_samples=bool(others))
 
 
-def _is_own_number(name: str, state: dict[str, Any]) -> bool:
+def is_own_number(name: str, state: dict[str, Any]) -> bool:
     """Whether it is a number that a module or callback holds beside its parameters, such as a counter for its log."""
     return name.startswith(("kept/module.", "kept/callback ")) and not isinstance(state.get(name), torch.Tensor)
 

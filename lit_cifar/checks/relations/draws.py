@@ -1,0 +1,50 @@
+"""The random numbers that a training draws, noted for each step."""
+
+import zlib
+from typing import Any
+
+from lit_cifar.checks.relations.generators import states
+from lit_cifar.checks.relations.plan import Trace
+
+IN_OPTIMIZER = "the optimizer draws random numbers, one parameter after another"
+IN_EVALUATION = "the evaluation draws random numbers, such as noise, or by dropout that is left on"
+
+
+class Draws:
+    """Follows the generators from where a step begins."""
+
+    def __init__(self, trace: Trace, *, quiet: bool) -> None:
+        self._trace, self._quiet = trace, quiet
+        self._before: tuple[Any, ...] | None = None  # states of generators
+        self._samples: list[int] | None = None  # digests of those of the batch
+        self._count = 0  # of draws for these samples
+
+    def begin(self, samples: list[int] | None) -> None:
+        """From now on a batch is trained; `samples` are known if it is divided into them."""
+        self._before, self._samples, self._count = states(), samples, 0
+
+    def go_on(self) -> None:
+        """Begin where no batch of a loader has."""
+        if self._before is None:
+            self._before = states()
+
+    def stop(self) -> None:
+        self._before = self._samples = None
+
+    def begin_again(self, *, is_in_batch: bool) -> None:
+        """The optimizer has made a step."""
+        self._before = states() if is_in_batch else None
+
+    def note(self) -> None:
+        """Note whether numbers were drawn since the beginning."""
+        if self._before is not None and self._before != states():
+            self._trace.draws |= self._quiet
+            if (before := zlib.crc32(self._before[0])) not in self._trace.drawn:
+                self._trace.drawn.append(before)
+
+    def key(self) -> tuple[int, list[int]] | None:
+        """What a random number for each sample of this batch follows from: the step, the draw, and the sample."""
+        if self._samples is None:
+            return None
+        self._count += 1
+        return hash((self._trace.steps, self._count)), self._samples
