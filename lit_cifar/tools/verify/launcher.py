@@ -168,9 +168,10 @@ class Configuration:
     def data_module(self) -> CIFAR10DataModule:
         """The data module of `fit`, not set up."""
         data = dict(self.config["data"])
-        data["pictures"] = Pictures(**data["pictures"])
-        if isinstance(data["augment"], dict):
-            data["augment"] = Augment(**data["augment"])
+        groups: dict[str, type[Augment | Pictures]] = {"augment": Augment, "pictures": Pictures}
+        for name, kind in groups.items():
+            if isinstance(data.get(name), dict):
+                data[name] = kind(**data[name])
         return CIFAR10DataModule(**data)
 
     def data(self) -> CIFAR10DataModule:
