@@ -1,14 +1,14 @@
 """Settings that have moved: a file that has them in their old places is still read, a command line is told the new."""
 
+from dataclasses import fields
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-_AUGMENT = ("padding", "reflect", "alternate_flips", "policy", "num_ops", "magnitude", "jitter", "hue", "erasing")
-_PICTURES = ("decoded_size", "decode", "num_workers", "cache_dir", "cache_limit_gb", "skip_unreadable")
-# The group that each setting of `data` is in now.
-_GROUPS = dict.fromkeys((*_AUGMENT, "cutout", "small_epochs", "small_size"), "augment")
-_GROUPS |= dict.fromkeys(_PICTURES, "pictures")
+from lit_cifar.data.options import GROUPS
+
+# The group of each setting that was one of `data`.
+_GROUPS = {field.name: group for group, kind in GROUPS.items() for field in fields(kind)}
 # Keys of `--model.ghost_batchnorm` that have another name.
 _RENAMED = {"dp_size": "data_parallel_size", "replicas_per_rank": "local_replicas"}
 

@@ -48,14 +48,20 @@ class Augment:
     def of_images(self, size: int, *, decoded_size: int | None, seed: int) -> Augmentation:
         """The augmentation of images of `size` x `size` pixels, windows of `decoded_size` x `decoded_size` if given."""
         self._check(size, decoded_size=decoded_size)
-        of_policy = {name: getattr(self, name) for name in ("num_ops", "magnitude", "jitter", "hue", "erasing")}
         return Augmentation(
             seed=seed,
             resized_to=None if decoded_size is None else size,
             padding=self.padding,
             reflect=self.reflect,
             alternate=self.alternate_flips,
-            policy=Policy(name=self.policy, **of_policy),
+            policy=Policy(
+                name=self.policy,
+                num_ops=self.num_ops,
+                magnitude=self.magnitude,
+                jitter=self.jitter,
+                hue=self.hue,
+                erasing=self.erasing,
+            ),
             cutout=self.cutout,
             small_epochs=self.small_epochs,
             small_size=self.small_size,
@@ -135,8 +141,9 @@ class Pictures:
 
 def _changed(options: Augment | Pictures, *names: str) -> tuple[str, Any] | None:
     """The first of the settings `names` that is not the default, and its value."""
-    for name in names:
-        value = getattr(options, name)
-        if value != getattr(type(options), name):
-            return name, value
-    return None
+    given, usual = vars(options), vars(type(options)())
+    return next(((name, given[name]) for name in names if given[name] != usual[name]), None)
+
+
+# The arguments of the data module that are groups of settings.
+GROUPS: dict[str, type[Augment | Pictures]] = {"augment": Augment, "pictures": Pictures}

@@ -15,8 +15,9 @@ import torch
 import yaml  # type: ignore[import-untyped]
 
 from lit_cifar.configured import made
-from lit_cifar.data import Augment, CIFAR10DataModule, Pictures
+from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.ghost_batches import GhostBatches
+from lit_cifar.data.options import GROUPS
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.signals import EXIT_REFUSED
@@ -168,8 +169,7 @@ class Configuration:
     def data_module(self) -> CIFAR10DataModule:
         """The data module of `fit`, not set up."""
         data = dict(self.config["data"])
-        groups: dict[str, type[Augment | Pictures]] = {"augment": Augment, "pictures": Pictures}
-        for name, kind in groups.items():
+        for name, kind in GROUPS.items():
             if isinstance(data.get(name), dict):
                 data[name] = kind(**data[name])
         return CIFAR10DataModule(**data)
