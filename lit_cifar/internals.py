@@ -18,6 +18,7 @@ from lit_cifar.errors import ConfigError
 # The newest releases with which the tests ran.
 _TRIED = "pip install torch==2.15.0 torchvision==0.29.2 lightning==2.6.6 torchmetrics==1.9.0 jsonargparse==4.53.0"
 RUN, MODES, WATCHDOG, REPLAY = "every run", "every mode of lit_cifar", "the watchdog", "Replay"
+RELATIONS = "relations"
 BATCHNORM = "synchronised BatchNorm"
 # By who needs them, in a user's words. Those that begin with a dot are where the one before them is. A torch of the
 # release after "<", and later ones, have and need the name no more.
@@ -70,6 +71,8 @@ NAMES = {
         ._join_config torch.nn.parallel.distributed._DDPSink torch.utils.data.DataLoader._index_sampler
         torch.utils.data.dataloader._BaseDataLoaderIter torch.utils.data.dataloader._BaseDataLoaderIter._dataset
         ._index_sampler ._next_index""",
+    RELATIONS: """torch.cuda._lazy_init torch.utils.data.dataloader._BaseDataLoaderIter
+        torch.utils.data.dataloader._BaseDataLoaderIter._next_index""",
     "--autotune": "torch.ops.mkldnn._is_mkldnn_bf16_supported",
     "the speed of logging": "lightning.pytorch.LightningModule._current_fx_name",
     "the progress bar": """lightning.pytorch.callbacks.TQDMProgressBar._predict_progress_bar ._should_update

@@ -277,3 +277,102 @@ training = Training()
 training.load(torch.load("own.pt"))
 training.train(18)
 '''
+
+LISTS = """
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lit_cifar import relations
+
+BUG, NUM_RANKS = os.environ.get("BUG"), int(os.environ.get("WORLD_SIZE", 1))
+ACCUMULATE = relations.knob("accumulate", 2)
+if NUM_RANKS > 1:
+    dist.init_process_group("gloo")
+
+
+def made(number):
+    points = torch.randn(3 + number % 5, 6, generator=torch.Generator().manual_seed(number))
+    return points, {"sums": points.sum(1), "name": f"scene {number}"}
+
+
+def together(samples):
+    return samples if BUG == "no bug, but whole samples" else tuple(zip(*samples))
+
+
+def losses(model, batch):
+    scenes = batch if BUG == "no bug, but whole samples" else zip(*batch)
+    return [((model(points)[:, 0] - it["sums"]) ** 2).mean() for points, it in scenes]
+
+
+@torch.no_grad()
+def evaluate():
+    batches = [losses(model, batch) for batch in DataLoader(scenes[32:], 3, collate_fn=together)]
+    if BUG == "mean of means":
+        return sum(sum(batch) / len(batch) for batch in batches).item() / len(batches)
+    return sum(map(sum, batches)).item() / len(scenes[32:])
+
+
+torch.manual_seed(0)
+scenes = [made(number) for number in range(40)]
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+wrapped = DistributedDataParallel(model, broadcast_buffers=False) if NUM_RANKS > 1 else model
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+for epoch in range(2):
+    sampler = DistributedSampler(scenes[:32]) if NUM_RANKS > 1 else None
+    if sampler:
+        sampler.set_epoch(epoch)
+    loader = DataLoader(scenes[:32], 4, shuffle=sampler is None, sampler=sampler, collate_fn=together)
+    for number, batch in enumerate(loader, start=1):
+        of_batch = losses(wrapped, batch)
+        loss = sum(of_batch) if BUG == "sum" else sum(of_batch) / len(of_batch)
+        (loss / ACCUMULATE).backward()
+        if number % ACCUMULATE == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    relations.report(val_loss=evaluate())
+"""
+
+CUDA = """
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lit_cifar import relations
+
+BUG, rank = os.environ.get("BUG"), int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+torch.manual_seed(0)
+if BUG == "no training":
+    torch.randn(2, device="cuda") @ torch.randn(3, device="cuda")
+data = TensorDataset(torch.randn(64, 6))
+model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 6)).to(rank), device_ids=[rank])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+first = 0
+if path := relations.resume():
+    saved = torch.load(path, map_location=f"cuda:{rank}")
+    first = saved["epoch"]
+    model.load_state_dict(saved["model"])
+    if BUG != "momentum forgotten":
+        optimizer.load_state_dict(saved["optimizer"])
+for epoch in range(first, 3):
+    for (x,) in DataLoader(data, 4, sampler=DistributedSampler(data, shuffle=False), pin_memory=True):
+        noise = torch.zeros(len(x), 6, device="cuda")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = ((model(x.cuda(rank, non_blocking=True) + noise) - x.to(rank)) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    dist.barrier(device_ids=[rank])
+    if path := relations.save():
+        torch.save({"epoch": epoch + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+"""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from commands import TINY, mode_flags, refused, run_here, said_by_tests_in
-from relation_scripts import AGAIN, LIGHTNING, NOISY, PLAIN
+from relation_scripts import AGAIN, CUDA, LIGHTNING, LISTS, NOISY, PLAIN
 from torch.utils.data import DataLoader
 
 from lit_cifar import relations
@@ -21,7 +21,15 @@ from lit_cifar.checks.relations.loaders import is_divided
 from lit_cifar.checks.relations.own_files import mirror
 from lit_cifar.checks.relations.plan import Plan, Target
 from lit_cifar.checks.relations.runs import Verdict, difference, first_apart, other_samples
-from lit_cifar.checks.repeated_step.batches import in_batches_of, joined, parted
+from lit_cifar.checks.relations.watching import told_apart
+from lit_cifar.checks.repeated_step.batches import (
+    SampleList,
+    SampleTuple,
+    in_batches_of,
+    joined,
+    parted,
+    with_sample_lists,
+)
 
 
 def verdicts(
@@ -88,23 +96,46 @@ def test_samples_are_the_same_in_other_batches() -> None:
         joined([torch.zeros(2, 3), torch.zeros(2, 4)])
 
 
+ROWS, SCENES, NAMES = torch.zeros(4, 3), [torch.zeros(n, 3) for n in (2, 5, 1, 4)], ("a", "b", "c", "d")
+
+
 @pytest.mark.parametrize(
-    ("batch_size", "batch", "expected"),
+    ("asked", "batch", "expected"),
     [
-        (4, (torch.zeros(4, 3), torch.zeros(4)), True),
-        (4, {"x": torch.zeros(4, 3), "scale": torch.tensor(2.0)}, True),
-        (4, [torch.zeros(20, 8)] * 4, False),  # a list of samples
-        (4, (torch.zeros(4, 3), torch.zeros(8)), False),
-        (16, (torch.zeros(12, 3), torch.zeros(12)), True),  # all samples that there are
+        (4, (ROWS, torch.zeros(4)), True),
+        (4, {"x": ROWS, "scale": torch.tensor(2.0)}, True),
+        (4, {"x": ROWS, "names": NAMES}, True),
+        (4, SCENES, True),  # a list of samples
+        (4, (tuple(SCENES), tuple({"boxes": scene} for scene in SCENES)), True),
+        (4, (tuple(SCENES), [ROWS[0]] * 4, {"y": torch.zeros(4)}), True),
+        (2, ((SCENES[0], NAMES), (SCENES[1], NAMES)), False),  # two samples of two things, or two lists of samples
+        (4, (ROWS, torch.zeros(8)), False),
         (8, (torch.zeros(6, 3), torch.zeros(6)), False),
         (None, [torch.zeros(20, 8)] * 6, False),  # may be six samples
         (None, (torch.zeros(20, 8), torch.zeros(20)), True),
     ],
 )
-def test_batches_are_divided_where_their_size_is_the_loaders(
-    batch_size: int | None, batch: Any, expected: bool
+def test_a_batch_is_divided_if_it_has_the_samples_that_were_asked_for(
+    asked: int | None, batch: Any, expected: bool
 ) -> None:
-    assert is_divided(DataLoader(torch.zeros(12, 1), batch_size=batch_size), batch) is expected
+    marked = batch if asked is None else with_sample_lists(batch, asked)
+    assert is_divided(DataLoader([0]), marked, asked) is expected
+
+
+def test_lists_of_samples_are_joined_and_divided() -> None:
+    images = tuple(torch.zeros(3, size, 5) for size in (4, 2, 3))  # each has as many channels as there are images
+    batch = with_sample_lists((images, [{"boxes": torch.zeros(n, 4), "name": str(n)} for n in range(3)]), 3)
+    parts = parted(joined([batch, batch]), 4)
+    assert [type(one) for one in parts[0]] == [SampleTuple, SampleList]
+    assert [[(len(image[0]), it["name"]) for image, it in zip(*part, strict=True)] for part in parts] == [
+        [(4, "0"), (2, "1")],
+        [(3, "2"), (4, "0")],
+        [(2, "1")],
+        [(3, "2")],
+    ]
+    told = told_apart(batch)
+    assert len(set(told)) == 3
+    assert told_apart(parts[1]) == [told[2], told[0]]
 
 
 def test_no_file_of_the_user_is_changed_and_others_are_seen(tmp_path: Path) -> None:
@@ -217,6 +248,38 @@ NOISY_CASES: Mapping[str, tuple[str, dict[str, str]]] = {
 def test_a_step_may_draw_numbers_for_its_samples(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only, expected = NOISY_CASES[bug]
     assert outcomes(NOISY, tmp_path, monkeypatch, bug=bug, only=only) == expected
+
+
+LIST_CASES: Mapping[str, tuple[str, dict[str, str]]] = {
+    "": ("evaluation,ranks,accumulation", EQUAL | SHUFFLED | {"evaluation": "pass", "accumulation": "pass"}),
+    "no bug, but whole samples": ("ranks,accumulation", EQUAL | SHUFFLED | {"accumulation": "pass"}),
+    "sum": ("accumulation", {"run": "pass", "accumulation": "fail"}),
+    "mean of means": ("evaluation", {"run": "pass", "evaluation": "fail"}),
+}
+
+
+@pytest.mark.parametrize("bug", LIST_CASES)
+def test_batches_may_be_lists_of_samples(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only, expected = LIST_CASES[bug]
+    assert outcomes(LISTS, tmp_path, monkeypatch, bug=bug, only=only) == expected
+
+
+@pytest.mark.parametrize(
+    ("bug", "expected"),
+    [
+        ("", {"run": "pass", "resume after 4 steps": "pass", "resume after 8 steps": "pass"}),
+        ("momentum forgotten", {"run": "pass", "resume after 4 steps": "fail", "resume after 8 steps": "fail"}),
+        ("no training", {"run": "crash"}),
+    ],
+)
+def test_a_script_for_gpus_is_judged_on_the_cpu(
+    bug: str, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, *found = verdicts(CUDA, tmp_path, monkeypatch, bug=bug, only="resume")
+    assert {verdict.relation: verdict.outcome for verdict in (first, *found)} == expected
+    assert (
+        "with the CPU in place of CUDA" if found else "inconsistent tensor size"
+    ) in f"{first.looked_at}{first.text}"
 
 
 AGAIN_CASES: Mapping[str, tuple[str, dict[str, str]]] = {

@@ -7,6 +7,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import get_args
 
+from lit_cifar import internals
 from lit_cifar.checks import classes
 from lit_cifar.checks.relations.judging import RELATIONS, Relation, judged
 from lit_cifar.checks.relations.neutral import unchanged
@@ -42,6 +43,7 @@ exit status: 0 all that was judged is equal, 1 a relation fails, 2 a mistake in 
 
 def main(args: list[str]) -> int:
     exit_orderly_when_terminated()
+    internals.require(internals.RELATIONS)
     words, arguments = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
     options = relations_parser().parse_args(words)
     file = writable(options.json)

@@ -25,6 +25,7 @@ from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Target
 from lit_cifar.checks.relations.switches import turn
 from lit_cifar.checks.relations.watching import Ended, Watched
+from lit_cifar.checks.relations.without_gpu import note_cuda, stay_on_cpu
 
 _THREADS = 1  # more would add up in another order from run to run
 
@@ -64,6 +65,9 @@ def _prepare(watched: Watched, loaders: Loaders, rank: int) -> None:
     loaders.patch()
     in_lightning.patch(watched)
     _join(watched, rank)
+    note_cuda(watched.trace)
+    if plan.without_gpu:
+        stay_on_cpu()
     turn(plan, watched.trace, partial(watched.parts.keep_numbered, "scaler"))
     if plan.quiet:
         make_quiet(watched.trace.remarks.add)

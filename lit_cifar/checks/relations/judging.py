@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from lit_cifar.checks.relations.evaluation import evaluation, rescored
 from lit_cifar.checks.relations.interruption import resumed
@@ -63,22 +63,38 @@ def judged(target: Target, plan: Plan, relations: Mapping[str, Relation], *, lim
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _begin(runs: Runs) -> str:
+    """Change the common plan to the first way to run the training that ends without an error; say what it is like."""
+    errors: dict[tuple[bool, bool, int], RunError] = {}
+    for without_gpu in (False, True):
+        for double, torchrun, number in _BEGINNINGS:
+            devices: dict[str, Any] = {"ranks": number, "without_gpu": without_gpu}
+            runs.plan = replace(runs.plan, double=double, torchrun=torchrun, **devices)
+            try:
+                runs.own()
+            except RunTimeoutError:
+                raise
+            except RunError as error:
+                errors[double, torchrun, number] = error
+                continue
+            precision = "" if double else f", in float32: with float64 {errors[True, torchrun, number]}"
+            alone = f", on {number} processes: on one {errors[False, False, 1]}" if number > 1 else ""
+            return f"{', with the CPU in place of CUDA' if without_gpu else ''}{precision}{alone}"
+        if not any(error.wants_cuda for error in errors.values()):
+            break
+    as_started, by_torchrun = str(errors[False, False, 1]), str(errors[False, True, 1])
+    also = f"; with torchrun's variables: {by_torchrun}" if by_torchrun != as_started else ""
+    raise RunError(f"{as_started}{also}")
+
+
 def _begun(runs: Runs) -> Iterator[Verdict]:
     """Run the training twice. Change the common plan if it cannot compute in float64, or needs torchrun's variables."""
-    errors = {}
-    for double, torchrun, number in _BEGINNINGS:
-        runs.plan = replace(runs.plan, double=double, torchrun=torchrun, ranks=number)
-        try:
-            own = runs.own()
-            break
-        except RunTimeoutError as error:
-            yield Verdict("run", "crash", str(error))
-            return
-        except RunError as error:
-            errors[double, torchrun, number] = str(error)
-    else:
-        yield Verdict("run", "crash", errors[False, False, 1])  # of the script as its user starts it
+    try:
+        how = _begin(runs)
+    except RunError as error:
+        yield Verdict("run", "crash", str(error))
         return
+    own = runs.own()
     if not own.norms:
         yield Verdict("run", "abstain", "no step of an optimizer was seen: does the script train when it is run?")
         return
@@ -97,10 +113,8 @@ def _begun(runs: Runs) -> Iterator[Verdict]:
         text = f"two runs of the script differ, so that nothing can be compared: {again.text}"
         yield replace(again, outcome="abstain", text=text)
         return
-    precision = f", in float32: with float64 {errors[True, False, 1]}" if not runs.plan.double else ""
-    alone = f", on {number} processes: on one {errors[False, False, 1]}" if number > 1 else ""
     but = f" but for {', '.join(runs.unsteady)}" if runs.unsteady else ""
-    yield replace(again, looked_at=f"{again.looked_at}, twice the same{but}{precision}{alone}")
+    yield replace(again, looked_at=f"{again.looked_at}, twice the same{but}{how}")
     if own.outside:
         text = f"{own.outside[0]} was not written, as it is outside of the folder of a run and runs would share it"
         yield Verdict("files", "note", text)

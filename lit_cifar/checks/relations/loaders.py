@@ -11,12 +11,20 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from lit_cifar import internals
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Imposed
 from lit_cifar.checks.relations.watching import Watched, told_apart
-from lit_cifar.checks.repeated_step.batches import in_batches_of, joined, num_samples, parted, tensors_in
+from lit_cifar.checks.repeated_step.batches import (
+    in_batches_of,
+    joined,
+    num_samples,
+    parted,
+    tensors_in,
+    with_sample_lists,
+)
 
-UNDIVIDED = "the batches are not divided into samples along dimension 0"
+UNDIVIDED = "the batches are neither divided along dimension 0 nor lists of samples"
 UNDIVIDED_EVALUATION = f"{UNDIVIDED} where no gradient is made"
 CUT = "an evaluation has more batches than were read: pass a higher --batches"
 _PROBES = 16  # how often a sample is asked for
@@ -33,12 +41,14 @@ class Loaders:
         self._is_probing = False
         self._trained: list[Any] = []
         self._has_workers = False
+        self._asked: int | None = None  # number of samples of the batch that was fetched last
 
     def patch(self) -> None:
         patched(DataLoader, "__init__", self._maker)
         patched(DataLoader, "__iter__", self._beginner)
         patched(DataLoader, "__len__", self._measurer)
         patched(BatchSampler, "__iter__", self._orderer)
+        patched(internals.BaseDataLoaderIter, "_next_index", self._asker)
         patched(torch.utils.data, "get_worker_info", self._worker)
 
     def _maker(self, make: Any) -> Callable[..., None]:
@@ -73,6 +83,21 @@ class Loaders:
             return self._evaluated(loader, begin(loader))
 
         return begun
+
+    def _asker(self, ask: Any) -> Callable[..., Any]:
+        def asked(iterator: Any) -> Any:
+            index = ask(iterator)
+            self._asked = len(index) if isinstance(index, list) else None
+            return index
+
+        return asked
+
+    def _fetched(self, batches: Iterator[Any]) -> Iterator[Any]:
+        like = None
+        for batch in batches:
+            marked = batch if self._asked is None else with_sample_lists(batch, self._asked, like)
+            like = marked if like is None else like
+            yield marked
 
     def _orderer(self, begin: Any) -> Callable[..., Iterator[Any]]:
         def begun(sampler: Any) -> Iterator[Any]:
@@ -110,9 +135,10 @@ class Loaders:
 
     def _followed(self, loader: Any, epoch: int, batches: Iterator[Any]) -> Iterator[Any]:
         trace = self._watched.trace
-        for number, batch in enumerate(batches):
+        fetched = batches if self._plan.imposed else self._fetched(batches)
+        for number, batch in enumerate(fetched):
             self._watched.continues()
-            if not number and not self._plan.imposed and not is_divided(loader, batch):
+            if not number and not self._plan.imposed and not is_divided(loader, batch, self._asked):
                 trace.remarks.add(UNDIVIDED)
             if self._plan.record:
                 folder = self._watched.folder / "batches" / str(epoch)
@@ -133,12 +159,12 @@ class Loaders:
         return islice(begin(loader), None if is_endless else self._plan.most_batches)
 
     def _evaluated(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
-        own, size = [*islice(batches, self._plan.evaluation_batches)], self._watched.evaluation_batch
-        trace = self._watched.trace
+        own = [*self._fetched(islice(batches, self._plan.evaluation_batches))]
+        size, asked, trace = self._watched.evaluation_batch, self._asked, self._watched.trace
         is_cut = len(own) == self._plan.evaluation_batches and next(batches, None) is not None
         trace.is_cut |= is_cut
         trace.evaluates |= bool(own)
-        if own and not is_divided(loader, own[0]):
+        if own and not is_divided(loader, own[-1], asked):
             trace.remarks.add(UNDIVIDED_EVALUATION)
         elif own and not is_cut and loader.batch_sampler is not None and self._plan.ranks == 1:
             with suppress(TypeError, ValueError):  # a sampler without a length; a batch that is not divided
@@ -159,20 +185,15 @@ class Loaders:
             self._watched.trace.loaders.append(seen)
 
 
-def is_divided(loader: Any, batch: Any) -> bool:
-    """Whether dimension 0 of a batch's tensors are its samples, as far as the size tells that the loader was given."""
+def is_divided(loader: Any, batch: Any, asked: int | None) -> bool:
+    """Whether a batch is divided into the samples that the loader was asked for; None if it makes batches by itself."""
     try:
         size = num_samples(batch)
     except ValueError:
         return False
-    if loader.batch_size is None:
+    if asked is None:
         return len(tensors_in(batch)) <= _FEW
-    return size == loader.batch_size or (size < loader.batch_size and is_short(loader, size))
-
-
-def is_short(loader: Any, size: int) -> bool:
-    """Whether a first batch of so few samples is all that there is."""
-    return isinstance(loader.dataset, IterableDataset) or size == len(loader.sampler)
+    return size == asked or (size < asked and isinstance(loader.dataset, IterableDataset))
 
 
 def imposed_batches(imposed: Imposed, epoch: int, rank: int) -> Iterator[Any]:

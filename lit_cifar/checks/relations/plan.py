@@ -40,6 +40,7 @@ class Plan:
     ranks: int = 1
     torchrun: bool = False  # one process has torchrun's variables too
     double: bool = True  # in float64
+    without_gpu: bool = False  # CUDA is the CPU
     most_batches: int  # of an epoch
     most_evaluated: int = 12  # batches of an evaluation, by all ranks
     most_epochs: int  # of a Trainer
@@ -105,6 +106,7 @@ class Trace:
     own_ranks: int = 1  # processes that the script asks for
     own_accumulation: int = 1
     is_lightning: bool = False
+    wants_cuda: bool = False  # the script names it, or asks whether it is there
     is_distributed: bool = False  # the script has made a process group
     recomputes: bool = False
     compiles: bool = False

@@ -51,6 +51,10 @@ class Difference:
 class RunError(Exception):
     """A run ended by an error, so that a relation cannot be judged."""
 
+    def __init__(self, text: str, *, wants_cuda: bool = False) -> None:
+        super().__init__(text)
+        self.wants_cuda = wants_cuda
+
 
 class RunTimeoutError(RunError):
     """A run did not end in time."""
@@ -75,7 +79,7 @@ class Runs:
             where = f" on {plan.ranks} processes" if plan.ranks > 1 else ""
             kind = RunTimeoutError if trace.is_late else RunError
             refused = f" ({trace.outside[0]} is outside of its folder)" if trace.outside else ""
-            raise kind(f"a run{where} ended by {trace.error[:200]}{refused}")
+            raise kind(f"a run{where} ended by {trace.error[:200]}{refused}", wants_cuda=trace.wants_cuda)
         return self._made[plan]
 
     def own(self) -> Trace:

@@ -17,7 +17,8 @@ from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Plan, Trace
 from lit_cifar.checks.relations.switches import in_double
 from lit_cifar.checks.relations.trained import observed, owned_by, statistics, told
-from lit_cifar.checks.repeated_step.batches import row_digests, tensors_in
+from lit_cifar.checks.repeated_step.batches import has_rows, row_digests, tensors_in
+from lit_cifar.internals import tree_leaves
 
 CHECKPOINT = "checkpoint"  # in the folder of the run, for all ranks; a script may add to the name
 _MOST_VALUES = 2**22  # of a step's samples that are told apart
@@ -240,8 +241,8 @@ class Watched:
 
 def told_apart(batch: Any) -> list[int]:
     """Digests of the samples along dimension 0; none of a large batch, which would take too long."""
-    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
-    if sum(tensor.numel() for tensor in tensors) > _MOST_VALUES:
+    leaves = [leaf for leaf in tree_leaves(batch) if has_rows(leaf)]
+    if sum(tensor.numel() for leaf in leaves for tensor in tensors_in(leaf)) > _MOST_VALUES:
         return []
-    rows = [row_digests(tensor) for tensor in tensors if len(tensor) == len(tensors[0])]
+    rows = [row_digests(leaf) for leaf in leaves if len(leaf) == len(leaves[0])]
     return rows[0] if len(rows) == 1 else [hash(values) for values in zip(*rows, strict=True)]

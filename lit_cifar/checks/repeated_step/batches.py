@@ -1,14 +1,60 @@
-"""Batches as trees of tensors with samples along dimension 0: joined, divided, and their samples told apart."""
+"""Batches as trees of tensors with samples along dimension 0, or lists of samples: joined, divided, and told apart."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from lit_cifar.checks.repeated_step.digests import digest
 from lit_cifar.internals import tree_flatten, tree_leaves, tree_unflatten
+
+
+class SampleList(list[Any]):
+    """A list of samples, which is a leaf of the tree."""
+
+
+class SampleTuple(tuple[Any, ...]):
+    """A tuple of samples, which is a leaf of the tree."""
+
+    __slots__ = ()
+
+
+def with_sample_lists(batch: Any, size: int, like: Any = None) -> Any:
+    """A batch of `size` samples in which lists of so many are leaves, such as those of `tuple(zip(*samples))`.
+
+    It stays as it is where all are rows of tensors, and where the size does not tell lists of samples from other lists,
+    unless `like` is an earlier batch of the same loader.
+    """
+    if isinstance(like, SampleList | SampleTuple):
+        return type(like)(batch)
+    columns = [*batch.values()] if type(batch) is dict else [*batch] if type(batch) in (list, tuple) else []
+    is_list = [isinstance(column, list | tuple) and len(column) == size for column in columns]
+    has_lists = any(listed and not _are_rows(column, size) for listed, column in zip(is_list, columns, strict=True))
+    if type(batch) is not dict and len(columns) == size and not _has_lists(like):
+        return batch if any(is_list) or _are_rows(batch, size) else _as_samples(batch)
+    if not has_lists:
+        return batch
+    made = [_as_samples(column) if listed else column for listed, column in zip(is_list, columns, strict=True)]
+    return dict(zip(batch, made, strict=True)) if isinstance(batch, dict) else type(batch)(made)
+
+
+def _has_lists(batch: Any) -> bool:
+    return any(isinstance(leaf, SampleList | SampleTuple) for leaf in tree_leaves(batch))
+
+
+def _are_rows(tree: Any, size: int) -> bool:
+    """Whether all that it holds are tensors with so many samples along dimension 0."""
+    return all(isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == size for leaf in tree_leaves(tree))
+
+
+def _as_samples(items: Sequence[Any]) -> SampleList | SampleTuple:
+    return SampleTuple(items) if isinstance(items, tuple) else SampleList(items)
+
+
+def has_rows(leaf: Any) -> TypeGuard[Tensor | SampleList | SampleTuple]:
+    return isinstance(leaf, SampleList | SampleTuple) or (isinstance(leaf, Tensor) and leaf.dim() > 0)
 
 
 def joined(batches: Sequence[Any]) -> Any:
@@ -21,6 +67,8 @@ def joined(batches: Sequence[Any]) -> Any:
 
 def _joined(leaves: Sequence[Any]) -> Any:
     first = leaves[0]
+    if isinstance(first, SampleList | SampleTuple):
+        return type(first)(sample for leaf in leaves for sample in leaf)
     if isinstance(first, Tensor) and first.dim():
         if len({leaf.shape[1:] for leaf in leaves}) > 1:
             raise ValueError("their samples have unlike shapes")
@@ -32,7 +80,7 @@ def _joined(leaves: Sequence[Any]) -> Any:
 
 def num_samples(batch: Any) -> int:
     """Number of samples. Raise a `ValueError` if the batch's tensors have other lengths along dimension 0."""
-    sizes = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
+    sizes = {len(leaf) for leaf in tree_leaves(batch) if has_rows(leaf)}
     if len(sizes) != 1:
         raise ValueError("its tensors are not all divided by samples")
     return sizes.pop()
@@ -66,13 +114,24 @@ def in_batches_of(batches: Sequence[Any], size: int) -> Iterator[Any]:
 
 
 def _rows(leaf: Any, start: int, end: int) -> Any:
-    return leaf[start:end] if isinstance(leaf, Tensor) and leaf.dim() else leaf
+    if isinstance(leaf, SampleList | SampleTuple):
+        return type(leaf)(leaf[start:end])
+    return leaf[start:end] if has_rows(leaf) else leaf
 
 
-def row_digests(tensor: Tensor) -> list[int]:
+def row_digests(rows: Tensor | SampleList | SampleTuple) -> list[int]:
     """A digest of each sample."""
-    return [digest(row).bits for row in tensor] if tensor.dim() else [digest(tensor).bits]
+    if isinstance(rows, Tensor):
+        return [digest(row).bits for row in rows] if rows.dim() else [digest(rows).bits]
+    return [hash(tuple(digest(leaf).bits for leaf in tree_leaves(sample))) for sample in rows]
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """All tensors, also those of lists of samples."""
+    found = []
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, SampleList | SampleTuple):
+            found += tensors_in([*leaf])
+        elif isinstance(leaf, Tensor):
+            found.append(leaf)
+    return found

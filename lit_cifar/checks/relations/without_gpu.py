@@ -1,0 +1,73 @@
+"""A script that names CUDA and cannot do without it: its tensors and modules stay on the CPU."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+
+from lit_cifar.checks.relations.patching import patched
+from lit_cifar.checks.relations.plan import Trace
+
+_CPU = torch.device("cpu")
+_IDLE = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats")
+
+
+class _OnCpu(TorchFunctionMode):
+    """Gives torch's functions the CPU wherever they are given a CUDA device, by its name or its number."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return args[0]
+        if func is torch.device:
+            return _here(func(*args, **(kwargs or {})))
+        if func is torch.Tensor.to:
+            args = tuple(_CPU if type(value) is int else value for value in args)
+        return func(*map(_here, args), **{name: _here(value) for name, value in (kwargs or {}).items()})
+
+
+def _here(value: Any) -> Any:
+    is_name = isinstance(value, str) and value.partition(":")[0] == "cuda"
+    return _CPU if is_name or (isinstance(value, torch.device) and value.type == "cuda") else value
+
+
+def note_cuda(trace: Trace) -> None:
+    """Note that the script names CUDA, or asks whether it is there."""
+
+    def patch(own: Any) -> Callable[..., Any]:
+        def asked(*args: Any, **settings: Any) -> Any:
+            trace.wants_cuda = True
+            return own(*args, **settings)
+
+        return asked
+
+    for name in ("is_available", "device_count", "set_device", "_lazy_init"):
+        patched(torch.cuda, name, patch)
+
+
+def stay_on_cpu() -> None:
+    """Let one device of CUDA be there, which is the CPU."""
+    ExitStack().enter_context(_OnCpu())  # up to the end of the process
+    answers: dict[str, Any] = {"is_available": True, "device_count": 1, "current_device": 0, "memory_allocated": 0}
+    answers |= dict.fromkeys(_IDLE) | {"max_memory_allocated": 0, "get_device_name": "the CPU"}
+    for name, answer in answers.items():
+        patched(torch.cuda, name, partial(_answering, answer))
+    patched(torch, "load", lambda load: lambda *args, **own: load(args[0], **own | {"map_location": "cpu"}))
+    patched(DistributedDataParallel, "__init__", _maker)
+    patched(torch.distributed, "barrier", lambda wait: lambda *args, **_: wait(*args))
+
+
+def _answering(answer: Any, _: Any) -> Callable[..., Any]:
+    return lambda *_, **__: answer
+
+
+def _maker(make: Any) -> Callable[..., None]:
+    def made(
+        own: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **settings: Any
+    ) -> None:
+        make(own, module, None, None, *args, **settings)
+
+    return made
