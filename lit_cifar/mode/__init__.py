@@ -158,6 +158,12 @@ class Mode:
         model = self.strategy.model
         return isinstance(model, DistributedDataParallel) and bool(model.require_backward_grad_sync)
 
+    @property
+    def averages_by_hook(self) -> bool:
+        """Whether a communication hook or a model averager may leave replicas unlike. Known once it is set up."""
+        hooks = getattr(self.strategy.model, "_comm_hooks", ())
+        return bool(hooks or getattr(self.strategy, "_model_averager", None))
+
     def trained_elsewhere(self) -> set[Tensor]:
         """Parameters and buffers that only other processes train. The copies here may be old."""
         return set()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lit_cifar import internals
 from lit_cifar.mode import mode_of
@@ -34,15 +35,14 @@ class Difference:
 
 def what_is_not_held_twice(trainer: Trainer) -> str:
     """The reason why the processes of a run have nothing to compare; "" if they have."""
-    strategy: Any = trainer.strategy
-    if any(hasattr(parameter, "placements") for parameter in trainer.lightning_module.parameters()):
+    if any(isinstance(parameter, DTensor) for parameter in trainer.lightning_module.parameters()):
         return "the processes hold parts of the parameters"
-    mode = mode_of(strategy)
+    mode = mode_of(trainer.strategy)
     if not mode.is_known:
-        return f"what {type(strategy).__name__} holds in each process is not known here"
+        return f"what {type(trainer.strategy).__name__} holds in each process is not known here"
     if mode.layout.data_parallel_size == 1:
         return "the processes hold one replica together"
-    if getattr(strategy, "_model_averager", None) or len(getattr(strategy.model, "_comm_hooks", [])):
+    if mode.averages_by_hook:
         return "a communication hook may let them differ"
     return ""
 
