@@ -356,6 +356,7 @@ if BUG == "no training":
     torch.randn(2, device="cuda") @ torch.randn(3, device="cuda")
 data = TensorDataset(torch.randn(64, 6))
 model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 6)).to(rank), device_ids=[rank])
+model.module.register_buffer("centre", torch.zeros(6))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 first = 0
 if path := relations.resume():
@@ -368,7 +369,10 @@ for epoch in range(first, 3):
     for (x,) in DataLoader(data, 4, sampler=DistributedSampler(data, shuffle=False), pin_memory=True):
         noise = torch.zeros(len(x), 6, device="cuda")
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = ((model(x.cuda(rank, non_blocking=True) + noise) - x.to(rank)) ** 2).mean()
+            made = model(x.cuda(rank, non_blocking=True) + noise)
+            loss = ((made - x.to(rank)) ** 2).mean()
+        centre = made.detach().mean(0)
+        model.module.centre = centre if BUG == "centre of 16 bits" else centre.float()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

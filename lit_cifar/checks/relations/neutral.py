@@ -77,6 +77,20 @@ def scale(runs: Runs) -> Iterator[Verdict]:
         yield runs.judge("scale of the loss", own, runs.run(generators=True, **changes)[0], kinds=_TRAINED)
 
 
+def autocast(runs: Runs) -> Iterator[Verdict]:
+    """Compute under autocast what the script does: it rounds values, and changes no steps, rates or types of weights."""
+    if not runs.own().autocasts:
+        return
+    on, off = (runs.run(generators=True, double=False, autocast=own)[0] for own in (True, False))
+    verdict = runs.judge("autocast", on, off, kinds=("settings", "schedule"))
+    both = [name for name in off.state if name.startswith(_TRAINED) and name in on.state]
+    apart = [name for name in both if on.state[name].dtype != off.state[name].dtype]
+    text = f"{apart[0]} is {on.state[apart[0]].dtype}, and {off.state[apart[0]].dtype} without" if apart else ""
+    if on.moved < off.moved:
+        text = f"{off.moved - on.moved} parameters never change, and do so without"
+    yield replace(verdict, outcome="fail", text=text) if text and verdict.outcome == "pass" else verdict
+
+
 def groups(runs: Runs) -> Iterator[Verdict]:
     """Give optimizers their groups of parameters in another order, or two groups in place of one."""
     own, other = (runs.run(generators=True, regroup=regroup)[0] for regroup in (False, True))

@@ -63,6 +63,7 @@ class Plan:
     variants: bool = False  # validate in several ways after the training
     keep_activations: bool = False  # no recomputation
     compiled: bool = False  # what the script compiles by `torch.compile` is; otherwise it runs as it is written
+    autocast: bool = False  # what the script computes under `torch.autocast` is, in float32; otherwise it is off
     scale: float = 1.0  # of the first scale of the loss, that the script chooses
     regroup: bool = False  # groups of parameters in another order
     probe_loaders: bool = False
@@ -110,6 +111,7 @@ class Trace:
     is_distributed: bool = False  # the script has made a process group
     recomputes: bool = False
     compiles: bool = False
+    autocasts: bool = False
     scales: bool = False  # the loss, by a `GradScaler`
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)  # of each way to validate
     failed: dict[str, str] = field(default_factory=dict)  # errors of ways to validate

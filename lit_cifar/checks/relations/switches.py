@@ -25,6 +25,7 @@ def turn(plan: Plan, trace: Trace, keep_scaler: Callable[[GradScaler], None]) ->
     patched(nn.Module, "compile", partial(_compiler, plan, trace))
     patched(checkpoint, "checkpoint", partial(_recomputer, plan, trace))
     patched(GradScaler, "__init__", partial(_scaler, plan, trace, keep_scaler))
+    patched(torch.autocast, "__init__", partial(_autocast, plan, trace))
     if plan.regroup:
         patched(Optimizer, "__init__", _regrouped)
     if plan.double:
@@ -64,6 +65,14 @@ def _scaler(plan: Plan, trace: Trace, keep: Callable[[GradScaler], None], make: 
     return made
 
 
+def _autocast(plan: Plan, trace: Trace, make: Any) -> Callable[..., None]:
+    def made(own: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+        trace.autocasts |= enabled
+        make(own, "cpu", dtype, enabled and plan.autocast, cache_enabled)
+
+    return made
+
+
 def _regrouped(make: Any) -> Callable[..., None]:
     """Groups in reverse order; two groups in place of one."""
 
@@ -80,14 +89,13 @@ def _regrouped(make: Any) -> Callable[..., None]:
 
 
 def compute_in_double(remark: Callable[[str], None]) -> None:
-    """New tensors are float64, and what a script asks to be float32 by `.float()`; autocast is off."""
+    """New tensors are float64, and what a script asks to be float32 by `.float()`."""
     for name in ("to", "bfloat16", "half"):
         patched(torch.Tensor, name, partial(_remarking, remark))
     torch.set_default_dtype(torch.float64)
     patched(GradScaler, "unscale_", partial(_with, torch.Tensor, "float", torch.Tensor.float))  # torch's own wants it
     for owner in (torch.Tensor, torch.nn.Module):
         patched(owner, "float", _double)
-    patched(torch.autocast, "__init__", _no_autocast)
 
 
 def in_double(tree: Any) -> Any:
@@ -112,10 +120,6 @@ def _with(owner: Any, name: str, value: Any, function: Any) -> Callable[..., Any
 
 def _double(_: Any) -> Callable[..., Any]:
     return lambda own, *args, **settings: own.double(*args, **settings)
-
-
-def _no_autocast(make: Any) -> Callable[..., None]:
-    return lambda own, *args, **settings: make(own, "cpu", enabled=False)
 
 
 def _remarking(remark: Callable[[str], None], convert: Any) -> Callable[..., torch.Tensor]:
