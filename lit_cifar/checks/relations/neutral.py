@@ -78,7 +78,7 @@ def scale(runs: Runs) -> Iterator[Verdict]:
 
 
 def autocast(runs: Runs) -> Iterator[Verdict]:
-    """Compute under autocast what the script does: it rounds values, and changes no steps, rates or types of weights."""
+    """Compute under autocast what the script does: it rounds values, and leaves steps, rates and types of weights."""
     if not runs.own().autocasts:
         return
     on, off = (runs.run(generators=True, double=False, autocast=own)[0] for own in (True, False))
