@@ -32,9 +32,8 @@ class Net(nn.Module):
 def shards(count, batch):
     """This rank's indices for each step, equally many on all ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    indices = list(range(count))
-    if ranks > 1:
-        indices += indices[: -count % (batch * ranks)]
+    missing = -count % (batch * ranks) if ranks > 1 else 0
+    indices = [number % count for number in range(count + missing)]
     for start in range(0, len(indices), batch * ranks):
         yield indices[start + rank * batch : start + (rank + 1) * batch]
 
