@@ -1,7 +1,4 @@
-"""An emulator of currents: the next state of a small ocean from the last one, with averaged weights.
-
-A job ends after some epochs, and the next one goes on from its checkpoint.
-"""
+"""An emulator of a small ocean with averaged weights; its training takes more than one job."""
 
 import contextlib
 import tempfile
