@@ -11,22 +11,14 @@ from pathlib import Path
 import torch
 from case import BUG, SEED, report_loss, watch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 TOTAL, SAVE_FREQ, VAL_FREQ = 48, 9, 12
 
 
-class Pictures(Dataset):
-    def __init__(self, count, seed):
-        made = torch.Generator().manual_seed(seed)
-        coarse = torch.randn(count, 3, 4, 4, generator=made)
-        self.pictures = nn.functional.interpolate(coarse, size=16, mode="bicubic").sigmoid()
-
-    def __len__(self):
-        return len(self.pictures)
-
-    def __getitem__(self, index):
-        return self.pictures[index]
+def make_pictures(count, seed):
+    coarse = torch.randn(count, 3, 4, 4, generator=torch.Generator().manual_seed(seed))
+    return nn.functional.interpolate(coarse, size=16, mode="bicubic").sigmoid()
 
 
 class EpochSampler(Sampler):
@@ -96,7 +88,7 @@ class Restorer:
 
 def train(path, stop):
     torch.manual_seed(SEED)
-    data, held_out = Pictures(96, 1), Pictures(20, 2).pictures
+    data, held_out = make_pictures(96, 1), make_pictures(20, 2)
     sampler = EpochSampler(data)
     loader = DataLoader(data, batch_size=8, sampler=sampler)
     model = Restorer()
