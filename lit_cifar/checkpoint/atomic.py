@@ -44,7 +44,8 @@ def snapshot(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Save to `path`; at every moment it, or `previous.ckpt` beside `last.ckpt`, is a complete file.
+    """Save to `path`; at every moment it is a complete file, or `previous.ckpt` beside `last.ckpt` where a file cannot
+    have two names.
 
     The content is written to a draft beside `path`, synced, read back and compared, and only then renamed. When
     `last.ckpt` is replaced, the old file becomes `previous.ckpt` if a training can go on from it. Only one process at a
@@ -76,11 +77,26 @@ def put_in_place(draft: Path, path: Path) -> None:
         previous = path.with_name(PREVIOUS)
         if path.is_dir() or previous.is_dir():  # a file cannot replace a folder, nor a folder a file
             remove(previous)
-        path.replace(previous)
+        are_files = draft.is_file() and path.is_file() and not path.is_symlink()
+        if not (are_files and _has_second_name(path, previous)):
+            path.replace(previous)
     elif path.is_dir() or draft.is_dir():
         remove(path)
     draft.replace(path)
     sync(path.parent)
+
+
+def _has_second_name(path: Path, name: Path) -> bool:
+    """Let a file have `name` beside its own, in place of what has it now. Return False if it cannot have two."""
+    draft = name.with_name(f"{name.name}.part")
+    draft.unlink(missing_ok=True)  # of a process that was killed here
+    try:
+        os.link(path, draft)
+    except OSError:
+        return False
+    draft.replace(name)
+    draft.unlink(missing_ok=True)  # a rename does nothing where both are names of one file already
+    return True
 
 
 def remove(path: Path) -> None:

@@ -57,7 +57,7 @@ wrapped = DistributedDataParallel(model) if WORLD_SIZE > 1 else model
 optimizer = torch.optim.AdamW(model.parameters(), lr=relations.knob("lr", 3e-3))
 first = 0
 if path := relations.resume():
-    saved = torch.load(path)
+    saved = torch.load(path, weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     first = saved["epoch"]

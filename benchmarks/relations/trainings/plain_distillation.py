@@ -39,7 +39,7 @@ def main() -> None:
     parts = {"teacher": teacher, "student": student, "optimizer": optimizer, "schedule": schedule}
     done = 0
     if path := relations.resume():
-        saved = torch.load(path)
+        saved = torch.load(path, weights_only=True)
         done = saved.pop("done")
         for name, state in saved.items():
             parts[name].load_state_dict(state)

@@ -28,7 +28,7 @@ class Trainer:
             self.load(path)
 
     def load(self, path: str) -> None:
-        snapshot = torch.load(path, map_location=f"cuda:{self.gpu}")
+        snapshot = torch.load(path, map_location=f"cuda:{self.gpu}", weights_only=True)
         self.model.module.load_state_dict(snapshot["model"])
         self.optimizer.load_state_dict(snapshot["optimizer"])
         self.schedule.load_state_dict(snapshot["schedule"])

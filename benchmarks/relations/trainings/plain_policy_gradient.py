@@ -13,7 +13,7 @@ policy = nn.Sequential(nn.Linear(2, 24), nn.Tanh(), nn.Linear(24, 3))
 optimizer = torch.optim.RMSprop(policy.parameters(), lr=5e-3)
 world, first = torch.Generator().manual_seed(11), 0
 if path := relations.resume():
-    saved = torch.load(path)
+    saved = torch.load(path, weights_only=True)
     policy.load_state_dict(saved["policy"])
     optimizer.load_state_dict(saved["optimizer"])
     world.set_state(saved["world"])

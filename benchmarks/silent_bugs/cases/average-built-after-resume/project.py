@@ -75,7 +75,7 @@ class Trainer:
         torch.save({**states, "ema": self.ema.get_state(), "epoch": self.epoch}, path)
 
     def restore(self, path):
-        saved = torch.load(path)
+        saved = torch.load(path, weights_only=True)
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])

@@ -74,7 +74,7 @@ def fit(rank, path, epochs):
     if not BUG:
         parts["loss"] = criterion
     if path.exists():
-        saved = torch.load(path)
+        saved = torch.load(path, weights_only=True)
         first = saved["epoch"]
         for name, part in parts.items():
             part.load_state_dict(saved[name])

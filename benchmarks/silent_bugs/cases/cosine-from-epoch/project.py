@@ -73,7 +73,7 @@ def fit(until, checkpoint=None):
     model = Denoiser()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     if checkpoint is not None:
-        saved = torch.load(checkpoint)
+        saved = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         first = saved["epoch"]

@@ -81,5 +81,5 @@ if __name__ == "__main__":
                 if score > best:
                     best = score
                     torch.save(model.state_dict(), file)
-        model.load_state_dict(torch.load(file))
+        model.load_state_dict(torch.load(file, weights_only=True))
         print(f"best: dice {best:.4f}, on the test scans {validate(model, *test)[1]:.4f}")

@@ -94,5 +94,5 @@ if __name__ == "__main__":
                     torch.save(model.state_dict(), file)
                 if waited == PATIENCE:
                     break
-        model.load_state_dict(torch.load(file))
+        model.load_state_dict(torch.load(file, weights_only=True))
         print(f"kept: vali {best:.4f}, test {vali(model, test_loader):.4f}")

@@ -50,7 +50,7 @@ class Trainer:
         torch.save({**states, "epoch": self.epoch, "rng": torch.get_rng_state()}, path)
 
     def load_checkpoint(self, path):
-        saved = torch.load(path)
+        saved = torch.load(path, weights_only=True)
         for name in ("model", "optimizer", "scheduler"):
             getattr(self, name).load_state_dict(saved[name])
         self.epoch = saved["epoch"]

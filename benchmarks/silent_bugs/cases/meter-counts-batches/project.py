@@ -76,7 +76,7 @@ def save(path, epoch, best, best_weights, **parts):
 
 
 def load(path, **parts):
-    saved = torch.load(path)
+    saved = torch.load(path, weights_only=True)
     for name, part in parts.items():
         part.load_state_dict(saved[name])
     return saved["epoch"], saved["best"], saved["best_weights"]

@@ -78,7 +78,7 @@ def train(path, rank):
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
     parts, first = {"net": net, "optimizer": optimizer, "schedule": schedule}, 0
     if path.exists():
-        saved = torch.load(path)
+        saved = torch.load(path, weights_only=True)
         first = saved["epoch"]
         for name, part in parts.items():
             part.load_state_dict(saved[name])

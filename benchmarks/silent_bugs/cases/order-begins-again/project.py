@@ -80,7 +80,7 @@ class Restorer:
         torch.save({"epoch": epoch, "iter": iteration, **parts}, path)
 
     def load(self, path):
-        state = torch.load(path)
+        state = torch.load(path, weights_only=True)
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
         return state["epoch"], state["iter"]

@@ -57,7 +57,7 @@ class Agent:
         torch.save(saved, path)
 
     def load(self, path):
-        saved = torch.load(path)
+        saved = torch.load(path, weights_only=True)
         self.net.load_state_dict(saved["net"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.updates = saved["updates"]

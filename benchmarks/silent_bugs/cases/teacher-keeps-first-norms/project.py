@@ -70,7 +70,7 @@ def adapt(path, epochs):
     optimizer = torch.optim.AdamW(student.parameters(), lr=0.01, weight_decay=0.01)
     updater, first = MomentumUpdater(TAU), 0
     if path.exists():
-        saved = torch.load(path)
+        saved = torch.load(path, weights_only=True)
         first = saved["epoch"]
         student.load_state_dict(saved["student"])
         teacher.load_state_dict(saved["teacher"])

@@ -80,7 +80,7 @@ def save(path, epoch, parts):
 
 
 def load(path, parts):
-    saved = torch.load(path)
+    saved = torch.load(path, weights_only=True)
     for name, part in parts.items():
         part.load_state_dict(saved[name])
     torch.set_rng_state(saved["rng"])
