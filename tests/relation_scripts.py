@@ -223,7 +223,7 @@ size = relations.knob("evaluation_batch", int(sys.argv[1] if sys.argv[1:] else 5
 
 @torch.no_grad()
 def evaluate(model):
-    losses = [((model.eval()(x) - x) ** 2).mean(1) for x in data.tensors[0].split(size)]
+    losses = [((model.eval()(x) - x) ** 2).mean(1) for (x,) in DataLoader(data, size)]
     return (sum(loss.mean() for loss in losses) if BUG == "sum of means" else torch.cat(losses).mean()).item()
 
 
@@ -257,6 +257,7 @@ class Training:
             if self.step >= until:
                 return
             ((checkpoint(self.model, x, use_reentrant=False) - x) ** 2).mean().backward()
+            self.optimizer.param_groups[0]["lr"] = 0.1 * 0.95**self.step
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.average.update_parameters(self.model)
@@ -366,13 +367,16 @@ if path := relations.resume():
     if BUG != "momentum forgotten":
         optimizer.load_state_dict(saved["optimizer"])
 for epoch in range(first, 3):
-    for (x,) in DataLoader(data, 4, sampler=DistributedSampler(data, shuffle=False), pin_memory=True):
+    sizes = (1, 0) if BUG == "no bug, but shared" else ()
+    for (x,) in DataLoader(data, 4, sampler=DistributedSampler(data, *sizes, shuffle=False), pin_memory=True):
+        x = relations.share(x) if sizes else x
         noise = torch.zeros(len(x), 6, device="cuda")
         with torch.autocast("cuda", dtype=torch.bfloat16):
             made = model(x.cuda(rank, non_blocking=True) + noise)
             loss = ((made - x.to(rank)) ** 2).mean()
         centre = made.detach().mean(0)
-        model.module.centre = centre if BUG == "centre of 16 bits" else centre.float()
+        if not sizes:  # it is that of a rank's own rows
+            model.module.centre = centre if BUG == "centre of 16 bits" else centre.float()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

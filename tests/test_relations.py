@@ -268,6 +268,7 @@ def test_batches_may_be_lists_of_samples(bug: str, tmp_path: Path, monkeypatch: 
     ("bug", "only", "expected"),
     [
         ("", "resume,autocast", ["pass", "pass", "pass", "pass"]),
+        ("no bug, but shared", "ranks", ["pass", "pass", "pass"]),
         ("momentum forgotten", "resume", ["pass", "fail", "fail"]),
         ("centre of 16 bits", "autocast", ["pass", "fail"]),
         ("no training", "resume", ["crash"]),
@@ -287,8 +288,13 @@ AGAIN_CASES: Mapping[str, tuple[str, dict[str, str]]] = {
     "": ("resume", {"resume after 6 steps": "pass", "resume after 13 steps": "pass"}),
     "repeats": ("resume", {"resume after 9 steps": "fail", "resume after 19 steps": "fail"}),
     "no bug": (
-        "evaluation,recomputation,effects",
-        {"evaluation": "pass", "recomputation": "note", "effect of decay": "pass"},
+        "evaluation,recomputation,groups,effects",
+        {
+            "evaluation": "pass",
+            "recomputation": "note",
+            "groups of parameters": "pass",
+            "effect of decay": "pass",
+        },
     ),
     "sum of means": ("evaluation", {"evaluation": "fail"}),
     "decay": ("effects", {"effect of decay": "note"}),

@@ -63,9 +63,14 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
         reason = UNDIVIDED_EVALUATION if own.evaluates else f"{_NO_LOADER} in torch.no_grad()"
         yield Verdict(NAME, "abstain", f'{reason}: write relations.knob("evaluation_batch", N) for its samples')
         return
+    if by_hand and own.is_cut:
+        yield Verdict(NAME, "abstain", CUT)
+        return
     found = []
     for way, size in (("in batches of 1", 1), ("in batches of 7", 7), ("as one batch", 0)):
-        changes = {"knobs": (("evaluation_batch", size or _ALL),)} if by_hand else {"evaluation_batch": size}
+        changes: dict[str, Any] = {"evaluation_batch": size}
+        if by_hand:
+            changes = {"knobs": (("evaluation_batch", size or _ALL),), "most_evaluated": _ALL}
         other = _results(runs.run(generators=True, **changes)[0])
         if text := _apart(runs, values, other, f"evaluated {way}"):
             found.append(text)

@@ -7,7 +7,7 @@ from typing import Any
 
 from lit_cifar.checks.relations import draws
 from lit_cifar.checks.relations.loaders import CUT
-from lit_cifar.checks.relations.runs import Runs, Verdict, difference, is_own_number
+from lit_cifar.checks.relations.runs import Runs, Verdict, difference, is_own_number, unused
 
 _OTHERS = (  # have relations of their own
     "accumulate",
@@ -92,12 +92,12 @@ def autocast(runs: Runs) -> Iterator[Verdict]:
 
 
 def groups(runs: Runs) -> Iterator[Verdict]:
-    """Give optimizers their groups of parameters in another order, or two groups in place of one."""
+    """Give optimizers their groups of parameters in another order, or the parameters of a single group."""
     own, other = (runs.run(generators=True, regroup=regroup)[0] for regroup in (False, True))
     verdict = runs.judge("groups of parameters", own, other, kinds=("weights", "buffers"))
     if verdict.outcome == "fail" and draws.IN_OPTIMIZER in own.remarks:
         verdict = Verdict(verdict.relation, "abstain", draws.IN_OPTIMIZER)
-    yield verdict
+    yield unused(verdict, "right where the script knows a group by its number" if own.groups > 1 else "")
 
 
 def unchanged(words: str) -> Callable[[Runs], Iterator[Verdict]]:

@@ -101,6 +101,7 @@ class Trace:
     drawn: list[int] = field(default_factory=list)  # digests of torch's generator before steps that drew numbers
     orders: list[tuple[int, list[int]]] = field(default_factory=list)  # of each epoch: samples of all, places of these
     owned: int = 0  # parameters of optimizers
+    groups: int = 0  # of parameters, of the optimizer with most of them
     moved: int = 0  # parameters that have changed
     observed: list[str] = field(default_factory=list)  # in words, what looks like a mistake in a single run
     stale: int = 0  # steps that began with gradients of the step before

@@ -53,7 +53,9 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
         yield Verdict("ranks", "abstain", UNDIVIDED)
         return
     try:
-        one = runs.run(quiet=True, **({"imposed": runs.imposed(recorded)} if two[0].batches else {}))[0]
+        are_alike = shares and _are_same(two[0].samples, two[1].samples)  # until each takes its rows
+        joined = {"imposed": runs.imposed(recorded)} if two[0].batches and not are_alike else {}
+        one = runs.run(quiet=True, **joined)[0]
     except RunError as error:
         yield Verdict("ranks", "abstain", f"{error}")
         return

@@ -74,15 +74,12 @@ def _autocast(plan: Plan, trace: Trace, make: Any) -> Callable[..., None]:
 
 
 def _regrouped(make: Any) -> Callable[..., None]:
-    """Groups in reverse order; two groups in place of one."""
+    """Groups in reverse order; the parameters of a single one."""
 
     def made(optimizer: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
-        params = [*params]
-        half = len(params) // 2
-        if params and isinstance(params[0], dict):
-            params = params[::-1]
-        elif half:
-            params = [{"params": params[half:]}, {"params": params[:half]}]
+        params = [*params][::-1]
+        if len(params) == 1 and isinstance(params[0], dict):
+            params = [params[0] | {"params": [*params[0]["params"]][::-1]}]
         make(optimizer, params, defaults)
 
     return made

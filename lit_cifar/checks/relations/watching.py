@@ -226,6 +226,7 @@ class Watched:
         parts, first = self.parts, self.trace.first
         self.trace.state = self.trace.state or self.snapshot()
         self.trace.owned = len(owned := owned_by(parts.optimizers))
+        self.trace.groups = max((len(optimizer.param_groups) for optimizer in parts.optimizers), default=0)
         if any(isinstance(parameter, DTensor) for parameter in owned):
             self.trace.remarks.add(PARTS)
         self.trace.moved = sum(told(one) != was for one, was in zip(parts.made, first, strict=False))
