@@ -24,6 +24,8 @@ def make_data(count, seed):
 @torch.no_grad()
 def evaluate(model, data):
     model.eval()
+    if BUG == "dropout stays on":
+        model[-1].train()
     batches, noise = DataLoader(data, batch_size=8), torch.Generator().manual_seed(0)
     if BUG == "no bug, but noise":
         batches = [(x + torch.randn(x.shape, generator=noise), y) for x, y in batches]
@@ -39,6 +41,8 @@ if NUM_RANKS > 1:
     dist.init_process_group("gloo")
 train, held_out = make_data(64, 1), make_data(20, 2)
 model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+if BUG == "dropout stays on":
+    model.append(nn.Dropout(0.2))
 if BUG == "frozen statistics":
     model[1].requires_grad_(False)
 owned = model[:2] if BUG == "left out" else model

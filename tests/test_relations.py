@@ -210,6 +210,7 @@ EQUAL = {
 PLAIN_BUGS: Mapping[str, tuple[str, dict[str, str]]] = {
     "schedule not resumed": ("resume", {"resume after 2 steps": "fail", "resume after 4 steps": "fail"}),
     "mean of means": ("evaluation", {"evaluation": "fail"}),
+    "dropout stays on": ("evaluation", {"evaluation": "note"}),
     "no bug, but noise": ("evaluation", {"evaluation": "note"}),
     "times ranks": ("ranks", SHUFFLED | {"samples of ranks": "pass", "ranks": "fail"}),
     "same samples": ("ranks", SHUFFLED | {"samples of ranks": "fail", "ranks": "abstain"}),
