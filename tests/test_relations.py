@@ -5,8 +5,10 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +20,9 @@ from torch.utils.data import DataLoader
 from lit_cifar import relations
 from lit_cifar.checks.relations.judging import RELATIONS, judged
 from lit_cifar.checks.relations.loaders import is_divided
+from lit_cifar.checks.relations.loading import workers
 from lit_cifar.checks.relations.own_files import mirror
-from lit_cifar.checks.relations.plan import Plan, Target
+from lit_cifar.checks.relations.plan import Plan, Target, Trace
 from lit_cifar.checks.relations.runs import Verdict, difference, first_apart, other_samples
 from lit_cifar.checks.relations.watching import told_apart
 from lit_cifar.checks.repeated_step.batches import (
@@ -136,6 +139,28 @@ def test_lists_of_samples_are_joined_and_divided() -> None:
     told = told_apart(batch)
     assert len(set(told)) == 3
     assert told_apart(parts[1]) == [told[2], told[0]]
+
+
+ONCE, TWICE = Counter({1: 1, 2: 1}), Counter({1: 2, 2: 2})
+# Digests of one sample that is asked for four times, in two epochs: its random changes.
+DRAWN, ANEW, IN_PAIRS = [[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 3, 4], [1, 2, 3, 4]], [[1, 1, 2, 2], [3, 3, 4, 4]]
+
+
+@pytest.mark.parametrize(
+    ("seen", "has_workers", "outcome"),
+    [
+        ({"stream": True, "0": ONCE, "2": ONCE}, True, "pass"),
+        ({"stream": True, "0": ONCE, "2": TWICE}, True, "fail"),
+        ({"stream": True, "0": ONCE, "2": TWICE}, False, "note"),
+        ({"stream": False, "0": DRAWN, "2": DRAWN}, True, "pass"),
+        ({"stream": False, "0": DRAWN, "2": ANEW}, True, "fail"),
+        ({"stream": False, "0": DRAWN, "2": IN_PAIRS}, True, "fail"),
+        ({"stream": False, "0": DRAWN, "2": IN_PAIRS}, False, "note"),
+    ],
+)
+def test_workers_are_judged_where_there_are_some(seen: dict[str, Any], has_workers: bool, outcome: str) -> None:
+    runs: Any = SimpleNamespace(run=lambda **_: [Trace(loaders=[seen], has_workers=has_workers)])
+    assert [verdict.outcome for verdict in workers(runs)] == [outcome]
 
 
 def test_no_file_of_the_user_is_changed_and_others_are_seen(tmp_path: Path) -> None:

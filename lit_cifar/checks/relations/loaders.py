@@ -40,7 +40,6 @@ class Loaders:
         self._datasets: list[Any] = []  # in the order in which loaders were made; Lightning makes a loader once more
         self._is_probing = False
         self._trained: list[Any] = []
-        self._has_workers = False
         self._asked: int | None = None  # number of samples of the batch that was fetched last
 
     def patch(self) -> None:
@@ -55,7 +54,7 @@ class Loaders:
         def made(loader: Any, *args: Any, **settings: Any) -> None:
             make(loader, *args, **settings)
             if not self._is_probing:  # workers have random numbers of their own
-                self._has_workers |= loader.num_workers > 0
+                self._watched.trace.has_workers |= loader.num_workers > 0
                 loader.num_workers, loader.timeout = 0, 0
             if self._number(loader) is None:
                 self._datasets.append(loader.dataset)
@@ -67,7 +66,7 @@ class Loaders:
 
         def info() -> Any:
             alone = SimpleNamespace(id=0, num_workers=1, seed=torch.initial_seed(), dataset=None)
-            return own() or (alone if self._has_workers else None)
+            return own() or (alone if self._watched.trace.has_workers else None)
 
         return info
 

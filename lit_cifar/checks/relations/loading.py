@@ -5,20 +5,21 @@ from itertools import pairwise
 from typing import Any
 
 from lit_cifar.checks.relations.plan import Trace
-from lit_cifar.checks.relations.runs import Runs, Verdict
+from lit_cifar.checks.relations.runs import Runs, Verdict, unused
 
 NAME = "workers"
 _FEW = 4  # samples, whose order may be the same by chance
 
 
 def workers(runs: Runs) -> Iterator[Verdict]:
-    loaders = runs.run(probe_loaders=True)[0].loaders
-    if not loaders:
+    trace = runs.run(probe_loaders=True)[0]
+    if not trace.loaders:
         yield Verdict(NAME, "abstain", "it reads no DataLoader of torch")
         return
-    found = [text for seen in loaders for text in (_of_stream(seen) if seen["stream"] else _of_samples(seen))]
-    looked_at = f"{len(loaders)} loaders, without workers and with 2"
-    yield Verdict(NAME, "fail" if found else "pass", "; ".join(found), looked_at, found)
+    found = [text for seen in trace.loaders for text in (_of_stream(seen) if seen["stream"] else _of_samples(seen))]
+    looked_at = f"{len(trace.loaders)} loaders, without workers and with 2"
+    verdict = Verdict(NAME, "fail" if found else "pass", "; ".join(found), looked_at, found)
+    yield unused(verdict, "" if trace.has_workers else "the script has no workers")
 
 
 def epochs(runs: Runs) -> Iterator[Verdict]:

@@ -120,6 +120,7 @@ class Trace:
     evaluates: bool = False  # a loader was read where no gradient is made
     left_out: int = 0  # samples that no batch of an evaluation on one process had
     is_cut: bool = False  # an evaluation had more batches than were read
+    has_workers: bool = False  # some loader of the script
     loaders: list[dict[str, Any]] = field(default_factory=list)  # what was seen of each that trains
     remarks: set[str] = field(default_factory=set)  # properties of the training that a relation must know
     outside: list[str] = field(default_factory=list)  # files beyond the run's own folder that it tried to write
