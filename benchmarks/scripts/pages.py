@@ -131,24 +131,25 @@ def silent_bugs() -> Values:
 
 
 def related() -> Values:
-    """Which of these bugs a relation shows, and of how many mended twins one fails."""
-    known, blind = (read(f"silent_bugs/2026-11-27/{file}.json") for file in ("relations", "blind"))
+    """Which of these bugs a relation shows, and of how many mended twins one fails, in two rounds."""
     replayed = read("silent_bugs/2026-11-25/results.json") + read("silent_bugs/2026-11-25/unseen_again.json")
-    found = {row["case"] for row in known if row["found"]}
-    either = found | {row["case"] for row in replayed if row["found"] == "fail" and not row["false_alarm"]}
-
-    def count(rows: Any, word: str) -> int:
-        return sum(row["found"] == word for row in rows)
-
-    return {
-        "relations-found": f"{count(known, 'fail')} of {len(known)}",
-        "relations-noted": str(count(known, "note")),
-        "relations-twins": f"{sum(bool(row['false_alarm']) for row in known)} of {len(known)}",
-        "relations-blind-found": f"{count(blind, 'fail')} of {len(blind)}",
-        "relations-blind-noted": str(count(blind, "note")),
-        "relations-blind-twins": f"{sum(bool(row['false_alarm']) for row in blind)} of {len(blind)}",
-        "relations-or-replay": f"{len(either)} of {len(replayed)}",
-    }
+    by_replay = {row["case"] for row in replayed if row["found"] == "fail" and not row["false_alarm"]}
+    values: Values = {}
+    blind: set[str] = set()  # cases of both rounds, which were not known before
+    for name, record in {"relations-first": "2026-11-27", "relations": "2026-11-27-second"}.items():
+        rows = {file: read(f"silent_bugs/{record}/{file}.json") for file in ("blind", "relations")}
+        blind |= {row["case"] for row in rows["blind"]}
+        again = [row for row in rows["relations"] if row["case"] in blind]
+        known = [row for row in rows["relations"] if row["case"] not in blind]
+        for kind, of_kind in {"": known, "-blind": rows["blind"], "-again": again}.items():
+            values |= {
+                f"{name}{kind}-found": f"{sum(row['found'] == 'fail' for row in of_kind)} of {len(of_kind)}",
+                f"{name}{kind}-noted": str(sum(row["found"] == "note" for row in of_kind)),
+                f"{name}{kind}-twins": f"{sum(bool(row['false_alarm']) for row in of_kind)} of {len(of_kind)}",
+            }
+        either = by_replay | {row["case"] for row in known if row["found"]}
+        values[f"{name}-or-replay"] = f"{len(either)} of {len(replayed)}"
+    return values
 
 
 def job(row: dict[str, Any]) -> list[str]:

@@ -82,7 +82,10 @@ def autocast(runs: Runs) -> Iterator[Verdict]:
     if not runs.own().autocasts:
         return
     on, off = (runs.run(generators=True, double=False, autocast=own)[0] for own in (True, False))
-    verdict = runs.judge("autocast", on, off, kinds=("settings", "schedule"))
+    # A scaler leaves steps out in which gradients overflow, so that steps are made of other samples.
+    verdict = runs.judge("autocast", on, off, kinds=("settings", "schedule"), samples=not on.scales)
+    if on.scales and len(on.norms) != len(off.norms):
+        verdict = Verdict("autocast", "pass", looked_at=f"types of {len(on.state)} tensors and numbers")
     both = [name for name in off.state if name.startswith(_TRAINED) and name in on.state]
     apart = [name for name in both if on.state[name].dtype != off.state[name].dtype]
     text = f"{apart[0]} is {on.state[apart[0]].dtype}, and {off.state[apart[0]].dtype} without" if apart else ""
