@@ -174,7 +174,7 @@ model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
 wrapped = DistributedDataParallel(model) if num_ranks > 1 else model
 compiled = torch.compile(model, backend="eager")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scaler = torch.amp.GradScaler("cuda")
+scaler = torch.amp.GradScaler("cuda", init_scale=2.0**20)  # under autocast the first steps overflow
 
 
 @torch.no_grad()
@@ -193,7 +193,9 @@ for epoch in range(2):
         noisy = noisy + 0.1 * torch.normal(0.0, 1.0, x.shape) + torch.empty_like(x).uniform_(-0.1, 0.1)
         if BUG == "one number for all":
             noisy = noisy * torch.rand(())
-        scaler.scale(((wrapped(noisy) - x) ** 2).mean() / ACCUMULATE).backward()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = ((wrapped(noisy) - x) ** 2).mean()
+        scaler.scale(loss / ACCUMULATE).backward()
         if number % ACCUMULATE == 0:
             if BUG != "clipped while scaled":
                 scaler.unscale_(optimizer)
