@@ -9,7 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
 
 from lit_cifar import internals
 from lit_cifar.checks.relations.patching import patched
@@ -102,7 +109,8 @@ class Loaders:
         def begun(sampler: Any) -> Iterator[Any]:
             order: list[int] = []
             if self._watched.phase() == "train" and isinstance(sampler.sampler, Sized):
-                self._watched.trace.orders.append((len(sampler.sampler), order))
+                is_drawn = isinstance(sampler.sampler, RandomSampler | WeightedRandomSampler | DistributedSampler)
+                self._watched.trace.orders.append((len(sampler.sampler), is_drawn, order))
             for batch in begin(sampler):
                 order += batch
                 yield batch

@@ -31,17 +31,18 @@ def epochs(runs: Runs) -> Iterator[Verdict]:
 
 def same_orders(trace: Trace) -> Iterator[Verdict]:
     """A verdict for what a run has shuffled in two epochs or more."""
-    by_length: dict[int, list[list[int]]] = {}
-    for length, order in trace.orders:
-        by_length.setdefault(length, []).append(order)
-    pairs = [(a, b) for orders in by_length.values() for a, b in pairwise(orders) if min(len(a), len(b)) > _FEW]
+    alike: dict[tuple[int, bool], list[list[int]]] = {}
+    for length, is_drawn, order in trace.orders:
+        alike.setdefault((length, is_drawn), []).append(order)
+    pairs = [(a, b) for orders in alike.values() for a, b in pairwise(orders) if min(len(a), len(b)) > _FEW]
     shuffled = [(a, b) for a, b in pairs if a != sorted(a)]
     if not shuffled:
         return
     again = sum(all(one == other for one, other in zip(a, b, strict=False)) for a, b in shuffled)
     remedy = "give each epoch another order, such as by the sampler's set_epoch"
     text = f"{again} of {len(shuffled)} epochs have the order of the one before: {remedy}" if again else ""
-    yield Verdict("order of epochs", "fail" if again else "pass", text, f"{len(shuffled) + 1} epochs")
+    verdict = Verdict("order of epochs", "fail" if again else "pass", text, f"{len(shuffled) + 1} epochs")
+    yield unused(verdict, "" if any(is_drawn for _, is_drawn, _ in trace.orders) else "right if the order was chosen")
 
 
 def _of_samples(seen: dict[str, Any]) -> Iterator[str]:

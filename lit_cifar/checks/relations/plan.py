@@ -99,7 +99,8 @@ class Trace:
     lengths: dict[int, int] = field(default_factory=dict)  # of loaders that trained, by the order of their making
     draws: bool = False  # a step drew random numbers, though it was quiet
     drawn: list[int] = field(default_factory=list)  # digests of torch's generator before steps that drew numbers
-    orders: list[tuple[int, list[int]]] = field(default_factory=list)  # of each epoch: samples of all, places of these
+    # Of each epoch: the number of all samples, whether torch draws the order, and the places of those that were read.
+    orders: list[tuple[int, bool, list[int]]] = field(default_factory=list)
     owned: int = 0  # parameters of optimizers
     groups: int = 0  # of parameters, of the optimizer with most of them
     moved: int = 0  # parameters that have changed

@@ -36,7 +36,7 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
         text = f"ranks hold parts of the model: {divided} has not the same shape on one process and on both ranks"
         yield Verdict("ranks", "abstain", text)
         return
-    if _hold_parts(two) and _are_same(two[0].samples, two[1].samples):
+    if _are_same(two[0].samples, two[1].samples) and (_hold_parts(two) or two[0].first != two[1].first):
         yield from _of_parts(runs, two, why)
         return
     yield unused(_replicas(two), why)
