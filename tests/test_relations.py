@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lit_cifar import relations
 from lit_cifar.checks.relations.judging import RELATIONS, judged
 from lit_cifar.checks.relations.loaders import is_divided
-from lit_cifar.checks.relations.loading import workers
+from lit_cifar.checks.relations.loading import same_orders, workers
 from lit_cifar.checks.relations.own_files import mirror
 from lit_cifar.checks.relations.plan import Plan, Target, Trace
 from lit_cifar.checks.relations.runs import Verdict, difference, first_apart, other_samples
@@ -139,6 +139,22 @@ def test_lists_of_samples_are_joined_and_divided() -> None:
     told = told_apart(batch)
     assert len(set(told)) == 3
     assert told_apart(parts[1]) == [told[2], told[0]]
+
+
+@pytest.mark.parametrize(
+    ("orders", "is_drawn", "outcomes"),
+    [
+        ([[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]], True, []),  # not shuffled
+        ([[3, 1, 0, 2, 4], [2, 0, 4, 1, 3]], True, ["pass"]),
+        ([[3, 1, 0, 2, 4], [3, 1, 0, 2, 4]], True, ["fail"]),
+        ([[3, 1, 0, 2, 4], [3, 1, 0, 2, 4]], False, ["note"]),  # such as by length
+    ],
+)
+def test_an_order_that_is_drawn_is_another_in_each_epoch(
+    orders: list[list[int]], is_drawn: bool, outcomes: list[str]
+) -> None:
+    trace = Trace(orders=[(5, is_drawn, order) for order in orders])
+    assert [verdict.outcome for verdict in same_orders(trace)] == outcomes
 
 
 ONCE, TWICE = Counter({1: 1, 2: 1}), Counter({1: 2, 2: 2})
