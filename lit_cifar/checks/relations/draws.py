@@ -7,7 +7,8 @@ from lit_cifar.checks.relations.generators import states
 from lit_cifar.checks.relations.plan import Trace
 
 IN_OPTIMIZER = "the optimizer draws random numbers, one parameter after another"
-IN_EVALUATION = "the evaluation draws random numbers, such as noise, or by dropout that is left on"
+IN_EVALUATION = "the evaluation draws random numbers from a generator of its own"
+IN_MODEL = "the model draws random numbers in the evaluation, such as noise, or by dropout that is left on"
 
 
 class Draws:

@@ -92,10 +92,12 @@ def on_two_ranks(runs: Runs, one: Trace, two: Trace) -> Iterator[Verdict]:
 
 
 def _of_chance(verdict: Verdict, trace: Trace) -> Verdict:
-    """The verdict; a note where an evaluation draws random numbers, whether or not it differs."""
-    if draws.IN_EVALUATION not in trace.remarks:
+    """The verdict; a note where an evaluation draws random numbers and differs, or its model draws some."""
+    if draws.IN_MODEL in trace.remarks:
+        return replace(verdict, outcome="note", text=": ".join(filter(None, (draws.IN_MODEL, verdict.text))))
+    if verdict.outcome != "fail" or draws.IN_EVALUATION not in trace.remarks:
         return verdict
-    return replace(verdict, outcome="note", text=": ".join(filter(None, (draws.IN_EVALUATION, verdict.text))))
+    return replace(verdict, outcome="note", text=f"{draws.IN_EVALUATION}: {verdict.text}")
 
 
 def _part(trace: Trace) -> str:

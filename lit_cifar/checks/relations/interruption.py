@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lit_cifar.checks.relations.plan import Trace
-from lit_cifar.checks.relations.runs import RunError, Runs, RunTimeoutError, Verdict
+from lit_cifar.checks.relations.runs import RunError, Runs, RunTimeoutError, Verdict, unused
 from lit_cifar.checks.relations.watching import CHECKPOINT
 
 NAME = "resume"
@@ -178,5 +178,7 @@ class _Interruption:
                 norms=[*begun.norms, *ended.norms],
             )
             said = f"rank {rank}: " if rank else ""
-            verdicts.append(self.runs.judge(self.name, of_whole, one, leave_out=_LEFT_OUT, said=said))
+            verdict = self.runs.judge(self.name, of_whole, one, leave_out=_LEFT_OUT, said=said)
+            others = f"it trains {of_whole.models} models, and {ended.models} after it was resumed"
+            verdicts.append(unused(verdict, others if 0 < ended.models != of_whole.models else ""))
         return next((verdict for verdict in verdicts if verdict.outcome == "fail"), verdicts[0])

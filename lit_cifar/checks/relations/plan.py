@@ -102,6 +102,7 @@ class Trace:
     # Of each epoch: the number of all samples, whether torch draws the order, and the places of those that were read.
     orders: list[tuple[int, bool, list[int]]] = field(default_factory=list)
     owned: int = 0  # parameters of optimizers
+    models: int = 0  # that are trained
     groups: int = 0  # of parameters, of the optimizer with most of them
     moved: int = 0  # parameters that have changed
     observed: list[str] = field(default_factory=list)  # in words, what looks like a mistake in a single run

@@ -27,7 +27,7 @@ def snapshot(
     """Copies of all tensors and numbers. All ranks must call this, as they may divide a tensor."""
     found: dict[str, Any] = {}
     names: dict[int, str] = {}
-    for number, root in enumerate(_outermost(roots)):
+    for number, root in enumerate(outermost(roots)):
         prefix = f"{number}." if number else ""
         for name, parameter in root.named_parameters():
             names[id(parameter)] = prefix + plain(name)
@@ -48,7 +48,7 @@ def plain(name: str) -> str:
     return _WRAPPERS.sub("", name).lstrip(".")
 
 
-def _outermost(roots: Sequence[nn.Module]) -> list[nn.Module]:
+def outermost(roots: Sequence[nn.Module]) -> list[nn.Module]:
     """Those that are no part of another."""
     parts = {id(part) for root in roots for part in [*root.modules()][1:]}
     return [root for root in roots if id(root) not in parts]

@@ -15,6 +15,11 @@ _STEPS_TO_TELL = 2
 
 def trained(runs: Runs) -> Iterator[Verdict]:
     own = runs.own()
+    if not own.moved:
+        yield Verdict(
+            NAME, "abstain", "optimizers have other parameters than those that were made, as FSDP2 gives them"
+        )
+        return
     for text in own.observed:
         yield Verdict(NAME, "note", text)
     if own.stale >= _STEPS_TO_TELL:

@@ -10,11 +10,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lit_cifar.checks.relations.draws import IN_EVALUATION, IN_OPTIMIZER, Draws
+from lit_cifar.checks.relations.draws import IN_EVALUATION, IN_MODEL, IN_OPTIMIZER, Draws
 from lit_cifar.checks.relations.generators import seed_all, states, still
 from lit_cifar.checks.relations.parts import PARTS, Parts
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Plan, Trace
+from lit_cifar.checks.relations.snapshot import outermost
 from lit_cifar.checks.relations.switches import in_double
 from lit_cifar.checks.relations.trained import observed, owned_by, statistics, told
 from lit_cifar.checks.repeated_step.batches import has_rows, row_digests, tensors_in
@@ -171,7 +172,7 @@ class Watched:
                 if is_outermost and self.phase() == "train":
                     self.draws.note()
                 elif is_outermost and before != states():
-                    self.trace.remarks.add(IN_EVALUATION)
+                    self.trace.remarks.add(IN_MODEL)
 
         return called
 
@@ -226,6 +227,7 @@ class Watched:
         parts, first = self.parts, self.trace.first
         self.trace.state = self.trace.state or self.snapshot()
         self.trace.owned = len(owned := owned_by(parts.optimizers))
+        self.trace.models = len(outermost(parts.roots))
         self.trace.groups = max((len(optimizer.param_groups) for optimizer in parts.optimizers), default=0)
         if any(isinstance(parameter, DTensor) for parameter in owned):
             self.trace.remarks.add(PARTS)

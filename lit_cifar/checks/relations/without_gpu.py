@@ -26,7 +26,10 @@ class _OnCpu(TorchFunctionMode):
             return _here(func(*args, **(kwargs or {})))
         if func is torch.Tensor.to:
             args = tuple(_CPU if type(value) is int else value for value in args)
-        return func(*map(_here, args), **{name: _here(value) for name, value in (kwargs or {}).items()})
+        named = {name: _here(value) for name, value in (kwargs or {}).items()}
+        if type(named.get("device")) is int:
+            named["device"] = _CPU
+        return func(*map(_here, args), **named)
 
 
 def _here(value: Any) -> Any:
