@@ -36,9 +36,16 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
         text = f"ranks hold parts of the model: {divided} has not the same shape on one process and on both ranks"
         yield Verdict("ranks", "abstain", text)
         return
-    if _are_same(two[0].samples, two[1].samples) and (_hold_parts(two) or two[0].first != two[1].first):
-        yield from _of_parts(runs, two, why)
-        return
+    if _are_same(two[0].samples, two[1].samples):
+        if _hold_parts(two):
+            yield from _of_parts(runs, two, why)
+            return
+        if two[0].first != two[1].first:
+            text = (
+                "ranks train the same samples from other weights on, as parts of a model of which one process holds one"
+            )
+            yield Verdict("ranks", "abstain", text)
+            return
     yield unused(_replicas(two), why)
     if own.own_ranks == 1:  # otherwise `epochs` looks at it
         yield from (unused(verdict, why) for verdict in same_orders(two[0]))
