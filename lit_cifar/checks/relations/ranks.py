@@ -41,9 +41,7 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
             yield from _of_parts(runs, two, why)
             return
         if two[0].first != two[1].first:
-            text = (
-                "ranks train the same samples from other weights on, as parts of a model of which one process holds one"
-            )
+            text = "ranks train the same samples with other weights, as parts of a model of which one process holds one"
             yield Verdict("ranks", "abstain", text)
             return
     yield unused(_replicas(two), why)
