@@ -152,6 +152,29 @@ def related() -> Values:
     return values
 
 
+def right_trainings() -> Values:
+    """What relations say of trainings that are right."""
+    trainings = read("relations/2026-11-27-right/rights.json", "trainings")
+    verdicts = [(training["training"], verdict) for training in trainings for verdict in training["verdicts"]]
+    outcomes = Counter(verdict["outcome"] for _, verdict in verdicts)
+    seconds = [training["seconds"] for training in trainings]
+
+    def judged(relation: str) -> str:
+        judged_in = {
+            name for name, v in verdicts if v["relation"] == relation and v["outcome"] in ("pass", "note", "fail")
+        }
+        return f"{len(judged_in)} of {len(trainings)}"
+
+    failed = {name for name, verdict in verdicts if verdict["outcome"] == "fail"}
+    return {
+        **{f"relations-right-{it}": str(outcomes[it]) for it in ("pass", "note", "abstain", "fail", "crash")},
+        "relations-right-trainings": f"{len(failed)} of {len(trainings)}",
+        "relations-right-ranks": judged("ranks"),
+        "relations-right-accumulation": judged("accumulation"),
+        "relations-right-seconds": f"{median(seconds):.0f} and {max(seconds):.0f}",
+    }
+
+
 def job(row: dict[str, Any]) -> list[str]:
     """What became of a job that `chaos` has killed and resized."""
     kinds = Counter(event["fault"]["kind"] for event in row["events"])
@@ -352,6 +375,7 @@ def main(*, check: bool) -> int:
         | replayed()
         | silent_bugs()
         | related()
+        | right_trainings()
         | recomputed()
         | chaos()
         | audited()
