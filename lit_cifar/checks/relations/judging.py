@@ -103,9 +103,8 @@ def _begun(runs: Runs) -> Iterator[Verdict]:
     if runs.plan.most_batches % windows:  # otherwise an epoch that is cut would end inside a window
         runs.plan = replace(runs.plan, most_batches=windows * max(2, -(-runs.plan.most_batches // windows)))
         own = runs.own()
-    if (
-        own.first and not own.moved and len(set(own.norms)) == 1
-    ):  # FSDP2 puts others in the place of those that were made
+    # FSDP2 puts other parameters in the place of those that were made, whose norms are seen in steps alone.
+    if own.first and not own.moved and len(set(own.norms)) == 1:
         yield Verdict("run", "abstain", "no parameter of the model changes, so that nothing can be compared")
         return
     twice = runs.run(repetition=1)[0]
