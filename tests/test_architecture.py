@@ -135,10 +135,12 @@ def test_a_strategy_to_the_first_optimizer_step(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:the training before had")
 def test_a_checkpoint_written_and_resumed(tmp_path: Path) -> None:
     flags = [*TINY, "--last_checkpoint.every_n_steps=2", f"--run_dir={tmp_path / 'run'}"]
-    with traced(tmp_path / "calls"):
+    with traced(tmp_path / "writes"):
         run_here("fit", *flags, "--trainer.max_steps=3")
+    with traced(tmp_path / "resumes"):
         run_here("fit", *flags, "--resume=auto")
-    assert_in_order("A checkpoint, written and resumed in the middle of an epoch", tmp_path / "calls")
+    assert_in_order("A checkpoint, written in the middle of an epoch", tmp_path / "writes")
+    assert_in_order("A run that resumes from it", tmp_path / "resumes")
 
 
 @pytest.mark.slow
