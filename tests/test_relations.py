@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +51,11 @@ def verdicts(
     target = Target(program="train.py", arguments=arguments, folder=str(folder))
     chosen = {name: RELATIONS[name] for name in only.split(",")}
     return [*judged(target, Plan(most_batches=4, most_epochs=2, most_steps=96), chosen, limit_s=limit_s)]
+
+
+def mostly_slow(cases: Iterable[str], *quick: str) -> list[Any]:
+    """Each case takes seconds; the quick tests take only these."""
+    return [pytest.param(case, marks=[] if case in quick else pytest.mark.slow) for case in cases]
 
 
 def outcomes(*args: Any, **settings: Any) -> dict[str, str]:
@@ -267,7 +272,10 @@ PLAIN_BUGS: Mapping[str, tuple[str, dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("bug", PLAIN_BUGS)
+@pytest.mark.parametrize(
+    "bug",
+    mostly_slow(PLAIN_BUGS, "schedule not resumed", "mean of means", "times ranks", "no set_epoch", "not divided"),
+)
 def test_a_mistake_breaks_its_relation(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only, expected = PLAIN_BUGS[bug]
     assert outcomes(PLAIN, tmp_path, monkeypatch, bug=bug, only=only) == {"run": "pass"} | expected
@@ -286,7 +294,7 @@ NOISY_CASES: Mapping[str, tuple[str, dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("bug", NOISY_CASES)
+@pytest.mark.parametrize("bug", mostly_slow(NOISY_CASES, "", "one number for all", "only own part"))
 def test_a_step_may_draw_numbers_for_its_samples(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only, expected = NOISY_CASES[bug]
     assert outcomes(NOISY, tmp_path, monkeypatch, bug=bug, only=only) == expected
@@ -300,7 +308,7 @@ LIST_CASES: Mapping[str, tuple[str, dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("bug", LIST_CASES)
+@pytest.mark.parametrize("bug", mostly_slow(LIST_CASES, ""))
 def test_batches_may_be_lists_of_samples(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only, expected = LIST_CASES[bug]
     assert outcomes(LISTS, tmp_path, monkeypatch, bug=bug, only=only) == expected
@@ -310,8 +318,8 @@ def test_batches_may_be_lists_of_samples(bug: str, tmp_path: Path, monkeypatch: 
     ("bug", "only", "expected"),
     [
         ("", "resume,autocast", ["pass", "pass", "pass", "pass"]),
-        ("no bug, but shared", "ranks", ["pass", "pass", "pass"]),
-        ("momentum forgotten", "resume", ["pass", "fail", "fail"]),
+        pytest.param("no bug, but shared", "ranks", ["pass", "pass", "pass"], marks=pytest.mark.slow),
+        pytest.param("momentum forgotten", "resume", ["pass", "fail", "fail"], marks=pytest.mark.slow),
         ("centre of 16 bits", "autocast", ["pass", "fail"]),
         ("no training", "resume", ["crash"]),
     ],
@@ -343,7 +351,7 @@ AGAIN_CASES: Mapping[str, tuple[str, dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("bug", AGAIN_CASES)
+@pytest.mark.parametrize("bug", mostly_slow(AGAIN_CASES, "", "no bug"))
 def test_a_training_may_begin_again_and_count_its_steps(
     bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
