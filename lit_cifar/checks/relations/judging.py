@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from lit_cifar.checks.relations.evaluation import evaluation, rescored
 from lit_cifar.checks.relations.interruption import resumed
@@ -69,8 +69,7 @@ def _begin(runs: Runs) -> str:
     errors: dict[tuple[bool, bool, int], RunError] = {}
     for without_gpu in (False, True):
         for double, torchrun, number in _BEGINNINGS:
-            devices: dict[str, Any] = {"ranks": number, "without_gpu": without_gpu}
-            runs.plan = replace(runs.plan, double=double, torchrun=torchrun, **devices)
+            runs.plan = replace(runs.plan, double=double, torchrun=torchrun, ranks=number, without_gpu=without_gpu)
             try:
                 runs.own()
             except RunTimeoutError:

@@ -36,7 +36,8 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
         text = f"ranks hold parts of the model: {divided} has not the same shape on one process and on both ranks"
         yield Verdict("ranks", "abstain", text)
         return
-    if _are_same(two[0].samples, two[1].samples):
+    are_alike = _are_same(two[0].samples, two[1].samples)
+    if are_alike:
         if _hold_parts(two):
             yield from _of_parts(runs, two, why)
             return
@@ -58,8 +59,8 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
         yield Verdict("ranks", "abstain", UNDIVIDED)
         return
     try:
-        are_alike = shares and _are_same(two[0].samples, two[1].samples)  # until each takes its rows
-        joined = {"imposed": runs.imposed(recorded)} if two[0].batches and not are_alike else {}
+        takes_rows = shares and are_alike  # each rank, of a batch that all have
+        joined = {"imposed": runs.imposed(recorded)} if two[0].batches and not takes_rows else {}
         one = runs.run(quiet=True, **joined)[0]
     except RunError as error:
         yield Verdict("ranks", "abstain", f"{error}")
