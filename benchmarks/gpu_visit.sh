@@ -12,6 +12,7 @@ while (($#)); do
     esac
     shift
 done
+unset PYTHONPATH # what is there already counts as installed
 if [[ -n $wheels ]]; then # beside the packages of this Python and before them
     folder=$(mktemp -d)
     "$python" -m venv --without-pip --system-site-packages "$folder"

@@ -1,14 +1,19 @@
 """Memory and time of a training step with and without `--model.recompute=true`, in turn:
 
 python benchmarks/scripts/recompute.py found.json --archs resnet18 resnet34 vit_tiny
+python benchmarks/scripts/recompute.py found.json --archs resnet34 vit_tiny --batch_size 512 --device cuda
+
+On a GPU a step is one of bf16-mixed in channels_last.
 """
 
 import argparse
+import contextlib
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import process_time
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -24,15 +29,20 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from device_bytes import DEVICE, DeviceBytes
 
 
-def peak_bytes(arch: Any, batch: tuple[Tensor, Tensor], *, recomputed: bool) -> int:
-    """The most bytes that the tensors of a step have at once, beyond weights, buffers and the batch."""
-    with DeviceBytes() as counted:
-        network = _network(arch).to(DEVICE)
+def peak_bytes(arch: Any, batch: tuple[Tensor, Tensor], *, recomputed: bool, gpu: bool = False) -> int:
+    """The most bytes that the tensors of a step have at once, beyond weights, gradients, buffers and the batch."""
+    device = torch.device("cuda") if gpu else DEVICE
+    with contextlib.nullcontext() if gpu else DeviceBytes() as counted:
+        network = _network(arch).to(device, memory_format=_layout(gpu))
         if recomputed:
             recompute_blocks(network)
-        images, labels = (tensor.to(DEVICE) for tensor in batch)
-        step = partial(_step, network, images, labels)
+        step = partial(_step, network, *_moved(batch, device, gpu=gpu), gpu=gpu)
         step()  # the gradients are there from now on
+        if counted is None:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step()
+            return torch.cuda.max_memory_allocated() - before
         before = counted.peak = counted.held
         step()
         return int(counted.peak - before)
@@ -44,38 +54,61 @@ def _network(arch: Any) -> nn.Module:
     return network
 
 
-def _step(network: nn.Module, images: Tensor, labels: Tensor) -> None:
+def _layout(gpu: bool) -> torch.memory_format:
+    return torch.channels_last if gpu else torch.preserve_format
+
+
+def _moved(batch: tuple[Tensor, Tensor], device: torch.device, *, gpu: bool) -> tuple[Tensor, Tensor]:
+    images, labels = batch
+    return images.to(device, memory_format=_layout(gpu)), labels.to(device)
+
+
+def _step(network: nn.Module, images: Tensor, labels: Tensor, *, gpu: bool) -> None:
     for parameter in network.parameters():
         if parameter.grad is not None:
             parameter.grad.zero_()
-    loss: Any = cross_entropy(network(images), labels)
+    with torch.autocast("cuda", torch.bfloat16, enabled=gpu):
+        loss: Any = cross_entropy(network(images), labels)
     loss.backward()
 
 
-def measured(arch: str, *, batch_size: int, times: int) -> dict[str, Any]:
-    """Peak bytes, and the processor seconds of each of `times` steps of both kinds, which take turns."""
+def _seconds(step: Callable[[], None], *, gpu: bool) -> float:
+    """Of the clock on a GPU; else of the processor, as other programs may run."""
+    clock = perf_counter if gpu else process_time
+    if gpu:
+        torch.cuda.synchronize()
+    begin = clock()
+    step()
+    if gpu:
+        torch.cuda.synchronize()
+    return clock() - begin
+
+
+def measured(arch: str, *, batch_size: int, times: int, gpu: bool) -> dict[str, Any]:
+    """Peak bytes, and the seconds of each of `times` steps of both kinds, which take turns."""
     torch.manual_seed(1)
     batch = torch.rand(batch_size, 3, 32, 32), torch.randint(10, (batch_size,))
     row: dict[str, Any] = {"arch": arch, "kept_s": [], "recomputed_s": []}
-    network = _network(arch)
-    for turn in range(times + 1):
+    device = torch.device("cuda" if gpu else "cpu")
+    network = _network(arch).to(device, memory_format=_layout(gpu))
+    step = partial(_step, network, *_moved(batch, device, gpu=gpu), gpu=gpu)
+    for turn in range(times + 3):
         for name, change in (("kept", keep_activations), ("recomputed", recompute_blocks)):
             change(network)
-            begin = process_time()  # not the clock's: other programs may run
-            _step(network, *batch)
-            if turn:  # the first of each kind warms up
-                row[f"{name}_s"].append(round(process_time() - begin, 4))
+            seconds = _seconds(step, gpu=gpu)
+            if turn > 2:  # the first of each kind warm up
+                row[f"{name}_s"].append(round(seconds, 6))
     pairs = zip(row["recomputed_s"], row["kept_s"], strict=True)
     kinds = {"kept": False, "recomputed": True}
-    peaks = {f"{name}_bytes": peak_bytes(arch, batch, recomputed=again) for name, again in kinds.items()}
+    peaks = {f"{name}_bytes": peak_bytes(arch, batch, recomputed=again, gpu=gpu) for name, again in kinds.items()}
     ratios = sorted(twice / once for twice, once in pairs)
     found = {"time_ratio": median(ratios), "time_ratio_largest": ratios[-1]}
     return row | peaks | found | {"memory_ratio": peaks["recomputed_bytes"] / peaks["kept_bytes"]}
 
 
-def main(output: Path, archs: list[str], batch_size: int, times: int, flags: list[str]) -> None:
-    settings = {"archs": archs, "batch_size": batch_size, "times": times}
-    one = partial(measured, batch_size=batch_size, times=times)
+def main(output: Path, archs: list[str], batch_size: int, times: int, device: str, flags: list[str]) -> None:
+    settings = {"archs": archs, "batch_size": batch_size, "times": times, "device": device}
+    one = partial(measured, batch_size=batch_size, times=times, gpu=device == "cuda")
     complete(output, archs, one, settings=settings, tell=print)
 
 
@@ -85,6 +118,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--archs", nargs="+", default=["resnet18"])
     found.add_argument("--batch_size", type=int, default=64)
     found.add_argument("--times", type=int, default=5)
+    found.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     return found
 
 
