@@ -66,8 +66,10 @@ def judged(target: Target, plan: Plan, relations: Mapping[str, Relation], *, lim
 
 def _begin(runs: Runs) -> str:
     """Change the common plan to the first way to run the training that ends without an error; say what it is like."""
-    errors: dict[tuple[bool, bool, int], RunError] = {}
+    said = []
     for without_gpu in (False, True):
+        errors: dict[tuple[bool, bool, int], RunError] = {}
+        place = "with the CPU in place of CUDA" if without_gpu else ""
         for double, torchrun, number in _BEGINNINGS:
             runs.plan = replace(runs.plan, double=double, torchrun=torchrun, ranks=number, without_gpu=without_gpu)
             try:
@@ -77,14 +79,15 @@ def _begin(runs: Runs) -> str:
             except RunError as error:
                 errors[double, torchrun, number] = error
                 continue
-            precision = "" if double else f", in float32: with float64 {errors[True, torchrun, number]}"
-            alone = f", on {number} processes: on one {errors[False, False, 1]}" if number > 1 else ""
-            return f"{', with the CPU in place of CUDA' if without_gpu else ''}{precision}{alone}"
+            precision = "" if double else f"in float32: with float64 {errors[True, torchrun, number]}"
+            alone = f"on {number} processes: on one {errors[False, False, 1]}" if number > 1 else ""
+            return "".join(f", {each}" for each in (place, precision, alone) if each)
+        as_started, by_torchrun = str(errors[False, False, 1]), str(errors[False, True, 1])
+        also = f"; with torchrun's variables: {by_torchrun}" if by_torchrun != as_started else ""
+        said.append(f"{place}{place and ': '}{as_started}{also}")
         if not any(error.wants_cuda for error in errors.values()):
             break
-    as_started, by_torchrun = str(errors[False, False, 1]), str(errors[False, True, 1])
-    also = f"; with torchrun's variables: {by_torchrun}" if by_torchrun != as_started else ""
-    raise RunError(f"{as_started}{also}")
+    raise RunError("; ".join(said))
 
 
 def _begun(runs: Runs) -> Iterator[Verdict]:

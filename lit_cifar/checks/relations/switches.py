@@ -15,7 +15,7 @@ from torch.utils import checkpoint
 from lit_cifar.checks.relations.generators import ROUNDED
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Plan, Trace
-from lit_cifar.checks.repeated_step.batches import SampleList, SampleTuple
+from lit_cifar.checks.repeated_step.batches import Samples
 from lit_cifar.internals import tree_map
 
 
@@ -99,8 +99,8 @@ def in_double(tree: Any) -> Any:
     """Inputs of the type of the weights, where a script asks for float32 by name."""
 
     def cast(leaf: Any) -> Any:
-        if isinstance(leaf, SampleList | SampleTuple):
-            return in_double([*leaf])
+        if isinstance(leaf, Samples):
+            return type(leaf)(in_double([*leaf]))
         is_single = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32
         return leaf.double() if is_single else leaf
 

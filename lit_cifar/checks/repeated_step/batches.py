@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -21,13 +21,16 @@ class SampleTuple(tuple[Any, ...]):
     __slots__ = ()
 
 
+Samples: TypeAlias = SampleList | SampleTuple
+
+
 def with_sample_lists(batch: Any, size: int, like: Any = None) -> Any:
     """A batch of `size` samples in which lists of so many are leaves, such as those of `tuple(zip(*samples))`.
 
     It stays as it is where all are rows of tensors, and where the size does not tell lists of samples from other lists,
     unless `like` is an earlier batch of the same loader.
     """
-    if isinstance(like, SampleList | SampleTuple):
+    if isinstance(like, Samples):
         return type(like)(batch)
     columns = [*batch.values()] if type(batch) is dict else [*batch] if type(batch) in (list, tuple) else []
     is_list = [isinstance(column, list | tuple) and len(column) == size for column in columns]
@@ -41,7 +44,7 @@ def with_sample_lists(batch: Any, size: int, like: Any = None) -> Any:
 
 
 def _has_lists(batch: Any) -> bool:
-    return any(isinstance(leaf, SampleList | SampleTuple) for leaf in tree_leaves(batch))
+    return any(isinstance(leaf, Samples) for leaf in tree_leaves(batch))
 
 
 def _are_rows(tree: Any, size: int) -> bool:
@@ -49,12 +52,12 @@ def _are_rows(tree: Any, size: int) -> bool:
     return all(isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == size for leaf in tree_leaves(tree))
 
 
-def _as_samples(items: Sequence[Any]) -> SampleList | SampleTuple:
+def _as_samples(items: Sequence[Any]) -> Samples:
     return SampleTuple(items) if isinstance(items, tuple) else SampleList(items)
 
 
-def has_rows(leaf: Any) -> TypeGuard[Tensor | SampleList | SampleTuple]:
-    return isinstance(leaf, SampleList | SampleTuple) or (isinstance(leaf, Tensor) and leaf.dim() > 0)
+def has_rows(leaf: Any) -> TypeGuard[Tensor | Samples]:
+    return isinstance(leaf, Samples) or (isinstance(leaf, Tensor) and leaf.dim() > 0)
 
 
 def joined(batches: Sequence[Any]) -> Any:
@@ -67,7 +70,7 @@ def joined(batches: Sequence[Any]) -> Any:
 
 def _joined(leaves: Sequence[Any]) -> Any:
     first = leaves[0]
-    if isinstance(first, SampleList | SampleTuple):
+    if isinstance(first, Samples):
         return type(first)(sample for leaf in leaves for sample in leaf)
     if isinstance(first, Tensor) and first.dim():
         if len({leaf.shape[1:] for leaf in leaves}) > 1:
@@ -114,12 +117,12 @@ def in_batches_of(batches: Sequence[Any], size: int) -> Iterator[Any]:
 
 
 def _rows(leaf: Any, start: int, end: int) -> Any:
-    if isinstance(leaf, SampleList | SampleTuple):
+    if isinstance(leaf, Samples):
         return type(leaf)(leaf[start:end])
     return leaf[start:end] if has_rows(leaf) else leaf
 
 
-def row_digests(rows: Tensor | SampleList | SampleTuple) -> list[int]:
+def row_digests(rows: Tensor | Samples) -> list[int]:
     """A digest of each sample."""
     if isinstance(rows, Tensor):
         return [digest(row).bits for row in rows] if rows.dim() else [digest(rows).bits]
@@ -130,7 +133,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
     """All tensors, also those of lists of samples."""
     found = []
     for leaf in tree_leaves(tree):
-        if isinstance(leaf, SampleList | SampleTuple):
+        if isinstance(leaf, Samples):
             found += tensors_in([*leaf])
         elif isinstance(leaf, Tensor):
             found.append(leaf)
