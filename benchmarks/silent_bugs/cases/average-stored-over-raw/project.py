@@ -39,16 +39,13 @@ class WeightAverage(L.Callback):
             self.average = copies(pl_module)
         if BUG:
             self.raw = copies(pl_module)
-        else:
-            self.restore(pl_module)
+        elif self.raw is not None:
+            put(self.raw, pl_module)
 
-    def restore(self, module):
+    def on_train_batch_start(self, trainer, pl_module, *_):
         if self.raw is not None:
-            put(self.raw, module)
+            put(self.raw, pl_module)
             self.raw = None
-
-    def on_train_epoch_start(self, trainer, pl_module):
-        self.restore(pl_module)
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer, pl_module, *_):
@@ -64,8 +61,7 @@ class WeightAverage(L.Callback):
 class Potential(L.LightningModule):
     def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(4, 12)
-        self.atom = nn.Sequential(nn.Linear(15, 32), nn.SiLU(), nn.Linear(32, 1))
+        self.embedding, self.atom = nn.Embedding(4, 12), nn.Sequential(nn.Linear(15, 32), nn.SiLU(), nn.Linear(32, 1))
 
     def forward(self, kinds, places):
         return self.atom(torch.cat([self.embedding(kinds), places], 2)).sum((1, 2))
@@ -95,8 +91,8 @@ class OrderOfEpoch(Sampler):
         return self.count
 
     def __iter__(self):
-        shuffled = torch.Generator().manual_seed(1000 * SEED + self.epoch)
-        return iter(torch.randperm(self.count, generator=shuffled).tolist())
+        random = torch.Generator().manual_seed(1000 * SEED + self.epoch)
+        yield from torch.randperm(self.count, generator=random).tolist()
 
 
 def molecules(count, seed):

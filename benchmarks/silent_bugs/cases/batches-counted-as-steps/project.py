@@ -45,22 +45,13 @@ class Trainer:
         return min(1.0, (step + 1) / 5) * (1 - step / self.max_steps)
 
     def save(self, path):
-        torch.save(
-            {
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "schedule": self.schedule.state_dict(),
-                "step": self.step,
-                "rng": torch.get_rng_state(),
-            },
-            path,
-        )
+        states = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "schedule")}
+        torch.save({"step": self.step, "rng": torch.get_rng_state(), **states}, path)
 
     def load(self, path):
         saved = torch.load(path, weights_only=True)
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.schedule.load_state_dict(saved["schedule"])
+        for name in ("model", "optimizer", "schedule"):
+            getattr(self, name).load_state_dict(saved[name])
         self.step = saved["step"]
         torch.set_rng_state(saved["rng"])
 

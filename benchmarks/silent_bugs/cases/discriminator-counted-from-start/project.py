@@ -8,17 +8,13 @@ from case import BUG, SEED, report_loss, watch
 from torch import nn
 
 EPOCHS, BATCH, D_START, G_LR, D_LR, HALVE_EVERY, FEATURES = 7, 12, 14, 3e-3, 4e-3, 12, 2.0
+PARTS = "generator", "discriminator", "g_optimizer", "d_optimizer"
 
 
 class Generator(nn.Sequential):
     def __init__(self):
-        super().__init__(
-            nn.Conv1d(5, 24, 3, padding=1),
-            nn.LeakyReLU(0.2),
-            nn.ConvTranspose1d(24, 16, 4, stride=4),
-            nn.LeakyReLU(0.2),
-            nn.Conv1d(16, 1, 5, padding=2),
-        )
+        widen, lengthen = nn.Conv1d(5, 24, 3, padding=1), nn.ConvTranspose1d(24, 16, 4, stride=4)
+        super().__init__(widen, nn.LeakyReLU(0.2), lengthen, nn.LeakyReLU(0.2), nn.Conv1d(16, 1, 5, padding=2))
 
 
 class Discriminator(nn.Module):
@@ -59,18 +55,14 @@ class Training:
         self.train, self.held_out = tones(96, 1), tones(30, 2)
         self.epoch = self.steps = self.d_steps = 0
 
-    def parts(self):
-        names = "generator", "discriminator", "g_optimizer", "d_optimizer"
-        return {name: getattr(self, name) for name in names}
-
     def save(self, path):
-        states = {name: part.state_dict() for name, part in self.parts().items()}
+        states = {name: getattr(self, name).state_dict() for name in PARTS}
         torch.save({"steps": self.steps, "epoch": self.epoch, **states}, path)
 
     def load(self, path):
         saved = torch.load(path, weights_only=True)
-        for name, part in self.parts().items():
-            part.load_state_dict(saved[name])
+        for name in PARTS:
+            getattr(self, name).load_state_dict(saved[name])
         self.epoch, self.steps = saved["epoch"], saved["steps"]
         self.d_steps = self.steps if BUG else max(self.steps - D_START, 0)
 
@@ -84,8 +76,7 @@ class Training:
             with torch.no_grad():
                 _, wanted = self.discriminator(wave)
             loss = loss + (score - 1).square().mean()
-            for ours, theirs in zip(features, wanted, strict=True):
-                loss = loss + FEATURES * (ours - theirs).abs().mean()
+            loss = loss + FEATURES * sum((a - b).abs().mean() for a, b in zip(features, wanted, strict=True))
         self.g_optimizer.zero_grad()
         loss.backward()
         self.g_optimizer.step()
@@ -111,8 +102,7 @@ class Training:
 
     def fit(self, until=EPOCHS):
         frames, wave = self.train
-        both = nn.ModuleList([self.generator, self.discriminator])
-        with watch(both, self.g_optimizer, self.d_optimizer):
+        with watch(nn.ModuleList([self.generator, self.discriminator]), self.g_optimizer, self.d_optimizer):
             while self.epoch < until:
                 order = torch.randperm(len(wave), generator=torch.Generator().manual_seed(100 * SEED + self.epoch))
                 for chosen in order.split(BATCH):
