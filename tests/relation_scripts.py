@@ -390,3 +390,83 @@ for epoch in range(first, 3):
     if path := relations.save():
         torch.save({"epoch": epoch + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
 """
+
+PADDED = '''
+"""Sentences of many lengths, padded to the longest of their part. Parts make a step; a run goes on inside one."""
+
+import os
+
+import torch
+from torch import nn
+
+from lit_cifar import relations
+
+BUG, COUNT, WINDOW = os.environ.get("BUG"), 28, 7
+PARTS = relations.knob("accumulate", 3)
+made = torch.Generator().manual_seed(1)
+lengths = torch.randint(1, 7, (COUNT,), generator=made)
+words = torch.randn(COUNT, 6, 4, generator=made) * (torch.arange(6) < lengths[:, None])[:, :, None]
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+done = 0
+if path := relations.resume():
+    state = torch.load(path, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    done = state["done"]
+    for parameter, gradient in zip(model.parameters(), state["gradients"], strict=False):
+        parameter.grad = gradient
+
+seen = 0
+for epoch in range(4):
+    order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(epoch))
+    for window in order.split(WINDOW):
+        parts = window.chunk(PARTS)
+        for number, rows in enumerate(parts):
+            seen += 1
+            if seen <= done:
+                continue
+            x = words[rows, : lengths[rows].max()]
+            said = model(x)[:, :, 0] * (x != 0).any(2)
+            losses = (said.sum(1) / lengths[rows]).sub(1).square()
+            (losses.mean() / len(parts) if BUG == "parts of one weight" else losses.sum() / WINDOW).backward()
+            if number + 1 == len(parts):
+                optimizer.step()
+                optimizer.zero_grad()
+            if path := relations.save():
+                gradients = [] if BUG == "gradients forgotten" else [p.grad for p in model.parameters()]
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "done": seen}
+                torch.save(state | {"gradients": gradients}, path)
+'''
+
+CRITIC = '''
+"""A critic that takes two steps for each of what it judges; either is frozen while the other is trained."""
+
+import os
+
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+maker, critic = nn.Linear(3, 2), nn.Linear(2, 1)
+optimizers = {network: torch.optim.Adam(network.parameters(), lr=0.01) for network in (maker, critic)}
+
+
+def step(trained, still, loss):
+    trained.requires_grad_(True)
+    still.requires_grad_(False)
+    loss().backward()
+    optimizers[trained].step()
+
+
+for _ in range(8):
+    for optimizer in optimizers.values():
+        optimizer.zero_grad()
+    for _ in range(2):
+        if os.environ.get("BUG") != "adds up":
+            optimizers[critic].zero_grad()
+        step(critic, maker, lambda: (critic(maker(torch.randn(5, 3))) - critic(torch.ones(5, 2))).square().mean())
+    step(maker, critic, lambda: -critic(maker(torch.randn(5, 3))).mean())
+'''

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from commands import TINY, mode_flags, refused, run_here, said_by_tests_in
-from relation_scripts import AGAIN, CUDA, LIGHTNING, LISTS, NOISY, PLAIN
+from relation_scripts import AGAIN, CRITIC, CUDA, LIGHTNING, LISTS, NOISY, PADDED, PLAIN
 from torch.utils.data import DataLoader
 
 from lit_cifar import relations
@@ -359,6 +359,32 @@ def test_a_training_may_begin_again_and_count_its_steps(
     assert outcomes(AGAIN, tmp_path, monkeypatch, bug=bug, only=only) == {"run": "pass"} | expected
 
 
+PADDED_CASES: Mapping[str, tuple[str, dict[str, str]]] = {
+    "": (
+        "resume,accumulation",
+        {"resume after 5 steps": "pass", "resume after 11 steps": "pass", "accumulation": "pass"},
+    ),
+    "gradients forgotten": ("resume", {"resume after 5 steps": "fail", "resume after 11 steps": "pass"}),
+    "parts of one weight": ("accumulation", {"accumulation": "fail"}),
+}
+
+
+@pytest.mark.parametrize("bug", mostly_slow(PADDED_CASES, ""))
+def test_a_run_may_go_on_inside_a_step_of_padded_parts(
+    bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only, expected = PADDED_CASES[bug]
+    assert outcomes(PADDED, tmp_path, monkeypatch, bug=bug, only=only) == {"run": "pass"} | expected
+
+
+@pytest.mark.parametrize(("bug", "said"), [("", ""), ("adds up", "are added in 8 of 24 steps")])
+def test_gradients_that_stay_are_seen_with_each_optimizer(
+    bug: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *_, verdict = verdicts(CRITIC, tmp_path, monkeypatch, bug=bug, only="trained")
+    assert (verdict.outcome, said in verdict.text) == ("note" if bug else "pass", True)
+
+
 @pytest.mark.parametrize(("bug", "outcome"), [("", "PASS"), ("sum of means", "FAIL")])
 def test_arguments_may_be_told_that_change_nothing(
     bug: str, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -375,12 +401,13 @@ def test_arguments_may_be_told_that_change_nothing(
 @pytest.mark.parametrize("mode", ["ddp", "pp"])
 def test_our_own_trainer_holds_them(mode: str, tmp_path: Path) -> None:
     rarely = "--trainer.log_every_n_steps=50"  # images per second are others in each run
-    arguments = ("fit", *TINY, "--trainer.max_epochs=2", rarely, *mode_flags(mode))
+    arguments = ("fit", *TINY, "--trainer.max_epochs=3", rarely, *mode_flags(mode))
     target = Target(program="lit_cifar", arguments=arguments, is_module=True, folder=str(tmp_path))
     chosen = {name: RELATIONS[name] for name in ("resume", "ranks", "accumulation")}
-    found = judged(target, Plan(most_batches=4, most_epochs=2, most_steps=96), chosen, limit_s=100)
+    found = judged(target, Plan(most_batches=4, most_epochs=3, most_steps=96), chosen, limit_s=100)
     parts = [] if mode == "pp" else ["replicas", "samples of ranks"]
-    names = ["run", "resume after epoch 1", "resume inside epoch 2", *parts, "ranks", "accumulation"]
+    inside = [f"resume inside epoch {number}" for number in (2, 3)]
+    names = ["run", "resume after epoch 1", *inside, *parts, "ranks", "accumulation"]
     assert {verdict.relation: verdict.outcome for verdict in found} == dict.fromkeys(names, "pass")
 
 

@@ -55,7 +55,8 @@ class Follower(Checkpoint):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._trained += 1
-        self._watched.trace.batches_of_epoch = int(trainer.num_training_batches)
+        trace = self._watched.trace
+        trace.batches_of_epoch, trace.epochs_begun = int(trainer.num_training_batches), trainer.current_epoch + 1
         if not self._plan.save_epoch and not self._plan.save_late:
             self._save(trainer, self._trained)
 

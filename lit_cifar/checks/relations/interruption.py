@@ -22,7 +22,7 @@ _LEFT_OUT = ("kept/metric", "kept/module.example")
 
 
 def resumed(runs: Runs) -> Iterator[Verdict]:
-    """Stop after an epoch, and inside one; for a script with calls, at two of its calls of `save`."""
+    """Stop after an epoch, and inside each later one; for a script with calls, at two of its calls of `save`."""
     own = runs.own()
     if not own.is_lightning and not {"resume", "save"} <= own.asked.keys():
         remedy = "call relations.save() where a checkpoint could be written, and relations.resume() before it is read"
@@ -34,9 +34,9 @@ def resumed(runs: Runs) -> Iterator[Verdict]:
     if own.is_lightning:
         batches = own.batches_of_epoch
         yield _Interruption(runs, f"{NAME} after epoch 1", ranks, drawn, save_at=1, save_epoch=True).verdict()
-        if batches > 1:
-            inside = batches + _whole_windows((batches + 1) // 2, own.own_accumulation)
-            yield _Interruption(runs, f"{NAME} inside epoch 2", ranks, drawn, save_at=inside).verdict()
+        for epoch in range(1, own.epochs_begun if batches > 1 else 0):
+            inside = epoch * batches + _whole_windows((batches + 1) // 2, own.own_accumulation)
+            yield _Interruption(runs, f"{NAME} inside epoch {epoch + 1}", ranks, drawn, save_at=inside).verdict()
         return
     verdicts = [*_at_calls_of_save(runs, ranks, drawn)]
     if own.cut_from and any(verdict.has_other_samples for verdict in verdicts):
@@ -70,6 +70,16 @@ def _in_whole_epochs(
     for verdict in failed:
         text = f"{verdict.text}; {cut} --batches={batches} --steps={steps}"
         yield replace(verdict, outcome="note", text=text) if verdict.has_other_samples else verdict
+
+
+def _samples(whole: Trace, begun: Trace, ended: Trace) -> list[list[int]]:
+    """The samples of each step of both halves; a step that was begun before the checkpoint may be ended after it."""
+    before = [*begun.samples, *([] for _ in range(begun.steps))][: begun.steps]
+    of_step = [sample for step in begun.samples[begun.steps :] for sample in step]
+    after = ended.samples[0] if ended.samples else []
+    if after and len(of_step) + len(after) == sum(map(len, whole.samples[begun.steps : begun.steps + 1])):
+        return [*before, [*of_step, *after], *ended.samples[1:]]
+    return [*before, *ended.samples]
 
 
 def _whole_windows(batches: int, accumulation: int) -> int:
@@ -172,11 +182,7 @@ class _Interruption:
         """The verdict of the first rank whose halves are not equal to its whole, or that of rank 0."""
         verdicts = []
         for rank, (of_whole, begun, ended) in enumerate(zip(whole, first, second, strict=True)):
-            one = replace(
-                ended,
-                samples=[*[*begun.samples, *([] for _ in range(begun.steps))][: begun.steps], *ended.samples],
-                norms=[*begun.norms, *ended.norms],
-            )
+            one = replace(ended, samples=_samples(of_whole, begun, ended), norms=[*begun.norms, *ended.norms])
             said = f"rank {rank}: " if rank else ""
             verdict = self.runs.judge(self.name, of_whole, one, leave_out=_LEFT_OUT, said=said)
             others = f"it trains {of_whole.models} models, and {ended.models} after it was resumed"

@@ -86,7 +86,8 @@ class Trace:
     is_late: bool = False  # it was ended by the checker
     steps: int = 0
     epochs: list[int] = field(default_factory=list)  # numbers of batches of each iteration over a loader that trains
-    batches_of_epoch: int = 0  # with Lightning
+    batches_of_epoch: int = 0  # with Lightning, as the next
+    epochs_begun: int = 0
     state: dict[str, Any] = field(default_factory=dict)  # tensors and numbers by name, at the end
     saved: dict[str, Any] = field(default_factory=dict)  # where the checkpoint was written
     resumed: dict[str, Any] = field(default_factory=dict)  # before the first batch or call after a checkpoint was read

@@ -1,6 +1,6 @@
 """What one run shows by itself: parameters that nobody trains, gradients that stay, statistics of frozen layers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -53,17 +53,23 @@ def observed(
     made: Sequence[nn.Parameter | None],
     first: Sequence[int],
     before: dict[int, tuple[int, ...]],
+    frozen_first: Container[int],
     roots: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
 ) -> Iterator[str]:
-    """In words, what does not change, or changes though it is frozen. `first` are digests of what was `made` first."""
+    """In words, what does not change, or changes though it is frozen.
+
+    When the training began, `first` were the digests of what was `made`, `before` those of `statistics`, and
+    `frozen_first` the identities of frozen parameters. What is frozen in some steps only may change in others.
+    """
     names = {id(parameter): name for root in roots for name, parameter in root.named_parameters()}
     own = {id(parameter) for parameter in owned_by(optimizers)}
     alive = [(parameter, was) for parameter, was in zip(made, first, strict=False) if parameter is not None and was]
     wanted = [(parameter, was) for parameter, was in alive if parameter.requires_grad]
     unmoved = [p for p, was in wanted if id(p) in own and told(p) == was]
     lost = [p for p, _ in wanted if id(p) not in own and p.grad is not None and bool(p.grad.any())]
-    frozen = [p for p, was in alive if not p.requires_grad and id(p) in own and told(p) != was]
+    still = [(p, was) for p, was in alive if not p.requires_grad and id(p) in frozen_first]
+    frozen = [p for p, was in still if id(p) in own and told(p) != was]
     for parameters, what in (
         (frozen, "are frozen, and their optimizer changes them"),
         (unmoved, "never change"),

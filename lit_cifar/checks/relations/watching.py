@@ -42,8 +42,10 @@ class Watched:
         self._has_trained = self._is_over = self._is_saved = self._is_in_batch = False
         self._batch_of_step = 0
         self._before_optimizer: tuple[Any, ...] | None = None  # the states of generators
-        self._frozen: dict[int, tuple[int, ...]] = {}
-        self._goes_back = False  # gradients have been made since the last step
+        self._statistics: dict[int, tuple[int, ...]] = {}  # of frozen layers
+        self._frozen: set[int] = set()
+        # Of optimizers whose gradients no backward has found to be 0 since their step: whether one has added to them.
+        self._is_stale: dict[int, bool] = {}
 
     def _own_phase(self) -> str:
         """Of a plain loop: it evaluates without gradients, or with a model in eval mode that is else trained."""
@@ -107,10 +109,13 @@ class Watched:
 
     def _backward(self, backward: Any) -> Callable[..., None]:
         def gone_back(loss: torch.Tensor, *args: Any, **settings: Any) -> None:
-            if self.trace.steps and not self._goes_back and len(self.parts.optimizers) == 1:
-                gradients = [p.grad for p in owned_by(self.parts.optimizers) if p.grad is not None]
-                self.trace.stale += any(bool(gradient.any()) for gradient in gradients)
-            self._goes_back = True
+            for optimizer in self.parts.optimizers:
+                if id(optimizer) in self._is_stale:
+                    gradients = (p.grad for p in owned_by([optimizer]) if p.grad is not None)
+                    if any(bool(gradient.any()) for gradient in gradients):
+                        self._is_stale[id(optimizer)] = True
+                    else:
+                        del self._is_stale[id(optimizer)]
             backward(loss, *args, **settings)
 
         return gone_back
@@ -125,7 +130,9 @@ class Watched:
         if self._before_optimizer != states():
             self.trace.remarks.add(IN_OPTIMIZER)
         self.trace.steps += 1
-        self._goes_back, self._batch_of_step = False, 0
+        self.trace.stale += self._is_stale.get(id(optimizer), False)
+        self._is_stale[id(optimizer)] = False
+        self._batch_of_step = 0
         self.draws.begin_again(is_in_batch=self._is_in_batch)
         norms = [p.detach().double().norm().cpu() for p in owned_by([optimizer]) if not p.is_meta]
         self.trace.norms.append(float(torch.stack(norms).norm()) if norms else 0.0)
@@ -204,7 +211,8 @@ class Watched:
         """Note what the training begins with, the first time."""
         if not self.trace.first:
             self.trace.first = [told(parameter) for parameter in self.parts.made]
-            self._frozen = statistics(self.parts.roots)
+            self._statistics = statistics(self.parts.roots)
+            self._frozen = {id(p) for p in self.parts.made if p is not None and not p.requires_grad}
         self.parts.to_spoil.clear()  # whatever is loaded from now on is no checkpoint to go on from
         if self.plan.resume and not self.trace.resumed:
             self.trace.resumed = self.snapshot()
@@ -232,7 +240,8 @@ class Watched:
         if any(isinstance(parameter, DTensor) for parameter in owned):
             self.trace.remarks.add(PARTS)
         self.trace.moved = sum(told(one) != was for one, was in zip(parts.made, first, strict=False))
-        self.trace.observed = [*observed(parts.made, first, self._frozen, parts.roots, parts.optimizers)]
+        then = first, self._statistics, self._frozen
+        self.trace.observed = [*observed(parts.made, *then, parts.roots, parts.optimizers)]
 
     def snapshot(self) -> dict[str, Any]:
         depth, self._depth = self._depth, 1  # modules that are called for it belong to nobody

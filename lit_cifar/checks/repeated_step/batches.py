@@ -123,10 +123,18 @@ def _rows(leaf: Any, start: int, end: int) -> Any:
 
 
 def row_digests(rows: Tensor | Samples) -> list[int]:
-    """A digest of each sample."""
+    """A digest of each sample, without zeros at its end: it may be padded with others in another batch."""
     if isinstance(rows, Tensor):
-        return [digest(row).bits for row in rows] if rows.dim() else [digest(rows).bits]
+        return [digest(_without_padding(row)).bits for row in rows] if rows.dim() else [digest(rows).bits]
     return [hash(tuple(digest(leaf).bits for leaf in tree_leaves(sample))) for sample in rows]
+
+
+def _without_padding(row: Tensor) -> Tensor:
+    """The row up to the last number other than 0 along each dimension."""
+    if not row.dim():
+        return row
+    places = row.nonzero()
+    return row[tuple(slice(int(last) + 1) for last in places.amax(0))] if len(places) else row.reshape(-1)[:0]
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
