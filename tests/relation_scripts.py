@@ -470,3 +470,29 @@ for _ in range(8):
         step(critic, maker, lambda: (critic(maker(torch.randn(5, 3))) - critic(torch.ones(5, 2))).square().mean())
     step(maker, critic, lambda: -critic(maker(torch.randn(5, 3))).mean())
 '''
+
+SHORT = '''
+"""Microbatches made by hand; the last step of an epoch has fewer."""
+
+import os
+
+import torch
+from torch import nn
+
+from lit_cifar import relations
+
+SIZE, PARTS = relations.knob("batch_size", 4), relations.knob("accumulate", 3)
+data = torch.randn(20, 4, generator=torch.Generator().manual_seed(1))
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(3):
+    batches = torch.randperm(20, generator=torch.Generator().manual_seed(epoch)).split(SIZE)
+    for start in range(0, len(batches), PARTS):
+        window = batches[start : start + PARTS]
+        for rows in window:
+            loss = model(data[rows]).sub(1).square().mean()
+            (loss / (PARTS if os.environ.get("BUG") == "window of fewer" else len(window))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+'''

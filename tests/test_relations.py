@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from commands import TINY, mode_flags, refused, run_here, said_by_tests_in
-from relation_scripts import AGAIN, CRITIC, CUDA, LIGHTNING, LISTS, NOISY, PADDED, PLAIN
+from relation_scripts import AGAIN, CRITIC, CUDA, LIGHTNING, LISTS, NOISY, PADDED, PLAIN, SHORT
 from torch.utils.data import DataLoader
 
 from lit_cifar import relations
@@ -375,6 +375,13 @@ def test_a_run_may_go_on_inside_a_step_of_padded_parts(
 ) -> None:
     only, expected = PADDED_CASES[bug]
     assert outcomes(PADDED, tmp_path, monkeypatch, bug=bug, only=only) == {"run": "pass"} | expected
+
+
+@pytest.mark.parametrize(("bug", "outcome"), [("", "pass"), ("window of fewer", "fail")])
+def test_the_last_step_of_an_epoch_may_have_fewer_microbatches(
+    bug: str, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert outcomes(SHORT, tmp_path, monkeypatch, bug=bug, only="accumulation")["accumulation"] == outcome
 
 
 @pytest.mark.parametrize(("bug", "said"), [("", ""), ("adds up", "are added in 8 of 24 steps")])

@@ -44,7 +44,11 @@ class Peers:
         return [str(HERE / f"{name}.py"), str(self.root), str(epochs), *checkpoint]
 
     def timm_script(self, folder: Path, *, epochs: int, resumes: bool, **_: int) -> list[str]:
-        words = [str(self.timm / "train.py"), "--data-dir", str(self.root), "--dataset", "torch/cifar10"]
+        text = (self.timm / "train.py").read_text().replace("device_ids=[device]", "device_ids=None")  # of a CPU
+        (folder / "train.py").write_text(text)
+        if not (folder / "timm").exists():
+            (folder / "timm").symlink_to(self.timm / "timm")
+        words = [str(folder / "train.py"), "--data-dir", str(self.root), "--dataset", "torch/cifar10"]
         words += ["--model=resnet18", "--num-classes=10", "--img-size=32", "--batch-size=128", "--opt=sgd", "--lr=0.1"]
         words += ["--workers=2", "--device=cpu", "--no-prefetcher", f"--epochs={epochs}", "--output", str(folder)]
         words += ["--experiment=run", "--warmup-epochs=0", "--val-split=test"]
@@ -62,9 +66,10 @@ class Peers:
         tool.chmod(0o755)
         return [str(folder / "main.py"), *(["--resume"] if resumes else [])]
 
-    def all(self) -> dict[str, Callable[..., list[str]]]:
+    def all(self, only: list[str] | None = None) -> dict[str, Callable[..., list[str]]]:
         scripts = {name: partial(self.script, name) for name in ("plain", "stock", "with_accelerate")}
-        return {"fit": self.fit, **scripts, "timm": self.timm_script, "kuangliu": self.kuangliu_script}
+        found = {"fit": self.fit, **scripts, "timm": self.timm_script, "kuangliu": self.kuangliu_script}
+        return {name: command for name, command in found.items() if not only or name in only}
 
 
 def run(words: list[str], folder: Path, *, steps: int, num_images: int = 0, ranks: int = 1) -> dict[str, Any]:
@@ -136,6 +141,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--root", type=Path, default=Path("data"), help="folder of CIFAR-10, its binary edition")
     parser.add_argument("--timm", type=Path, required=True, help="a clone of huggingface/pytorch-image-models")
     parser.add_argument("--kuangliu", type=Path, required=True, help="a clone of kuangliu/pytorch-cifar")
+    parser.add_argument("--only", nargs="+", help="some of the programs, such as timm; default: all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--images", type=int, default=1001, help="for what is counted and resumed")
@@ -149,7 +155,7 @@ def main() -> None:
     rounds: list[dict[str, Any]] = []
     for _ in range(args.rounds):
         row = {}
-        for name, command in peers.all().items():
+        for name, command in peers.all(args.only).items():
             with TemporaryDirectory() as folder:
                 row[name] = timed(command(Path(folder), epochs=1, resumes=False), Path(folder), args.steps)
             print(name, row[name], flush=True)
@@ -157,7 +163,7 @@ def main() -> None:
         of_all = {name: {kind: [row[name][kind] for row in rounds] for kind in row[name]} for name in row}
         args.output.write_text(json.dumps(record | {"rounds": of_all}, indent=1) + "\n")
     record |= {"rounds": of_all, "resume": {}, "on_two": {}}
-    for name, command in peers.all().items():
+    for name, command in peers.all(args.only).items():
         with TemporaryDirectory() as folder:
             steps_each = args.images // 128 + (name != "timm")  # which leaves out the last batch
             record["resume"][name] = resumed(command, Path(folder), args.images, steps_each)

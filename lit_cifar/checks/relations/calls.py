@@ -29,10 +29,10 @@ session: Session | None = None
 def knob(name: str, own: T) -> T:
     """The script's own value, or another that a relation needs.
 
-    Four names have relations of their own: `accumulate`, the number of microbatches of a step; `evaluation_batch`, the
-    number of samples that are evaluated at once; `validate_every`, the number of steps or epochs between two
-    evaluations; `loss_scale`, a factor that is taken out of gradients again. Any other is an option that should have an
-    effect.
+    Five names have relations of their own: `accumulate`, the number of microbatches of a step; `batch_size`, the number
+    of samples of a microbatch; `evaluation_batch`, the number of samples that are evaluated at once; `validate_every`,
+    the number of steps or epochs between two evaluations; `loss_scale`, a factor that is taken out of gradients again.
+    Any other is an option that should have an effect.
     """
     value: T = own if session is None else session.knob(name, own)
     return value

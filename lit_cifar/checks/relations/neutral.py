@@ -11,6 +11,7 @@ from lit_cifar.checks.relations.runs import Runs, Verdict, difference, is_own_nu
 
 _OTHERS = (  # have relations of their own
     "accumulate",
+    "batch_size",
     "evaluation_batch",
     "loss_scale",
     "resume",

@@ -111,13 +111,19 @@ def accumulation(runs: Runs) -> Iterator[Verdict]:
         yield Verdict("accumulation", "abstain", 'write relations.knob("accumulate", N) for the number of microbatches')
         return
     micro = own.own_accumulation if own.is_lightning else int(own.asked["accumulate"])
+    if "batch_size" in own.asked:
+        whole, divided = _with_other_batches(runs, int(own.asked["batch_size"]) * micro, max(micro, 2))
+        if _are_same(whole.samples, divided.samples):
+            yield from _accumulated(whole, divided, micro, runs)
+            return
     if not own.batches:  # the samples of a step may be the same by themselves
         numbers = (1, max(micro, 2))
         whole, divided = (
             runs.run(quiet=True, **_accumulating(own, number, runs, parts=number))[0] for number in numbers
         )
         if not _are_same(whole.samples, divided.samples):
-            yield Verdict("accumulation", "abstain", f"{_NO_LOADER}, and each step has other samples")
+            remedy = 'write relations.knob("batch_size", N) for the samples of a microbatch'
+            yield Verdict("accumulation", "abstain", f"{_NO_LOADER}, and each step has other samples: {remedy}")
             return
         yield from _accumulated(whole, divided, micro, runs)
         return
@@ -139,6 +145,14 @@ def accumulation(runs: Runs) -> Iterator[Verdict]:
         yield Verdict("accumulation", "abstain", UNDIVIDED)
         return
     yield from _accumulated(whole, divided, micro, runs)
+
+
+def _with_other_batches(runs: Runs, size: int, number: int) -> Iterator[Trace]:
+    """The training with one batch of `size` to a step, and with `number`; an epoch's last step may have fewer."""
+    windows = -(-runs.plan.most_batches // number)
+    for parts in (1, number):
+        knobs = (("accumulate", parts), ("batch_size", size // parts))
+        yield runs.run(quiet=True, most_batches=windows * parts, knobs=knobs)[0]
 
 
 def _accumulated(whole: Trace, divided: Trace, micro: int, runs: Runs) -> Iterator[Verdict]:
