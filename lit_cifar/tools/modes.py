@@ -14,7 +14,6 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.launch.rendezvous import cluster_environment
 from lit_cifar.mode import Layout, mode_of
 from lit_cifar.mode.table import MODES
-from lit_cifar.reporting.output import without_banners
 from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 from lit_cifar.task.module import LitResNet
 
@@ -85,15 +84,14 @@ class SizedMode:
     def _trainer(self) -> L.Trainer:
         """A Trainer that starts no processes, whose strategy tells what follows from the sizes."""
         strategy: Any = getattr(strategies, self.strategy)(**self.sizes) if self.sizes else self.strategy
-        with without_banners():
-            return L.Trainer(
-                accelerator="cpu",
-                strategy=strategy,
-                devices=self.devices,
-                plugins=[cluster_environment()],
-                sync_batchnorm=self.sync_batchnorm,
-                **SILENT,
-            )
+        return L.Trainer(
+            accelerator="cpu",
+            strategy=strategy,
+            devices=self.devices,
+            plugins=[cluster_environment()],
+            sync_batchnorm=self.sync_batchnorm,
+            **SILENT,
+        )
 
 
 def sized_modes(devices: int) -> dict[str, SizedMode]:

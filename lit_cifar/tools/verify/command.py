@@ -20,6 +20,7 @@ from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.signals import EXIT_REFUSED
 from lit_cifar.models.ghost_batchnorm import normalises_batches
+from lit_cifar.reporting.output import without_banners
 from lit_cifar.reporting.run_folder import process_rank
 from lit_cifar.tools import terminal
 from lit_cifar.tools.modes import SizedMode, chosen
@@ -184,7 +185,8 @@ def verify(
     if steps < 2:
         raise ConfigError(f"--steps={steps} leaves no step before a resume", remedy="pass --steps 2 or more")
     wanted, leave_out = chosen(list(names), devices=devices), "all" in names
-    with tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
+    # Modes are sized by Trainers of the CPU, of which Lightning warns where there is a GPU.
+    with without_banners(), tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
         settings = Configuration.of([*args], devices=devices, folder=Path(folder), launcher=launcher)
         verifier = Verifier(Launcher(settings, steps, Path(folder)))
         return verify_modes(verifier, [*_possible(wanted, settings, leave_out=leave_out)], leave_out=leave_out)
