@@ -11,6 +11,7 @@ import re
 import statistics
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
@@ -131,7 +132,7 @@ def silent_bugs() -> Values:
 
 
 def related() -> Values:
-    """Which of these bugs a relation shows, and of how many mended twins one fails, in two rounds."""
+    """Which of these bugs a relation shows, and of how many mended twins one fails, in three rounds."""
     replayed = read("silent_bugs/2026-11-25/results.json") + read("silent_bugs/2026-11-25/unseen_again.json")
     by_replay = {row["case"] for row in replayed if row["found"] == "fail" and not row["false_alarm"]}
     values: Values = {}
@@ -142,14 +143,21 @@ def related() -> Values:
         again = [row for row in rows["relations"] if row["case"] in blind]
         known = [row for row in rows["relations"] if row["case"] not in blind]
         for kind, of_kind in {"": known, "-blind": rows["blind"], "-again": again}.items():
-            values |= {
-                f"{name}{kind}-found": f"{sum(row['found'] == 'fail' for row in of_kind)} of {len(of_kind)}",
-                f"{name}{kind}-noted": str(sum(row["found"] == "note" for row in of_kind)),
-                f"{name}{kind}-twins": f"{sum(bool(row['false_alarm']) for row in of_kind)} of {len(of_kind)}",
-            }
+            values |= judged_by_relations(f"{name}{kind}", of_kind)
         either = by_replay | {row["case"] for row in known if row["found"]}
         values[f"{name}-or-replay"] = f"{len(either)} of {len(replayed)}"
+    for kind in ("blind", "again"):
+        values |= judged_by_relations(f"relations-third-{kind}", read(f"silent_bugs/2026-11-27-third/{kind}.json"))
     return values
+
+
+def judged_by_relations(name: str, rows: Sequence[dict[str, Any]]) -> Values:
+    """Of how many cases the bug is found or noted, and a relation fails on the mended twin."""
+    return {
+        f"{name}-found": f"{sum(row['found'] == 'fail' for row in rows)} of {len(rows)}",
+        f"{name}-noted": str(sum(row["found"] == "note" for row in rows)),
+        f"{name}-twins": f"{sum(bool(row['false_alarm']) for row in rows)} of {len(rows)}",
+    }
 
 
 def right_trainings() -> Values:
