@@ -274,7 +274,7 @@ PLAIN_BUGS: Mapping[str, tuple[str, dict[str, str]]] = {
 
 @pytest.mark.parametrize(
     "bug",
-    mostly_slow(PLAIN_BUGS, "schedule not resumed", "mean of means", "times ranks", "no set_epoch", "not divided"),
+    mostly_slow(PLAIN_BUGS, "mean of means", "times ranks", "no set_epoch", "not divided"),
 )
 def test_a_mistake_breaks_its_relation(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only, expected = PLAIN_BUGS[bug]
@@ -351,7 +351,7 @@ AGAIN_CASES: Mapping[str, tuple[str, dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("bug", mostly_slow(AGAIN_CASES, "", "no bug"))
+@pytest.mark.parametrize("bug", mostly_slow(AGAIN_CASES, ""))
 def test_a_training_may_begin_again_and_count_its_steps(
     bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,7 +377,9 @@ def test_a_run_may_go_on_inside_a_step_of_padded_parts(
     assert outcomes(PADDED, tmp_path, monkeypatch, bug=bug, only=only) == {"run": "pass"} | expected
 
 
-@pytest.mark.parametrize(("bug", "outcome"), [("", "pass"), ("window of fewer", "fail")])
+@pytest.mark.parametrize(
+    ("bug", "outcome"), [pytest.param("", "pass", marks=pytest.mark.slow), ("window of fewer", "fail")]
+)
 def test_the_last_step_of_an_epoch_may_have_fewer_microbatches(
     bug: str, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,7 +453,7 @@ LIGHTNING_BUGS = {
 }
 
 
-@pytest.mark.parametrize("bug", LIGHTNING_BUGS)
+@pytest.mark.parametrize("bug", mostly_slow(LIGHTNING_BUGS, "statistics of batches"))
 def test_a_mistake_is_found_with_lightning(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only, relation, expected = LIGHTNING_BUGS[bug]
     found = outcomes(LIGHTNING, tmp_path, monkeypatch, bug=bug, only=only)

@@ -94,7 +94,11 @@ def flip(flags: list[str] = TINY, **where: int | str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("of", "name"), [("parameter", "network.fc.bias"), ("momentum", "network.fc.bias (momentum_buffer of ")]
+    ("of", "name"),
+    [
+        pytest.param("parameter", "network.fc.bias", marks=pytest.mark.slow),
+        ("momentum", "network.fc.bias (momentum_buffer of "),
+    ],
 )
 def test_a_flipped_bit_is_found_in_the_next_audit(of: str, name: str, tmp_path: Path) -> None:
     """And every checkpoint is of equal replicas: the last one before the flip was audited."""
@@ -107,7 +111,7 @@ def test_a_flipped_bit_is_found_in_the_next_audit(of: str, name: str, tmp_path: 
     assert last_checkpoint(tmp_path)["position"]["global_step"] == 3
 
 
-@pytest.mark.parametrize(("ranks", "others"), [(2, 2), (3, 2)])
+@pytest.mark.parametrize(("ranks", "others"), [pytest.param(2, 2, marks=pytest.mark.slow), (3, 2)])
 def test_a_gradient_that_no_other_rank_computes_is_found(ranks: int, others: int, tmp_path: Path) -> None:
     """Of two ranks the one is named that cannot repeat its own: it has been wrong once."""
     flags = [*TINY, *callback("stopping.WrongGradient", step=2, rank=1), "--replica_audit.every_n_steps=2"]
@@ -119,7 +123,7 @@ def test_a_gradient_that_no_other_rank_computes_is_found(ranks: int, others: int
     assert not (tmp_path / "checkpoints" / "last.ckpt").exists()
 
 
-@pytest.mark.parametrize(("ranks", "left"), [(3, 2), (4, 4)])
+@pytest.mark.parametrize(("ranks", "left"), [pytest.param(3, 2, marks=pytest.mark.slow), (4, 4)])
 def test_a_run_goes_on_without_the_rank_that_is_wrong(ranks: int, left: int, tmp_path: Path) -> None:
     """If the others can share the batch."""
     flags = [*TINY, *callback("stopping.WrongGradient", step=2, rank=1), "--replica_audit.every_n_steps=2"]
