@@ -28,15 +28,33 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from device_bytes import DEVICE, DeviceBytes
 
+_WARM_UP = 3  # steps of each kind
+
+
+def training(arch: Any, batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[nn.Module, Callable[[], None]]:
+    """A network on a device, and what computes its gradients of the batch."""
+    layout = torch.channels_last if device.type == "cuda" else torch.preserve_format
+    torch.manual_seed(0)
+    network: nn.Module = LitResNet(arch).network.to(device, memory_format=layout)
+    images, labels = batch
+    return network, partial(_step, network, images.to(device, memory_format=layout), labels.to(device))
+
+
+def _step(network: nn.Module, images: Tensor, labels: Tensor) -> None:
+    for parameter in network.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+    with torch.autocast("cuda", torch.bfloat16, enabled=images.is_cuda):
+        loss: Any = cross_entropy(network(images), labels)
+    loss.backward()
+
 
 def peak_bytes(arch: Any, batch: tuple[Tensor, Tensor], *, recomputed: bool, gpu: bool = False) -> int:
     """The most bytes that the tensors of a step have at once, beyond weights, gradients, buffers and the batch."""
-    device = torch.device("cuda") if gpu else DEVICE
     with contextlib.nullcontext() if gpu else DeviceBytes() as counted:
-        network = _network(arch).to(device, memory_format=_layout(gpu))
+        network, step = training(arch, batch, torch.device("cuda") if gpu else DEVICE)
         if recomputed:
             recompute_blocks(network)
-        step = partial(_step, network, *_moved(batch, device, gpu=gpu), gpu=gpu)
         step()  # the gradients are there from now on
         if counted is None:
             torch.cuda.reset_peak_memory_stats()
@@ -48,40 +66,17 @@ def peak_bytes(arch: Any, batch: tuple[Tensor, Tensor], *, recomputed: bool, gpu
         return int(counted.peak - before)
 
 
-def _network(arch: Any) -> nn.Module:
-    torch.manual_seed(0)
-    network: nn.Module = LitResNet(arch).network
-    return network
-
-
-def _layout(gpu: bool) -> torch.memory_format:
-    return torch.channels_last if gpu else torch.preserve_format
-
-
-def _moved(batch: tuple[Tensor, Tensor], device: torch.device, *, gpu: bool) -> tuple[Tensor, Tensor]:
-    images, labels = batch
-    return images.to(device, memory_format=_layout(gpu)), labels.to(device)
-
-
-def _step(network: nn.Module, images: Tensor, labels: Tensor, *, gpu: bool) -> None:
-    for parameter in network.parameters():
-        if parameter.grad is not None:
-            parameter.grad.zero_()
-    with torch.autocast("cuda", torch.bfloat16, enabled=gpu):
-        loss: Any = cross_entropy(network(images), labels)
-    loss.backward()
-
-
 def _seconds(step: Callable[[], None], *, gpu: bool) -> float:
     """Of the clock on a GPU; else of the processor, as other programs may run."""
-    clock = perf_counter if gpu else process_time
-    if gpu:
-        torch.cuda.synchronize()
-    begin = clock()
+    if not gpu:
+        begin = process_time()
+        step()
+        return process_time() - begin
+    torch.cuda.synchronize()
+    begin = perf_counter()
     step()
-    if gpu:
-        torch.cuda.synchronize()
-    return clock() - begin
+    torch.cuda.synchronize()
+    return perf_counter() - begin
 
 
 def measured(arch: str, *, batch_size: int, times: int, gpu: bool) -> dict[str, Any]:
@@ -89,14 +84,12 @@ def measured(arch: str, *, batch_size: int, times: int, gpu: bool) -> dict[str, 
     torch.manual_seed(1)
     batch = torch.rand(batch_size, 3, 32, 32), torch.randint(10, (batch_size,))
     row: dict[str, Any] = {"arch": arch, "kept_s": [], "recomputed_s": []}
-    device = torch.device("cuda" if gpu else "cpu")
-    network = _network(arch).to(device, memory_format=_layout(gpu))
-    step = partial(_step, network, *_moved(batch, device, gpu=gpu), gpu=gpu)
-    for turn in range(times + 3):
+    network, step = training(arch, batch, torch.device("cuda" if gpu else "cpu"))
+    for turn in range(-_WARM_UP, times):
         for name, change in (("kept", keep_activations), ("recomputed", recompute_blocks)):
             change(network)
             seconds = _seconds(step, gpu=gpu)
-            if turn > 2:  # the first of each kind warm up
+            if turn >= 0:
                 row[f"{name}_s"].append(round(seconds, 6))
     pairs = zip(row["recomputed_s"], row["kept_s"], strict=True)
     kinds = {"kept": False, "recomputed": True}
