@@ -72,7 +72,6 @@ def checksum(value: Any) -> int | None:
 class Surroundings:
     """Settings that decide a computation beside its inputs: random generators, autocast, default dtype, threads."""
 
-    device: str  # type of the module's device
     python: Any
     numpy: Any  # a tuple whose words are a list
     cpu: Tensor
@@ -88,7 +87,6 @@ class Surroundings:
         name, words, *rest = state
         is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         return cls(
-            device=kind,
             python=random.getstate(),
             numpy=(name, words.tolist(), *rest),
             cpu=torch.get_rng_state(),
@@ -125,7 +123,7 @@ class Surroundings:
         self.restore(device)
         enabled, dtype, cached = self.autocast
         try:
-            with torch.enable_grad(), torch.autocast(self.device, dtype, enabled, cached):
+            with torch.enable_grad(), torch.autocast(device.type, dtype, enabled, cached):
                 yield
         finally:
             torch.set_default_dtype(default_dtype)

@@ -41,7 +41,6 @@ class Call:
 
 @dataclass
 class Backward:
-    inside: bool  # whether it is inside of a call, by manual optimization
     synced: bool  # whether gradients were averaged over the ranks
     surroundings: Surroundings | None  # surroundings at its beginning, where that was seen
     local: dict[str, list[Digest]]  # its additions to each parameter's gradient, before any reduction
@@ -53,7 +52,7 @@ class Backward:
 
 @dataclass
 class Step:
-    inside: bool
+    inside: bool  # whether it is inside of a call, by manual optimization
     optimizer: int
     surroundings: Surroundings
     groups: list[dict[str, Any]]  # learning rates and the like

@@ -140,11 +140,11 @@ def one_process(exchange: Handler, rank: Callable[[], int]) -> Iterator[None]:
 
     This process has the rank `rank()` meanwhile. All generators and settings that a replay touches are put back.
     """
-    devices = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    own = [Surroundings.now(device) for device in (*devices, torch.device("cpu"))]
+    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
+    own = Surroundings.now(device)
     try:
         with intercepted(exchange, rank):
             yield
     finally:
-        for surroundings, device in zip(own, (*devices, torch.device("cpu")), strict=True):
-            surroundings.restore(device)
+        own.restore(device)

@@ -48,7 +48,7 @@ class Recorder:
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         is_synced: Callable[[], bool],
-        progress: Callable[[], dict[str, Any]] = dict,
+        progress: Callable[[], dict[str, Any]],
         by_engine: bool = False,
         model_parallel_size: int = 1,
         copies: Collection[Tensor] = (),
@@ -234,16 +234,16 @@ class Recorder:
     @torch.no_grad()
     def backward_ended(self) -> None:
         """Write a backward pass down. Call this after every pass, when gradients have been reduced."""
-        synced = self._synced
         grads = {name: whole(p.grad) for p, name in self._names.items() if p.grad is not None}
         self._grads = {name: digest(gradient) for name, gradient in grads.items()}
         self._hints.reached(grads if self._sharded else self._local)
-        values = {n: g.detach().clone() for n, g in grads.items()} if synced and self._in_first_replica else {}
-        inside, fresh = self._depth > 0, [name for name, is_fresh in self._fresh.items() if is_fresh]
-        event = Backward(inside, synced, self._surroundings, self._local, fresh, self._grads, values, self._of_backward)
-        self._write(event)
+        is_kept = self._synced and self._in_first_replica
+        values = {name: gradient.detach().clone() for name, gradient in grads.items()} if is_kept else {}
+        fresh = [name for name, is_fresh in self._fresh.items() if is_fresh]
+        exchanges = self._of_backward
+        self._write(Backward(self._synced, self._surroundings, self._local, fresh, self._grads, values, exchanges))
         self._surroundings, self._local, self._fresh = None, {}, {}
-        if not inside:
+        if not self._depth:
             self._exchanges, self._of_backward = None, []
             self._flush()
 

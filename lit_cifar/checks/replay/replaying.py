@@ -495,9 +495,9 @@ class Replayer:
         factors = []
         for name in step.grads:
             before = self._parameters[name].grad
-            used = step.values.get(name, before)
-            if before is None or used is None or not before.any():
+            if before is None or not before.any():
                 continue
+            used = step.values.get(name, before)
             factor = float((before.double() * used.double()).sum() / before.double().square().sum())
             bound = 8 * torch.finfo(before.dtype).eps * abs(factor)
             if not bool(((used.double() - factor * before.double()).abs() <= bound * before.double().abs()).all()):
