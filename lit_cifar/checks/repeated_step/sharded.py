@@ -3,6 +3,7 @@
 import copy
 import sys
 from collections.abc import Iterator
+from traceback import walk_stack
 from typing import Any, TypeVar
 
 import torch
@@ -53,12 +54,8 @@ def _is_that_of_autocast(policy: Any, device_type: str | None) -> bool:
 
 def is_of_fsdp() -> bool:
     """Whether a collective that has just been called is one of FSDP's own."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp"):
-            return True
-        frame = frame.f_back
-    return False
+    callers = (frame.f_globals.get("__name__", "") for frame, _ in walk_stack(sys._getframe()))
+    return any(name.startswith("torch.distributed.fsdp") for name in callers)
 
 
 def whole_copy(module: Module, memo: dict[int, Any]) -> Module:

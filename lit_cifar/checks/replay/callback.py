@@ -159,11 +159,11 @@ class Replay(Callback):
             self._epochs.batch_ended(batch_idx)
         window = self._window
         if window is not None and trainer.global_step - window.first_step >= self.steps * window.steps_per_count:
-            self._judge(trainer)
+            self._judge(trainer, window)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._window is not None:
-            self._judge(trainer)
+            self._judge(trainer, self._window)
         if trainer.world_size > 1 and are_replicas(trainer.strategy.model):
             report = empty_report(trainer, f"replicas after step {trainer.global_step}")
             compare_replicas(report, pl_module)
@@ -174,9 +174,8 @@ class Replay(Callback):
             self._window.close()
             self._window.remove()
 
-    def _judge(self, trainer: Trainer) -> None:
-        assert self._window is not None
-        window, self._window = self._window, None
+    def _judge(self, trainer: Trainer, window: "_Window") -> None:
+        self._window = None
         report = window.judged()
         if self.stop:
             report.not_looked_at.append("whole epochs and evaluations, as it ends with these steps")

@@ -62,7 +62,7 @@ class Hints:
         for path, layer in self.module.named_modules():
             own = [*layer.parameters(recurse=False)]
             if own and layer.training and not any(parameter.requires_grad for parameter in own):
-                names = [f"{path}.{name}".lstrip(".") for name, _ in layer.named_buffers(recurse=False)]
+                names = [name for name, _ in layer.named_buffers(path, recurse=False)]
                 if any(n in call.buffers and digest(call.buffers[n]).bits != call.buffers_after[n].bits for n in names):
                     self._add(f"{path} is frozen, and still changes its buffers: it needs eval mode")
 

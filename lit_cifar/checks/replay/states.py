@@ -80,8 +80,7 @@ def _kept_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The buffers that a checkpoint holds, also one that two modules share under both names."""
     kept = module.state_dict()
     for path, part in module.named_modules():
-        named = ((f"{path}.{name}".lstrip("."), buffer) for name, buffer in part.named_buffers(recurse=False))
-        yield from ((name, buffer) for name, buffer in named if name in kept)
+        yield from ((name, buffer) for name, buffer in part.named_buffers(path, recurse=False) if name in kept)
 
 
 def _is_plain(value: Any) -> bool:
