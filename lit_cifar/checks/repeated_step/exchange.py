@@ -106,8 +106,7 @@ def received_by(name: str, args: Sequence[Any]) -> list[Tensor]:
 def _option(args: Sequence[Any]) -> str:
     options = args[-1]
     if hasattr(options, "reduceOp"):
-        known = [name for name in _REDUCTIONS if options.reduceOp == getattr(dist.ReduceOp, name)]
-        return known[0] if known else ""
+        return next((name for name in _REDUCTIONS if options.reduceOp == getattr(dist.ReduceOp, name)), "")
     return str(getattr(options, "rootRank", ""))
 
 

@@ -45,7 +45,6 @@ class ExactMean:
         """
         if name not in self.totals:
             return 0.0 if not reduced.any() else float("inf")
-        info = torch.finfo(reduced.dtype)
         relative = gamma(self.num_ranks, reduced.dtype) + gamma(self.num_ranks, torch.float64)
         divisor = 1 if is_sum else self.num_ranks
         bound, expected = relative * self.magnitudes[name] / divisor, self.totals[name] / divisor
@@ -56,5 +55,5 @@ class ExactMean:
         overflowed = ~reduced.isfinite() & ~expected.to(reduced.dtype).isfinite()
         distance = (reduced.double() - expected).abs().masked_fill(overflowed, 0.0)
         bound = bound.masked_fill(overflowed, 0.0)
-        shares = distance / (bound + self.num_ranks * info.tiny)
+        shares = distance / (bound + self.num_ranks * torch.finfo(reduced.dtype).tiny)
         return float("inf") if bool(shares.isnan().any()) else float(shares.max()) if shares.numel() else 0.0

@@ -102,11 +102,11 @@ def twin_of(module: Module, optimizers: Sequence[Optimizer]) -> tuple[Module, li
 def _optimizer_copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     """Copy all attributes of an optimizer but `step`, which a schedule may wrap, and hooks."""
     copied = object.__new__(type(optimizer))
-    own = {name: value for name, value in vars(optimizer).items() if name != "step" and not name.endswith("_hooks")}
-    vars(copied).update({name: copy.deepcopy(value, memo) for name, value in own.items()})
+    for name, value in vars(optimizer).items():
+        if name != "step":
+            vars(copied)[name] = type(value)() if name.endswith("_hooks") else copy.deepcopy(value, memo)
     for state in copied.state.values():
         state.update({key: whole(value) for key, value in state.items() if isinstance(value, Tensor)})
-    vars(copied).update({name: type(value)() for name, value in vars(optimizer).items() if name.endswith("_hooks")})
     return copied
 
 

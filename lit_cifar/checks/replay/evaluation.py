@@ -106,19 +106,18 @@ def judge_evaluation(
         num_read = sum(map(len, read))
         if of_name[0].is_guessed and 0 < num_read < num_samples:
             text = f"{name} is weighted by batches of {num_samples} samples in all, as Lightning guesses"
-            report.notes.append(f"{text}, and {num_read} are read: pass batch_size to self.log")
+            report.note(f"{text}, and {num_read} are read: pass batch_size to self.log")
     if report.counts["metrics"]:
         report.not_looked_at.append("whether each logged value is a mean over samples, whatever the size of batches")
     distinct = {sample for ids in read for sample in ids}
     if repeated := sum(map(len, read)) - len(distinct):
-        report.notes.append(f"{repeated} of {len(distinct)} samples are evaluated again: a sampler's padding")
+        report.note(f"{repeated} of {len(distinct)} samples are evaluated again: a sampler's padding")
     if 0 < len(distinct) < offered:
-        report.notes.append(f"{len(distinct)} of {offered} samples are evaluated, as with drop_last")
+        report.note(f"{len(distinct)} of {offered} samples are evaluated, as with drop_last")
     if unlike := [n for n, bits in seen[0].buffers.items() if any(one.buffers.get(n) != bits for one in seen[1:])]:
-        text = f"the ranks evaluate with unlike buffers, as {unlike[0]}: what they log is of several models"
-        report.notes.append(text)
+        report.note(f"the ranks evaluate with unlike buffers, as {unlike[0]}: what they log is of several models")
     if seen[0].kept:
-        report.notes.append(f"{seen[0].kept[0]} goes on counting from before the evaluation: call reset() on it")
+        report.note(f"{seen[0].kept[0]} goes on counting from before the evaluation: call reset() on it")
 
 
 def _is_within(value: float, expected: float, bound: float) -> bool:

@@ -109,7 +109,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
             self._read.close()
             if not dist.is_initialized() or are_replicas(self.model):
                 judge_readings(self.report, self._read.readings)
-        if dist.is_initialized() and are_replicas(self.model):
+        if are_replicas(self.model):
             compare_replicas(self.report, self.module)
             self.report = _from_rank_0(self.report)
         if self._rank == 0:

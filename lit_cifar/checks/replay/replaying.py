@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_cifar.checks.repeated_step.digests import Digest, Surroundings, digest
+from lit_cifar.checks.repeated_step.digests import Digest, digest
 from lit_cifar.checks.repeated_step.events import (
     Backward,
     Call,
@@ -104,7 +104,6 @@ class Replayer:
         self._before: Tensors = {}  # and those of these to which the next one is added
         self._are_parts = False  # whether ranks may hold parts of a model
         self._wrong_locally: set[str] = set()  # parameters for which some rank's own gradient differs
-        self._draws: dict[int, list[Surroundings]] = {}
         self._generators: dict[int, list[tuple[Generators, Generators]]] = {}  # as calls begin and end, by rank
         self._epochs: set[int | None] = set()
         self._exchanges: deque[Exchange] = deque()  # exchanges of the call or backward pass that is replayed
@@ -142,7 +141,7 @@ class Replayer:
 
     def _segment(self, of_ranks: Sequence[Sequence[Path]]) -> None:
         before = TwinState(self.twin)
-        self._of_rank_0, self._means, self._draws, self._wrong_locally = [], {}, {}, set()
+        self._of_rank_0, self._means, self._wrong_locally = [], {}, set()
         data: dict[int, list[Call]] = {}
         exchanges: dict[int, list[Exchange]] = {}
         wrong = False
@@ -167,7 +166,8 @@ class Replayer:
         self._judge_reductions()
         self._judge_exchanges(exchanges)
         judge_batches(self.report, self._step_number, data)
-        judge_draws(self.report, self._draws, self.twin.module)
+        drawn = {rank: [call.surroundings for call in calls if call.has_drawn] for rank, calls in data.items()}
+        judge_draws(self.report, drawn, self.twin.module)
         for rank, calls in data.items():
             self._generators.setdefault(rank, []).extend((call.surroundings.generators(), call.ended) for call in calls)
         self._epochs |= {call.progress.get("current_epoch") for calls in data.values() for call in calls}
@@ -279,8 +279,6 @@ class Replayer:
         except Exception:  # a stranger's code may raise anything
             self._abstain_where_attributes_are_unknown(call)
             raise
-        if call.has_drawn:
-            self._draws.setdefault(self._rank, []).append(call.surroundings)
         return outputs, [digest(leaf) for leaf in outputs], len(self._events) < waiting
 
     def _on_gradient(self, name: str, gradient: Tensor) -> None:

@@ -23,14 +23,13 @@ _BOUND = torch.finfo(torch.float32).eps ** 0.5
 def judge_batches(report: Report, step: int, calls: Mapping[int, Sequence[Call]]) -> None:
     """Judge samples that several ranks read, and batches of different sizes; `calls` are by rank."""
     readers: dict[int, set[int]] = {}
-    sizes = []
     samples = {rank: [sample for call in own for sample in sample_digests(call.inputs)] for rank, own in calls.items()}
-    of_samples = all(samples.values())
+    sizes = [*map(len, samples.values())]
+    of_samples = all(sizes)
     unit = "samples" if of_samples else "batches"
+    report.counts["batches"] += sum(map(len, calls.values()))
+    report.counts["samples"] += sum(sizes)
     for rank, own in calls.items():
-        report.counts["batches"] += len(own)
-        report.counts["samples"] += len(samples[rank])
-        sizes.append(len(samples[rank]))
         for sample in samples[rank] if of_samples else filter(None, map(batch_digest, own)):
             readers.setdefault(sample, set()).add(rank)
     if not readers and len(calls) > 1 and _TOO_FEW not in report.not_looked_at:
@@ -50,11 +49,10 @@ def judge_batches(report: Report, step: int, calls: Mapping[int, Sequence[Call]]
 
 def judge_draws(report: Report, draws: Mapping[int, Sequence[Surroundings]], module: nn.Module) -> None:
     """Note random numbers that several ranks have drawn alike; `draws` are the generators of calls, by rank."""
-    first = draws.get(0, [])
     has_dropout = any("Dropout" in type(layer).__name__ for layer in module.modules())
     so = ", so dropout has the same masks on them" if has_dropout else " inside their steps"
     for rank, drawn in draws.items():
-        if rank and any(torch.equal(a.cpu, b.cpu) for a, b in zip(first, drawn, strict=False)):
+        if rank and any(torch.equal(a.cpu, b.cpu) for a, b in zip(draws[0], drawn, strict=False)):
             report.note(f"several ranks draw the same random numbers{so}")
 
 
