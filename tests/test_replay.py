@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from threading import Lock
@@ -17,14 +18,13 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from commands import TINY, graded, launch, said_by_tests_in
+from commands import TINY, callback, graded, launch, mode_flags, own_network, refused, run_here, said_by_tests_in
 from lightning.pytorch.callbacks import BaseFinetuning
 from replay_cases import CASES, CHANGES, PLAIN, Pictures, Sequences, Task, Tokens
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lit_cifar import Replay, ReplayError
-from lit_cifar.__main__ import main
 from lit_cifar.checks.repeated_step.attributes import Attributes
 from lit_cifar.checks.repeated_step.digests import checksum, digest
 from lit_cifar.checks.repeated_step.exchange import Exchange, problem
@@ -94,13 +94,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def each_of(names: Iterable[str]) -> Callable[[Any], Any]:
     """A test for each case; all wait for the one pair of processes."""
-
-    def decorated(test: Any) -> Any:
-        for mark in (pytest.mark.timeout(360), pytest.mark.xdist_group("replay")):
-            test = mark(test)
-        return pytest.mark.parametrize("name", sorted(names))(test)
-
-    return decorated
+    cases = pytest.mark.parametrize("name", sorted(names))
+    return lambda test: pytest.mark.timeout(360)(cases(test))
 
 
 @each_of(RIGHT)
@@ -182,7 +177,6 @@ def test_an_audit_ends_no_training_whose_state_changes(name: str, reports: dict[
 
 
 @pytest.mark.timeout(360)
-@pytest.mark.xdist_group("replay")
 def test_whole_epochs_and_evaluations_are_judged(reports: dict[str, Any]) -> None:
     subjects = {"", "data of epoch 0", "data of epoch 1", "evaluation after step 8", "replicas after step 16"}
     right, wrong = reports["right epochs"], reports["wrong epochs"]
@@ -342,11 +336,10 @@ def resumed(folder: Path, make: Callable[[], pl.LightningModule], *, at: int) ->
 class Manual(Task):
     """Steps its schedule by itself, or does not."""
 
-    steps = True
-
-    def __init__(self) -> None:
+    def __init__(self, steps: bool = True) -> None:
         super().__init__()
         self.automatic_optimization = False
+        self.steps = steps
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         its: Any = self.optimizers()
@@ -355,10 +348,6 @@ class Manual(Task):
         its.step()
         if self.steps:
             self.lr_schedulers().step()
-
-
-class ManualWithoutSchedule(Manual):
-    steps = False
 
 
 class Averaging(pl.Callback):
@@ -383,12 +372,12 @@ AVERAGES = (
     [
         (Task, pl.callbacks.ModelCheckpoint(every_n_epochs=1), []),
         (Manual, pl.callbacks.ModelCheckpoint(every_n_epochs=1), []),
-        (ManualWithoutSchedule, pl.Callback(), ["ExponentialLR made no step in a whole epoch"]),
+        (partial(Manual, steps=False), pl.Callback(), ["ExponentialLR made no step in a whole epoch"]),
         (Task, Averaging(), [AVERAGES]),
     ],
 )
 def test_idle_schedules_and_averages_that_are_saved_are_noted(
-    make: type[Task], callback: pl.Callback, notes: list[str], tmp_path: Path
+    make: Callable[[], Task], callback: pl.Callback, notes: list[str], tmp_path: Path
 ) -> None:
     saves = isinstance(callback, pl.callbacks.ModelCheckpoint)
     trained(tmp_path, watch := Replay(1), callback, make=make, max_steps=-1, max_epochs=3, enable_checkpointing=saves)
@@ -484,16 +473,17 @@ def test_an_epoch_in_the_order_of_the_first_is_known_where_the_sampler_says_it()
     assert not is_order_of_epoch_0(DataLoader(Pictures(), shuffle=True), first, epoch=3)
 
 
+CLIPPED = "--trainer.gradient_clip_val=0.1"
 OWN_MODES = {
-    "single": [],
-    "dp": ["dp", "--trainer.devices=4"],
-    "mp-micro": ["LayerParallelStrategy", "--trainer.strategy.num_microbatches=4", "--trainer.devices=2"],
-    "ddp_mp": ["DDPLayerParallelStrategy", "--trainer.devices=2", "--trainer.strategy.num_stages=1"],
-    "ddp_flat": ["ddp_flat", "--trainer.devices=2", "--trainer.gradient_clip_val=0.1"],
-    "fsdp2": ["fsdp2", "--trainer.devices=2", "--trainer.gradient_clip_val=0.1"],
-    "pp": ["pp", "--trainer.devices=2", "--trainer.gradient_clip_val=0.1", "--trainer.accumulate_grad_batches=2"],
-    "pp-zb": ["PipelineStrategy", "--trainer.strategy.schedule=ZBVZeroBubble", "--trainer.devices=2"],
-    "ddp_pp": ["ddp_pp", "--trainer.devices=4"],
+    "single": mode_flags("single"),
+    "dp": mode_flags("dp", 4),
+    "mp-micro": mode_flags("LayerParallelStrategy", num_microbatches=4),
+    "ddp_mp": mode_flags("DDPLayerParallelStrategy", num_stages=1),
+    "ddp_flat": [*mode_flags("ddp_flat"), CLIPPED],
+    "fsdp2": [*mode_flags("fsdp2"), CLIPPED],
+    "pp": [*mode_flags("pp"), CLIPPED, "--trainer.accumulate_grad_batches=2"],
+    "pp-zb": mode_flags("PipelineStrategy", schedule="ZBVZeroBubble"),
+    "ddp_pp": mode_flags("ddp_pp", 4),
 }
 
 
@@ -508,10 +498,8 @@ OWN_MODES = {
 )
 def test_modes_with_a_forward_fn_of_their_own_are_judged(mode: str, precision: str, tmp_path: Path) -> None:
     """With layers that draw random numbers, of which each part of a batch has its own."""
-    strategy = [f"--trainer.strategy={OWN_MODES[mode][0]}", *OWN_MODES[mode][1:]] if OWN_MODES[mode] else []
-    flags = ["--model.network=own_networks.Drawing", "--trainer.callbacks+=lit_cifar.Replay", "--trainer.max_steps=3"]
-    own = [flag for flag in TINY if not flag.startswith("--model")]
-    launch("fit", *own, *flags, *strategy, f"--trainer.precision={precision}", f"--run_dir={tmp_path}")
+    flags = [*own_network("Drawing"), *OWN_MODES[mode], *callback("lit_cifar.Replay"), "--trainer.max_steps=3"]
+    launch("fit", *flags, f"--trainer.precision={precision}", f"--run_dir={tmp_path}")
     report, *of_replicas = json.loads((tmp_path / "replay.json").read_text())
     assert report["num_steps"] == 3
     assert {its["outcome"] for its in (report, *of_replicas)} == {"pass"}
@@ -535,9 +523,9 @@ def test_observing_changes_nothing(module: type[pl.LightningModule], tmp_path: P
 @pytest.mark.parametrize("mode", graded("fsdp2", slow=["pp"]))
 def test_observing_a_divided_network_leaves_its_metrics_alone(mode: str, tmp_path: Path) -> None:
     """The copy that is replayed has metrics of its own."""
-    flags = [*TINY, f"--trainer.strategy={mode}", "--trainer.devices=2", "--trainer.max_steps=2"]
+    flags = [*TINY, *mode_flags(mode), "--trainer.max_steps=2"]
     launch("fit", *flags, f"--run_dir={tmp_path / 'alone' / 'run'}")
-    replay = ["--trainer.callbacks+=lit_cifar.Replay", "--trainer.callbacks.steps=1"]  # before metrics are logged
+    replay = callback("lit_cifar.Replay", steps=1)  # before metrics are logged
     launch("fit", *flags, f"--run_dir={tmp_path / 'observed' / 'run'}", *replay)
     alone, observed = (Record(tmp_path / name).logged for name in ("alone", "observed"))
     assert observed == alone != {}
@@ -611,23 +599,16 @@ def test_digests_see_every_bit_but_the_sign_of_zero() -> None:
         (["replay_cases.Task", "--trainer.strategy=none"], "invalid strategy"),
     ],
 )
-def test_bad_input_is_refused(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["verify", "--module", *args])
-    assert stop.value.code == 2
-    printed = capsys.readouterr().err
-    assert message in printed
+def test_bad_input_is_refused(args: list[str], message: str) -> None:
+    printed = refused("verify", "--module", *args, says=[message])
     assert printed.count("options of the trainer") <= 1, "one remedy"
-    assert len(printed.splitlines()) <= 5
 
 
 @pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning", "ignore:.*seed:UserWarning")
-def test_the_command_judges_a_module_of_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_judges_a_module_of_others(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     args = ["--trainer.accelerator=cpu", f"--trainer.default_root_dir={tmp_path}", f"--json={file}", "--steps=2"]
-    with pytest.raises(SystemExit) as stop:
-        main(["verify", "--module=replay_cases.WithData", "--model.lr=0.1", *args])
-    assert stop.value.code == 0, capfd.readouterr().err
+    run_here("verify", "--module=replay_cases.WithData", "--model.lr=0.1", *args)
     found = json.loads(file.read_text())
     assert (found["outcome"], found["num_steps"], found["exit_status"]) == ("pass", 2, 0)
 
