@@ -44,8 +44,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         self._is_open = self._syncs = False
         self._join: Any = None  # the `join()` in which the model was called last, and their number
         self._joins = 0
-        self._read: ReadIds | None = None
-        self._folder: Path | None = None
+        self._folder: Path | None = None  # None where nothing is recorded
         self._twin: Twin | None = None
 
     def __enter__(self) -> "replay":
@@ -53,8 +52,7 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
 
     def start(self) -> "replay":
         """Begin without a `with`, for a loop that none can enclose; call `finish` after the loop."""
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self._rank = rank
+        self._rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         enabled = torch.is_autocast_enabled(device_of(self.module).type)
         precision = "autocast" if enabled else str(next(self.module.parameters()).dtype).removeprefix("torch.")
         self.report = Report(type(self.model).__name__, world_size, precision, 0)
@@ -92,8 +90,6 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         else:
             self._close()
             self._remove()
-            if self._read is not None:
-                self._read.close()
 
     @property
     def done(self) -> bool:
@@ -105,8 +101,6 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         self._close()
         if self._folder is not None:
             self._judge(self._folder)
-        if self._read is not None:
-            self._read.close()
             if not dist.is_initialized() or are_replicas(self.model):
                 judge_readings(self.report, self._read.readings)
         if are_replicas(self.model):
@@ -117,8 +111,11 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         return self.report
 
     def _remove(self) -> None:
-        if self._rank == 0 and self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        """Remove the record, and observe loaders no more."""
+        if self._folder is not None:
+            self._read.close()
+            if self._rank == 0:
+                shutil.rmtree(self._folder, ignore_errors=True)
 
     def _make_twin(self) -> None:
         try:
@@ -132,7 +129,6 @@ class replay:  # noqa: N801  # reads as a function: `with replay(model, optimize
         if self._recorder.num_steps >= self.steps:
             self._close()
         elif torch.is_grad_enabled() and module.training:
-            assert self._read is not None
             self._read.trains()
             # DDP decides in the forward pass, whatever `no_sync` surrounds the backward pass.
             if (join := getattr(self.model, "_join_config", None)) is not self._join:
