@@ -83,7 +83,6 @@ class Scheduled(Task):
         super().__init__()
         self.settings = {"weight": 1.0, "layer": self.net[5]}
         self.holder, self.rates, self.seen = Held(), torch.ones(2), [0]
-        self.scaled: Callable[[Tensor], Tensor] = nn.Identity()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         OUTSIDE.weight = 1.0
@@ -188,8 +187,7 @@ class WrongLoss(Task):
 
 class WrongGradient(Task):
     def on_fit_start(self) -> None:
-        scale = 1.001 if self.global_rank else 1.0
-        self.net[0].weight.register_hook(lambda gradient: gradient * (scale if dist.get_rank() else 1.0))
+        self.net[0].weight.register_hook(lambda gradient: gradient * (1.001 if dist.get_rank() else 1.0))
 
 
 class WrongStatistics(Task):
@@ -556,20 +554,11 @@ def report_of_the_older_package(folder: Path) -> dict[str, Any]:
     return watch.reports[0].as_json()
 
 
-def report_of_plain_shards() -> dict[str, Any]:
-    """A loop around `fully_shard`, without Lightning."""
-    torch.manual_seed(1)
+def shards() -> nn.Module:
     model = nn.Sequential(nn.Linear(16, 21), nn.ReLU(), nn.Linear(21, 5))
     for layer in (model[0], model):
         fully_shard(layer)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    torch.manual_seed(dist.get_rank())
-    its = replay(model, optimizer, steps=2).start()
-    while not its.done:
-        optimizer.zero_grad()
-        cross_entropy(model(torch.randn(8, 16)), torch.randint(0, 5, (8,))).backward()
-        optimizer.step()
-    return its.finish().as_json()
+    return model
 
 
 class Half(nn.Module):
@@ -586,17 +575,17 @@ class Half(nn.Module):
 
 
 def report_of_unwrapped(make: Callable[[], nn.Module], *, seed_of_model: int, seed_of_data: int) -> dict[str, Any]:
-    """Nothing wraps the model, and nothing averages its gradients."""
+    """A loop for the replay alone. Nothing wraps the model, and nothing but shards averages its gradients."""
     torch.manual_seed(seed_of_model)
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     torch.manual_seed(seed_of_data)
-    with replay(model, optimizer, steps=2) as its:
-        for _ in range(2):
-            optimizer.zero_grad()
-            cross_entropy(model(torch.randn(8, 16)), torch.randint(0, 5, (8,))).backward()
-            optimizer.step()
-    return its.report.as_json()
+    its = replay(model, optimizer, steps=2).start()
+    while not its.done:
+        optimizer.zero_grad()
+        cross_entropy(model(torch.randn(8, 16)), torch.randint(0, 5, (8,))).backward()
+        optimizer.step()
+    return its.finish().as_json()
 
 
 def report_of_stages(*, by_broadcast: bool) -> dict[str, Any]:
@@ -732,8 +721,8 @@ def reports(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "right epochs", epoch_reports(sync_dist=True, frozen=False)
     yield "wrong epochs", epoch_reports(sync_dist=False, frozen=True)
     yield "older package", report_of_the_older_package(folder)
-    yield "plain and sharded", report_of_plain_shards()
     rank = dist.get_rank()
+    yield "plain and sharded", report_of_unwrapped(shards, seed_of_model=1, seed_of_data=rank)
     yield "not wrapped", report_of_unwrapped(lambda: nn.Linear(16, 5), seed_of_model=1, seed_of_data=rank)
     yield "parts by hand", report_of_unwrapped(Half, seed_of_model=rank, seed_of_data=1)
     yield "stages by hand", report_of_stages(by_broadcast=False)

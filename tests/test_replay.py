@@ -35,6 +35,8 @@ from lit_cifar.checks.replay.verdict import COMPARED, Report
 from lit_cifar.tools.modes import SILENT
 from lit_cifar.tools.verify.record import Record
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers")  # these loaders read in the training's own process
+
 # Part, step, rank and the tensor of the first finding.
 WRONG = {
     "summed": ("local computation", 0, 0, "the loss"),
@@ -366,7 +368,6 @@ AVERAGES = (
 )
 
 
-@pytest.mark.filterwarnings("ignore:.*num_workers")
 @pytest.mark.parametrize(
     ("make", "callback", "notes"),
     [
@@ -395,7 +396,7 @@ class Beginning(pl.Callback):
         pl_module.net[5].bias.data = pl_module.net[5].bias.data + self.added
 
 
-@pytest.mark.filterwarnings("ignore:.*num_workers", "ignore:.*ckpt_path", "ignore:.*resuming from")
+@pytest.mark.filterwarnings("ignore:.*ckpt_path", "ignore:.*resuming from")
 @pytest.mark.parametrize("added", [0.0, 1.0])
 def test_weights_that_are_not_those_of_a_checkpoint_without_replay_are_noted(added: float, tmp_path: Path) -> None:
     saving = pl.callbacks.ModelCheckpoint(dirpath=tmp_path, filename="saved", every_n_train_steps=2)
@@ -418,9 +419,7 @@ class Forgetful(Task):
         del checkpoint["optimizer_states"][0]["state"][0]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*num_workers", "ignore:.*ckpt_path", "ignore:.*resuming from", "ignore:.*not empty"
-)
+@pytest.mark.filterwarnings("ignore:.*ckpt_path", "ignore:.*resuming from", "ignore:.*not empty")
 def test_a_resumed_training_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """Lightning's own loader begins anew where the checkpoint lies within an epoch."""
     right = resumed(tmp_path / "right", Task, at=16)
@@ -505,7 +504,6 @@ def test_modes_with_a_forward_fn_of_their_own_are_judged(mode: str, precision: s
     assert {its["outcome"] for its in (report, *of_replicas)} == {"pass"}
 
 
-@pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning")
 @pytest.mark.parametrize("module", [Task, Tokens])
 def test_observing_changes_nothing(module: type[pl.LightningModule], tmp_path: Path) -> None:
     each = 1 if module is Task else 2  # accumulated, so that batches are joined
@@ -531,7 +529,6 @@ def test_observing_a_divided_network_leaves_its_metrics_alone(mode: str, tmp_pat
     assert observed == alone != {}
 
 
-@pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning")
 def test_a_layer_that_begins_to_learn_within_the_steps_is_not_judged(tmp_path: Path) -> None:
     class Thawed(BaseFinetuning):
         def freeze_before_training(self, pl_module: Any) -> None:
@@ -552,7 +549,6 @@ def test_a_layer_that_begins_to_learn_within_the_steps_is_not_judged(tmp_path: P
     assert [report.num_steps for report in watch.reports if not report.subject] == [2]
 
 
-@pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning")
 def test_a_failure_can_end_the_training(tmp_path: Path) -> None:
     class Scaled(pl.Callback):
         def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
@@ -604,7 +600,7 @@ def test_bad_input_is_refused(args: list[str], message: str) -> None:
     assert printed.count("options of the trainer") <= 1, "one remedy"
 
 
-@pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning", "ignore:.*seed:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*seed:UserWarning")
 def test_the_command_judges_a_module_of_others(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     args = ["--trainer.accelerator=cpu", f"--trainer.default_root_dir={tmp_path}", f"--json={file}", "--steps=2"]

@@ -1,7 +1,5 @@
 """`replay` passes a loop whose habits are often a mistake, and notes each of them."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -186,7 +184,7 @@ def test_a_schedule_may_be_told_the_epoch() -> None:
     assert watched.report.outcome == "pass"
 
 
-def loops(*, sampler: DistributedSampler[int] | None) -> Iterator[Report]:
+def report_of_loop(sampler: DistributedSampler[int] | None) -> Report:
     data = TensorDataset(torch.randn(24, 6))
     model = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -199,12 +197,12 @@ def loops(*, sampler: DistributedSampler[int] | None) -> Iterator[Report]:
                 optimizer.step()
             for _ in DataLoader(data, batch_size=5):  # an evaluation: read twice in one order, and not judged
                 pass
-    yield watched.report
+    return watched.report
 
 
 def test_the_epochs_of_a_loop_are_judged() -> None:
-    (right,) = loops(sampler=None)
-    (wrong,) = loops(sampler=DistributedSampler(range(20), num_replicas=1, rank=0))
+    right = report_of_loop(None)
+    wrong = report_of_loop(DistributedSampler(range(20), num_replicas=1, rank=0))
     assert (right.outcome, right.notes) == ("pass", [])
     assert right.not_looked_at == ["evaluations, and whether a schedule makes a step in each epoch"]
     assert [str(its) for its in wrong.findings] == [

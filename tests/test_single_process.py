@@ -24,11 +24,11 @@ from lit_cifar.models.blocks import Partition
 from lit_cifar.strategies import DataParallelStrategy, DDPLayerParallelStrategy, LayerParallelStrategy
 from lit_cifar.strategies.dp import EmulatedReplicas, _DataParallel, in_context_of_caller
 from lit_cifar.strategies.mp import StagedForward, gpipe_order
+from lit_cifar.tools.modes import SILENT
 
 pytestmark = short
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 both = pytest.mark.parametrize("mode", ["dp", "mp"])
 
 
@@ -43,7 +43,7 @@ class ClusterOfTwo(LightningEnvironment):
 
 
 def trainer_of(mode: str, **kwargs: Any) -> L.Trainer:
-    return L.Trainer(strategy=mode, devices=2, accelerator="cpu", **QUIET, **kwargs)
+    return L.Trainer(strategy=mode, devices=2, accelerator="cpu", **SILENT, **kwargs)
 
 
 def started_by_torchrun(monkeypatch: pytest.MonkeyPatch, *, processes: int) -> None:
@@ -194,7 +194,7 @@ def test_what_an_optimizer_has_loaded_is_where_its_parameter_is() -> None:
 )
 def test_stages_over_devices(devices: int, num_stages: int | None, places: list[int]) -> None:
     strategy = LayerParallelStrategy(num_stages=num_stages)
-    L.Trainer(strategy=strategy, devices=devices, accelerator="cpu", **QUIET)
+    L.Trainer(strategy=strategy, devices=devices, accelerator="cpu", **SILENT)
     strategy.connect(LitResNet("resnet10", stem="imagenet"))
     lines = strategy.split_lines()
     assert len(strategy.stage_devices) == len(lines)
@@ -251,6 +251,6 @@ def test_nccl_is_tied_to_none_of_the_devices_and_waits_on_the_first(monkeypatch:
 def test_torchrun_with_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     started_by_torchrun(monkeypatch, processes=4)
     with pytest.raises(ConfigError, match="4 processes were started"):
-        L.Trainer(strategy="ddp_mp", devices=4, accelerator="cpu", **QUIET)
+        L.Trainer(strategy="ddp_mp", devices=4, accelerator="cpu", **SILENT)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert L.Trainer(strategy="ddp_mp", devices=4, accelerator="cpu", **QUIET).strategy.num_processes == 2
+    assert L.Trainer(strategy="ddp_mp", devices=4, accelerator="cpu", **SILENT).strategy.num_processes == 2
