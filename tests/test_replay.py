@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from commands import TINY, callback, graded, launch, mode_flags, own_network, refused, run_here, said_by_tests_in
+from commands import TINY, callback, graded, launch, mode_flags, own_network, refused, said_by_tests_in
 from lightning.pytorch.callbacks import BaseFinetuning
 from replay_cases import CASES, CHANGES, PLAIN, Pictures, Sequences, Task, Tokens
 from torch import Tensor
@@ -282,10 +282,12 @@ def test_a_replay_gives_each_collective_its_own_judgement() -> None:
 
 
 def test_other_projects_get_a_fixture(tmp_path: Path) -> None:
+    """It runs the command that judges a module of others."""
     assert "lit_cifar.checks.pytest_plugin" in [point.value for point in entry_points(group="pytest11")]
     (tmp_path / "test_theirs.py").write_text(
         "def test_right(replayed):\n"
-        "    assert replayed('replay_cases.WithData', '--steps=1')['outcome'] == 'pass'\n"
+        "    found = replayed('replay_cases.WithData', '--model.lr=0.1', '--steps=2')\n"
+        "    assert (found['outcome'], found['num_steps'], found['exit_status']) == ('pass', 2, 0)\n"
         "def test_wrong(replayed):\n"
         "    replayed('replay_cases.Sends', '--steps=1')\n"
     )
@@ -598,15 +600,6 @@ def test_digests_see_every_bit_but_the_sign_of_zero() -> None:
 def test_bad_input_is_refused(args: list[str], message: str) -> None:
     printed = refused("verify", "--module", *args, says=[message])
     assert printed.count("options of the trainer") <= 1, "one remedy"
-
-
-@pytest.mark.filterwarnings("ignore:.*seed:UserWarning")
-def test_the_command_judges_a_module_of_others(tmp_path: Path) -> None:
-    file = tmp_path / "result.json"
-    args = ["--trainer.accelerator=cpu", f"--trainer.default_root_dir={tmp_path}", f"--json={file}", "--steps=2"]
-    run_here("verify", "--module=replay_cases.WithData", "--model.lr=0.1", *args)
-    found = json.loads(file.read_text())
-    assert (found["outcome"], found["num_steps"], found["exit_status"]) == ("pass", 2, 0)
 
 
 def test_it_loads_neither_our_data_nor_our_strategies() -> None:

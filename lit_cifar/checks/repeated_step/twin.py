@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,8 @@ from lit_cifar.checks.repeated_step.attributes import Attributes, Key
 from lit_cifar.checks.repeated_step.digests import Surroundings
 from lit_cifar.checks.repeated_step.events import Start, UnjudgeableError
 from lit_cifar.checks.repeated_step.exchange import Handler, intercepted, process_groups
-from lit_cifar.checks.repeated_step.sharded import is_sharded, what_is_not_replayed, whole, whole_copy
+from lit_cifar.checks.repeated_step.sharded import Module, is_sharded, what_is_not_replayed, whole, whole_copy
 from lit_cifar.checks.repeated_step.tensors import names_of
-
-Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclass
