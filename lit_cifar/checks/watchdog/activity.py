@@ -50,16 +50,14 @@ class PhaseTimer:
         self._durations: dict[Hashable, _Durations] = {}
         self._awake_since = self.moment.since
 
-    def enter(self, phase: str, *, step: int | None = None, shape: Hashable = None) -> None:
-        """Note that the main thread begins `phase`; pass `step` and `shape` if they have changed."""
+    def enter(self, phase: str, *, step: int = 0, shape: Hashable = None) -> None:
+        """Note that the main thread begins `phase`; pass `shape` if it has changed."""
         last, now = self.moment, self.clock()
         duration_s = now - max(last.since, self._awake_since)
         known = self._durations.get(last.kind, _Durations(0, duration_s))
         longest_s = max(known.longest_other, duration_s) if known.number else 0.0
         self._durations[last.kind] = _Durations(known.number + 1, known.first, longest_s)
-        self.moment = Moment(
-            phase, last.step if step is None else step, last.events + 1, now, last.shape if shape is None else shape
-        )
+        self.moment = Moment(phase, step, last.events + 1, now, last.shape if shape is None else shape)
 
     def forgive(self) -> None:
         """Restart the timing: the whole process was suspended."""
