@@ -21,12 +21,11 @@ from lightning.pytorch.utilities import rank_zero_only
 from lit_cifar.launch import startup
 from lit_cifar.launch.network_interfaces import LOOPBACK
 from lit_cifar.launch.node import reserved_port, torchrun_variables
-from lit_cifar.launch.signals import EXIT_REFUSED, EXIT_STOPPED, ending, flush_streams
+from lit_cifar.launch.signals import EXIT_REFUSED, EXIT_STOPPED, ending, flush_streams, stop_signals
 
 _FAREWELL_S = 30.0  # time for the other ranks to end once one has failed, as under torchrun
 _POLL_S = 0.005
 _excluded: mmap | None = None  # a byte for each rank, 1 if it is excluded
-_STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 def exclude(rank: int) -> None:
@@ -55,7 +54,7 @@ class ForkedRanks:
         _excluded = mmap(-1, num_ranks)  # the ranks share it
         places = [*range(num_ranks)]
         gc.freeze()  # otherwise a collection in a rank would write to all objects, and so copy them
-        with _blocked({signal.SIGCHLD, *(number for number in _STOPS if _is_heard(number))}) as signals:
+        with _blocked({signal.SIGCHLD, *stop_signals()}) as signals:
             for restarts in range(self.max_restarts + 1):
                 if restarts:
                     _say(f"start {restarts} of {self.max_restarts} after a failure")
@@ -141,10 +140,6 @@ def _blocked(signals: set[signal.Signals]) -> Iterator[set[signal.Signals]]:
         yield signals
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _is_heard(number: signal.Signals) -> bool:
-    return signal.getsignal(number) is not signal.SIG_IGN  # nohup ignores SIGHUP
 
 
 def _send(number: int, pids: Iterable[int]) -> None:
