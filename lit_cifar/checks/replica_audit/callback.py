@@ -107,10 +107,10 @@ class ReplicaAudit(Callback):
 
     def _audit(self, trainer: Trainer, held: "Held") -> None:
         self._step = trainer.global_step
-        if not (found := held.differences()):
+        if found := held.differences():
+            self._tell(f"replicas differ after optimizer step {self._step}", found, equal=self._equal)
+        else:
             self._equal = self._step
-            return
-        self._tell(f"replicas differ after optimizer step {self._step}", found, equal=self._equal)
 
     def _tell(self, what: str, found: "list[Difference]", *, equal: int) -> None:
         more = [f"and {len(found) - _MAX_LINES} more"] if len(found) > _MAX_LINES else []

@@ -35,7 +35,7 @@ from lit_cifar.checks.repeated_step.lightning_view import (
 )
 from lit_cifar.checks.repeated_step.tensors import fresh_copy
 from lit_cifar.checks.repeated_step.twin import fill, one_process, what_cannot_be_judged
-from lit_cifar.checks.replica_audit.replicas import Difference, device_digest, unlike
+from lit_cifar.checks.replica_audit.replicas import Difference, device_digest, of_all_ranks, unlike
 
 _PLACES = ("global_rank", "local_rank", "node_rank", "is_global_zero")  # attributes of the trainer that a step may read
 _MOST_SUSPECTS = 4  # most ranks whose batches all ranks repeat
@@ -140,7 +140,7 @@ class NeighborAudit:
         dist.all_reduce(status, op=dist.ReduceOp.MAX)
         if status == _EQUAL:
             return [], ""
-        of_ranks = _of_all((self.failure, others))
+        of_ranks = of_all_ranks((self.failure, others))
         if status == _CANNOT:
             self.failure = next(f"rank {rank}: {text}" for rank, (text, _) in enumerate(of_ranks) if text)
             return [], self.failure
@@ -158,7 +158,7 @@ class NeighborAudit:
     def _judged(self, own: Computation, suspects: list[int]) -> tuple[list[Difference], str]:
         """Let all ranks repeat their own batches, and then those whose gradients were not the same twice."""
         first, again = _numbers(own.gradients), [self._repeated(own) for _ in range(2)]
-        of_own = _of_all((first, again))
+        of_own = of_all_ranks((first, again))
         unable = [rank for rank, (once, others) in enumerate(of_own) if others != [once, once]]
         if len(unable) > 1 or any(repeat != others[0] for _, others in of_own for repeat in others):
             return [], f"rank {unable[0]} gets other gradients when it repeats its own batch"
@@ -167,7 +167,7 @@ class NeighborAudit:
             sent = [_to_bytes(own) if suspect == own.rank else b""]
             dist.broadcast_object_list(sent, src=suspect)
             other = _from_bytes(sent[0], self.device)
-            of_ranks = _of_all(first if suspect == own.rank else self._repeated(other))
+            of_ranks = of_all_ranks(first if suspect == own.rank else self._repeated(other))
             ranks = [*range(len(of_ranks))]
             if len(ranks) == 2 and unable:  # the suspect may have been wrong once: its repeat is the third result
                 ranks, of_ranks = [*ranks, suspect], [*of_ranks, of_own[suspect][1][0]]
@@ -198,12 +198,6 @@ def who_stands_alone(of_ranks: Sequence[Digests]) -> list[int] | None:
     others = [place for place, value in enumerate(values) if value != common]
     is_clear = 2 * number > len(values) and all(counted[values[place]] == 1 for place in others)
     return others if is_clear else None
-
-
-def _of_all(value: Any) -> list[Any]:
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, value)
-    return of_ranks
 
 
 class _Twin:

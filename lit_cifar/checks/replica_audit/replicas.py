@@ -79,8 +79,7 @@ class Held:
 
     def _gathered(self, value: Any) -> Iterator[tuple[Sequence[int], list[Any]]]:
         """The ranks of each group of replicas, and their values."""
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, (dist.get_process_group_ranks(self._group), value))
+        of_ranks = of_all_ranks((dist.get_process_group_ranks(self._group), value))
         for rank, (ranks, _) in enumerate(of_ranks):
             if rank == ranks[0]:
                 yield ranks, [of_ranks[each][1] for each in ranks]
@@ -118,6 +117,12 @@ class Held:
         for name, buffer in self._buffers():
             if name not in (self._ignored or ()):
                 yield name, buffer
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, value)
+    return of_ranks
 
 
 def device_digest(tensor: Tensor) -> Tensor:
