@@ -26,8 +26,8 @@ class NodeProcesses:
     def meeting_place(self, *, num_nodes: int) -> tuple[str, int]:
         """The address of this machine's interface, and a free port, for a rank 0 that is started here."""
         address = address_of(named_interface() if num_nodes > 1 else loopback_interface())
-        with socket.create_server((address, 0)) as listener:
-            return address, listener.getsockname()[1]
+        with reserved_port(address) as port:
+            return address, port
 
     def start(
         self,

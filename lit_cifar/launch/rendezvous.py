@@ -84,7 +84,7 @@ def count_processes(config: dict[str, Any]) -> int:
             f"has {each} device(s)",
             remedy=f"pass --trainer.devices={2 * each}",
         )
-    return int(count // each)
+    return count // each
 
 
 def check_processes(trainer: Trainer, *, rank: int) -> None:
@@ -261,7 +261,7 @@ class TorchrunEnvironment(TorchElasticEnvironment):
     def _through_agent(self) -> tuple[str, int]:
         agent = TCPStore(super().main_address, super().main_port, is_master=False, wait_for_workers=False)
         if self.global_rank() != 0:
-            return _find_store(agent, timeout_s=_MEETING_TIMEOUT_S)
+            return _find_store(agent)
         store = open_store(self._address)
         _KEPT.append(store)
         token = uuid.uuid4().hex
@@ -307,9 +307,9 @@ def open_store(address: str, *, port: int = 0, only_there: bool = False) -> TCPS
     )
 
 
-def _find_store(agent: TCPStore, *, timeout_s: float) -> tuple[str, int]:
+def _find_store(agent: TCPStore) -> tuple[str, int]:
     """Wait until the address in the agent's store is that of a running rank 0, not of one before the restart."""
-    deadline = monotonic() + timeout_s
+    deadline = monotonic() + _MEETING_TIMEOUT_S
     while monotonic() < deadline:
         if agent.check([_PLACE]):
             address, port, token = agent.get(_PLACE).decode().split()
@@ -317,7 +317,7 @@ def _find_store(agent: TCPStore, *, timeout_s: float) -> tuple[str, int]:
                 return address, int(port)
         sleep(0.1)
     raise ConfigError(
-        f"rank 0 did not open its store within {timeout_s:g} s",
+        f"rank 0 did not open its store within {_MEETING_TIMEOUT_S:g} s",
         remedy="look for its error; if machines join and leave, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun",
     )
 
