@@ -41,6 +41,11 @@ def global_steps(folder: Path) -> list[tuple[int, int, list[int]]]:
     return [(epoch, step, sorted(ids)) for (epoch, step), ids in sorted(seen.items())]
 
 
+def has_reached(folder: Path, step: int) -> bool:
+    """Whether a process has begun this step or a later one."""
+    return any(number >= step for _, number, _ in global_steps(folder))
+
+
 class AskAlone(L.Callback):
     """Asks for the means of an epoch on rank 0 alone, as bars of Lightning's do."""
 

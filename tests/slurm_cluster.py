@@ -5,13 +5,14 @@ import re
 import secrets
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from machines import REPOSITORY, Machine, two_machines
 from machines import why_not as why_no_machines
+
+from lit_cifar.tools.chaos.job import wait_until
 
 NODES = "node1", "node2"
 _PROGRAMS = "slurmctld", "slurmd", "munged", "sbatch", "srun"
@@ -42,11 +43,12 @@ class Cluster:
         (folder / "slurm.conf").write_text(_configuration(folder, machines))
         names = [f"--{name}={folder / name}" for name in ("log-file", "pid-file", "seed-file")]
         self._start("munge", 0, "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={socket}", *names)
-        _until(socket.exists, "munged does not start")
+        assert wait_until(socket.exists, limit_s=60, poll_s=0.5), "munged does not start"
         self._start("slurmctld", 0, "slurmctld", "-D")
         for number, node in enumerate(NODES):
             self._start(node, number, "slurmd", "-D", "-N", node)
-        _until(lambda: self.num_idle() == len(NODES), "no two nodes", self.logs)
+        are_idle = wait_until(lambda: self.num_idle() == len(NODES), limit_s=60, poll_s=0.5)
+        assert are_idle, f"no two nodes\n{self.logs()}"
 
     def num_idle(self) -> int:
         """Number of nodes that wait for jobs."""
@@ -116,10 +118,3 @@ def _configuration(folder: Path, machines: tuple[Machine, Machine]) -> str:
 
 def _found(program: str) -> str | None:
     return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
-
-
-def _until(holds, otherwise: str, logs=lambda: "") -> None:  # type: ignore[no-untyped-def]
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline, f"{otherwise}\n{logs()}"
-        time.sleep(0.5)

@@ -1,16 +1,16 @@
 """Jobs on a SLURM cluster of two nodes: `slurm.sh`, and plain `srun`."""
 
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from commands import TINY, callback, launch, mode_flags
-from recorder import global_steps
+from recorder import has_reached
 from slurm_cluster import NODES, Cluster, cluster, why_not
 
 from lit_cifar.launch.signals import EXIT_STOPPED
+from lit_cifar.tools.chaos.job import wait_until
 
 SCRIPT = "configs/cluster/slurm.sh"
 EPOCHS = 3
@@ -46,20 +46,15 @@ class Job:
     def run(self) -> Path:
         return self._folder / "run"
 
-    def wait_for(self, holds: Callable[[], bool], what: str, *, timeout_s: float = 400) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not holds():
-            assert time.monotonic() < deadline, f"not {what}: {self.state()}\n{self.said()}\n{self._slurm.logs()}"
-            time.sleep(0.5)
+    def wait_for(self, holds: Callable[[], bool], what: str) -> None:
+        held = wait_until(holds, limit_s=400, poll_s=0.5)
+        assert held, f"not {what}: {self.state()}\n{self.said()}\n{self._slurm.logs()}"
 
     def wait_for_step(self, step: int) -> None:
-        self.wait_for(lambda: any(number >= step for _, number, _ in self.steps()), f"at step {step}")
+        self.wait_for(lambda: has_reached(self._folder / "ids", step), f"at step {step}")
 
     def wait_for_end(self, state: str) -> None:
         self.wait_for(lambda: self.state() == state, state)
-
-    def steps(self) -> list[tuple[int, int, list[int]]]:
-        return global_steps(self._folder / "ids")
 
     def state(self) -> str:
         return self._slurm.state(self.number)
@@ -128,10 +123,8 @@ def test_plain_srun_saves_when_it_is_cancelled_or_its_time_is_up_and_resumes(
     (tmp_path / "ids").mkdir()
     record = callback("recorder.RecordIds", folder=tmp_path / "ids")
     stopped = srun(slurm, tmp_path, "stopped", *record, *callback("stopping.SlowSteps", seconds=4))
-    deadline = time.monotonic() + 200
-    while not any(step >= 2 for _, step, _ in global_steps(tmp_path / "ids")):
-        assert time.monotonic() < deadline, (tmp_path / "stopped").read_text() + slurm.logs()
-        time.sleep(0.2)
+    got_on = wait_until(lambda: has_reached(tmp_path / "ids", 2), limit_s=200, poll_s=0.2)
+    assert got_on, (tmp_path / "stopped").read_text() + slurm.logs()
     slurm.run(*stop)
     assert stopped.wait(120) == EXIT_STOPPED, (tmp_path / "stopped").read_text()
     assert "stopped by SIGTERM after" in (tmp_path / "stopped").read_text()

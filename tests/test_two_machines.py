@@ -1,7 +1,6 @@
 """Trainings over two machines, by the script of configs/cluster; one loses the other."""
 
 import json
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,9 @@ import psutil
 import pytest
 from commands import TINY, callback
 from machines import REPOSITORY, Machine, two_machines, why_not
-from recorder import global_steps
+from recorder import global_steps, has_reached
+
+from lit_cifar.tools.chaos.job import wait_until
 
 SLOW = callback("stopping.SlowSteps", seconds=0.3)
 NUM_TRAIN, BATCH_SIZE = 80, 16  # of TINY
@@ -40,11 +41,9 @@ def start(machines: tuple[Machine, Machine], folder: Path, *args: str, **setting
         machine.start(TORCHRUN, *TINY, *record, *args, log=own / "log", cwd=own, **settings)
 
 
-def wait_for(folder: Path, *, step: int, timeout_s: float = 90) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not any(number >= step for _, number, _ in global_steps(folder / "ids")):
-        assert time.monotonic() < deadline, "the run does not get ahead:\n" + logs(folder)
-        time.sleep(0.2)
+def wait_for(folder: Path, *, step: int) -> None:
+    got_on = wait_until(lambda: has_reached(folder / "ids", step), limit_s=90, poll_s=0.2)
+    assert got_on, "the run does not get ahead:\n" + logs(folder)
 
 
 def logs(folder: Path) -> str:
