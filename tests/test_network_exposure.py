@@ -182,6 +182,9 @@ def test_without_the_agents_store_rank_0_opens_one_at_the_chosen_port(
 # ---------------------------------------------------------------- sizes from torchrun
 
 
+SRUN = {"TORCHELASTIC_RUN_ID": "srun"}  # which has started the processes in torchrun's place
+
+
 def trainer(**given: Any) -> dict[str, Any]:
     """Arguments of a Trainer as the command line has them."""
     return {"strategy": "ddp", "devices": "auto", "num_nodes": 1, "plugins": None, **given}
@@ -231,6 +234,9 @@ def test_devices_named_one_by_one_stay(devices: Any) -> None:
         ({"WORLD_SIZE": "5"}, "5 processes on 2 machines, but 3 on this one"),
         ({"GLOO_SOCKET_IFNAME": ""}, "export GLOO_SOCKET_IFNAME=NAME on every machine"),
         ({"GLOO_SOCKET_IFNAME": "nowhere0"}, "GLOO_SOCKET_IFNAME=nowhere0 is not an interface of this machine"),
+        ({"devices": 2, **SRUN}, "--trainer.devices=2, but srun started --ntasks-per-node=3(.|\n)*srun decides"),
+        ({"strategy": "ddp_spawn", **SRUN}, "and srun has already started them"),
+        ({"WORLD_SIZE": "5", **SRUN}, "pass srun --ntasks-per-node=N"),
     ],
 )
 def test_contradictions_are_refused(given: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +251,7 @@ def test_several_machines_or_tasks_of_a_cluster_need_torchrun(monkeypatch: pytes
         resolve_world_size(trainer(num_nodes=2))
     monkeypatch.setenv("SLURM_JOB_NAME", "training")
     monkeypatch.setenv("SLURM_NTASKS", "4")
-    with pytest.raises(ConfigError, match=r"a cluster has 4 tasks(.|\n)*configs/cluster/slurm.sh"):
+    with pytest.raises(ConfigError, match=r"a cluster has 4 tasks(.|\n)*srun python -m .*configs/cluster/slurm.sh"):
         resolve_world_size(trainer())
     monkeypatch.setenv("SLURM_NTASKS", "1")
     norm = ProcessSyncBatchNorm()

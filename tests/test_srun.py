@@ -4,14 +4,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from commands import TINY, launch, mode_flags, refused
+from commands import TINY, launch, mode_flags
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.launch.rendezvous import TorchrunEnvironment, resolve_world_size
-from lit_cifar.launch.srun import adopt_task, task_variables
+from lit_cifar.launch.rendezvous import cluster_environment
+from lit_cifar.launch.srun import task_variables
 
 ROOT = Path(__file__).parents[1]
 # As `srun --nodes=2 --ntasks-per-node=2` of SLURM 22.05 sets them for the last of four tasks.
@@ -72,57 +71,13 @@ def test_processes_of_a_torchrun_that_srun_has_started_are_torchruns() -> None:
     assert task_variables(TASK | {"TORCHELASTIC_RUN_ID": "4711"}) == {}
 
 
-@pytest.fixture
-def task(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """The environment of a task, which has been adopted."""
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    for name, value in {**TASK, **task_variables(TASK), "GLOO_SOCKET_IFNAME": "lo"}.items():
+def test_a_first_machine_by_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what a task becomes, which is a process of torchrun though SLURM's variables are there too."""
+    settings = {"RANK": "0", "MASTER_ADDR": "127.0.0.2", "GLOO_SOCKET_IFNAME": "lo"}
+    for name, value in {**TASK, **task_variables(TASK), **settings}.items():
         monkeypatch.setenv(name, value)
-    return monkeypatch
-
-
-def trainer(**given: Any) -> dict[str, Any]:
-    return {"strategy": "ddp", "devices": "auto", "num_nodes": 1, "plugins": None, **given}
-
-
-@pytest.mark.usefixtures("task")
-@pytest.mark.parametrize(("strategy", "devices"), [("auto", 2), ("ddp", 2), ("pp", 2), ("fsdp2", 2), ("ddp_mp", 4)])
-def test_sizes_are_those_of_srun(strategy: str, devices: int) -> None:
-    config = trainer(strategy=strategy)
-    resolve_world_size(config)
-    assert (config["devices"], config["num_nodes"]) == (devices, 2)
-    assert [type(plugin) for plugin in config["plugins"]] == [TorchrunEnvironment]
-
-
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        ({"devices": 3}, "--trainer.devices=3, but srun started --ntasks-per-node=2(.|\n)*srun decides"),
-        ({"num_nodes": 3}, r"--trainer.num_nodes=3, but srun started 2 machine\(s\)"),
-        ({"strategy": "ddp_spawn"}, "and srun has already started them"),
-        ({"LOCAL_WORLD_SIZE": "3"}, "4 processes on 2 machines, but 3 on this one(.|\n)*srun --ntasks-per-node"),
-        ({"GLOO_SOCKET_IFNAME": ""}, "export GLOO_SOCKET_IFNAME=NAME on every machine"),
-    ],
-)
-def test_contradictions_are_refused(given: dict[str, str], problem: str, task: pytest.MonkeyPatch) -> None:
-    for name in filter(str.isupper, given):
-        task.setenv(name, given[name])
-    with pytest.raises(ConfigError, match=problem):
-        resolve_world_size(trainer(**{name: value for name, value in given.items() if name.islower()}))
-
-
-def test_a_first_machine_by_another_interface_is_refused(task: pytest.MonkeyPatch) -> None:
-    task.setenv("RANK", "0")
-    task.setenv("MASTER_ADDR", "127.0.0.2")
     with pytest.raises(ConfigError, match=r"srun sends the other machines to 127.0.0.2(.|\n)*export MASTER_ADDR=127"):
-        _ = TorchrunEnvironment().main_port
-
-
-def test_a_script_of_sbatch_without_srun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_NAME", "training")
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    adopt_task()
-    refused("fit", *TINY, "--trainer.strategy=ddp", says=["a cluster has 4 tasks", "srun python -m lit_cifar fit"])
+        _ = cluster_environment().main_port
 
 
 @pytest.mark.slow
