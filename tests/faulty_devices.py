@@ -40,7 +40,7 @@ class Dying(Device):
         os._exit(3)
 
 
-FAULTS = {name: kind for kind in (Device, SlowAndFlipping, Stale, Dying) for name in [kind.__name__]}
+FAULTS = {kind.__name__: kind for kind in (Device, SlowAndFlipping, Stale, Dying)}
 
 
 if __name__ == "__main__":
