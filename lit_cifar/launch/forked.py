@@ -136,12 +136,9 @@ def _rank_environments(environment: Mapping[str, str], num_ranks: int) -> Iterat
         yield [dict(environment)]
         return
     with reserved_port(LOOPBACK) as port:
-        common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
-        yield [
-            {**environment, "MASTER_ADDR": LOOPBACK}
-            | {name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
-            for rank in range(num_ranks)
-        ]
+        size = str(num_ranks)
+        common = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        yield [{**environment, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
 
 
 def _run(

@@ -57,10 +57,8 @@ class ReplicaAudit(Callback):
         self._step = self._equal = self._repeated = trainer.global_step
         if not self.every_n_steps or trainer.world_size == 1:
             return
-        from lit_cifar.checks.replica_audit.gradients import (  # one process needs no audit
-            NeighborAudit,
-            why_not_repeated,
-        )
+        # One process needs none of these.
+        from lit_cifar.checks.replica_audit.gradients import NeighborAudit, why_not_repeated
         from lit_cifar.checks.replica_audit.replicas import Held, what_is_not_held_twice
 
         what, reason = "replicas", what_is_not_held_twice(trainer)
