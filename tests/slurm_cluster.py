@@ -5,11 +5,9 @@ import re
 import secrets
 import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from machines import REPOSITORY, Machine, two_machines
+from machines import REPOSITORY, Machine
 from machines import why_not as why_no_machines
 
 from lit_cifar.tools.chaos.job import wait_until
@@ -28,7 +26,7 @@ def why_not() -> str | None:
 
 
 class Cluster:
-    """The cluster, whose files lie in `folder`. The first node has the controller, and is where commands run."""
+    """Two idle nodes. Its files lie in `folder`. The first node has the controller, and is where commands run."""
 
     def __init__(self, folder: Path, machines: tuple[Machine, Machine]) -> None:
         self._folder, self.machines = folder, machines
@@ -81,13 +79,6 @@ class Cluster:
 
     def logs(self) -> str:
         return "\n".join(f"{path.name}\n{path.read_text()[-1500:]}" for path in self._folder.glob("*.log"))
-
-
-@contextmanager
-def cluster(folder: Path) -> Iterator[Cluster]:
-    """A cluster with two idle nodes; nothing of it is left, whatever happens."""
-    with two_machines() as machines:
-        yield Cluster(folder, machines)
 
 
 def _configuration(folder: Path, machines: tuple[Machine, Machine]) -> str:

@@ -16,12 +16,12 @@ from lit_cifar.launch import forked
 from lit_cifar.launch.forked import ForkedRun, _rank_environments
 
 
-def start(folder: Path, program: str, *words: str, num_ranks: int = 1) -> ForkedRun:
+def start(folder: Path, program: str, *, num_ranks: int = 1) -> ForkedRun:
     """Run `program`, text of Python, with its output in the files `out` and `err`."""
     (folder / "program.py").write_text(program)
     streams = {"stdout": folder / "out", "stderr": folder / "err"}
     environment = {**os.environ, "PYTHONPATH": str(folder)}
-    return ForkedRun(words, environment=environment, num_ranks=num_ranks, module="program", **streams)
+    return ForkedRun([], environment=environment, num_ranks=num_ranks, module="program", **streams)
 
 
 def test_an_exit_status_is_not_read_while_another_process_starts(tmp_path: Path) -> None:

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 from commands import TINY, callback, launch, mode_flags
+from machines import two_machines
 from recorder import has_reached
-from slurm_cluster import NODES, Cluster, cluster, why_not
+from slurm_cluster import NODES, Cluster, why_not
 
 from lit_cifar.launch.signals import EXIT_STOPPED
 from lit_cifar.tools.chaos.job import wait_until
 
 SCRIPT = "configs/cluster/slurm.sh"
 EPOCHS = 3
-STEPS = 5 * EPOCHS
 FLAGS = [*TINY, "--trainer.strategy=ddp", f"--trainer.max_epochs={EPOCHS}", "--last_checkpoint.every_n_steps=2"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("slurm")]
@@ -25,33 +25,29 @@ def slurm(tmp_path: Path) -> Iterator[Cluster]:
     if reason := why_not():
         pytest.skip(reason)
     (tmp_path / "slurm").mkdir()
-    with cluster(tmp_path / "slurm") as started:
-        yield started
+    with two_machines() as machines:
+        yield Cluster(tmp_path / "slurm", machines)
 
 
 class Job:
     """`slurm.sh` on both nodes, one process on each, which writes to `folder`. A step takes at least `step_s`."""
 
     def __init__(self, slurm: Cluster, folder: Path, *options: str, step_s: float) -> None:
-        self._slurm, self._folder, self.log = slurm, folder, folder / "log"
-        (folder / "ids").mkdir()
-        record = callback("recorder.RecordIds", folder=folder / "ids")
+        self._slurm, self.run, self.log, self._ids = slurm, folder / "run", folder / "log", folder / "ids"
+        self._ids.mkdir()
+        record = callback("recorder.RecordIds", folder=self._ids)
         slow = callback("stopping.SlowSteps", seconds=step_s)
         sizes = ["--nodes=2", "--gpus-per-node=0", "--cpus-per-task=1", f"--output={self.log}"]
         words = ["sbatch", "--parsable", *sizes, *options, SCRIPT, *FLAGS, *record, *slow, f"--run_dir={self.run}"]
         settings = {"INTERFACE": "eth0", "NPROC": "1", "LAST_CALL_S": "8", "DEAD_AFTER_S": "6"}
         self.number = slurm.run(*words, **settings).strip()
 
-    @property
-    def run(self) -> Path:
-        return self._folder / "run"
-
     def wait_for(self, holds: Callable[[], bool], what: str) -> None:
         held = wait_until(holds, limit_s=400, poll_s=0.5)
         assert held, f"not {what}: {self.state()}\n{self.said()}\n{self._slurm.logs()}"
 
     def wait_for_step(self, step: int) -> None:
-        self.wait_for(lambda: has_reached(self._folder / "ids", step), f"at step {step}")
+        self.wait_for(lambda: has_reached(self._ids, step), f"at step {step}")
 
     def wait_for_end(self, state: str) -> None:
         self.wait_for(lambda: self.state() == state, state)

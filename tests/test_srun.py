@@ -61,14 +61,17 @@ def test_what_differs_is_told(given: dict[str, str], told: dict[str, str]) -> No
     assert {name: found[name] for name in told} == told
 
 
-@pytest.mark.parametrize("given", [{}, {"SLURM_NTASKS": "4"}, {**TASK, "SLURM_STEP_NUM_TASKS": "1"}])
-def test_a_single_task_is_no_part_of_others(given: dict[str, str]) -> None:
-    """Nor is the script of sbatch, where the job's variables are set, but none of a step."""
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {**TASK, "SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_NTASKS": "4"},  # the script of sbatch, where the job's variables are set, but none of a step
+        {**TASK, "TORCHELASTIC_RUN_ID": "4711"},  # a process of a torchrun that srun has started
+    ],
+)
+def test_who_is_not_one_of_several_tasks_is_told_nothing(given: dict[str, str]) -> None:
     assert task_variables(given) == {}
-
-
-def test_processes_of_a_torchrun_that_srun_has_started_are_torchruns() -> None:
-    assert task_variables(TASK | {"TORCHELASTIC_RUN_ID": "4711"}) == {}
 
 
 def test_a_first_machine_by_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
