@@ -135,7 +135,7 @@ class NeighborAudit:
         sent = _from_next(b"" if own is None else _to_bytes(own))
         others: list[int] = []
         if own is not None:
-            self.failure, others = self._compared(own, sent)
+            self.failure, others = self._compared(sent)
         status = torch.tensor(_CANNOT if self.failure else _UNLIKE if others else _EQUAL, device=self.device)
         dist.all_reduce(status, op=dist.ReduceOp.MAX)
         if status == _EQUAL:
@@ -147,7 +147,7 @@ class NeighborAudit:
         assert own is not None, "else the status is another"
         return self._judged(own, sorted({rank for _, others in of_ranks for rank in others}))
 
-    def _compared(self, own: Computation, sent: bytes) -> tuple[str, list[int]]:
+    def _compared(self, sent: bytes) -> tuple[str, list[int]]:
         """The reason why this rank cannot repeat a computation, and the ranks from whose gradients its own differ."""
         try:
             computation = _from_bytes(sent, self.device)
