@@ -59,16 +59,15 @@ class ForkedRanks:
                 if restarts:
                     _say(f"start {restarts} of {self.max_restarts} after a failure")
                 with reserved_port(LOOPBACK) as port:
-                    pids = []
+                    running: dict[int, int] = {}  # pids by rank
                     for rank in range(len(places)):
                         variables = torchrun_variables(
                             (LOOPBACK, port), local_rank=rank, num_local=len(places), restarts=restarts
                         )
-                        pid = self._fork_one(rank, variables)
-                        if not pid:
+                        running[rank] = self._fork_one(rank, variables)
+                        if not running[rank]:
                             return places
-                        pids.append(pid)
-                    status = self._wait(dict(enumerate(pids)), signals)
+                    status = self._wait(running, signals)
                 left = [place for rank, place in enumerate(places) if not _excluded[rank]]
                 _excluded[:] = bytes(num_ranks)
                 if self._stopped or status in (0, EXIT_REFUSED, EXIT_STOPPED):

@@ -1,6 +1,7 @@
 """The watchdog's thread: it writes heartbeats, judges those that it reads, and ends its process."""
 
 import atexit
+import multiprocessing
 import os
 import sys
 import threading
@@ -32,7 +33,7 @@ from lit_cifar.checks.watchdog.diagnosis import (
 )
 from lit_cifar.checks.watchdog.heartbeat import Heartbeat, Mates, Sight
 from lit_cifar.checks.watchdog.stacks import Stack, place_in_worker, stack_of
-from lit_cifar.checks.watchdog.store import HeartbeatStore, News, SilenceClock, host_of_store, meet
+from lit_cifar.checks.watchdog.store import HeartbeatStore, News, SilenceClock, meet
 from lit_cifar.errors import printable
 from lit_cifar.launch.signals import EXIT_STOPPED, flush_streams, hear_signals, newest_request
 from lit_cifar.launch.startup import kill_workers
@@ -58,7 +59,7 @@ def start_monitor(trainer: Trainer, *, timeout_s: float, hang_timeout_s: float) 
         board=board,
         patience=Patience(timeout_s, hang_timeout_s, limit.total_seconds() - 2 * BEAT_S),
         on_gpu=device.type == "cuda",
-        store_host=host_of_store(),
+        store_host=None if multiprocessing.parent_process() else JUDGE,  # spawned ones use their parent's
     )
     _come_before_observer(watch)
     hear_signals()

@@ -7,7 +7,6 @@ A thread makes the calls. If the host at the other end is stopped or lost they d
 `TCPStore` is given, and the watchdog's thread must not wait for that.
 """
 
-import multiprocessing
 import os
 import queue
 import threading
@@ -114,11 +113,6 @@ def meet(rank: int, world_size: int) -> tuple[HeartbeatStore, list[Heartbeat]]:
     dist.all_gather_object(gathered, (run, first_heartbeat(rank)))
     board = HeartbeatStore(store, run=gathered[0][0], rank=rank, world_size=world_size)
     return board, [beat for _, beat in gathered]
-
-
-def host_of_store() -> int | None:
-    """The rank whose process serves the store; None for spawned processes, whose parent serves it."""
-    return None if multiprocessing.parent_process() is not None else 0
 
 
 # The most seconds that a pause between two reads counts, or a turn. During a longer one this process was not run, and
