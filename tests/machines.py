@@ -25,23 +25,20 @@ class Machine:
 
     def start(self, *command: str | Path, log: Path, cwd: Path, **environment: str) -> subprocess.Popen[bytes]:
         """Run `command` here with both streams in `log`; one thread per process, the tests' callbacks on the path."""
+        paths = {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}",
+        }
         with log.open("wb") as out:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.name, *map(str, command)],
-                env={**os.environ, "OMP_NUM_THREADS": "1", **self.paths(), **environment},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **paths, **environment},
                 cwd=cwd,
                 stdout=out,
                 stderr=subprocess.STDOUT,
             )
         self.running.append(process)
         return process
-
-    def paths(self) -> dict[str, str]:
-        """The variables by which programs, this package and the tests' callbacks are found."""
-        return {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}",
-        }
 
     def cut_off(self) -> None:
         """Pull the cable: nothing arrives any more, and nobody is told."""
