@@ -38,8 +38,7 @@ class Peer:
     """This process's knowledge of one process, itself included."""
 
     beat: Heartbeat
-    # Time when `beat` was new, in seconds that this process has spent between its reads, see `Monitor`: clocks of two
-    # machines are never compared, and while the store lets this process wait nobody is silent.
+    # Time when `beat` was new, as `SilenceClock.listened_s` of this process: clocks of machines are never compared.
     heard_at: float
     # State of the process. If it is gone this was observed before its latest heartbeat was read, so that is its last.
     sight: Sight

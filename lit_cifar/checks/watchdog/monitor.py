@@ -59,7 +59,7 @@ def start_monitor(trainer: Trainer, *, timeout_s: float, hang_timeout_s: float) 
         board=board,
         patience=Patience(timeout_s, hang_timeout_s, limit.total_seconds() - 2 * BEAT_S),
         on_gpu=device.type == "cuda",
-        store_host=None if multiprocessing.parent_process() else JUDGE,  # spawned ones use their parent's
+        store_host=None if multiprocessing.parent_process() else JUDGE,  # a spawned process uses its parent's
     )
     _come_before_observer(watch)
     hear_signals()
@@ -94,9 +94,8 @@ class Monitor(threading.Thread):
     One process reports a verdict, see `diagnose`, on stderr. Then each ends: by an exception of its main thread, which
     a broken connection raises in most, or after `grace_s` without one.
 
-    A slow store is not silence: a process is judged by whether its heartbeat has changed between two reads, and only
-    the time from an answer to the next question counts. A store that owes one answer for as long is another thing:
-    then the rank that serves it (`store_host`) is silent.
+    A process is judged by whether its heartbeat has changed between two reads, in the time of a `SilenceClock`: a slow
+    store is not silence. When it owes one answer for as long the rank that serves it (`store_host`) is silent.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""Exchanges heartbeats over the process group's store, by a separate connection.
-
-Each second every rank writes its heartbeat; the judge, rank 0, reads those of all others, and each of them reads that
-of the judge. So there are two calls a rank and second, however many ranks there are.
+"""Exchanges heartbeats over the process group's store, by a separate connection: two calls a rank and second.
 
 A thread makes the calls. If the host at the other end is stopped or lost they do not return, whatever timeout torch's
 `TCPStore` is given, and the watchdog's thread must not wait for that.
