@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -72,13 +70,9 @@ def _come_before_observer(watch: "Monitor") -> None:
 
     The observer looks every five seconds for a failed process and kills all others before they can report anything.
     """
-
-    def look(observer: Any) -> bool:
-        return not watch.is_alive() and bool(observer.__class__._run(observer))
-
     for thread in threading.enumerate():
         if isinstance(thread, internals.ChildProcessObserver):
-            thread._run = partial(look, thread)
+            thread._run = lambda observer=thread: not watch.is_alive() and type(observer)._run(observer)
 
 
 def _say(message: str) -> None:
