@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import graded, mode_flags, refused, run_here
+from commands import graded, refused, run_here
 from PIL import Image
 from short_fits import data, fit, short
 from torch import nn
@@ -101,13 +101,11 @@ def test_rows_of_a_section(section: str, tmp_path: Path) -> None:
         assert 1 < ratio < (1.05 if name.startswith("operators") else 2), name
 
 
-def test_a_speed_is_that_of_the_steps_after_the_warm_up_and_a_fit_that_fails_is_named(tmp_path: Path) -> None:
-    tiny = ["--model.arch=tiny", "--model.stem=imagenet"]
-    assert mode_speed.images_per_s(tiny, batch_size=8, steps=1, folder=tmp_path) > 0
-    rows = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
-    assert len(rows) == 2
+def test_a_speed_is_measured_and_a_fit_that_fails_is_named(tmp_path: Path) -> None:
+    settings = Settings(folder=tmp_path, small=True)
+    assert mode_speed.speed_of_mode("auto", "imagenet", 8, settings) > 0
     with pytest.raises(ConfigError, match="2 replicas"):
-        mode_speed.images_per_s([*tiny, *mode_flags("ddp")], batch_size=7, steps=1, folder=tmp_path, ranks=2)
+        mode_speed.speed_of_mode("ddp", "imagenet", 7, settings)
 
 
 @pytest.mark.parametrize(("words", "sections"), [(["modes"], ["modes"]), ([], ["modes", "recovery"])])

@@ -1,8 +1,6 @@
 """The speed that `fit` logs in each mode, over that of one process with all threads."""
 
-import csv
 import tempfile
-from collections.abc import Sequence
 from functools import partial
 from os import cpu_count
 from pathlib import Path
@@ -10,6 +8,7 @@ from pathlib import Path
 from lit_cifar.models import Stem
 from lit_cifar.reporting.progress import METRIC
 from lit_cifar.tools.bench import Row, Settings, fit, interleaved
+from lit_cifar.tools.report.run_reader import METRICS, read_metrics
 
 _ONE_PROCESS = "auto"
 _MODES = {_ONE_PROCESS: 1, "dp": 1, "mp": 1, "ddp": 2, "pp": 2, "fsdp2": 2, "tp": 2}  # number of processes by strategy
@@ -22,7 +21,7 @@ def measure(settings: Settings) -> list[Row]:
     rows = []
     batch_size = 32 if settings.small else 128
     for stem in _STEPS:
-        speeds = {mode: partial(_speed_of_mode, mode, stem, batch_size, settings) for mode in _MODES}
+        speeds = {mode: partial(speed_of_mode, mode, stem, batch_size, settings) for mode in _MODES}
         found = interleaved(speeds, rounds=settings.rounds)
         alone = found.pop(_ONE_PROCESS)
         about = f"{stem} stem, batch {batch_size}, 32-true"
@@ -31,28 +30,20 @@ def measure(settings: Settings) -> list[Row]:
     return rows
 
 
-def _speed_of_mode(mode: str, stem: Stem, batch_size: int, settings: Settings) -> float:
-    """The speed with the flags that a user would pass; the threads of all processes share the cores."""
-    flags = [f"--model.arch={settings.arch}", f"--model.stem={stem}", f"--trainer.strategy={mode}"]
-    flags.append(f"--trainer.devices={1 if mode == _ONE_PROCESS else 2}")
-    ranks = _MODES[mode]
-    threads = max(1, (cpu_count() or 1) // ranks)
-    with tempfile.TemporaryDirectory(prefix=f"{mode}-", dir=settings.folder) as own:
-        return images_per_s(
-            flags, batch_size=batch_size, steps=_STEPS[stem], folder=Path(own), ranks=ranks, threads=threads
-        )
+def speed_of_mode(mode: str, stem: Stem, batch_size: int, settings: Settings) -> float:
+    """The speed that `fit` logs over the steps after those that warm up, with the flags that a user would pass.
 
-
-def images_per_s(
-    flags: Sequence[str], *, batch_size: int, steps: int, folder: Path, ranks: int = 1, threads: int = 1
-) -> float:
-    """The speed that a `fit` on the CPU, in `ranks` processes, logs over `steps` steps after those that warm up."""
-    number = _WARM_UP + steps
-    words = [f"--trainer.max_steps={number}", f"--trainer.log_every_n_steps={number}", "--trainer.max_epochs=-1"]
-    words += ["--data.dataset=synthetic", f"--data.num_train={batch_size * number}", "--data.val_size=0"]
-    words += [f"--data.batch_size={batch_size}", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
-    words += ["--figures.every_n_epochs=0", f"--run_dir={folder / 'run'}", *flags]
-    fit(words, folder=folder, threads=threads, num_ranks=ranks)
-    with (folder / "run" / "metrics.csv").open(newline="") as file:
-        (speed,) = (float(row[METRIC]) for row in csv.DictReader(file) if row.get(METRIC))
+    The threads of all processes share the cores.
+    """
+    ranks, steps = _MODES[mode], _WARM_UP + _STEPS[stem]
+    words = [f"--model.arch={settings.arch}", f"--model.stem={stem}", f"--trainer.strategy={mode}"]
+    words += [f"--trainer.devices={1 if mode == _ONE_PROCESS else 2}", "--trainer.accelerator=cpu"]
+    words += [f"--trainer.max_steps={steps}", f"--trainer.log_every_n_steps={steps}", "--trainer.max_epochs=-1"]
+    words += ["--data.dataset=synthetic", f"--data.num_train={batch_size * steps}", "--data.val_size=0"]
+    words += [f"--data.batch_size={batch_size}", "--trainer.enable_progress_bar=false", "--figures.every_n_epochs=0"]
+    with tempfile.TemporaryDirectory(prefix=f"{mode}-", dir=settings.folder) as name:
+        folder = Path(name)
+        words.append(f"--run_dir={folder / 'run'}")
+        fit(words, folder=folder, threads=max(1, (cpu_count() or 1) // ranks), num_ranks=ranks)
+        (speed,) = read_metrics(folder / "run" / METRICS)[METRIC].values()
     return speed
