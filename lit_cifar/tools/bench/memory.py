@@ -26,16 +26,12 @@ class TrainingMemory(Callback):
     grown since then until the end of a step; outside of Linux it is null.
     """
 
-    def __init__(self) -> None:
-        self._with_gradient = 0
-        self._resident_before: int | None = None
-        self._resident_peak: int | None = None
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._with_gradient = 0
         for device in _gpus(trainer):
             torch.cuda.reset_peak_memory_stats(device)
         self._resident_before = forget_resident_peak()
+        self._resident_peak: int | None = None
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Count parameters and gradients in the first step, when both exist."""

@@ -147,7 +147,6 @@ class InTurn(Callback):
         self.file = Path(file)
         self.steps = steps
         self._plain: PlainLoop | None = None
-        self._taken = 0
         self._turns: list[tuple[float, float]] = []
         self._since = 0.0
         self._counters, self._plain_counters = ([make() for make in COUNTERS.values()] for _ in range(2))
@@ -166,9 +165,7 @@ class InTurn(Callback):
             ours = self._elapsed(pl_module.device)
             self._since = perf_counter()
             self._plain.run(self.steps)
-            self._taken += 1
-            if self._taken > _SKIPPED:
-                self._turns.append((ours, self._elapsed(pl_module.device)))
+            self._turns.append((ours, self._elapsed(pl_module.device)))
         if batch_idx % self.steps == 0:
             self._since = perf_counter()
         if 0 <= step < len(COUNTERS):
@@ -177,7 +174,7 @@ class InTurn(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         both = zip(COUNTERS, self._counters, self._plain_counters, strict=True)
         counts = {name: [ours.count, plain.count] for name, ours, plain in both}
-        self.file.write_text(json.dumps({"turns": self._turns, "counts": counts}))
+        self.file.write_text(json.dumps({"turns": self._turns[_SKIPPED:], "counts": counts}))
 
     def _elapsed(self, device: torch.device) -> float:
         """Seconds of a step of this turn; waits for the device."""

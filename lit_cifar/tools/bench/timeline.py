@@ -167,7 +167,6 @@ class Timeline(Callback):
     def __init__(self, *, first_step: int = 3, num_steps: int = 3) -> None:
         self.first_step = first_step
         self.num_steps = num_steps
-        self._num_batches = 0
         self._recorder = StageRecorder()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
