@@ -272,8 +272,7 @@ VERDICTS = {  # by the number of GPUs
     1: dict.fromkeys(NAMES, TWO) | ONE_GPU,
     2: {"single": "yes, on 1 GPU", "ddp": "yes, on 2 GPUs", "ddp_mp": FOUR},
     3: {"mp": "yes, on 2 to 3 GPUs", "tp": "yes, on 2 GPUs", "ddp_pp": FOUR},
-    6: {"pp": "yes, on 2 to 6 GPUs", "tp": "yes, on 2 or 4 GPUs", "ddp_mp": "yes, on 4 or 6 GPUs"},
-    8: {"ddp_mp": "yes, on 4, 6 or 8 GPUs", "ddp_pp": "yes, on 4, 6 or 8 GPUs", "fsdp2": "yes, on 2 to 8 GPUs"},
+    8: {"ddp_mp": "yes, on 4, 6 or 8 GPUs", "tp": "yes, on 2, 4 or 8 GPUs", "fsdp2": "yes, on 2 to 8 GPUs"},
 }
 
 
@@ -296,7 +295,6 @@ def test_every_mode_runs_on_the_gpus_or_else_on_the_cpu(num_gpus: int, verdicts:
     assert {name: rows[name].verdict for name in verdicts} == verdicts
     for name, row in rows.items():
         enough = num_gpus >= row.mode.min_devices or (name, num_gpus) == ("mp", 1)
-        assert row.accelerator == ("cuda" if enough else "cpu")
         assert ("--trainer.accelerator=cpu" in flags(row)) != enough
     assert flags(rows["ddp_pp"])[:2] == ["--trainer.strategy=ddp_pp", "--trainer.devices=4"]
 

@@ -36,13 +36,12 @@ def main(args: list[str]) -> int:
 @dataclass(frozen=True)
 class ModeRow:
     mode: Row
-    accelerator: str | None  # "cuda" or "cpu", on which the mode runs; None if it does not or should not
     verdict: str  # the devices, or the reason why it does not run
     command: str  # the command to run it there, or the remedy of the machine
+    fit: bool = True
 
     def to_json(self) -> dict[str, str | bool]:
-        fit = self.accelerator is not None
-        return {"mode": self.mode.name, "fit": fit, "reason": self.verdict, "command": self.command}
+        return {"mode": self.mode.name, "fit": self.fit, "reason": self.verdict, "command": self.command}
 
 
 def cores_and_gpus() -> tuple[int, int]:
@@ -57,16 +56,16 @@ def mode_table(num_cores: int, num_gpus: int) -> list[ModeRow]:
 def _row(mode: Row, num_cores: int, num_gpus: int) -> ModeRow:
     command = " ".join(["python -m lit_cifar fit", *mode.flags(mode.min_devices)])
     if mode.name == "mp" and num_gpus == 1:
-        return ModeRow(mode, "cuda", "yes, all stages on the one GPU", _STAGES_ON_ONE_GPU)
+        return ModeRow(mode, "yes, all stages on the one GPU", _STAGES_ON_ONE_GPU)
     if num_gpus >= mode.min_devices:
-        return ModeRow(mode, "cuda", f"yes, on {_in_words(mode.counts(num_gpus))}", command)
+        return ModeRow(mode, f"yes, on {_in_words(mode.counts(num_gpus))}", command)
     if num_gpus:
         verdict = f"on the CPU alone: needs {mode.min_devices} GPUs"
     elif mode.has_processes:
         verdict = f"yes, gloo processes on {counted(num_cores, 'core')}"
     else:
         verdict = "yes, on the CPU" if mode.min_devices == 1 else "yes, on virtual devices of the CPU"
-    return ModeRow(mode, "cpu", verdict, f"{command} --trainer.accelerator=cpu")
+    return ModeRow(mode, verdict, f"{command} --trainer.accelerator=cpu")
 
 
 def _in_words(counts: Sequence[int]) -> str:
@@ -84,7 +83,7 @@ def judge_modes(rows: Sequence[ModeRow], findings: Sequence[MachineFinding]) -> 
     """The rows of `mode_table`; the row of an unfit mode has the first finding about it."""
     against = {mode: finding for finding in reversed(findings) for mode in finding.modes}
     return [
-        replace(row, accelerator=None, verdict=found.problem, command=found.mend)
+        replace(row, verdict=found.problem, command=found.mend, fit=False)
         if (found := against.get(row.mode.name))
         else row
         for row in rows
