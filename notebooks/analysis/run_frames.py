@@ -15,7 +15,7 @@ from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, pooled
 from lit_cifar.tools.report import run_reader
 
 BLUE, RED, GREY = "#1f6fb4", "#c8321e", "#666666"
-_OF_FIT = "python -m lit_cifar fit writes one; its run folder is printed at the end"
+OF_FIT = "python -m lit_cifar fit writes one; its run folder is printed at the end"
 
 
 def read_metrics(run: str | Path) -> pd.DataFrame:
@@ -29,7 +29,7 @@ def read_metrics(run: str | Path) -> pd.DataFrame:
     Raises:
         ConfigError: If the folder has no such file, or it is damaged.
     """
-    columns = run_reader.read_metrics(_file(run, run_reader.METRICS, remedy=_OF_FIT))
+    columns = run_reader.read_metrics(file_of(run, run_reader.METRICS, remedy=OF_FIT))
     frame = pd.DataFrame({name: pd.Series(values, dtype=float) for name, values in columns.items()})
     return frame.sort_index().rename_axis("step").reset_index()
 
@@ -43,7 +43,7 @@ def read_digests(run: str | Path) -> "pd.Series[str]":
     Raises:
         ConfigError: If the folder has no such file.
     """
-    lines = [line.split() for line in _file(run, DIGESTS, remedy=_OF_FIT).read_text().splitlines()]
+    lines = [line.split() for line in file_of(run, DIGESTS, remedy=OF_FIT).read_text().splitlines()]
     return pd.Series({int(epoch) + 1: digest for digest, _, epoch in lines}, name="SHA-256").rename_axis("epoch")
 
 
@@ -63,7 +63,7 @@ def read_per_rank(run: str | Path, *, split: str) -> pd.DataFrame:
     """
     command = "validate" if split == "val" else split
     remedy = f"python -m lit_cifar {command} --ckpt_path CHECKPOINT writes one into its run folder"
-    path = _file(run, PER_RANK, remedy=remedy)
+    path = file_of(run, PER_RANK, remedy=remedy)
     counts = run_reader.read_ranks(path).get(split)
     if counts is None:
         raise ConfigError(f"{path} has no rows of split={split}", remedy=remedy)
@@ -146,7 +146,8 @@ def plot_curves(runs: Mapping[str, pd.DataFrame]) -> Figure:
     return figure
 
 
-def _file(run: str | Path, name: str, *, remedy: str) -> Path:
+def file_of(run: str | Path, name: str, *, remedy: str) -> Path:
+    """A file of a run folder; a `ConfigError` if it is not there."""
     path = Path(run) / name
     if not path.is_file():
         raise ConfigError(f"no {name} in the run folder {run}", remedy=remedy)

@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lit_cifar.errors import ConfigError
+from analysis.run_frames import file_of
 from lit_cifar.models.blocks import Partition
 from lit_cifar.tools.bench.timeline import FILE
 
@@ -38,13 +38,8 @@ def read_timeline(run: str | Path) -> pd.DataFrame:
     Raises:
         ConfigError: If the folder has no such file.
     """
-    path = Path(run) / FILE
-    if not path.is_file():
-        raise ConfigError(
-            f"no {FILE} in the run folder {run}",
-            remedy="python -m lit_cifar fit --trainer.strategy=pp "
-            "--trainer.callbacks+=lit_cifar.tools.bench.timeline.Timeline writes one",
-        )
+    timeline = "--trainer.callbacks+=lit_cifar.tools.bench.timeline.Timeline"
+    path = file_of(run, FILE, remedy=f"python -m lit_cifar fit --trainer.strategy=pp {timeline} writes one")
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     frame = pd.DataFrame([span["args"] | {"start_ms": span["ts"] / 1e3, "ms": span["dur"] / 1e3} for span in spans])

@@ -13,8 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from analysis.run_frames import BLUE, RED, read_metrics
-from lit_cifar.errors import ConfigError
+from analysis.run_frames import BLUE, OF_FIT, RED, file_of, read_metrics
 
 RUNNING = ("running_mean", "running_var")
 
@@ -36,12 +35,7 @@ def read_weights(run: str | Path) -> dict[str, Tensor]:
     Raises:
         ConfigError: If the folder has none.
     """
-    path = Path(run) / "checkpoints" / "last.ckpt"
-    if not path.is_file():
-        raise ConfigError(
-            f"no checkpoints/last.ckpt in the run folder {run}",
-            remedy="python -m lit_cifar fit writes one; its run folder is printed at the end",
-        )
+    path = file_of(run, "checkpoints/last.ckpt", remedy=OF_FIT)
     weights: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
     return weights
 
