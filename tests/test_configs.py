@@ -1,6 +1,5 @@
 """Every shipped configuration passes all checks, those of one process train; what the scripts of configs/cluster do."""
 
-import math
 import os
 import signal
 import subprocess
@@ -14,7 +13,6 @@ import pytest
 import yaml
 from commands import TINY, environment_of, last_checkpoint, run_here
 
-from analysis.articles import PRINTED_RUNS
 from lit_cifar.cli.main import CLI
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -66,14 +64,6 @@ def test_the_articles_runs_differ_in_mode_and_batch_alone(mode: str) -> None:
     per_process = other["data"].pop("batch_size") // (2 if mode.startswith("ddp") else 1)
     assert per_process == single["data"].pop("batch_size") == 128
     assert other == single
-
-
-@pytest.mark.parametrize("run", PRINTED_RUNS.to_dict("records"), ids=lambda run: run["config"])
-def test_every_run_that_the_articles_print_has_a_configuration_with_its_batch(run: dict[str, object]) -> None:
-    config = yaml.safe_load((CONFIGS / "reproduce" / f"{run['config']}.yaml").read_text())
-    assert config["data"]["batch_size"] == run["batch"]
-    if run["steps per epoch"] != "not printed":
-        assert math.ceil(50_000 / config["data"]["batch_size"]) == run["steps per epoch"]
 
 
 # ---------------------------------------------------------------- configs/cluster

@@ -10,16 +10,6 @@ from lit_cifar.errors import ConfigError
 PRINTED_LOSSES = (2.07, 1.46, 1.21, 0.99, 0.82, 0.55)
 """Mean training loss of epochs 1 to 6, one process."""
 
-PRINTED_RUNS = pd.DataFrame(
-    [
-        ("Part 1", "one device", "single", 128, "not printed", "74.79 to 76.04"),
-        ("Part 2", "dp, 2 GPUs", "dp", 128, "not printed", "74.79"),
-        ("Part 3", "ddp, 2 GPUs", "ddp", 256, 196, "71.29 and 70.12"),
-    ],
-    columns=["article", "run", "config", "batch", "steps per epoch", "test accuracy (%)"],
-)
-"""`config` is a file of configs/reproduce; `batch` is the global one."""
-
 
 def epoch_means(run: str | Path) -> pd.DataFrame:
     """Mean training loss and accuracy of the epochs that a run has completed.
