@@ -1,7 +1,6 @@
 """Who works when: the recorder, its trace, and what is read from it; `test_pipeline` has the callback in runs."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -74,17 +73,7 @@ def test_what_is_saved_for_backward_is_that_of_the_microbatch_without_parameters
     assert span["args"]["saved_bytes"] == 2 * 512 * 4
 
 
-# ---------------------------------------------------------------- schedules as tables
-
-
-def gpipe(num_workers: int, num_microbatches: int) -> Iterator[tuple[str, int, int]]:
-    for microbatch in range(num_microbatches):
-        yield from (("forward", stage, microbatch) for stage in range(num_workers))
-    for microbatch in range(num_microbatches):
-        yield from (("backward", stage, microbatch) for stage in reversed(range(num_workers)))
-
-
-def timeline_of(works: Iterator[tuple[str, int, int]]) -> pd.DataFrame:
+def timeline_of(works: list[tuple[str, int, int]]) -> pd.DataFrame:
     """A frame in which one work follows the other."""
     rows = [
         {"step": 0, "worker": f"process {stage}", "stage": stage, "microbatch": microbatch, "kind": kind}
@@ -95,12 +84,12 @@ def timeline_of(works: Iterator[tuple[str, int, int]]) -> pd.DataFrame:
 
 
 def test_stored_activations_are_counted_until_their_last_backward() -> None:
-    assert stored_mib(timeline_of(gpipe(2, 4))).to_dict() == {"process 0": 12.0, "process 1": 12.0}
-    freed = timeline_of(iter([("forward", 0, 0), ("backward", 0, 0), ("forward", 0, 1), ("backward", 0, 1)]))
-    assert stored_mib(freed).to_dict() == {"process 0": 3.0}
+    freed = [("forward", 0, 0), ("backward", 0, 0), ("forward", 0, 1), ("backward", 0, 1)]
+    gpipe = [("forward", 1, 0), ("forward", 1, 1), ("backward", 1, 0), ("backward", 1, 1)]
+    assert stored_mib(timeline_of(freed + gpipe)).to_dict() == {"process 0": 3.0, "process 1": 6.0}
     halves = [("forward", 0, 0), ("backward_input", 0, 0), ("forward", 0, 1), ("backward_input", 0, 1)]
     halves += [("backward_weight", 0, 0), ("backward_weight", 0, 1)]
-    assert stored_mib(timeline_of(iter(halves))).to_dict() == {"process 0": 6.0}
+    assert stored_mib(timeline_of(halves)).to_dict() == {"process 0": 6.0}
 
 
 def test_the_trace_has_a_row_for_each_stage_and_microseconds(tmp_path: Path) -> None:
