@@ -13,11 +13,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from documents import ROOT
 from nbclient import NotebookClient
 
 from analysis import notebook as runs
 
-ROOT = Path(__file__).parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 
 SYNTHETIC = 'DATA = ["--data.dataset=synthetic"]\n'

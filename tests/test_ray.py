@@ -9,18 +9,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from subprocess import PIPE
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
 from commands import TINY, launch, mode_flags, refused
+from documents import ROOT
 from processes import is_running
 from recorder import global_steps
 
 from lit_cifar.launch.node import NodeProcesses
 from lit_cifar.launch.signals import EXIT_STOPPED
 
-TESTS = Path(__file__).parent
 EPOCHS = 3
 LONG = [
     f"--trainer.max_epochs={EPOCHS}",
@@ -29,12 +30,6 @@ LONG = [
     "--trainer.callbacks.seconds=0.7",
     "--trainer.strategy=ddp",
 ]
-needs_cluster = (
-    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'lit-cifar[ray]'"),
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.xdist_group("ray"),
-)
 
 
 def test_without_ray_the_command_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,27 +65,19 @@ def test_what_processes_print_and_their_end_are_handed_over(tmp_path: Path) -> N
     assert err.count(b"there is no command nothing") == 2
 
 
-class Cluster:
-    """The nodes of `ray_cluster`, two to train on and one for each that a test kills."""
-
-    def __init__(self) -> None:
-        path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-        self.environment = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, TESTS / "ray_cluster.py"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._program = subprocess.Popen(command, env=self.environment, text=True, **pipes)
-        assert self._program.stdout is not None
-        self.address = self._program.stdout.readline().strip()
-
-    def close(self) -> None:
-        self._program.communicate(timeout=300)
+class Cluster(NamedTuple):
+    address: str
+    environment: dict[str, str]  # that of a job
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    found = Cluster()
-    yield found
-    found.close()
+    """The nodes of `ray_cluster`, two to train on and one for each that a test kills."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}", "GLOO_SOCKET_IFNAME": "lo"}
+    command, pipes = [sys.executable, ROOT / "tests" / "ray_cluster.py"], {"stdin": PIPE, "stdout": PIPE}
+    program = subprocess.Popen(command, env=environment, text=True, **pipes)
+    yield Cluster(program.stdout.readline().strip(), environment)
+    program.communicate(timeout=300)
 
 
 class Job:
@@ -158,9 +145,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def on_cluster(test: Callable[..., None]) -> Callable[..., None]:
-    for mark in needs_cluster:
-        test = mark(test)
-    return test
+    no_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'lit-cifar[ray]'")
+    return no_ray(pytest.mark.slow(pytest.mark.timeout(900)(test)))
 
 
 @on_cluster

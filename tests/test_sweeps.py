@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 from commands import TINY, callback, launch, mode_flags
+from documents import ROOT
 from processes import marked
+from ray_cluster import BUSY
 
-ROOT = Path(__file__).parents[1]
 FLAGS = [
     *TINY,
     *mode_flags("ddp"),
@@ -29,8 +30,6 @@ needs_optuna, needs_ray = (
     pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed: pip install 'lit-cifar[sweeps]'")
     for name in ("optuna", "ray")
 )
-# On a busy machine Ray's own helpers need longer than it waits for them, and a worker that gives way to all others.
-BUSY = {"RAY_agent_register_timeout_ms": "300000", "RAY_raylet_start_wait_time_s": "120", "RAY_worker_niceness": "0"}
 
 
 @dataclass
