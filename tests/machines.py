@@ -72,11 +72,6 @@ class Machine:
                 started.wait()
             psutil.wait_procs(processes, timeout=10)
 
-    def switch_off(self) -> None:
-        """End everything here, and the machine with it."""
-        self.kill_all()
-        _ip("netns", "delete", self.name)
-
 
 @contextmanager
 def two_machines() -> Iterator[tuple[Machine, Machine]]:
@@ -96,7 +91,8 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
         yield machines[0], machines[1]
     finally:
         for machine in made:
-            machine.switch_off()
+            machine.kill_all()
+            _ip("netns", "delete", machine.name)
 
 
 def why_not() -> str | None:
