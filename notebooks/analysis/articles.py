@@ -12,10 +12,7 @@ PRINTED_LOSSES = (2.07, 1.46, 1.21, 0.99, 0.82, 0.55)
 
 
 def epoch_means(run: str | Path) -> pd.DataFrame:
-    """Mean training loss and accuracy of the epochs that a run has completed.
-
-    Args:
-        run: A run folder.
+    """Mean training loss and accuracy of the epochs that a run has completed, from its folder.
 
     Returns:
         Columns loss and accuracy; the index is the epoch, counted from 1.

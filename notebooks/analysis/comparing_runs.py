@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis.run_frames import BLUE, GREY, RED, read_metrics
+from analysis.run_frames import BLUE, GREY, RED, read_metrics, tidy
 from lit_cifar.errors import ConfigError
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -147,5 +147,4 @@ def _draw_groups(axes: Axes, groups: Mapping[str, Sequence[float]]) -> None:
         axes.hlines(float(np.mean(values)), place - 0.25, place + 0.25, color=GREY, linewidth=2)
     axes.set_xticks(range(len(groups)), list(groups))
     axes.set_xlim(-0.5, len(groups) - 0.5)
-    axes.grid(axis="y", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes, grid="y")

@@ -19,7 +19,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis.run_frames import BLUE, GREY, RED, read_metrics
+from analysis.run_frames import BLUE, GREY, RED, read_metrics, tidy
 from lit_cifar.errors import ConfigError
 
 
@@ -166,6 +166,5 @@ def plot_learning_rates(panels: Mapping[str, Mapping[str, pd.DataFrame]]) -> Fig
 def _panels(figure: Figure, number: int) -> list[Axes]:
     found = list(figure.subplots(1, number, sharey=True, squeeze=False)[0])
     for axes in found:
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+        tidy(axes)
     return found

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -19,12 +20,9 @@ OF_FIT = "python -m lit_cifar fit writes one; its run folder is printed at the e
 
 
 def read_metrics(run: str | Path) -> pd.DataFrame:
-    """`metrics.csv` with one row for each step; nan where a metric was not logged at that step.
+    """`metrics.csv` of a run folder with one row for each step; nan where a metric was not logged at that step.
 
     Files of earlier versions have several rows for a step, which become one here.
-
-    Args:
-        run: A run folder.
 
     Raises:
         ConfigError: If the folder has no such file, or it is damaged.
@@ -35,10 +33,7 @@ def read_metrics(run: str | Path) -> pd.DataFrame:
 
 
 def read_digests(run: str | Path) -> "pd.Series[str]":
-    """The SHA-256 of parameters and buffers after each epoch, from `weights.sha256`; epochs are counted from 1.
-
-    Args:
-        run: A run folder.
+    """The SHA-256 of parameters and buffers after each epoch, from a run folder; epochs are counted from 1.
 
     Raises:
         ConfigError: If the folder has no such file.
@@ -122,8 +117,7 @@ def _draw_ranks(axes: Axes, frame: pd.DataFrame) -> None:
     axes.set_xlim(-0.6, len(ranks) - 0.4)
     axes.set_xlabel("rank")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
-    axes.grid(axis="y", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes, grid="y")
 
 
 def plot_curves(runs: Mapping[str, pd.DataFrame]) -> Figure:
@@ -139,11 +133,15 @@ def plot_curves(runs: Mapping[str, pd.DataFrame]) -> Figure:
                 logged = frame.dropna(subset=[metric])
                 axes.plot(logged["step"], logged[metric], marker=".", label=label)
         axes.set(xlabel="optimizer step", title=metric)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+        tidy(axes)
         if axes.lines:
             axes.legend(frameon=False)
     return figure
+
+
+def tidy(axes: Axes, *, grid: Literal["both", "x", "y"] = "both") -> None:
+    axes.grid(axis=grid, alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def file_of(run: str | Path, name: str, *, remedy: str) -> Path:

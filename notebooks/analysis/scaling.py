@@ -10,7 +10,7 @@ import yaml  # type: ignore[import-untyped]
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis.run_frames import BLUE, GREY, read_metrics
+from analysis.run_frames import BLUE, GREY, read_metrics, tidy
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.progress import METRIC as SPEED
 from lit_cifar.tools.bench.memory import FILES
@@ -144,8 +144,7 @@ def plot_scaling(frame: pd.DataFrame) -> Figure:
     speed.set_yticks(range(len(labels)), labels)
     speed.invert_yaxis()
     for axes in (speed, speedup, memory):
-        axes.grid(axis="x", alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+        tidy(axes, grid="x")
     return figure
 
 
@@ -172,8 +171,7 @@ def plot_accuracy_over_time(runs: Mapping[str, pd.DataFrame], *, target: float |
         if target is not None:
             axes.axhline(100 * target, color=GREY, linestyle="--", linewidth=1)
         axes.set_xlabel(xlabel)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+        tidy(axes)
     panels[0].set_ylabel("validation accuracy in %")
     panels[1].legend(frameon=False, fontsize=8, loc="lower right")
     return figure

@@ -27,10 +27,7 @@ UNIT_COSTS = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_
 
 
 def read_timeline(run: str | Path) -> pd.DataFrame:
-    """The spans of `timeline.json`.
-
-    Args:
-        run: A run folder.
+    """The spans of `timeline.json` in a run folder.
 
     Returns:
         Columns step, rank, worker, stage, microbatch, kind, start_ms, end_ms (from the start of the step), saved_mib.

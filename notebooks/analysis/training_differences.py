@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from analysis.run_frames import BLUE, OF_FIT, RED, file_of, read_metrics
+from analysis.run_frames import BLUE, OF_FIT, RED, file_of, read_metrics, tidy
 
 RUNNING = ("running_mean", "running_var")
 
@@ -148,6 +148,5 @@ def plot_distances(distances: Mapping[str, "pd.Series[float]"], *, xlabel: str, 
 
 
 def _tidy(axes: Axes) -> None:
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes)
     axes.legend(frameon=False, fontsize=8)
