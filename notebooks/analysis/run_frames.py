@@ -67,19 +67,15 @@ def read_per_rank(run: str | Path, *, split: str) -> pd.DataFrame:
 
 def per_rank_frame(counts: Sequence[AccuracyCount], *, split: str, whole: AccuracyCount | None = None) -> pd.DataFrame:
     """The frame that `read_per_rank` would return for these counts; without their sum, `whole`, unless it is given."""
-    named = [*enumerate(counts), *([] if whole is None else [("all", whole)])]
-    rows = [(split, str(rank), count.correct, count.total, count.accuracy) for rank, count in named]
-    return with_intervals(pd.DataFrame(rows, columns=["split", "rank", "correct", "total", "accuracy"]))
-
-
-def with_intervals(frame: pd.DataFrame) -> pd.DataFrame:
-    """Add low, high and deviates to a frame of one split with columns rank, correct and total."""
-    counts = [AccuracyCount(int(c), int(t)) for c, t in zip(frame["correct"], frame["total"], strict=True)]
-    low, high = zip(*(count.interval() for count in counts), strict=True)
-    frame = frame.assign(low=low, high=high, deviates=False)
-    is_rank = frame["rank"] != "all"
-    frame.loc[is_rank, "deviates"] = deviates([counts[row] for row in frame.index[is_rank]])
-    return frame
+    named = [(str(rank), count, flag) for rank, (count, flag) in enumerate(zip(counts, deviates(counts), strict=True))]
+    if whole is not None:
+        named.append(("all", whole, False))
+    rows = [
+        (split, name, count.correct, count.total, count.accuracy, *count.interval(), flag)
+        for name, count, flag in named
+    ]
+    columns = ["split", "rank", "correct", "total", "accuracy", "low", "high", "deviates"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def plot_per_rank(evaluations: Mapping[str, pd.DataFrame]) -> Figure:
