@@ -20,7 +20,7 @@ from documents import ROOT
 from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
 
-from lit_cifar import LitResNet, strategies
+from lit_cifar import LitResNet
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode.table import MODES, Row
 from lit_cifar.tools.doctor import ALL_MODES, COPY_MODES, PROCESS_MODES, Check, MachineFinding, command, machine
@@ -163,10 +163,7 @@ def test_a_gpu_that_torch_cannot_use_or_others_use(monkeypatch: pytest.MonkeyPat
 
 
 def test_gpus_that_the_driver_knows_and_torch_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_old() -> None:
-        raise RuntimeError("The NVIDIA driver on your system is too old.\nmore")
-
-    monkeypatch.setattr(torch.cuda, "init", too_old)
+    monkeypatch.setattr(torch.cuda, "init", fails)
     assert machine.ask_nvidia_smi("--no-such-option-of-nvidia-smi") == ""
     monkeypatch.setattr(machine, "ask_nvidia_smi", lambda *_: "")
     assert machine.check_no_gpus() == Check("GPUs", "none")
@@ -176,7 +173,7 @@ def test_gpus_that_the_driver_knows_and_torch_does_not(monkeypatch: pytest.Monke
     assert (note.mend, note.modes) == ("unset CUDA_VISIBLE_DEVICES", ())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     (finding,) = machine.check_no_gpus().findings
-    assert finding.problem.endswith("torch sees none: The NVIDIA driver on your system is too old.")
+    assert finding.problem.endswith("torch sees none: CUDA error: unknown.")
     assert finding.modes == ALL_MODES
 
 
@@ -321,7 +318,6 @@ def test_the_form_with_a_class_trains(tmp_path: Path) -> None:
     """What one GPU is told to run as `mp`, on the CPU."""
     words = flags(table(1)["mp"])
     assert words[1:] == ["--trainer.strategy.num_stages=2", "--trainer.devices=1"]
-    assert hasattr(strategies, words[0].removeprefix("--trainer.strategy="))
     done = run_here("fit", *TINY, f"--run_dir={tmp_path / 'run'}", *words)
     assert "split       0  cpu 0" in done.stdout
 
@@ -345,29 +341,20 @@ def test_one_process_for_each_gpu() -> None:
         placed(3, num_gpus=2)
 
 
-def examined(*findings: MachineFinding, ranks: Ranks, links: str = "") -> Examination:
-    """A made-up machine."""
-    return Examination(
-        machine=[Check("memory", "8 GiB")],
-        environment=[Check("variables", "none")],
-        links=links,
-        copies=Check("GPU to GPU", "not probed"),
-        ranks=ranks,
-        findings=[*findings],
-        verdicts=judge_modes([*table(2).values()], findings),
-    )
-
-
-def page(found: Examination) -> list[str]:
-    print_page(found, Console(file=(out := StringIO()), width=100))
-    return [line.rstrip() for line in out.getvalue().splitlines()]
-
-
 def test_the_page_begins_with_what_is_wrong_and_what_mends_it() -> None:
     note, mend = MachineFinding("GPUs differ.", "nvidia-smi"), " ".join(["fit", *["--a_long_flag=1"] * 10])
     wrong = MachineFinding("Copies [cuda:0] are lost.", mend, COPY_MODES)
-    found = examined(note, wrong, ranks=Ranks(accelerator="cpu", failure="did not start"))
-    lines = page(found)
+    found = Examination(
+        machine=[Check("memory", "8 GiB")],
+        environment=[Check("variables", "none")],
+        links="",
+        copies=Check("GPU to GPU", "not probed"),
+        ranks=Ranks(accelerator="cpu", failure="did not start"),
+        findings=[note, wrong],
+        verdicts=judge_modes([*table(2).values()], [note, wrong]),
+    )
+    print_page(found, Console(file=(out := StringIO()), width=100))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
     begin = ["", "Not fit: 1 fault", "   1. Copies [cuda:0] are lost.", f"      {mend}", " note GPUs differ."]
     assert lines[:6] == [*begin, "      nvidia-smi"]
     assert {"  dp           no, see 1", "  ddp          yes, on 2 GPUs", "  failed    did not start"} <= {*lines}
