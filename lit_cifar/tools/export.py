@@ -60,8 +60,7 @@ def main(args: list[str]) -> int:
     root = options.root or config["data"].get("root", "data")
     network = own_network(config["model"].get("network"))
     module, data = open_checkpoint(path, network=network, dataset=config["data"].get("dataset"), root=root)
-    record = {"checkpoint": {"file": path.name, "sha256": _digest(index_of(path))}, "data": data.name}
-    found = export(module, data, formats, folder=folder, record=record)
+    found = export(module, data, formats, folder=folder, checkpoint=path)
     lines = [f"{file}: logits within {gap:.0e} of the checkpoint's" for file, gap in found.items()]
     if all(gap <= BOUND for gap in found.values()):
         print(*lines, f"exported to {folder}; {RECORD} there says what goes in and out", sep="\n")
@@ -222,12 +221,11 @@ FORMATS = {
 
 @torch.no_grad()
 def export(
-    module: LitResNet, data: CIFAR10DataModule, formats: Sequence[Format], *, folder: Path, record: dict[str, Any]
+    module: LitResNet, data: CIFAR10DataModule, formats: Sequence[Format], *, folder: Path, checkpoint: Path
 ) -> dict[str, float]:
     """Write the files, run each again, and compare it with the checkpoint; `folder` is made only if all agree.
 
     Return the largest difference of a logit for each file, on images of random bytes, in units of the largest logit.
-    `record` holds the entries of `export.json` about the checkpoint.
     """
     random, ids = torch.Generator().manual_seed(0), torch.arange(_NUM_IMAGES)
     images = torch.randint(256, (_NUM_IMAGES, *module.image_shape), generator=random).to(torch.uint8)
@@ -244,7 +242,9 @@ def export(
             found[form.file] = gap = float((logits - expected).abs().max() / expected.abs().max())
             files[form.file] = {"sha256": _digest(file), "images_compared": _NUM_IMAGES, "largest_difference": gap}
         if all(difference <= BOUND for difference in found.values()):
-            content = record | {
+            content = {
+                "checkpoint": {"file": checkpoint.name, "sha256": _digest(index_of(checkpoint))},
+                "data": data.name,
                 "network": str(module.header),
                 "classes": data.classes,
                 "images": f"uint8 (n, {', '.join(map(str, module.image_shape))}), RGB from 0 to 255; "
