@@ -30,10 +30,6 @@ def logger(name: str, **arguments: object) -> list[str]:
     return [f"--trainer.logger={name}", *own]
 
 
-def profiler(name: str) -> list[str]:
-    return [f"--trainer.profiler={name}"]
-
-
 def files(pattern: str, least: int = 1) -> Callable[[Path, str], bool]:
     """Whether so many files below the run's folder have such names."""
     return lambda run, said: len([*run.glob(pattern)]) >= least
@@ -84,9 +80,9 @@ OBSERVERS: dict[str, Brought] = {
         callback("LearningRateMonitor", logging_interval="step", log_momentum="true"), logged("momentum")
     ),
     "DeviceStatsMonitor": Brought(callback("DeviceStatsMonitor", cpu_stats="true"), logged("cpu_percent"), "psutil"),
-    "simple": Brought(profiler("simple"), says("Mean duration")),
-    "advanced": Brought(profiler("advanced"), says("function calls")),
-    "pytorch": Brought(profiler("pytorch"), says("CPU total|Self CPU")),
+    "simple": Brought(["--trainer.profiler=simple"], says("Mean duration")),
+    "advanced": Brought(["--trainer.profiler=advanced"], says("function calls")),
+    "pytorch": Brought(["--trainer.profiler=pytorch"], says("CPU total|Self CPU")),
 }
 # It waits for a loss that is smaller by 10 for one epoch, and so ends the run of four after the second.
 EARLY = callback("EarlyStopping", monitor="val/loss", min_delta=10, patience=1)

@@ -17,20 +17,14 @@ PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 SMALL = ["--data.num_train=96", "--data.num_test=16", "--data.val_size=16", "--data.batch_size=16"]
 
 
-def recipe(title: str) -> tuple[str, list[str]]:
-    """The diff and the command of a section; the command without `python`."""
+def added(title: str, folder: Path) -> list[str]:
+    """Copy the repository to `folder` and apply a section's diff; return the section's command without `python`."""
     section = PAGE.split(f"### {title}\n")[1].split("\n### ")[0].split("\n## ")[0]
     (diff,), (command,) = (re.findall(rf"```{kind}\n(.*?)```", section, re.DOTALL) for kind in ("diff", "bash"))
-    return diff, command.split()[1:]
-
-
-def added(title: str, folder: Path) -> list[str]:
-    """A copy of the repository in `folder` with the diff applied; the command of the section."""
     for part in ("lit_cifar", "configs", "tests/mutations"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
-    diff, command = recipe(title)
     subprocess.run(["git", "apply", "--verbose", "-"], input=diff, text=True, cwd=folder, check=True)
-    return command
+    return command.split()[1:]
 
 
 def succeeds(folder: Path, *arguments: str) -> str:
