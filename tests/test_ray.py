@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import PIPE
@@ -21,6 +21,7 @@ from recorder import global_steps
 
 from lit_cifar.launch.node import NodeProcesses
 from lit_cifar.launch.signals import EXIT_STOPPED
+from lit_cifar.tools.chaos.job import wait_until
 
 EPOCHS = 3
 LONG = [
@@ -124,11 +125,8 @@ class Job:
             time.sleep(0.2)
 
 
-def wait_for_end(processes: Iterable[psutil.Process]) -> None:
-    deadline = time.monotonic() + 60
-    while alive := [process for process in processes if is_running(process)]:
-        assert time.monotonic() < deadline, alive
-        time.sleep(0.2)
+def wait_for_end(processes: Collection[psutil.Process]) -> None:
+    assert wait_until(lambda: not any(map(is_running, processes)), limit_s=60, poll_s=0.2), processes
 
 
 def end_of(run: Path) -> tuple[str, str]:
@@ -161,24 +159,18 @@ def test_two_nodes_train_as_two_processes_without_ray(mode: str, cluster: Cluste
 
 
 @on_cluster
-def test_a_killed_worker_costs_no_sample(cluster: Cluster, undisturbed: tuple[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", ["worker", "node"])
+def test_what_is_killed_costs_no_sample(
+    killed: str, cluster: Cluster, undisturbed: tuple[str, str], tmp_path: Path
+) -> None:
     job = Job(cluster, tmp_path, *LONG, "--resume=auto", own="--max_failures=1")
     job.wait_for(step=7)
-    job.workers()[1].kill()
+    worker = job.workers()[1]
+    node = psutil.Process(int(worker.environ()["RAY_RAYLET_PID"]))
+    first, *others = [worker] if killed == "worker" else [node, *node.children(recursive=True)]
+    first.kill()
     assert job.status() == 0, job.log()
-    assert "start 1 of 1 after a failure" in job.log()
-    assert end_of(job.run) == undisturbed
-
-
-@on_cluster
-def test_a_killed_node_costs_no_sample(cluster: Cluster, undisturbed: tuple[str, str], tmp_path: Path) -> None:
-    job = Job(cluster, tmp_path, *LONG, "--resume=auto", own="--max_failures=1")
-    job.wait_for(step=7)
-    node = psutil.Process(int(job.workers()[1].environ()["RAY_RAYLET_PID"]))
-    processes = node.children(recursive=True)
-    node.kill()
-    assert job.status() == 0, job.log()
-    wait_for_end(processes)
+    wait_for_end(others)
     assert "start 1 of 1 after a failure" in job.log()
     assert end_of(job.run) == undisturbed
 
