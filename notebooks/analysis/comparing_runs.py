@@ -20,21 +20,13 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two groups of runs, compared by their means.
+    """Two groups of runs, compared by their means."""
 
-    Attributes:
-        num_runs: Runs in each group.
-        difference: Mean of the first group minus mean of the second.
-        low: Lower end of the 95 % interval of the difference.
-        high: Upper end of it.
-        p: Probability of a difference of at least this size if both groups have the same mean.
-    """
-
-    num_runs: tuple[int, int]
-    difference: float
-    low: float
-    high: float
-    p: float
+    num_runs: tuple[int, int]  # number of runs in each group
+    difference: float  # mean of the first group minus mean of the second
+    low: float  # lower end of the 95 % interval of the difference
+    high: float  # upper end of it
+    p: float  # probability of a difference of at least this size if both groups have the same mean
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> Comparison:
