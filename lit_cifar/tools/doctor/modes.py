@@ -38,7 +38,7 @@ class ModeRow:
     mode: Row
     verdict: str  # the devices, or the reason why it does not run
     command: str  # the command to run it there, or the remedy of the machine
-    fit: bool = True
+    fit: bool = True  # whether nothing that was found speaks against it
 
     def to_json(self) -> dict[str, str | bool]:
         return {"mode": self.mode.name, "fit": self.fit, "reason": self.verdict, "command": self.command}

@@ -224,9 +224,7 @@ def _ranks(runs: Runs, split: Split) -> list[Figure]:
         whole += [Bar(place, pooled(counts))] if counts else []
     if not groups:
         return []
-    title = f"Accuracy by rank, {SPLIT_WORDS[split]}"
-    title += "\n! differs from the other ranks by more than chance explains" if _has_marks(groups) else ""
-    return [_bar_chart(title, groups, runs, whole=whole)]
+    return [_bar_chart(f"Accuracy by rank, {SPLIT_WORDS[split]}", groups, runs, whole=whole)]
 
 
 def _classes(runs: Runs, split: Split) -> list[Figure]:
@@ -265,20 +263,18 @@ def _class_rows(confusion: Confusion) -> list[tuple[str, AccuracyCount, str | No
 
 def _bar_chart(title: str, groups: Mapping[str, Sequence[Bar]], runs: Runs, *, whole: Sequence[Bar] = ()) -> Figure:
     """Draw the groups; of very many only those with a mark, and those with the lowest accuracy."""
-    order = sorted(groups, key=lambda name: (not _has_marks({name: groups[name]}), _accuracy_of(groups[name])))
-    chosen = {*order[:_MOST_GROUPS]}
+    marked = {name for name, bars in groups.items() if any(bar.marked for bar in bars)}
+    if marked:
+        title += "\n! differs from the other ranks by more than chance explains"
+    chosen = {*sorted(groups, key=lambda name: (name not in marked, _accuracy_of(groups[name])))[:_MOST_GROUPS]}
     if len(chosen) < len(groups):
-        kinds = "marked or with the lowest accuracy" if _has_marks(groups) else "with the lowest accuracy"
+        kinds = "marked or with the lowest accuracy" if marked else "with the lowest accuracy"
         title += f"\nthe {len(chosen)} of {len(groups)} {kinds}"
     drawn = [(name, bars) for name, bars in groups.items() if name in chosen]
     return bar_chart(title, [*drawn, *([("all", whole)] if whole else [])], names=list(runs))
 
 
-def _has_marks(groups: Mapping[str, Sequence[Bar]]) -> bool:
-    return any(bar.marked for bars in groups.values() for bar in bars)
-
-
 def _accuracy_of(bars: Iterable[Bar]) -> float:
     """Accuracy over all runs; 1 without images."""
-    count: AccuracyCount = pooled(bar.count for bar in bars)
+    count = pooled(bar.count for bar in bars)
     return count.accuracy if count.total else 1.0
