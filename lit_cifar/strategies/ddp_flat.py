@@ -33,10 +33,6 @@ class FlatDDPStrategy(AveragingStrategy):
         module: Any = self.lightning_module
         return Compiled(network, cuda_graphs=module.cuda_graphs) if compiles(module) else network.__call__
 
-    def on_one_device(self, network: nn.Module) -> ForwardFn:
-        """Return the network as it is."""
-        return network
-
     @override
     def trained_parameters(self) -> Iterator[nn.Parameter]:
         return self.module.network.parameters()

@@ -149,6 +149,7 @@ class DataParallelStrategy(SingleProcessStrategy):
 
         return run
 
+    @override
     def on_one_device(self, network: nn.Module) -> ForwardFn:
         """Run the chunks one after the other, without `EmulatedReplicas`, whose mistakes would be repeated."""
 

@@ -215,10 +215,6 @@ class ShardedStrategy(MeshStrategy):
             if cast(DTensor, tensor).placements[-1].is_replicate() and tensor.is_floating_point():
                 yield local_part(tensor)
 
-    def on_one_device(self, network: nn.Module) -> ForwardFn:
-        """Return the network as it is."""
-        return network
-
     @override
     def share_of_norm(self, gradient: Tensor) -> float:
         if not isinstance(gradient, DTensor):

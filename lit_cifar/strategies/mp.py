@@ -167,18 +167,9 @@ class StagedStrategy(CutStrategy, ABC):
             recorder=self.recorder,
         )
 
+    @override
     def on_one_device(self, network: nn.Module) -> ForwardFn:
-        """Run the microbatches one after the other, without `StagedForward`, whose mistakes would be repeated."""
-
-        def run(images: Tensor) -> Tensor:
-            outputs = []
-            for number, piece in enumerate(images.tensor_split(self.num_microbatches)):
-                if self.num_microbatches > 1:
-                    begin_part(number)
-                outputs.append(network(piece))
-            return torch.cat(outputs)
-
-        return run
+        return lambda images: torch.cat(self.run_in_turn(network, images))
 
     @override
     def setup(self, trainer: L.Trainer) -> None:

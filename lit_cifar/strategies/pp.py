@@ -13,7 +13,6 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import ForwardFn
 from lit_cifar.mode.tensors import parameters_of
-from lit_cifar.models.random_streams import begin_part
 from lit_cifar.strategies.base import CutStrategy, compiles
 from lit_cifar.strategies.mesh import AveragingStrategy, loss_scale
 from lit_cifar.strategies.parts import Parts
@@ -179,16 +178,13 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         with_gradients: Tensor = PrecomputedGradients.apply(loss, gradients, scale, *parameters)
         return with_gradients
 
+    @override
     def on_one_device(self, network: nn.Module) -> ForwardFn:
         """Run the microbatches one after the other, forward and then backward."""
         parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
 
         def run(images: Tensor) -> Tensor:
-            outputs = []
-            for number, piece in enumerate(images.tensor_split(self.num_microbatches)):
-                begin_part(number)
-                outputs.append(network(piece))
-            logits: Tensor = InTurn.apply(outputs, *parameters)
+            logits: Tensor = InTurn.apply(self.run_in_turn(network, images), *parameters)
             return logits
 
         return run
