@@ -19,7 +19,6 @@ from lit_cifar.errors import ConfigError
 _TRIED = "pip install torch==2.15.0 torchvision==0.29.2 lightning==2.6.6 torchmetrics==1.9.0 jsonargparse==4.53.0"
 RUN, MODES, WATCHDOG, REPLAY = "every run", "every mode of lit_cifar", "the watchdog", "Replay"
 RELATIONS = "relations"
-BATCHNORM = "synchronised BatchNorm"
 # By who needs them, in a user's words. Those that begin with a dot are where the one before them is. A torch of the
 # release after "<", and later ones, have and need the name no more.
 NAMES = {
@@ -55,8 +54,8 @@ NAMES = {
         .backward_weight_one_chunk .forward_one_chunk""",
     "--trainer.strategy=fsdp2": "torch.nn.modules.conv._ConvNd",
     "host_gloo": "torch.distributed.ProcessGroup._register_backend",
-    BATCHNORM: """lightning.pytorch.LightningModule._trainer torch.nn.modules.batchnorm._BatchNorm ._NormBase
-        torch.nn.modules.batchnorm._BatchNorm._check_input_dim""",
+    "synchronised BatchNorm": """lightning.pytorch.LightningModule._trainer torch.nn.modules.batchnorm._BatchNorm
+        ._NormBase torch.nn.modules.batchnorm._BatchNorm._check_input_dim""",
     "averaging, and MuonSGD,": "torch._foreach_add ._foreach_add_ ._foreach_copy_ ._foreach_mul_",
     REPLAY: """lightning.pytorch.LightningModule._device_mesh ._fabric ._trainer
         lightning.pytorch.strategies.DDPStrategy._model_averager torch.Tensor._backward_hooks ._version
@@ -65,7 +64,6 @@ NAMES = {
         .broadcast .gather .rank .recv .recv_anysource .reduce .reduce_scatter .reduce_scatter_tensor_coalesced .scatter
         .send torch.distributed.distributed_c10d._world torch.distributed.distributed_c10d._World.pg_map
         torch.distributed.fsdp.FSDPModule._get_fsdp_state
-        torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_all_gather .foreach_reduce
         torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group torch.nn.Module._backward_hooks
         ._backward_pre_hooks ._forward_hooks ._forward_pre_hooks torch.nn.parallel.DistributedDataParallel._comm_hooks
         ._join_config torch.nn.parallel.distributed._DDPSink torch.utils.data.DataLoader._index_sampler
