@@ -128,7 +128,7 @@ def refuse(option: str, mode: Mode, **names: object) -> None:
 
     What `ddp_spawn` refuses, any mode refuses whose processes are spawned.
     """
-    names_of_mode = (mode.name, "ddp_spawn") if mode.is_spawned else (mode.name,)
-    if (row := next(filter(None, (refusal_of(option, name) for name in names_of_mode)), None)) is not None:
+    row = refusal_of(option, mode.name) or (refusal_of(option, "ddp_spawn") if mode.is_spawned else None)
+    if row is not None:
         shown = {"option": option, "mode": mode.name.removesuffix("-tp"), **names}
         raise ConfigError(row.problem.format(**shown), remedy=row.remedy)

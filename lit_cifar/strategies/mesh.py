@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -29,6 +29,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lit_cifar import internals
+from lit_cifar.mode import StartMethod
 from lit_cifar.mode.tensors import local_part, parameters_of
 from lit_cifar.strategies.base import CustomForwardStrategy, check_gradient_hooks
 
@@ -51,7 +52,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         self,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         self._failed = False

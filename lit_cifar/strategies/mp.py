@@ -281,7 +281,7 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
     def check(self) -> None:
         super().check()
         num_devices, each = len(self.parallel_devices or ()), self.num_stages
-        if num_devices % each or not num_devices:
+        if num_devices % each:
             nearest = max(1, round(num_devices / each)) * each
             raise ConfigError(
                 f"--trainer.strategy={self.strategy_name} with {each} stages does not divide "

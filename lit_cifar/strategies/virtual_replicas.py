@@ -89,7 +89,7 @@ class VirtualReplicas(Callback):
 
     def check(self, trainer: L.Trainer, data: CIFAR10DataModule) -> None:
         """Raise a `ConfigError` for settings that would change the bits, before any process is started."""
-        num_parts, strategy = self.num_parts, trainer.strategy
+        num_parts, strategy, mode = self.num_parts, trainer.strategy, mode_of(trainer.strategy)
         name = f"--virtual_replicas={num_parts}"
         if num_parts < 1 or num_parts & (num_parts - 1):
             nearest = 1 << max(0, num_parts.bit_length() - 1)
@@ -99,7 +99,7 @@ class VirtualReplicas(Callback):
             )
         _check_mode(name, strategy)
         _check_kernels(name, strategy.root_device)
-        if num_parts % (replicas := mode_of(strategy).layout.num_replicas):
+        if num_parts % (replicas := mode.layout.num_replicas):
             raise ConfigError(
                 f"{name} cannot be divided among {replicas} replicas",
                 remedy="change --trainer.devices, so that there are "
@@ -111,7 +111,7 @@ class VirtualReplicas(Callback):
                 "in another order",
                 remedy="leave out the latter: the parts of a batch pass one after the other already",
             )
-        if mode_of(strategy).synchronises_batchnorm and mode_of(strategy).layout.data_parallel_size > 1:
+        if mode.synchronises_batchnorm and mode.layout.data_parallel_size > 1:
             raise ConfigError(
                 f"{name} with --trainer.sync_batchnorm=true would normalise parts of several processes together",
                 remedy="leave out the latter: each part is normalised by itself",
