@@ -154,8 +154,8 @@ class StagedStrategy(CutStrategy, ABC):
                 child.to(self.root_device)
         # `module.to()` would also note the device on which Lightning makes the module's own tensors.
         internals.update_properties(module, device=self.root_device)
-        for stage, device in zip(self.partition.stages, self.stage_devices, strict=True):
-            stage.module(network).to(device)
+        for stage, device in zip(self.partition.modules(network), self.stage_devices, strict=True):
+            stage.to(device)
 
     @override
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:

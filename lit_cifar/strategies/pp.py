@@ -145,9 +145,9 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
             recorder=self.recorder,
             parts=self.parts,
         )
-        for index, stage in enumerate(self.partition.stages):
+        for index, stage in enumerate(self.partition.modules(network)):
             if index not in self.pipeline.stages:
-                stage.module(network).cpu()
+                stage.cpu()
         return self.pipeline.evaluate
 
     @override
@@ -191,8 +191,8 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
 
     @override
     def trained_elsewhere(self) -> set[Tensor]:
-        stages = [stage.module(self.module.network) for stage in self.partition.stages]
-        others = [stage for index, stage in enumerate(stages) if index not in self.pipeline.stages]
+        stages = enumerate(self.partition.modules(self.module.network))
+        others = [stage for index, stage in stages if index not in self.pipeline.stages]
         return {tensor for stage in others for tensor in (*stage.parameters(), *stage.buffers())}
 
     @override
@@ -218,8 +218,8 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
 
     def _owned_tensors(self, network: nn.Module) -> Iterator[tuple[int, Tensor]]:
         """Every parameter and buffer with the process of the first pipeline that holds its stage."""
-        for index, stage in enumerate(self.partition.stages):
-            for tensor in stage.module(network).state_dict(keep_vars=True).values():
+        for index, stage in enumerate(self.partition.modules(network)):
+            for tensor in stage.state_dict(keep_vars=True).values():
                 yield self.schedule.owner(index), tensor
 
     @override
