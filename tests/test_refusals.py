@@ -67,18 +67,8 @@ REFUSED = {
         "mean --data.augment.policy=rand_augment?",
     ],
     "--data.augment.policy=trivial_augment_wide --data.augment.magnitude=0": ["add --data.augment.policy=rand_augment"],
-    "--data.augment.num_ops=3": [
-        "--data.augment.num_ops=3 is a setting of RandAugment",
-        "add --data.augment.policy=rand_augment",
-    ],
-    "--data.augment.policy=rand_augment --data.augment.magnitude=31": [
-        "--data.augment.magnitude=31 must be between 0 and 30"
-    ],
-    "--data.augment.policy=rand_augment --data.augment.num_ops=0": ["--data.augment.num_ops=0 must be"],
-    "--data.augment.hue=0.6": ["--data.augment.hue=0.6 must be between 0 and 0.5"],
     "--data.augment.erasing=nan": ["--data.augment.erasing=nan must be a number"],
     "--data.augment.small_epochs=1": ["--data.augment.small_epochs=7 --data.augment.small_size=24"],
-    "--data.augment.small_epochs=1 --data.augment.small_size=-1": ["--data.augment.small_size=-1 must be at least 0"],
     "--data.augment.small_epochs=1 --data.augment.small_size=32": [
         "which have 32 pixels",
         "pass --data.augment.small_size=24",
@@ -103,7 +93,6 @@ REFUSED = {
     "--trainer.strategy=PipelineStrategy --trainer.strategy.schedule=1F2B": ["GPipe, 1F1B", "schedule=1F1B?"],
     "--data.dataset=fashion-mnist": ["cifar10, cifar100, fashion_mnist, ", "--data.dataset=fashion_mnist?"],
     "--data.cutout=8": ["did you mean --data.augment.cutout?"],
-    "--data.skip_unreadable=true": ["did you mean --data.pictures.skip_unreadable?"],
     "--data.augment.cutot=8": ["did you mean --data.augment.cutout?"],
     "--data.augment=maybe": ["--data.augment=maybe must be true or false"],
     "--model.optimizer=torch.optim.Sgd": ["did you mean --model.optimizer=SGD?"],
@@ -277,7 +266,6 @@ SIZES = [
     "overfit_batches=0.1",
     "overfit_batches=0.5",  # of a validation of one batch
     "limit_val_batches=0.5",
-    "--model.num_classes=0",
     "--model.image_size=-1",
     f"--model.ghost_batchnorm.accumulation=2 --model.ghost_batchnorm.data_parallel_size={10**12}",
     "--data.val_size=-1",
