@@ -40,10 +40,6 @@ LAYERS = [
 ]
 
 
-def part_of(path: Path) -> str:
-    return part_named(path.relative_to(PACKAGE).with_suffix("").parts)
-
-
 def part_named(parts: Sequence[str]) -> str:
     """A room, or one of those of the checks and the tools."""
     return ".".join(parts[:2]) if parts[0] in ("checks", "tools") else parts[0]
@@ -70,7 +66,7 @@ def imported_parts(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_parts_import_only_what_lies_below_them(path: Path) -> None:
-    part = part_of(path)
+    part = part_named(path.relative_to(PACKAGE).with_suffix("").parts)
     if part in ("__init__", "__main__", "checks.__init__", "tools.__init__"):
         return
     level = next(i for i, layer in enumerate(LAYERS) if part in layer)

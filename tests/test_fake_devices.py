@@ -48,21 +48,19 @@ def test_the_host_waits_for_what_a_stage_of_its_own_is_going_to_read() -> None:
 # ---------------------------------------------------------------- planted mistakes
 
 
-MISPLACED: dict[str, tuple[str, Any, str, Any]] = {
+MISPLACED: dict[str, tuple[Any, str, Any]] = {
     # As Lightning's own strategies do: the whole module on the root device.
-    "a stage": ("mp", StagedStrategy, "model_to_device", lambda self: self.model.to(self.root_device)),
+    "a stage": (StagedStrategy, "model_to_device", lambda self: self.model.to(self.root_device)),
     # Where Lightning has put Adagrad's sums when training begins.
-    "an optimizer's state": ("mp", lit_cifar.strategies.mp, "state_to_parameters", lambda optimizer: None),
+    "an optimizer's state": (lit_cifar.strategies.mp, "state_to_parameters", lambda optimizer: None),
 }
 
 
-@pytest.mark.parametrize(("mode", "owner", "name", "mistake"), MISPLACED.values(), ids=MISPLACED)
-def test_what_is_misplaced_is_caught(
-    mode: str, owner: Any, name: str, mistake: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("owner", "name", "mistake"), MISPLACED.values(), ids=MISPLACED)
+def test_what_is_misplaced_is_caught(owner: Any, name: str, mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name, mistake)
     with pytest.raises(RuntimeError, match="device"):  # FakeTensorDeviceMismatchError is one
-        train(MODES[mode](), lit_resnet(optimizer=partial(Adagrad, lr=0.1)), data_module())
+        train(MODES["mp"](), lit_resnet(optimizer=partial(Adagrad, lr=0.1)), data_module())
 
 
 class Waits(LitResNet):

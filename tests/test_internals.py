@@ -121,23 +121,21 @@ def foreign(node: ast.AST) -> list[str]:
     return [its.value for its in node.args[1:2] if isinstance(its, ast.Constant)] if asks else []  # type: ignore[attr-defined]
 
 
+def private_names() -> Iterator[tuple[str, str, ast.AST]]:
+    """The file, the name and the node of each."""
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            yield from ((path, name, node) for name in foreign(node) if is_private(name))
+
+
 def test_no_private_name_is_used_that_is_not_looked_up() -> None:
     known = LEAVES | {*OTHERS} | own_names()
-    places = [
-        (path, name) for path, tree in trees() for node in ast.walk(tree) for name in filter(is_private, foreign(node))
-    ]
-    assert [(path, name) for path, name in places if name not in known] == []
+    assert [(path, name) for path, name, _ in private_names() if name not in known] == []
 
 
 def test_no_private_name_is_imported_elsewhere() -> None:
-    imports = [
-        (path, name)
-        for path, tree in trees()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in filter(is_private, foreign(node))
-    ]
-    assert [(path, name) for path, name in imports if name not in OTHERS] == []
+    imports = [found for found in private_names() if isinstance(found[2], ast.Import | ast.ImportFrom)]
+    assert [(path, name) for path, name, _ in imports if name not in OTHERS] == []
 
 
 def test_no_private_method_is_overridden_that_is_not_looked_up() -> None:

@@ -2,7 +2,6 @@
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import lightning as L
@@ -22,26 +21,18 @@ from lit_cifar.mode import Layout, mode_of
 from lit_cifar.strategies import PipelineStrategy
 from lit_cifar.strategies.pipeline import Schedule, ScheduleName
 from lit_cifar.task.module import LitResNet
+from lit_cifar.tools.modes import SILENT
 
 TIMEOUT = timedelta(seconds=77)
 
 
 @pytest.mark.parametrize(
-    ("name", "num_processes", "owners"),
-    [
-        ("GPipe", 3, [0, 1, 2]),
-        ("1F1B", 1, [0]),
-        ("Interleaved1F1B", 3, [0, 1, 2, 0, 1, 2]),
-        ("ZBVZeroBubble", 3, [0, 1, 2, 2, 1, 0]),
-    ],
+    ("name", "owners"),
+    [("GPipe", [0, 1, 2]), ("Interleaved1F1B", [0, 1, 2, 0, 1, 2]), ("ZBVZeroBubble", [0, 1, 2, 2, 1, 0])],
 )
-def test_owners(name: ScheduleName, num_processes: int, owners: list[int]) -> None:
-    schedule = Schedule(name=name, num_processes=num_processes)
+def test_owners(name: ScheduleName, owners: list[int]) -> None:
+    schedule = Schedule(name=name, num_processes=3)
     assert [schedule.owner(stage) for stage in range(schedule.num_stages)] == owners
-
-
-def trainer(devices: int, strategy: PipelineStrategy | str) -> L.Trainer:
-    return L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, devices=devices, strategy=strategy)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +41,6 @@ def trainer(devices: int, strategy: PipelineStrategy | str) -> L.Trainer:
         (2, "pp", Layout(model_parallel_size=2, num_microbatches=4)),
         (5, "pp", Layout(model_parallel_size=5, num_microbatches=5)),
         (3, PipelineStrategy(schedule="ZBVZeroBubble"), Layout(model_parallel_size=3, num_microbatches=5)),
-        (5, PipelineStrategy(num_microbatches=6), Layout(model_parallel_size=5, num_microbatches=6)),
         (4, "ddp_pp", Layout(data_parallel_size=2, model_parallel_size=2, num_microbatches=4)),
         (
             4,
@@ -61,7 +51,7 @@ def trainer(devices: int, strategy: PipelineStrategy | str) -> L.Trainer:
     ],
 )
 def test_a_pipeline_reads_one_part(devices: int, strategy: PipelineStrategy | str, layout: Layout) -> None:
-    made = trainer(devices, strategy).strategy
+    made = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **SILENT).strategy
     assert mode_of(made).layout == layout
     assert isinstance(made, PipelineStrategy)
     assert made.strategy_name == ("pp" if layout.data_parallel_size == 1 else "ddp_pp")
@@ -76,7 +66,8 @@ def test_a_process_makes_its_own_two_groups_alone_with_the_runs_time_limit(
     monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: None)
     dist.init_process_group("fake", rank=5, world_size=1024, store=FakeStore())
     try:
-        strategy: Any = trainer(1024, PipelineStrategy(num_stages=4, timeout=TIMEOUT)).strategy
+        strategy = PipelineStrategy(num_stages=4, timeout=TIMEOUT)
+        L.Trainer(accelerator="cpu", devices=1024, strategy=strategy, **SILENT)
         strategy.setup_environment()
         assert [made.kwargs["timeout"] for made in make.call_args_list] == [TIMEOUT] * 2
         groups = (strategy.data_group, strategy.model_group)

@@ -31,6 +31,7 @@ from lit_cifar.models.blocks import blocks_of, num_tensor_parts
 from lit_cifar.strategies import ShardedStrategy, fsdp2, tp
 from lit_cifar.strategies.mesh import make_mesh
 from lit_cifar.strategies.state_dicts import local_slice
+from lit_cifar.tools.modes import SILENT
 
 pytestmark = [short, pytest.mark.usefixtures("one_process")]
 
@@ -168,10 +169,6 @@ def test_a_device_never_holds_more_than_its_parts_and_a_block(sizes: Any, monkey
 # ---------------------------------------------------------------- tables
 
 
-def trainer(**settings: Any) -> L.Trainer:
-    return L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **settings)
-
-
 @pytest.mark.parametrize(
     ("placements", "coordinate", "rows", "columns"),
     [
@@ -198,7 +195,7 @@ def test_the_model_axis_is_cut_first(placements: Any, coordinate: list[int], row
 )
 def test_sizes(sizes: tuple[int | None, int | None], devices: int, num_replicas: int, name: str) -> None:
     strategy = ShardedStrategy(*sizes)
-    trainer(devices=devices, strategy=strategy)
+    L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **SILENT)
     layout = strategy.layout
     assert (layout.data_parallel_size, layout.model_parallel_size) == (num_replicas, devices // num_replicas)
     assert strategy.distributed_sampler_kwargs == {"num_replicas": num_replicas, "rank": 0}
@@ -207,7 +204,7 @@ def test_sizes(sizes: tuple[int | None, int | None], devices: int, num_replicas:
 
 def test_one_replica_says_that_it_synchronises_nothing() -> None:
     with pytest.warns(UserWarning, match="has no effect on --trainer.strategy=tp with one replica"):
-        trainer(devices=2, strategy="tp", sync_batchnorm=True)
+        L.Trainer(accelerator="cpu", devices=2, strategy="tp", sync_batchnorm=True, **SILENT)
 
 
 def test_what_tp_does_not_split_cannot_drift_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +235,7 @@ def test_what_tp_does_not_split_cannot_drift_apart(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("mode", "held"), [("fsdp2", "2.46"), ("tp", "2.55")])
 def test_the_plan_says_how_much_a_process_holds(mode: str, held: str) -> None:
-    strategy: Any = trainer(strategy=mode, devices=2).strategy
+    strategy: Any = L.Trainer(accelerator="cpu", devices=2, strategy=mode, **SILENT).strategy
     strategy.connect(LitResNet("resnet10", stem="imagenet"))
     assert f"holds {held} of 4.91 M parameters" in strategy.split_lines()[0]
 
