@@ -39,17 +39,17 @@ pytestmark = [
 ]
 
 FLAGS = [*TINY, "--trainer.devices=1", f"--trainer.accelerator={ACCELERATOR}"]
+PIXELS = torch.randint(0, 256, (40, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+IMAGES = ImageSet(PIXELS, torch.arange(40) % 10, tuple("abcdefghij"))
 
 
 def test_mixed_batches_made_on_the_device_are_those_of_the_host() -> None:
     """Also the part that one of two processes has, which makes the images of the other's."""
-    pixels = torch.randint(0, 256, (40, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    images = ImageSet(pixels, torch.arange(40) % 10, tuple("abcdefghij"))
     mixing, weights = Mixing(seed=1, mixup=0.4, cutmix=1.0), torch.arange(1.0, 11.0)
     for layout in (Layout(), Layout(data_parallel_size=2, data_parallel_rank=1)):
         sampler = TrainSampler(num_samples=40, batch_size=4, layout=layout, epoch=3)
         there, here = (
-            list(BatchLoader(images.to(place), sampler, mixing=mixing, class_weights=weights.to(place)))
+            list(BatchLoader(IMAGES.to(place), sampler, mixing=mixing, class_weights=weights.to(place)))
             for place in (DEVICE, torch.device("cpu"))
         )
         for found, expected in zip(there, here, strict=True):
@@ -70,12 +70,10 @@ def test_mixed_batches_made_on_the_device_are_those_of_the_host() -> None:
 )
 def test_batches_made_on_the_device_are_those_of_the_host(options: dict[str, Any]) -> None:
     """The same bytes, with the largest keys."""
-    pixels = torch.randint(0, 256, (40, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    images = ImageSet(pixels, torch.arange(40) % 10, tuple("abcdefghij"))
     sampler = TrainSampler(num_samples=40, batch_size=16, layout=Layout(), epoch=3)
     augmentation = Augmentation(seed=2**61, cutout=8, **options)
     there, here = (
-        list(BatchLoader(place, sampler, augmentation=augmentation)) for place in (images.to(DEVICE), images)
+        list(BatchLoader(place, sampler, augmentation=augmentation)) for place in (IMAGES.to(DEVICE), IMAGES)
     )
     assert len(there) == len(here) == 3
     for found, expected in zip(there, here, strict=True):

@@ -85,7 +85,6 @@ REFUSED = {
     "--trainer.logger=CometLogger": ["comet"],  # which is not installed
     "--trainer.default_root_dir=x": ["--trainer.default_root_dir=x", "--run_dir=x"],
     "--trainer.strategy.num_microbatches=8": ["=auto ", "=CLASS --trainer.strategy.num_microbatches=8"],
-    "--trainer.strategy=ppp --trainer.strategy.num_microbatches=8": ["=ppp ", "--trainer.strategy=CLASS "],
     # A value that an option cannot have: what it can be, and what may have been meant.
     "--data.num_train=many": ["--data.num_train=many must be a whole number or null"],
     "--trainer.strategy=PipelineStrategy --trainer.strategy.num_stages=x": ["num_stages=x must be a whole number"],
@@ -265,7 +264,6 @@ SIZES = [
     "limit_train_batches=0.1",  # less than a batch
     "overfit_batches=0.1",
     "overfit_batches=0.5",  # of a validation of one batch
-    "limit_val_batches=0.5",
     "--model.image_size=-1",
     f"--model.ghost_batchnorm.accumulation=2 --model.ghost_batchnorm.data_parallel_size={10**12}",
     "--data.val_size=-1",
