@@ -83,5 +83,5 @@ def is_there(leaf: Any) -> bool:
         return False
     try:
         return hasattr(leaf.untyped_storage(), "is_there")
-    except (NotImplementedError, RuntimeError):  # it has none
+    except RuntimeError:  # it has none
         return False

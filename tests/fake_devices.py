@@ -31,6 +31,7 @@ from lit_cifar.reporting.run_report import RunReport
 from lit_cifar.strategies import DataParallelStrategy, LayerParallelStrategy
 from lit_cifar.task.callbacks import default_callbacks
 from lit_cifar.task.module import LitResNet
+from lit_cifar.tools.modes import SILENT
 
 SECOND = torch.device("meta", 1)
 
@@ -217,10 +218,7 @@ def _trainer(strategy: Any, **settings: Any) -> Iterator[L.Trainer]:
             num_sanity_val_steps=0,
             log_every_n_steps=1000,
             max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **SILENT,
             **settings,
         )
         trainer.strategy.teardown = lambda: None  # `Module.cpu` cannot take fake tensors out of parameters

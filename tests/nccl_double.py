@@ -111,7 +111,7 @@ def label_of(tensor: Tensor) -> Label:
         tensor = tensor._local_tensor
     try:
         return getattr(tensor.untyped_storage(), "label", None)
-    except (NotImplementedError, RuntimeError):  # it has none
+    except RuntimeError:  # it has none
         return None
 
 

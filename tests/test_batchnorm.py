@@ -98,7 +98,6 @@ def test_what_is_refused() -> None:
 
 # Samples held by each of three processes, for a layer made by `make`.
 CASES: dict[str, tuple[Any, list[int], torch.dtype]] = {
-    "uneven": (lambda: nn.BatchNorm2d(3), [5, 1, 3], torch.float32),
     "empty": (lambda: nn.BatchNorm2d(3), [4, 0, 3], torch.float32),
     "double": (lambda: nn.BatchNorm2d(3), [5, 0, 2], torch.float64),
     "bfloat16": (lambda: nn.BatchNorm2d(3), [5, 0, 2], torch.bfloat16),

@@ -124,8 +124,7 @@ class CustomForwardStrategy(Mode, ParallelStrategy, ABC):
     @override
     def setup_environment(self) -> None:
         """Refuse devices between which copies are lost."""
-        environment = self.cluster_environment
-        if environment is None or environment.local_rank() == 0:
+        if self.local_rank == 0:
             for group in self.copying_devices:
                 devices = [*dict.fromkeys(group)]
                 if len(devices) > 1 and devices[0].type == "cuda":

@@ -113,7 +113,7 @@ class ShardedStrategy(MeshStrategy):
                 remedy=f"pass --trainer.devices={product}, or other sizes",
             )
         super().check()
-        if self._layer_sync is not None and self.layout.data_parallel_size == 1 < self.all_processes:
+        if self.synchronises_batchnorm and self.layout.data_parallel_size == 1 < self.all_processes:
             rank_zero_warn(
                 f"--trainer.sync_batchnorm=true has no effect on --trainer.strategy={self.strategy_name} with one "
                 "replica: it sees the whole batch"

@@ -119,7 +119,7 @@ class StagedStrategy(CutStrategy, ABC):
     def check(self) -> None:
         super().check()
         at_least_one(num_stages=self.num_stages, num_microbatches=self.num_microbatches)
-        if self._layer_sync is not None and self.num_microbatches > 1:
+        if self.synchronises_batchnorm and self.num_microbatches > 1:
             raise ConfigError(
                 f"--trainer.sync_batchnorm=true with {self.num_microbatches} microbatches: they pass a layer one after "
                 "the other, so each is normalised by itself.",

@@ -46,7 +46,7 @@ class TreeSum:
 def in_tree_order(count: int) -> list[int]:
     """The numbers 0 to count - 1, sorted by their reversed bits: those that are equal modulo 2**k are neighbours."""
     width = count.bit_length() - 1
-    return sorted(range(count), key=lambda number: int(f"{number:0{width}b}"[::-1], 2) if width else 0)
+    return sorted(range(count), key=lambda number: int(f"{number:0{width}b}"[::-1], 2))
 
 
 def tree_sum(values: Iterable[Tensor]) -> Tensor:
