@@ -67,6 +67,7 @@ REFUSED = {
         "mean --data.augment.policy=rand_augment?",
     ],
     "--data.augment.policy=trivial_augment_wide --data.augment.magnitude=0": ["add --data.augment.policy=rand_augment"],
+    "--data.augment.hue=0.6": ["--data.augment.hue=0.6 must be between 0 and 0.5"],
     "--data.augment.erasing=nan": ["--data.augment.erasing=nan must be a number"],
     "--data.augment.small_epochs=1": ["--data.augment.small_epochs=7 --data.augment.small_size=24"],
     "--data.augment.small_epochs=1 --data.augment.small_size=32": [

@@ -29,7 +29,6 @@ from lit_cifar.tools.modes import SILENT
 pytestmark = short
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-both = pytest.mark.parametrize("mode", ["dp", "mp"])
 
 
 # ---------------------------------------------------------------- alone
@@ -52,9 +51,8 @@ def started_by_torchrun(monkeypatch: pytest.MonkeyPatch, *, processes: int) -> N
         monkeypatch.setenv(name, value)
 
 
-@both
-def test_a_process_alone_communicates_as_a_single_device_does(mode: str) -> None:
-    trainer, tensor = trainer_of(mode), torch.arange(3)
+def test_a_process_alone_communicates_as_a_single_device_does() -> None:
+    trainer, tensor = trainer_of("mp"), torch.arange(3)
     assert (trainer.world_size, trainer.global_rank, trainer.is_global_zero) == (1, 0, True)
     assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
     assert not trainer._accelerator_connector.is_distributed, "Lightning would divide the data among processes"
@@ -79,10 +77,9 @@ def test_other_processes_are_refused(mode: str, instead: str, monkeypatch: pytes
         trainer_of(mode)
 
 
-@both
-def test_a_module_without_a_forward_fn_is_refused(mode: str) -> None:
+def test_a_module_without_a_forward_fn_is_refused() -> None:
     with pytest.raises(ConfigError, match="LightningModule has no network and no use_forward_fn"):
-        trainer_of(mode).strategy.connect(L.LightningModule())
+        trainer_of("dp").strategy.connect(L.LightningModule())
 
 
 # ---------------------------------------------------------------- dp

@@ -117,7 +117,6 @@ class DataParallelStrategy(SingleProcessStrategy):
     @property
     @override
     def local_replicas(self) -> int:
-        """Replicas over which the process divides each batch, known once the Trainer is made (see `Layout.of`)."""
         return len(self.devices) if self.num_replicas is None else self.num_replicas
 
     @override

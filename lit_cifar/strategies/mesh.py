@@ -228,7 +228,6 @@ class AveragingStrategy(MeshStrategy):
     @property
     @override
     def averages_gradients(self) -> bool:
-        """Whether this backward pass ends with the average over the replicas."""
         return self._average and self.layout.data_parallel_size > 1 and not self.parts.one_by_one
 
     @override

@@ -86,7 +86,6 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
     @property
     @override
     def num_microbatches(self) -> int:
-        """Number of microbatches of a batch. Known once the Trainer is made."""
         usual = max(4, self.schedule.fewest_microbatches)
         asked = usual if self._num_microbatches is None else self._num_microbatches
         return self.parts.num_microbatches(asked)
