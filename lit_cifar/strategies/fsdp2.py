@@ -250,8 +250,7 @@ class ShardedStrategy(MeshStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return whole tensors, unless the checkpoint is to be in parts; every process must call this."""
         self.use_first_buffers()
-        assert self.lightning_module is not None
-        state = self.lightning_module.state_dict()
+        state = super().lightning_module_state_dict()
         return state if self._saving_in_parts else full(state)
 
     @override
@@ -275,10 +274,9 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        own, state = self.lightning_module.state_dict(), checkpoint["state_dict"]
+        own, state = super().lightning_module_state_dict(), checkpoint["state_dict"]
         parts = {name: part_of(value, own[name]) if name in own else value for name, value in state.items()}
-        self.lightning_module.load_state_dict(parts, strict=strict)
+        super().load_model_state_dict({"state_dict": parts}, strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -69,9 +69,9 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     def local_buffers(self) -> Iterator[Tensor]:
         """This process's parts of the running statistics."""
 
-    @abstractmethod
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """The part of an optimizer's whole `state_dict()` that this process needs."""
+        """The part of an optimizer's whole `state_dict()` that this process needs: all, if it has a whole replica."""
+        return state
 
     @property
     @override
@@ -133,7 +133,6 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     def model_to_device(self) -> None:
         """Move the module, and take the values of the first process."""
         super().model_to_device()
-        assert self.model is not None
         internals.sync_module_states(self.model)
 
     # Each replica updates its own running statistics. When evaluation starts, all replicas take those of the first one.

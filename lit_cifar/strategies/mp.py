@@ -146,8 +146,7 @@ class StagedStrategy(CutStrategy, ABC):
     @override
     def model_to_device(self) -> None:
         """Move each stage to its device, and all else to the root device, which may be too small for the network."""
-        module = self.lightning_module
-        assert module is not None
+        module: Any = self.lightning_module
         network = self.module.network
         for child in module.children():
             if child is not network:
@@ -302,7 +301,6 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
     @override
     def setup_distributed(self) -> None:
         """Set up like Lightning, without binding the process group to the root device: not all stages are there."""
-        assert self.cluster_environment is not None
         reset_seed()
         self.set_world_ranks()
         backend = self._process_group_backend = self._get_process_group_backend()

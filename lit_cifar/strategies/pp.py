@@ -157,10 +157,8 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         for parameter in parameters:
             parameter.grad = None
         # A scaler multiplies the loss when backward has been run here, and Lightning divides it.
-        assert self.lightning_module is not None
-        scale = (
-            loss_scale(self.precision_plugin, self.root_device) / self.lightning_module.trainer.accumulate_grad_batches
-        )
+        module: Any = self.lightning_module
+        scale = loss_scale(self.precision_plugin, self.root_device) / module.trainer.accumulate_grad_batches
         self.parts.begin(self.local_buffers())
         images, labels, sizes, weights = self.parts.microbatches(batch, self.num_microbatches)
         with self.precision_plugin.train_step_context():
