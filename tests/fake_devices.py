@@ -33,8 +33,6 @@ from lit_cifar.task.callbacks import default_callbacks
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.modes import SILENT
 
-SECOND = torch.device("meta", 1)
-
 
 class HostWaitsError(Exception):
     """The host would wait for a device, or read what has not arrived from there."""
@@ -64,7 +62,8 @@ class FakeDevices(TorchDispatchMode):
         leaves = tree_leaves((args, kwargs))
         if not any(map(_is_fake, leaves)):  # `measure` of lit_cifar.models.blocks uses the plain meta device
             return func(*args, **(kwargs or {}))
-        if torch.is_inference_mode_enabled() and _is_composite(func):  # elsewhere torch takes it apart before
+        # Elsewhere than in inference mode torch takes it apart before.
+        if torch.is_inference_mode_enabled() and func.namespace == "aten" and func._can_decompose():
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         waits = _copies(func, leaves, kwargs or {})
@@ -112,10 +111,6 @@ class _Numbers(TorchFunctionMode):
 
 def _is_fake(leaf: Any) -> bool:
     return isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.device) and leaf.index is not None)
-
-
-def _is_composite(func: Any) -> bool:
-    return func.namespace == "aten" and func._can_decompose()
 
 
 def _copies(func: Any, leaves: list[Any], kwargs: dict[str, Any]) -> str | None:

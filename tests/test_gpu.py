@@ -137,7 +137,6 @@ def test_a_run_trains_in_a_narrow_type(tmp_path: Path, precision: str) -> None:
 
 # Other tests show them on the CPU.
 NAMES = ["ddp", "ddp_spawn", "pp", "fsdp2", "tp"] if ACCELERATOR == "cuda" else ["ddp"]
-INTERLEAVED = {"schedule": "Interleaved1F1B", "num_microbatches": 2}
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +156,7 @@ def test_every_mode_goes_on_and_counts_as_one_device(
 ) -> None:
     """Through NCCL, with one process: it resumes that checkpoint, and its test counts as that of one device."""
     checkpoint, expected = alone
-    arguments = INTERLEAVED if mode == "PipelineStrategy" else {}
+    arguments = {"schedule": "Interleaved1F1B", "num_microbatches": 2} if mode == "PipelineStrategy" else {}
     flags = [*FLAGS, *mode_flags(mode, 1, **arguments), f"--ckpt_path={checkpoint}"]
     launch("fit", *flags, "--trainer.max_epochs=2", f"--run_dir={tmp_path / 'fit'}")
     launch("test", *flags, f"--run_dir={tmp_path / 'test'}")

@@ -34,15 +34,8 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 # ---------------------------------------------------------------- alone
 
 
-class ClusterOfTwo(LightningEnvironment):
-    """An environment in which somebody else has started two processes."""
-
-    def world_size(self) -> int:
-        return 2
-
-
-def trainer_of(mode: str, **kwargs: Any) -> L.Trainer:
-    return L.Trainer(strategy=mode, devices=2, accelerator="cpu", **SILENT, **kwargs)
+def trainer_of(mode: str) -> L.Trainer:
+    return L.Trainer(strategy=mode, devices=2, accelerator="cpu", **SILENT)
 
 
 def started_by_torchrun(monkeypatch: pytest.MonkeyPatch, *, processes: int) -> None:
@@ -67,11 +60,10 @@ def test_a_process_alone_communicates_as_a_single_device_does() -> None:
 @pytest.mark.parametrize(("mode", "instead"), [("dp", "ddp"), ("mp", "ddp_mp")])
 def test_other_processes_are_refused(mode: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that somebody else has started, and even one of torchrun."""
-    refused = pytest.raises(
-        ConfigError, match=rf"={mode} is one process, .*2 were started.*\n.*--trainer.strategy={instead}"
-    )
-    with refused:
-        trainer_of(mode, plugins=[ClusterOfTwo()])
+    monkeypatch.setattr(LightningEnvironment, "world_size", lambda self: 2)
+    says = rf"={mode} is one process, .*2 were started.*\n.*--trainer.strategy={instead}"
+    with pytest.raises(ConfigError, match=says):
+        trainer_of(mode)
     started_by_torchrun(monkeypatch, processes=1)
     with pytest.raises(ConfigError, match="torchrun"):
         trainer_of(mode)
