@@ -86,10 +86,9 @@ class WatchesGroups(L.Callback):
 
 @short
 @pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
-def test_a_pipeline_of_one_process_fits_as_one_device_does(name: ScheduleName, tmp_path: Path) -> None:
+def test_a_pipeline_of_one_process_fits_as_one_device_does(tmp_path: Path) -> None:
     watch, modules = WatchesGroups(), []
-    of_pipeline = PipelineStrategy(schedule=name, num_microbatches=2)
+    of_pipeline = PipelineStrategy(num_microbatches=2)
     for strategy, chunks in {"auto": GhostBatches(num_microbatches=2), of_pipeline: None}.items():
         L.seed_everything(0, verbose=False)
         modules.append(LitResNet("tiny", stem="imagenet", ghost_batchnorm=chunks))
