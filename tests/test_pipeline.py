@@ -57,23 +57,19 @@ def test_a_pipeline_reads_one_part(devices: int, strategy: PipelineStrategy | st
     assert made.strategy_name == ("pp" if layout.data_parallel_size == 1 else "ddp_pp")
 
 
-def test_a_process_makes_its_own_two_groups_alone_with_the_runs_time_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("one_process")
+def test_a_process_makes_its_own_two_groups_alone_with_the_runs_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The groups of 1,024 processes would take each of them more than 1,024 calls, and NCCL as many splits of all."""
     make = Mock(wraps=dist.new_group)
     monkeypatch.setattr(dist, "new_group", make)
     monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: None)
     dist.init_process_group("fake", rank=5, world_size=1024, store=FakeStore())
-    try:
-        strategy = PipelineStrategy(num_stages=4, timeout=TIMEOUT)
-        L.Trainer(accelerator="cpu", devices=1024, strategy=strategy, **SILENT)
-        strategy.setup_environment()
-        assert [made.kwargs["timeout"] for made in make.call_args_list] == [TIMEOUT] * 2
-        groups = (strategy.data_group, strategy.model_group)
-        assert [dist.get_process_group_ranks(group) for group in groups] == [[*range(1, 1024, 4)], [4, 5, 6, 7]]
-    finally:
-        dist.destroy_process_group()
+    strategy = PipelineStrategy(num_stages=4, timeout=TIMEOUT)
+    L.Trainer(accelerator="cpu", devices=1024, strategy=strategy, **SILENT)
+    strategy.setup_environment()
+    assert [made.kwargs["timeout"] for made in make.call_args_list] == [TIMEOUT] * 2
+    groups = (strategy.data_group, strategy.model_group)
+    assert [dist.get_process_group_ranks(group) for group in groups] == [[*range(1, 1024, 4)], [4, 5, 6, 7]]
 
 
 class WatchesGroups(L.Callback):
