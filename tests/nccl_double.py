@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import lightning as L
@@ -92,17 +93,13 @@ def _before_it_is_set(habit: Callable[[], Any]) -> Callable[[], None]:
     return call
 
 
-class _State:
-    """Of this process."""
-
-    installed = False
-    current: Label = None  # set_device
-    bound = False  # whether the process group is tied to the current device
-    num_collectives = 0
-    host_groups: ClassVar[set[str]] = set()  # names of those with gloo of their own
-
-
-_state = _State()
+_state = SimpleNamespace(  # of this process
+    installed=False,
+    current=None,  # set_device
+    bound=False,  # whether the process group is tied to the current device
+    num_collectives=0,
+    host_groups=set(),  # names of those with gloo of their own
+)
 
 
 def label_of(tensor: Tensor) -> Label:
