@@ -15,8 +15,6 @@ import yaml
 from commands import TINY as TINY_FIT
 from commands import callback, run_here
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
-from torchmetrics.classification import MulticlassAccuracy
 from verifying import settings
 
 from lit_cifar.checks.replay.callback import RESULT
@@ -24,6 +22,7 @@ from lit_cifar.checks.replay.verdict import TAKEN, Finding
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import Mode
+from lit_cifar.task.metrics import BalancedAccuracy, ConfusionMatrix, MeanLoss, TopAccuracy
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.modes import chosen, sized_modes
 from lit_cifar.tools.verify import runs
@@ -548,11 +547,11 @@ def test_logged_metrics_are_compared_name_by_name(found: dict[tuple[str, int], f
 
 
 def test_a_batch_that_is_counted_twice_shows_in_the_metrics_themselves() -> None:
-    metrics = nn.ModuleDict({"loss": MeanMetric(), "acc": MulticlassAccuracy(3, average="micro")})
-    metrics["loss"].update(torch.ones(4))
-    for _ in range(2):
-        metrics["acc"].update(torch.eye(3), torch.arange(3))
-    assert counted(metrics) == {"loss": 4, "acc": 6}
+    kinds = (TopAccuracy, BalancedAccuracy, ConfusionMatrix)
+    metrics = nn.ModuleDict({"loss": MeanLoss()} | {kind.__name__: kind(3) for kind in kinds})
+    for metric in [*metrics.values(), *metrics.values()]:
+        metric.update(*([torch.ones(3)] if isinstance(metric, MeanLoss) else [torch.eye(3), torch.arange(3)]))
+    assert counted(metrics) == dict.fromkeys(metrics, 6)
 
 
 @pytest.mark.parametrize(("callbacks", "found"), [([], 2), (["my_package.Average"], 1)])

@@ -15,7 +15,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric
 
 from lit_cifar.data.images import Batch
 from lit_cifar.mode import mode_of
@@ -176,15 +176,11 @@ def counted(module: nn.Module, prefix: str = "") -> dict[str, int]:
     """Number of samples that each metric of `module` with this prefix has counted here since it was reset."""
     found: dict[str, int] = {}
     for name, metric in module.named_modules():
-        if not (isinstance(metric, Metric) and name.startswith(prefix)):
-            continue
-        state: Any = metric.metric_state
-        if isinstance(metric, MeanMetric):
-            found[name] = round(float(state["weight"]))
-        elif "confmat" in state:
-            found[name] = int(state["confmat"].sum())
-        elif "tp" in state:  # right answers and mistakes
-            found[name] = int(state["tp"].sum() + state["fn"].sum())
+        if isinstance(metric, Metric) and name.startswith(prefix):
+            state: Any = metric.metric_state
+            # A metric counts each sample in one of these; right answers are in "tp", mistakes in "fn".
+            counts = [state[part] for part in ("count", "confmat", "tp", "fn") if part in state]
+            found[name] = sum(int(count.sum()) for count in counts)
     return found
 
 
