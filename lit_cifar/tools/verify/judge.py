@@ -52,8 +52,7 @@ _SAME_METRICS = dict.fromkeys(("train/", "val/", "lr-", "epoch"), 0.0)  # bounds
 MAY_DIFFER = {
     "state_dict": "each checkpoint's is compared with the steps of its own run",
     "optimizer_states": "likewise",
-    "update_count": "how many batches a process has counted depends on the number of processes",
-    "epoch_loop.val_loop.batch_progress": "so does how many it has evaluated, and nothing reads it",
+    "epoch_loop.val_loop.batch_progress": "depends on the number of processes, and nothing reads it",
     OF_REPLAY: "digests of all that a resumed run begins with, which only runs that are replayed have",
 }
 OF_ACCUMULATION = {"loops": "Lightning counts the batches of the loader, and an accumulated step has several"}
@@ -317,9 +316,8 @@ def entry_problems(
 ) -> list[str]:
     """Entries of a run's checkpoints that differ from those of another run, and should not.
 
-    Numbers in tensors may differ by `bound`, all else not at all. Metrics, of which every rank has a row, are compared
-    by their sums. Where rounding may turn answers, and `bound` is infinite, the best checkpoint may be of a different
-    step.
+    Numbers in tensors may differ by `bound`, all else not at all. Where rounding may turn answers, and `bound` is
+    infinite, the best checkpoint may be of a different step.
     """
     problems = []
     for name in sorted(found.checkpoints.keys() | expected.checkpoints.keys()):
@@ -354,8 +352,6 @@ def _in_run(text: str) -> str:
 def _equal(found: Any, wanted: Any, *, bound: float) -> bool:
     if not (isinstance(found, Tensor) and isinstance(wanted, Tensor)):
         return type(found) is type(wanted) and bool(found == wanted)
-    if found.shape != wanted.shape and found.shape[1:] == wanted.shape[1:]:
-        found, wanted = found.sum(0), wanted.sum(0)
     if found.dtype == wanted.dtype and torch.equal(found, wanted):  # infinite values are equal too
         return True
     return found.shape == wanted.shape and difference(found, wanted) <= bound
