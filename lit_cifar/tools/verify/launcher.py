@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from os import cpu_count
@@ -24,7 +24,7 @@ from lit_cifar.launch.signals import EXIT_REFUSED
 from lit_cifar.models.resnet import SHAPES
 from lit_cifar.task.callbacks import default_callbacks
 from lit_cifar.task.module import LitResNet
-from lit_cifar.tools.modes import SILENT, SizedMode
+from lit_cifar.tools.modes import SILENT, SizedMode, Sizes
 from lit_cifar.tools.terminal import names_config, refuse_owned, say, without_devices
 from lit_cifar.tools.verify.record import EXACT_BOUND, KINDS, SAME_BITS, Bounds, Evaluated, Record, Step
 from lit_cifar.tools.verify.recorder import Logits, filled
@@ -138,10 +138,6 @@ class Configuration:
         return int(self.config["trainer"]["accumulate_grad_batches"])
 
     @property
-    def batch_size(self) -> int:
-        return int(self.config["data"]["batch_size"])
-
-    @property
     def added_callbacks(self) -> list[str]:
         """Classes of the callbacks that are the user's choice."""
         known = {type(callback).__name__ for callback in default_callbacks()}
@@ -194,7 +190,7 @@ class Configuration:
             num_chunks *= chunks.data_parallel_size * chunks.local_replicas * chunks.num_microbatches
         if num_chunks == 1:
             return "one device"
-        return f"one device, {num_chunks} x {self.batch_size // num_chunks} images normalised apart"
+        return f"one device, {num_chunks} x {self.config['data']['batch_size'] // num_chunks} images normalised apart"
 
     def length_flags(self, *, steps: int, accumulation: int) -> list[str]:
         """Flags for `steps` optimizer steps, each logged, in any number of epochs, with a checkpoint before the last.
@@ -204,7 +200,7 @@ class Configuration:
         flags = [f"--trainer.max_steps={steps}", "--trainer.max_epochs=-1", "--trainer.log_every_n_steps=1"]
         flags += [f"--trainer.accumulate_grad_batches={accumulation}", f"--last_checkpoint.every_n_steps={steps - 1}"]
         if self.data_module().val_size > 0 and self.config["trainer"]["limit_val_batches"] != 0:
-            every = max(every for every in range(1, max(steps, 2)) if steps % every == 0)  # half of them, if possible
+            every = max(every for every in range(1, steps) if steps % every == 0)  # half of them, if possible
             flags += ["--trainer.check_val_every_n_epoch=null", f"--trainer.val_check_interval={every * accumulation}"]
         return flags
 
@@ -327,26 +323,18 @@ def evaluated_alone(step: Step, settings: Configuration) -> tuple[Evaluated, dic
     return Evaluated(**callback.take()), metrics
 
 
-# The class that stands for a mode on one GPU, and its sizes for n devices. `placed` has one for all other modes.
-_Sizes = Callable[[int], dict[str, int | str]]
-_SHARED: dict[str, tuple[str, _Sizes]] = {
-    "dp": ("DataParallelStrategy", lambda n: {"num_replicas": n}),
-    "mp": ("LayerParallelStrategy", lambda n: {"num_stages": n, "num_microbatches": 1}),
-    "mp-micro": ("LayerParallelStrategy", lambda n: {"num_stages": n}),
-    "ddp_flat": ("OneDeviceFlatDDPStrategy", lambda n: {"num_devices": n}),
-    "ddp_mp": ("OneDeviceDDPLayerParallelStrategy", lambda n: {"num_devices": n}),
-    "ddp_spawn": ("OneDeviceDDPStrategy", lambda n: {"num_devices": n, "start_method": "spawn"}),
-    "pp": ("OneDevicePipelineStrategy", lambda n: {"num_devices": n}),
-    "ddp_pp": ("OneDevicePipelineStrategy", lambda n: {"num_devices": n}),
-    "fsdp2": (
-        "OneDeviceShardedStrategy",
-        lambda n: {"num_devices": n, "data_parallel_size": n, "tensor_parallel_size": 1},
-    ),
-    "fsdp2-tp": ("OneDeviceShardedStrategy", lambda n: {"num_devices": n}),
-    "tp": (
-        "OneDeviceShardedStrategy",
-        lambda n: {"num_devices": n, "data_parallel_size": 1, "tensor_parallel_size": n},
-    ),
+# The class that stands for a mode on one GPU, and its argument for the number of devices. `placed` has those of others.
+_SHARED = {
+    "dp": ("DataParallelStrategy", "num_replicas"),
+    "mp": ("LayerParallelStrategy", "num_stages"),
+    "mp-micro": ("LayerParallelStrategy", "num_stages"),
+    "ddp_flat": ("OneDeviceFlatDDPStrategy", "num_devices"),
+    "ddp_mp": ("OneDeviceDDPLayerParallelStrategy", "num_devices"),
+    "pp": ("OneDevicePipelineStrategy", "num_devices"),
+    "ddp_pp": ("OneDevicePipelineStrategy", "num_devices"),
+    "fsdp2": ("OneDeviceShardedStrategy", "num_devices"),
+    "fsdp2-tp": ("OneDeviceShardedStrategy", "num_devices"),
+    "tp": ("OneDeviceShardedStrategy", "num_devices"),
 }
 
 
@@ -362,5 +350,10 @@ def placed(mode: SizedMode, *, num_gpus: int) -> SizedMode:
     """`mode` on at most `num_gpus` GPUs; `mode` itself on the CPU, for which that is 0, and where they suffice."""
     if num_gpus == 0 or mode.devices <= num_gpus:
         return mode
-    strategy, sizes = _SHARED.get(mode.name, ("OneDeviceDDPStrategy", lambda n: {"num_devices": n}))
-    return replace(mode, strategy=strategy, sizes=sizes(mode.devices) | mode.sizes, devices=1)
+    strategy, argument = _SHARED.get(mode.name, ("OneDeviceDDPStrategy", "num_devices"))
+    sizes: Sizes = {argument: mode.devices, **mode.sizes}
+    if mode.name == "ddp_spawn":
+        sizes["start_method"] = "spawn"
+    elif mode.name == "tp":
+        sizes |= {"data_parallel_size": 1, "tensor_parallel_size": mode.devices}
+    return replace(mode, strategy=strategy, sizes=sizes, devices=1)
