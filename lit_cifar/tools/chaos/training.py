@@ -4,15 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import yaml  # type: ignore[import-untyped]
-
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.tools.chaos.faults import Fault, schedule_faults
 from lit_cifar.tools.chaos.job import FIT
 from lit_cifar.tools.modes import SizedMode, sized_modes
 from lit_cifar.tools.terminal import names_config, refuse_owned, without_devices
-from lit_cifar.tools.verify.runs import refuse_if_invalid, run
+from lit_cifar.tools.verify.runs import OWNED, resolved
 
 _EVERY_N_STEPS = 4
 _STEPS_PER_FAULT = 8  # steps between faults, more than the few that are repeated after one
@@ -35,17 +33,13 @@ _OURS = (
     "--trainer.enable_progress_bar=false",
     "--watchdog.timeout_s=5",
 )
-_OWNED = {"trainer.strategy", "trainer.devices", "trainer.max_epochs", "trainer.max_steps", "trainer.sync_batchnorm"}
-_OWNED |= {"run_dir", "resume", "ckpt_path", "virtual_replicas"}
 
 
 def configured(args: Sequence[str], *, folder: Path) -> tuple[tuple[str, ...], str, int]:
     """The flags of `fit`, by default of a small training, their precision and the steps between saves."""
-    refuse_owned(args, _OWNED, command="chaos")
+    refuse_owned(args, OWNED | {"virtual_replicas"}, command="chaos")
     flags = (*(() if names_config(args) else _SMALL), *args, *_OURS)
-    outcome = run("fit", *flags, "--print_config", folder=folder)
-    refuse_if_invalid(outcome)
-    config = yaml.safe_load(outcome.stdout)
+    config = resolved(flags, folder=folder)
     every_n_steps = config["last_checkpoint"]["every_n_steps"] or _EVERY_N_STEPS
     return flags, str(config["trainer"]["precision"] or "32-true"), every_n_steps
 

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import lightning as L
 import torch
-import yaml  # type: ignore[import-untyped]
 
 from lit_cifar.configured import made
 from lit_cifar.data import CIFAR10DataModule
@@ -28,7 +27,7 @@ from lit_cifar.tools.modes import SILENT, SizedMode, Sizes
 from lit_cifar.tools.terminal import names_config, refuse_owned, say, without_devices
 from lit_cifar.tools.verify.record import EXACT_BOUND, KINDS, SAME_BITS, Bounds, Evaluated, Record, Step
 from lit_cifar.tools.verify.recorder import Logits, filled
-from lit_cifar.tools.verify.runs import ERROR, TIMEOUT_S, Outcome, refuse_if_invalid, run
+from lit_cifar.tools.verify.runs import ERROR, OWNED, TIMEOUT_S, Outcome, resolved, run
 
 EXACT: Final = "64-true"
 
@@ -45,9 +44,6 @@ DEFAULTS = (
     "--data.batch_size=64",
     "--data.eval_batch_size=24",
 )
-
-_OWNED = {"trainer.strategy", "trainer.devices", "trainer.sync_batchnorm", "trainer.max_steps", "trainer.max_epochs"}
-_OWNED |= {"run_dir", "ckpt_path", "resume"}
 
 # Switches off outputs that are not used here; each takes longer than a step.
 _LEFT_OUT = ("--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0", "--figures.every_n_epochs=0")
@@ -70,12 +66,10 @@ class Configuration:
     @classmethod
     def of(cls, args: list[str], *, devices: int, folder: Path, launcher: tuple[str, ...] = ()) -> "Configuration":
         """Resolve the user's `args`; refuse flags that `verify` sets, and precisions that leave out steps."""
-        refuse_owned(args, _OWNED, command="verify")
+        refuse_owned(args, OWNED, command="verify")
         own_config = names_config(args)
         flags = [*([] if own_config else DEFAULTS), *args, *_LEFT_OUT]
-        outcome = run("fit", *flags, "--print_config", folder=folder)
-        refuse_if_invalid(outcome)
-        config = yaml.safe_load(outcome.stdout)
+        config = resolved(flags, folder=folder)
         if (precision := str(config["trainer"]["precision"] or "32-true")) not in _PRECISIONS:
             raise ConfigError(
                 f"verify compares in 32-true, 64-true or bf16-mixed, not in --trainer.precision={precision}, in which "

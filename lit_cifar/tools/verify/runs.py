@@ -9,11 +9,17 @@ from itertools import takewhile
 from pathlib import Path
 from threading import Event
 from time import perf_counter
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.forked import ForkedRun
 
 TIMEOUT_S = 900.0
+# Flags of `fit` that `verify` and `chaos` set themselves.
+OWNED = {"trainer.strategy", "trainer.devices", "trainer.sync_batchnorm", "trainer.max_steps", "trainer.max_epochs"}
+OWNED |= {"run_dir", "ckpt_path", "resume"}
 
 _SHOWN = 3  # lines shown of a run that has failed; a user's mistake takes five, with its remedy
 ERROR = "lit_cifar: error: "
@@ -111,3 +117,11 @@ def refuse_if_invalid(outcome: Outcome) -> None:
     """Raise the command's own error about the user's flags."""
     if outcome.status != 0:
         raise outcome.refusal
+
+
+def resolved(flags: Sequence[str], *, folder: Path) -> dict[str, Any]:
+    """Every setting of `fit` with its value, after defaults and files."""
+    outcome = run("fit", *flags, "--print_config", folder=folder)
+    refuse_if_invalid(outcome)
+    config: dict[str, Any] = yaml.safe_load(outcome.stdout)
+    return config
