@@ -18,7 +18,6 @@ from tiny_task import read_events
 from lit_cifar import CheckpointError, CIFAR10DataModule, ConfigError, DataError, LitResNet
 from lit_cifar.models.blocks import blocks_of, tensor_split_of
 from lit_cifar.strategies import LayerParallelStrategy
-from lit_cifar.tools.verify import verify
 
 STEPS = 3
 
@@ -255,15 +254,6 @@ def test_a_network_that_a_function_builds(words: list[str], kind: str, tmp_path:
     for mode, says in {"pp": "ResNet does not say which it has", "tp": "does not say which can be split"}.items():
         refused("fit", *whole, *mode_flags(mode), f"--run_dir={tmp_path / 'x'}", says=[says])
     refused("fit", *whole, "--model.network.width=3", says=["did you mean --model.network.dict_kwargs.width?"])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_network_of_torchvision_is_the_same_in_modes_that_take_any() -> None:
-    flags = ["--model.network=torchvision.models.resnet18", "--model.network.num_classes=10"]
-    flags += ["--model.freeze=['conv1.*','bn1.*']", "--data.num_train=48", "--data.batch_size=16", "--data.val_size=16"]
-    rows = verify(["ddp", "fsdp2"], args=flags, steps=2)
-    assert [(row.mode, row.problems) for row in rows if not row.passed] == []
 
 
 def test_tied_weights_cannot_be_on_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,9 @@ POLICIES = [
     "--data.augment.hue=0.1",
     "--data.augment.erasing=0.5",
 ]
+TORCHVISION = ["--model.network=torchvision.models.resnet18", "--model.network.num_classes=10"]
+TORCHVISION += ["--model.freeze=['conv1.*','bn1.*']"]
+TORCHVISION += ["--data.num_train=48", "--data.batch_size=16", "--data.val_size=16"]
 DRAWING = ["--model.network=own_networks.Drawing", *BITS, "--trainer.precision=32-true"]
 
 
@@ -74,6 +77,7 @@ SLOW = {
     "tensors in four parts": Case("tp", [*TINY, *CUT], devices=4),
     "heads in four parts": Case("tp", ["--model.arch=vit_micro"], devices=4),
     "MuonSGD": Case("dp ddp mp pp", [*TINY, *FAST]),
+    "a network of torchvision": Case("ddp fsdp2", TORCHVISION, steps=2),
     "two epochs": Case("ddp-sync", [*TINY, *LONG, "--model.optimizer.lr=0.02"], devices=4, steps=20),
 }
 SLOW["every mode"] = Case(" ".join(sized_modes(2)), HARD)
