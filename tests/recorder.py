@@ -108,7 +108,10 @@ class FailOn(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
         if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
-            raise RuntimeError(f"rank {self.rank} fails at step {self.step}")
+            self.act()
+
+    def act(self) -> None:
+        raise RuntimeError(f"rank {self.rank} fails at step {self.step}")
 
 
 class WritePids(L.Callback):
@@ -127,15 +130,13 @@ class WritePids(L.Callback):
 class MeetOn(FailOn):
     """In a collective operation that the other ranks do not take part in."""
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
-        if trainer.global_rank == self.rank and trainer.global_step == self.step:
-            torch.distributed.barrier()
+    def act(self) -> None:
+        torch.distributed.barrier()
 
 
 class HangOn(FailOn):
     """Hangs there, in Python."""
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
-        if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
-            while True:
-                time.sleep(1)
+    def act(self) -> None:
+        while True:
+            time.sleep(1)
