@@ -107,16 +107,11 @@ def _one_sample_twice(site: Site, ids: Any, sampler: EvaluationSampler) -> Tenso
     return torch.cat([order[:-1], order[:1]])
 
 
-@mutation("every prediction is counted twice", "ddp", PerRankAccuracy, "_count")
-def _predictions_twice(site: Site, count: Any, *args: Any) -> None:
-    count(*args)
-    count(*args)
-
-
 @mutation("every batch is counted twice in the logged val/ metrics", "ddp", EvaluationMetrics, "update")
-def _metrics_twice(site: Site, update: Any, *args: Any) -> None:
-    update(*args)
-    update(*args)
+@mutation("every prediction is counted twice", "ddp", PerRankAccuracy, "_count", name="predictions-twice")
+def _metrics_twice(site: Site, count: Any, *args: Any) -> None:
+    count(*args)
+    count(*args)
 
 
 @mutation("metrics are not summed over the processes", "ddp")

@@ -45,7 +45,7 @@ WITH_PARTS = (
 )
 
 COMPARISON = "comparison"
-GUARDS = {"SampleAuditError: ": "sample audit"}  # checks during training that stop a run, by their words on stderr
+GUARD = "SampleAuditError: "  # on stderr, where the check of samples during training has stopped a run
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,9 @@ def _finding(mutation: Mutation | None, compared: Compared, folder: Path) -> Fin
     found_before = bool(row.losses) and any(not problem.startswith(RESUMED) for problem in row.problems)
     finished = compared.outcome.status == 0 or found_before
     stderr = [] if finished else compared.outcome.stderr.splitlines()
-    said = [(line, words) for line in stderr for words in GUARDS if words in line]
-    guard = GUARDS[said[-1][1]] if said else None
-    seen = [said[-1][0].strip()] if said else row.problems
+    said = [line.strip() for line in stderr if GUARD in line]
+    guard = "sample audit" if said else None
+    seen = said[-1:] or row.problems
     acted = mutation is not None and any((folder / mutation.name).iterdir())
     return Finding(mutation, row.mode, seen, finished, acted=acted, guard=guard)
 

@@ -40,15 +40,6 @@ def _clones(tensors: dict[str, Any]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _is_last_batch(site: Site) -> bool:
-    """Whether the batch is the epoch's last one."""
-    return bool(site.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
-
-
-def _batch_idx(site: Site) -> int:
-    return int(site.trainer.fit_loop.epoch_loop.batch_idx)
-
-
 def _states(site: Site) -> Iterator[dict[str, Any]]:
     return iter(site.trainer.optimizers[0].state.values())
 
@@ -302,17 +293,13 @@ def _epoch_ahead(site: Site, save: Any, checkpoint: dict[str, Any]) -> None:
 # Hard sizes and the second epoch
 
 
-@torch.no_grad()
-def _decay(site: Site) -> None:
-    for group in site.trainer.optimizers[0].param_groups:
-        for parameter in group["params"]:
-            local_part(parameter).mul_(1 - group["lr"] * group["weight_decay"])
-
-
 @mutation("weight decay acts twice in a ragged step", "tp", STRATEGY, "optimizer_step")
 def _decays_twice(site: Site, original: Any, *args: Any, **kwargs: Any) -> Any:
     output = original(*args, **kwargs)
-    _decay(site) if _is_last_batch(site) else None
+    if site.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+        for group in site.trainer.optimizers[0].param_groups:
+            for parameter in group["params"]:
+                local_part(parameter).detach().mul_(1 - group["lr"] * group["weight_decay"])
     return output
 
 
@@ -339,5 +326,6 @@ def _narrow_reduction(site: Site) -> None:
 # huggingface/accelerate#1624
 @mutation("a new epoch begins without averages", "ddp_spawn", at="on_train_batch_start")
 def _no_sync_leaks(site: Site) -> None:
-    synchronises = site.trainer.current_epoch == 0 or _batch_idx(site) >= site.trainer.accumulate_grad_batches
+    in_first_step = site.trainer.fit_loop.epoch_loop.batch_idx < site.trainer.accumulate_grad_batches
+    synchronises = site.trainer.current_epoch == 0 or not in_first_step
     site.set(site.trainer.strategy.model, "require_backward_grad_sync", synchronises)
