@@ -192,11 +192,6 @@ def test_mistakes_are_caught_by_bits() -> None:
     assert re.search("(train|val)[/_]loss", found["losses-in-float"].problems[0])
 
 
-def assert_all_caught(findings: list[Finding], mutations: list[Mutation]) -> None:
-    assert [(f.mode, f.mutation and f.mutation.name, f.problems[:1]) for f in findings if not f.right] == []
-    assert {f.mutation for f in findings} - {None} == {*mutations}
-
-
 def of_each_mode(mutations: list[Mutation], with_parts: bool, which: str, mark: pytest.MarkDecorator) -> Iterator[Any]:
     for mode in dict.fromkeys(mutation.mode for mutation in mutations):
         own = [mutation for mutation in mutations if mutation.mode == mode]
@@ -216,7 +211,9 @@ def of_each_mode(mutations: list[Mutation], with_parts: bool, which: str, mark: 
     ],
 )
 def test_the_whole_self_test(planted: list[Mutation], with_parts: bool) -> None:
-    assert_all_caught(self_test(planted, with_parts=with_parts), planted)
+    findings = self_test(planted, with_parts=with_parts)
+    assert [(f.mode, f.mutation and f.mutation.name, f.problems[:1]) for f in findings if not f.right] == []
+    assert {f.mutation for f in findings} - {None} == {*planted}
 
 
 @pytest.mark.parametrize(("problems", "status"), [(["off"], 0), ([], 1)])

@@ -137,10 +137,8 @@ def test_nothing_that_was_trained_on_is_validated_on(pictures: Path, tmp_path: P
     fitting = flags(root, own("Chain"), "--data.val_size=1", "--data.drop_last=true", "--trainer.max_steps=2")
     fitting += [f"--run_dir={run}"]
     run_here("fit", *fitting)
-    checkpoint, leak = (
-        run / "checkpoints" / "last.ckpt",
-        "images that the checkpoint was trained on would be validated on",
-    )
+    checkpoint = run / "checkpoints" / "last.ckpt"
+    leak = "images that the checkpoint was trained on would be validated on"
 
     def said(*more: str) -> set[str]:
         longer = ["--trainer.max_steps=4", "--resume=auto", *more]
@@ -303,10 +301,8 @@ def test_folders_to_validate_and_to_test_on(below: str, tmp_path: Path) -> None:
     draw_pictures(tmp_path / "val" / "dog", 2)
     data = CIFAR10DataModule(tmp_path, dataset="folder")
     data.setup("fit")
-    assert {name: images.labels.tolist() for name, images in data.sets.items()} == {
-        "train": [0, 1, 0, 1, 0],
-        "val": [1, 1],
-    }
+    labels = {name: images.labels.tolist() for name, images in data.sets.items()}
+    assert labels == {"train": [0, 1, 0, 1, 0], "val": [1, 1]}
     with pytest.raises(DataError, match=r"there is no folder .*test"):
         data.setup("test")
     draw_pictures(tmp_path / "test" / "cat", 1)
