@@ -214,7 +214,7 @@ def differences(found: Step, expected: Step) -> dict[str, dict[str, float]]:
             name: difference(found[kind][name], expected[kind][name])
             if name in found[kind] and name in expected[kind]
             else math.inf
-            for name in [*expected[kind], *(name for name in found[kind] if name not in expected[kind])]
+            for name in {**expected[kind], **found[kind]}
         }
         for kind in KINDS
         if kind in expected
