@@ -122,17 +122,17 @@ class Unreached(Chain):
 class Drawing(nn.Sequential):
     """A chain whose layers draw random numbers in each way that torch has, before and behind the middle."""
 
-    def __init__(self, width: int = 8, num_classes: int = 10) -> None:
+    def __init__(self, num_classes: int = 10) -> None:
         super().__init__(
-            nn.Conv2d(3, width, kernel_size=3, stride=4),
+            nn.Conv2d(3, 8, kernel_size=3, stride=4),
             nn.Dropout(0.2),
             Noise(),
-            nn.Conv2d(width, width, kernel_size=3),
+            nn.Conv2d(8, 8, kernel_size=3),
             Noise(),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
             nn.Dropout(0.2),
-            nn.Linear(width, num_classes),
+            nn.Linear(8, num_classes),
         )
 
 
@@ -149,7 +149,7 @@ class Noise(nn.Module):
 class Tied(nn.Sequential):
     """Two layers of one weight, the first of which is in the first of two stages; or the same layer twice."""
 
-    def __init__(self, num_classes: int = 2, *, reused: bool = False) -> None:
+    def __init__(self, *, reused: bool = False) -> None:
         layers = [nn.Conv2d(3, 3, kernel_size=1, bias=False) for _ in range(2)]
         layers[1].weight = layers[0].weight
         super().__init__(
@@ -160,7 +160,7 @@ class Tied(nn.Sequential):
             Widening(3),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
-            nn.Linear(3, num_classes),
+            nn.Linear(3, 2),
         )
 
 
@@ -182,8 +182,8 @@ class DrawingWhole(Whole):
 
 
 class TiedWhole(Whole):
-    def __init__(self, *, reused: bool = False) -> None:
-        super().__init__(Tied(reused=reused))
+    def __init__(self) -> None:
+        super().__init__(Tied())
 
 
 class Hooked(Chain):
@@ -221,28 +221,28 @@ class DrawingBlock(nn.Module):
 class DrawingBlocks(nn.Sequential):
     """A chain of blocks of several layers, which draw."""
 
-    def __init__(self, width: int = 8, num_classes: int = 10) -> None:
-        stem, head = nn.Conv2d(3, width, kernel_size=3, stride=4), nn.Linear(width, num_classes)
-        blocks = [DrawingBlock(width) for _ in range(2)]
+    def __init__(self) -> None:
+        stem, head = nn.Conv2d(3, 8, kernel_size=3, stride=4), nn.Linear(8, 10)
+        blocks = [DrawingBlock(8) for _ in range(2)]
         super().__init__(stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
 
 
 class InPlace(nn.Sequential):
     """A block that changes its input."""
 
-    def __init__(self, num_classes: int = 10) -> None:
+    def __init__(self) -> None:
         block = nn.Sequential(nn.SiLU(inplace=True), nn.Conv2d(4, 4, kernel_size=3), nn.SiLU())
         super().__init__(nn.Conv2d(3, 4, kernel_size=3, stride=4), nn.BatchNorm2d(4), block, nn.AdaptiveAvgPool2d(1))
-        self.extend([nn.Flatten(), nn.Linear(4, num_classes)])
+        self.extend([nn.Flatten(), nn.Linear(4, 10)])
 
 
 class Remembering(nn.Sequential):
     """A block whose output depends on how often it has been called."""
 
-    def __init__(self, num_classes: int = 10) -> None:
+    def __init__(self) -> None:
         block = nn.Sequential(nn.Conv2d(4, 4, kernel_size=3), Counted(), nn.SiLU())
         super().__init__(nn.Conv2d(3, 4, kernel_size=3, stride=4), block, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        self.append(nn.Linear(4, num_classes))
+        self.append(nn.Linear(4, 10))
 
 
 class Counted(nn.Module):

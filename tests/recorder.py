@@ -17,11 +17,7 @@ _NAMELESS = object()
 
 
 class RecordIds(L.Callback):
-    """One JSON line per step and process in `folder/rank<r>.jsonl`: epoch, optimizer step, ids.
-
-    Args:
-        folder: Where to write; must exist.
-    """
+    """One JSON line per step and process in `folder/rank<r>.jsonl`: epoch, optimizer step, ids."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
