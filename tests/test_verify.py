@@ -367,7 +367,7 @@ def test_where_rounding_is_magnified_it_is_not_called_a_mistake(
 
 def test_what_does_not_run_in_float64_is_not_called_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_alone(self: Launcher, *args: Any) -> Record:
-        if self.settings.precision == "64-true":
+        if self.settings.is_exact:
             raise ConfigError("expected Float", remedy="")
         return Record(self.new_folder("reference"))
 

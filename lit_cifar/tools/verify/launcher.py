@@ -49,8 +49,7 @@ DEFAULTS = (
 _LEFT_OUT = ("--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0", "--figures.every_n_epochs=0")
 
 # Precisions in which rounding does not cancel a whole step.
-_PRECISIONS = {"32": "32-true", "64": EXACT, "bf16": "bf16-mixed"}
-_PRECISIONS |= {name: name for name in ("32-true", EXACT, "bf16-mixed")}
+_PRECISIONS = ("32", "32-true", "64", EXACT, "bf16", "bf16-mixed")
 
 _MAX_AT_ONCE = 8  # a run holds some copies of the network on disk
 
@@ -84,11 +83,6 @@ class Configuration:
         return cls(tuple(flags), config, launcher)
 
     @property
-    def precision(self) -> str:
-        """The precision in full: "32-true", "64-true" or "bf16-mixed"."""
-        return _PRECISIONS[str(self.config["trainer"]["precision"] or "32-true")]
-
-    @property
     def num_parts(self) -> int | None:
         """The number of virtual replicas, with which every mode is to have the bits of one device; None without."""
         found: int | None = self.config.get("virtual_replicas")
@@ -97,7 +91,7 @@ class Configuration:
     @property
     def is_exact(self) -> bool:
         """Whether the numbers of a mode are compared with one device's; rounding could explain any others."""
-        return self.precision == EXACT or self.num_parts is not None
+        return str(self.config["trainer"]["precision"]) in ("64", EXACT) or self.num_parts is not None
 
     def in_float64(self) -> "Configuration":
         trainer = self.config["trainer"] | {"precision": EXACT}
