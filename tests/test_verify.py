@@ -41,6 +41,7 @@ from lit_cifar.tools.verify.judge import (
     VerifiedMode,
     checkpoint_problems,
     digest_problems,
+    frozen_problems,
     logged_problems,
     logits_problems,
     other_weights,
@@ -121,6 +122,15 @@ def test_what_one_side_lacks_is_an_infinite_difference(kind: str, lost: str) -> 
     lacking = {**step(), kind: {name: value for name, value in step()[kind].items() if name != lost}}
     for pair in ((lacking, step()), (step(), lacking)):
         assert math.inf in {value for by_name in differences(*pair).values() for value in by_name.values()}
+
+
+def test_a_network_without_buffers_may_be_frozen() -> None:
+    """Such as a transformer."""
+    without = {kind: tensors for kind, tensors in step().items() if kind != "buffers"}
+    record: Any = SimpleNamespace(steps=[1], step=lambda number: without, ends_of_epochs={})
+    frozen = SimpleNamespace(parameters={"conv.weight"}, norms=())
+    own: Any = SimpleNamespace(plain_module=SimpleNamespace(frozen=frozen, unfreeze_at=None))
+    assert frozen_problems(record, own) == []
 
 
 def test_the_first_difference_follows_the_network_and_the_others_are_counted() -> None:

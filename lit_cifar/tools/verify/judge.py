@@ -135,7 +135,7 @@ def _compare_steps(row: VerifiedMode, record: Record, reference: Record) -> list
     return problems
 
 
-def replay_problems(record: Record, added_callbacks: Sequence[str] = ()) -> list[str]:
+def replay_problems(record: Record, added_callbacks: Sequence[str]) -> list[str]:
     """The findings of a replay of the same steps in the same precision; none where the mode has no replay.
 
     Without callbacks of the user's nothing happens in `fit` that a replay has to take as it is. A replay that passes
@@ -162,7 +162,7 @@ def frozen_problems(record: Record, settings: Configuration) -> list[str]:
     for number in [number for number in record.steps if number <= last]:
         step = record.step(number)
         for kind in (PARAMETERS, BUFFERS):
-            for name, tensor in step[kind].items():
+            for name, tensor in step.get(kind, {}).items():
                 layer = name.rpartition(".")[0]
                 still = name in module.frozen.parameters or (kind == BUFFERS and layer in module.frozen.norms)
                 if still and not tensor.equal(start[kind][name]):
@@ -312,7 +312,7 @@ def _loaded(checkpoint: dict[str, Any], settings: Configuration) -> Step:
 
 
 def entry_problems(
-    found: Record, expected: Record, *, bound: float, source: str, leave_out: Collection[str] = ()
+    found: Record, expected: Record, *, bound: float, source: str, leave_out: Collection[str]
 ) -> list[str]:
     """Entries of a run's checkpoints that differ from those of another run, and should not.
 
