@@ -12,8 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+from torchmetrics.classification import MulticlassConfusionMatrix
 
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.mode import Layout, mode_of
@@ -92,12 +91,7 @@ class TinyTask(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.network, self.image_shape = ReadPixels(), (3, 32, 32)
-        self.metrics = MetricCollection(
-            {
-                "acc_per_class": MulticlassAccuracy(len(CLASSES), average="none"),
-                "confusion": MulticlassConfusionMatrix(len(CLASSES)),
-            }
-        )
+        self.confusion = MulticlassConfusionMatrix(len(CLASSES))
 
     def forward(self, images: Tensor) -> Tensor:
         return self.network(images)
@@ -109,15 +103,15 @@ class TinyTask(LightningModule):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        self.metrics.reset()
+        self.confusion.reset()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         logits = self(batch.images)
-        self.metrics.update(logits, batch.labels)
+        self.confusion.update(logits, batch.labels)
         return logits
 
     def on_validation_epoch_end(self) -> None:
-        confusion = self.metrics.compute()["confusion"]
+        confusion = self.confusion.compute()
         self.log("val/acc", confusion.diagonal().sum() / confusion.sum(), sync_dist=True)
 
     test_step = validation_step
@@ -125,8 +119,8 @@ class TinyTask(LightningModule):
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return self(batch.images).softmax(dim=1)
 
-    def evaluation_metrics(self, split: str) -> MetricCollection:
-        return self.metrics
+    def confusion_matrix(self, split: str) -> MulticlassConfusionMatrix:
+        return self.confusion
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-4, momentum=0.9)

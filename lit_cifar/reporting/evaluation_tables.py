@@ -140,7 +140,7 @@ class ConfusionCounts(EvaluationCallback):
     It has a row for each class: the images of that class, counted by the class that the network has chosen, in the
     columns. A later evaluation of the same split replaces its rows.
 
-    Expects `evaluation_metrics(split)` of the model, whose `confusion` is int64, (C, C), rows are the truth, and a data
+    Expects `confusion_matrix(split)` of the model, a metric that computes int64, (C, C), rows are the truth, and a data
     module with `classes`, C names.
     """
 
@@ -149,7 +149,7 @@ class ConfusionCounts(EvaluationCallback):
         if folder is None:
             return
         # Every process takes part. torchmetrics keeps the sum, which the figures use too.
-        counts = pl_module.evaluation_metrics(split).compute()["confusion"]
+        counts = pl_module.confusion_matrix(split).compute()
         if trainer.is_global_zero:
             write_confusion(folder, split, _datamodule(trainer).classes, counts.tolist())
 

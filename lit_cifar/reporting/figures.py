@@ -79,7 +79,7 @@ class EvaluationFigures(EvaluationCallback):
 
     def _draw(self, trainer: Trainer, pl_module: Any, split: Split) -> None:
         """Read the numbers here and draw in a thread, so that training does not wait."""
-        counts = pl_module.evaluation_metrics(split).compute()["confusion"]
+        counts = pl_module.confusion_matrix(split).compute()
         confusion = counts.to("cpu", copy=True)  # counting continues while it is drawn
         confidence, ids, predictions = self._worst.gather(trainer)
         writer = tensorboard_writer(trainer)

@@ -66,13 +66,6 @@ class ConfusionMatrix(MulticlassConfusionMatrix):
         self.confmat.view(-1).index_add_(0, cells, torch.ones_like(cells))
 
 
-class ClassAccuracy(ConfusionMatrix):
-    """Accuracy of each class, float, (C,); 0 for a class without samples."""
-
-    def compute(self) -> Tensor:
-        return self.confmat.diagonal() / self.confmat.sum(dim=1).clamp(min=1)
-
-
 class BalancedAccuracy(Metric):
     """Mean of the accuracies of the classes that have samples: a rare class counts as much as a frequent one."""
 
@@ -111,10 +104,7 @@ class EvaluationMetrics(nn.Module):
             prefix=f"{split}/",
             compute_groups=False,
         )
-        self.details = MetricCollection(
-            {"acc_per_class": ClassAccuracy(num_classes), "confusion": ConfusionMatrix(num_classes)},
-            compute_groups=[["acc_per_class", "confusion"]],
-        )
+        self.confusion = ConfusionMatrix(num_classes)
 
     def update(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
         """Count a batch; `logits` (n, C), `labels` (n,), `losses` (n,). In an empty one there is nothing to count."""
@@ -122,7 +112,7 @@ class EvaluationMetrics(nn.Module):
             return
         self.loss.update(losses)
         self.scores.update(logits, labels)
-        self.details.update(logits, labels)
+        self.confusion.update(logits, labels)
 
 
 class EpochMeans(Callback):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 
 from lit_cifar.checkpoint.exact_resume import ExactResume
 from lit_cifar.checkpoint.files import read_checkpoint
@@ -44,7 +44,7 @@ from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.memory_format import follow_parameters, plain
 from lit_cifar.models.random_streams import RandomStreams
 from lit_cifar.models.recomputed import check_blocks, keep_activations, recompute_blocks
-from lit_cifar.task.metrics import EpochMeans, EvaluationMetrics, MeanLoss, TopAccuracy
+from lit_cifar.task.metrics import ConfusionMatrix, EpochMeans, EvaluationMetrics, MeanLoss, TopAccuracy
 from lit_cifar.task.optim import NesterovSGD, Recipe, WarmupDecay, check_total_steps, keep_saved_types, scale_rates
 
 LRScaling = Literal["none", "linear", "sqrt"]
@@ -331,10 +331,10 @@ class LitResNet(L.LightningModule):
         return {"train/loss_step": losses.mean(), "train/acc_step": accuracy}
 
     def on_validation_epoch_start(self) -> None:
-        self.val_metrics.details.reset()
+        self.val_metrics.confusion.reset()
 
     def on_test_epoch_start(self) -> None:
-        self.test_metrics.details.reset()
+        self.test_metrics.confusion.reset()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Logits (n, num_classes) of the batch; counts go to the `val/` metrics."""
@@ -364,9 +364,9 @@ class LitResNet(L.LightningModule):
         logits: Tensor = self(images) if replicas is None else replicas.evaluate(images, self)
         return logits
 
-    def evaluation_metrics(self, split: Literal["val", "test"]) -> MetricCollection:
-        """Metrics to draw: `acc_per_class`, float (C,), and `confusion`, int64 (C, C), whose rows are the truth."""
-        return (self.val_metrics if split == "val" else self.test_metrics).details
+    def confusion_matrix(self, split: Literal["val", "test"]) -> ConfusionMatrix:
+        """The metric to draw: counts of true and predicted classes."""
+        return (self.val_metrics if split == "val" else self.test_metrics).confusion
 
     def _evaluate(self, batch: Batch, metrics: EvaluationMetrics) -> Tensor:
         logits = self._evaluated(batch.images)

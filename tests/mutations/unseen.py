@@ -166,8 +166,7 @@ def _transposed(site: Site, write: Any, folder: Any, split: str, classes: Any, c
 @mutation("confusion.csv has the first rank's counts alone", "fsdp2", MODULE, "on_validation_epoch_start")
 def _own_confusion(site: Site, start: Any) -> None:
     start()
-    for metric in site.module.val_metrics.details.values():
-        site.set(metric, "_to_sync", False)
+    site.set(site.module.val_metrics.confusion, "_to_sync", False)
 
 
 @mutation("the counts of replicas are swapped", "dp")
