@@ -27,7 +27,6 @@ from lit_cifar.checkpoint.atomic import (
     write_checkpoint,
 )
 from lit_cifar.checkpoint.format import POSITION, read_file
-from lit_cifar.checkpoint.sharded import read_all
 from lit_cifar.checks.watchdog import HELPER
 from lit_cifar.errors import CheckpointError, ConfigError, printable
 from lit_cifar.internals import tree_flatten, tree_unflatten
@@ -40,12 +39,18 @@ _LARGE_BYTES = 1 << 20  # a tensor of this size or more is sent alone
 
 def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     """Read a file with `read_file`, as it is, or all parts of a folder, each verified."""
-    return read_all(path) if path.is_dir() else read_file(path, mapped=mapped)
+    return _read_all(path) if path.is_dir() else read_file(path, mapped=mapped)
 
 
 def read_whole(path: Path) -> dict[str, Any]:
     """Verify and read a checkpoint. Raise a `CheckpointError` if its content is not what was written."""
-    return read_all(path) if path.is_dir() else read_verified(path)
+    return _read_all(path) if path.is_dir() else read_verified(path)
+
+
+def _read_all(path: Path) -> dict[str, Any]:
+    from lit_cifar.checkpoint.sharded import read_all  # most runs have no checkpoint in parts
+
+    return read_all(path)
 
 
 def read_by_first(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from lit_cifar.checkpoint.format import (
     is_own,
     naming,
 )
-from lit_cifar.checkpoint.pretrained import take_weights
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.dataset import Dataset
@@ -122,6 +121,8 @@ class StartingCheckpoint:
 
     def _compare(self, content: dict[str, Any], module: LitResNet, data: CIFAR10DataModule) -> None:
         if self.has_weights_alone:
+            from lit_cifar.checkpoint.pretrained import take_weights
+
             fits = self._subcommand == "fit"
             told = take_weights(module.network, content, num_classes=len(data.classes) if fits else None)
             rank_zero_info(f"{self._config.ckpt_path}: {told}")

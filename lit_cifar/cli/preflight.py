@@ -39,7 +39,6 @@ from lit_cifar.data.sample_order import OrderSettings, check_held_out, check_res
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.mode import Layout, mode_of
 from lit_cifar.mode.refusals import refuse
-from lit_cifar.models.autotune import cpu_has_bf16
 from lit_cifar.models.blocks import check_network, unreached_parameters
 from lit_cifar.models.recomputed import check_recomputed
 from lit_cifar.task.module import LitResNet
@@ -455,11 +454,14 @@ def _check_precision(trainer: Trainer, asked: Namespace, *, compiles: bool) -> N
             "would compute in bfloat16",
             remedy="pass --trainer.precision=bf16-mixed",
         )
-    if trainer.precision.startswith("bf16") and trainer.strategy.root_device.type == "cpu" and not cpu_has_bf16():
-        rank_zero_warn(
-            f"--trainer.precision={asked.precision} on a CPU without instructions for bfloat16: a step may take 30 "
-            "times as long as with --trainer.precision=32-true"
-        )
+    if trainer.precision.startswith("bf16") and trainer.strategy.root_device.type == "cpu":
+        from lit_cifar.models.autotune import cpu_has_bf16
+
+        if not cpu_has_bf16():
+            rank_zero_warn(
+                f"--trainer.precision={asked.precision} on a CPU without instructions for bfloat16: a step may take 30 "
+                "times as long as with --trainer.precision=32-true"
+            )
     if compiles and asked.sync_batchnorm and trainer.world_size > 1:
         raise ConfigError(
             "--model.compile=true with --trainer.sync_batchnorm=true: torch.compile cannot trace the communication "

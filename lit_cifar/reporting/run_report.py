@@ -10,7 +10,6 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_cifar.data.synthetic import Synthetic
 from lit_cifar.errors import printable
 from lit_cifar.mode import Layout, mode_of
 from lit_cifar.reporting.environment import environment
@@ -56,7 +55,7 @@ class RunReport(Callback):
     ) -> None:
         """Print the settings of the run, before its processes meet; `setup` of the data module was called."""
         self._tests = stage == "fit" and datamodule.source.has_test
-        self._is_synthetic = isinstance(datamodule.source, Synthetic)
+        self._is_synthetic = datamodule.name == "synthetic"  # as `Synthetic` is called
         if stage == "fit":
             lines = opening_lines(trainer, pl_module, datamodule)
             lines += [] if folder is None else [_line("run folder", shown(folder))]

@@ -32,7 +32,6 @@ from lit_cifar.checkpoint.format import (
     name_optimizer,
     strip_prefix,
 )
-from lit_cifar.checkpoint.pretrained import start_from_file
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.images import Batch
@@ -227,6 +226,8 @@ class LitResNet(L.LightningModule):
         """Take the weights of the file, the first time that this is called."""
         path, self.weights = self.weights, None
         if path is not None:
+            from lit_cifar.checkpoint.pretrained import start_from_file
+
             start_from_file(self.network, Path(path), num_classes=self.header.num_classes)
 
     def setup(self, stage: str) -> None:
