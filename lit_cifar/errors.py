@@ -6,6 +6,7 @@ prints it without a traceback and exits with status 2 (see `lit_cifar.cli.main`)
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import partial
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -47,7 +48,7 @@ class ConfigError(ValueError):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Survive pickling with both fields: spawned processes send their exceptions to the parent."""
-        return _rebuild, (type(self), self.problem, self.remedy)
+        return partial(type(self), remedy=self.remedy), (self.problem,)
 
 
 class DataError(ConfigError):
@@ -81,7 +82,3 @@ class ReplicaAuditError(RuntimeError):
 
     Memory, a processor or code is at fault and not what the user typed, so the traceback is shown.
     """
-
-
-def _rebuild(kind: type[ConfigError], problem: str, remedy: str) -> ConfigError:
-    return kind(problem, remedy=remedy)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from zipfile import is_zipfile
 
 import torch
@@ -26,12 +26,10 @@ _OPTIMIZER, _SCHEDULE = "optimizer", "lr_scheduler"
 SETTINGS = "settings"  # entry of the settings of optimizer and schedule
 POSITION, METRICS = "position", "metrics"  # the entries of `exact_resume`
 PARTS = "parts"  # the entry of an index, see `sharded.py`
-_PREFIX = "network."
 COUNTER = "num_batches_tracked"
 SAVE_ALONE = "save those of one network alone: torch.save(network.state_dict(), 'weights.pth')"
 _DATA = "trained_on"
 _MAX_NAMES = 5
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,13 +270,3 @@ def _is_safetensors(path: Path) -> bool:
     """Whether 8 bytes, the length of a JSON object, stand before it: https://github.com/huggingface/safetensors."""
     with path.open("rb") as file:
         return file.read(9)[8:] == b"{"
-
-
-def strip_prefix(state_dict: dict[str, _T]) -> dict[str, _T]:
-    """Keys of the LightningModule to those of the plain network."""
-    return {key.removeprefix(_PREFIX): value for key, value in state_dict.items()}
-
-
-def add_prefix(state_dict: dict[str, _T]) -> dict[str, _T]:
-    """Keys of the plain network to those of the LightningModule."""
-    return {_PREFIX + key: value for key, value in state_dict.items()}

@@ -26,11 +26,9 @@ from lit_cifar.checkpoint.format import (
     SETTINGS,
     Header,
     TrainedOn,
-    add_prefix,
     check_shapes,
     holds_training,
     name_optimizer,
-    strip_prefix,
 )
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.ghost_batches import GhostBatches
@@ -47,6 +45,7 @@ from lit_cifar.task.metrics import ConfusionMatrix, EpochMeans, EvaluationMetric
 from lit_cifar.task.optim import NesterovSGD, Recipe, WarmupDecay, check_total_steps, keep_saved_types, scale_rates
 
 LRScaling = Literal["none", "linear", "sqrt"]
+_PREFIX = "network."  # what Lightning puts before the names of the plain network's tensors
 
 
 class PartByPart(Protocol):
@@ -498,7 +497,8 @@ class LitResNet(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write the plain network's keys and a header that says which network it is."""
-        checkpoint["state_dict"] = plain(strip_prefix(checkpoint["state_dict"]))
+        state_dict = checkpoint["state_dict"]
+        checkpoint["state_dict"] = plain({key.removeprefix(_PREFIX): value for key, value in state_dict.items()})
         if "optimizer_states" in checkpoint:  # the checkpoint is not of weights alone
             checkpoint["optimizer_states"] = plain(checkpoint["optimizer_states"])
             name_optimizer(checkpoint, self.trainer.optimizers[0], self.lr_schedulers())
@@ -517,7 +517,7 @@ class LitResNet(L.LightningModule):
             data.compare(checkpoint)  # also weights alone, of which callbacks are not told
         self.header.check(checkpoint)
         check_shapes(self.network, checkpoint["state_dict"])
-        checkpoint["state_dict"] = add_prefix(checkpoint["state_dict"])
+        checkpoint["state_dict"] = {_PREFIX + key: value for key, value in checkpoint["state_dict"].items()}
         self._resumed = {SETTINGS: checkpoint.get(SETTINGS)} if holds_training(checkpoint) else None
 
 
