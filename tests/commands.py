@@ -1,6 +1,7 @@
 """Running the command line: in this process where one is enough, as a user does where processes start others."""
 
 import contextlib
+import csv
 import io
 import json
 import os
@@ -108,6 +109,12 @@ def counts(run: Path, split: str = "test") -> dict[str, tuple[int, int]]:
     """Correct and total of every rank in a run's `per_rank.csv`, and of `all`."""
     rows = [line.split(",") for line in (run / "per_rank.csv").read_text().splitlines()[1:]]
     return {rank: (int(correct), int(total)) for name, rank, correct, total, _ in rows if name == split}
+
+
+def logged(run: Path) -> list[dict[str, str]]:
+    """The rows of a run's `metrics.csv`, without their empty cells."""
+    with (run / "metrics.csv").open(newline="") as file:
+        return [{name: cell for name, cell in row.items() if cell} for row in csv.DictReader(file)]
 
 
 def mode_flags(mode: str, devices: int = 2, **arguments: object) -> list[str]:

@@ -1,6 +1,5 @@
 """When `best.ckpt` and `last.ckpt` are written, by a thread while training goes on, and who hears of a failure."""
 
-import csv
 import errno
 import shutil
 import threading
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import state, step_of
-from commands import TINY, callback, graded, launch, mode_flags, run_here
+from commands import TINY, callback, graded, launch, logged, mode_flags, run_here
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -213,11 +212,11 @@ class Disk:
         """When this thread waits for them, most likely."""
         threading.Timer(0.2, self.allow, (num_files,)).start()
 
-    def _write(self, checkpoint: dict[str, Any], path: Path, **settings: Any) -> None:
+    def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
         assert self._turns.acquire(timeout=_LIMIT_S), "nobody went on"
         if self.full:
             raise save_error(OSError(errno.ENOSPC, "No space left on device"), path, checkpoints=path.parent)
-        write_checkpoint(checkpoint, path, **settings)
+        write_checkpoint(checkpoint, path)
         self.written.append(path.name)
 
     def _copy(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -396,18 +395,15 @@ def test_names_do_not_depend_on_the_disk(disk: Disk, tmp_path: Path) -> None:
 def test_averaged_weights_are_validated_and_saved(tmp_path: Path) -> None:
     """Beside those that are trained, with which a resumed run goes on."""
     average = callback("lightning.pytorch.callbacks.EMAWeightAveraging", decay=0.5)
-    run_here("fit", *TINY, *average, f"--run_dir={tmp_path / 'run'}")
+    run = tmp_path / "run"
+    run_here("fit", *TINY, *average, f"--run_dir={run}")
     for name in (BEST, LAST):
-        saved = tmp_path / "run" / "checkpoints" / name
+        saved = run / "checkpoints" / name
         run_here("validate", *TINY, f"--ckpt_path={saved}", f"--run_dir={tmp_path / name}")
-        assert logged(tmp_path / name, "val/loss") == logged(tmp_path / "run", "val/loss")
-    best = read_checkpoint(tmp_path / "run" / "checkpoints" / BEST)
+        found, known = ([row["val/loss"] for row in logged(of) if "val/loss" in row] for of in (tmp_path / name, run))
+        assert found == known
+    best = read_checkpoint(run / "checkpoints" / BEST)
     assert not best["current_model_state"]["network.fc.weight"].equal(best["state_dict"]["fc.weight"])
-
-
-def logged(run: Path, name: str) -> list[str]:
-    with (run / "metrics.csv").open(newline="") as file:
-        return [row[name] for row in csv.DictReader(file) if row[name]]
 
 
 class Uploads(CSVLogger):

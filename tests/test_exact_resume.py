@@ -6,7 +6,6 @@ ends that resumes the same checkpoint and normalises as the mode does; and where
 if both modes normalise alike. In float64, so that the bound is sharp.
 """
 
-import csv
 import os
 import re
 import shutil
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from checkpoints import assert_same_checkpoint
-from commands import TINY, Result, callback, last_checkpoint, launch, mode_flags, own_network, refused, run_here
+from commands import TINY, Result, callback, last_checkpoint, launch, logged, mode_flags, own_network, refused, run_here
 from library_fits import Watch, ends_alike, make
 from short_fits import data, losses, short
 from short_fits import fit as fit_script
@@ -69,8 +68,7 @@ def stop_after(step: int, *, rank: int = 0) -> list[str]:
 
 def metrics(run: Path) -> list[dict[str, str]]:
     """Every line of `metrics.csv`, without what the clock says."""
-    with (run / "metrics.csv").open(newline="") as file:
-        rows = [{k: v for k, v in row.items() if v and "images_per_s" not in k} for row in csv.DictReader(file)]
+    rows = [{name: cell for name, cell in row.items() if "images_per_s" not in name} for row in logged(run)]
     return [row for row in rows if row.keys() - {"step", "epoch"}]
 
 

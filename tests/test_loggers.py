@@ -1,11 +1,10 @@
 """What the loggers leave: events that a resumed run hides, and one row for each step in `metrics.csv`."""
 
-import csv
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from commands import TINY, callback, refused, run_here
+from commands import TINY, callback, logged, refused, run_here
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from tensorboard.summary.writer import event_file_writer
@@ -19,10 +18,10 @@ def test_what_a_run_writes_again_is_hidden(tmp_path: Path, first_step: int, monk
     """From the start on too, where it died before its first checkpoint."""
     # TensorBoard reads files by name. Those of one process and second end with a number, and "10" comes before "9".
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
-    for step, logged in ((None, 1.0), (first_step, 2.0)):
+    for step, loss in ((None, 1.0), (first_step, 2.0)):
         tensorboard_logger, _ = run_loggers(tmp_path, first_step=step)
         for at in range(step or 0, 4 if step is None else 3):
-            tensorboard_logger.log_metrics({"loss": logged}, at)
+            tensorboard_logger.log_metrics({"loss": loss}, at)
         tensorboard_logger.finalize("success")
     values = [(event.step, event.value) for event in read_events(tmp_path).Scalars("loss")]
     assert values == [(at, 1.0) for at in range(first_step)] + [(at, 2.0) for at in range(first_step, 3)]
@@ -41,11 +40,6 @@ def write(folder: Path, *calls: dict[str, Any], kept_rows: int = 0) -> None:
     logger.finalize("success")
 
 
-def rows(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open(newline="") as file:
-        return [{name: cell for name, cell in row.items() if cell} for row in csv.DictReader(file)]
-
-
 STEP = {"epoch": 0, "train/loss_step": 1.5, "step": 3}
 VALIDATION = {"epoch": 0, "val/acc": 0.5, "step": 3}
 NEXT = {"epoch": 1, "train/loss_step": 1.25, "step": 4}
@@ -55,7 +49,7 @@ def test_what_is_logged_of_a_step_is_one_row_and_a_learning_rate_alone_is_none(t
     """As of a run that ends in the middle of a step, before its loss is known."""
     rates = [{"lr-SGD": rate, "step": step} for step, rate in ((1, 0.2), (3, 0.1), (4, 0.05), (5, 0.01))]
     write(tmp_path, rates[0], {"mine": 7, "step": 2}, rates[1], STEP, VALIDATION, rates[2], NEXT, rates[3])
-    assert rows(tmp_path) == [
+    assert logged(tmp_path) == [
         {"mine": "7", "step": "2"},
         {"epoch": "0", "lr-SGD": "0.1", "step": "3", "train/loss_step": "1.5", "val/acc": "0.5"},
         {"epoch": "1", "lr-SGD": "0.05", "step": "4", "train/loss_step": "1.25"},
@@ -77,7 +71,7 @@ def test_every_row_of_a_run_has_its_step_its_epoch_and_more(tmp_path: Path) -> N
     run = tmp_path / "run"
     flags = ["--model.lr_scheduler=StepLR", "--model.lr_scheduler.step_size=1", "--trainer.max_epochs=2"]
     run_here("fit", *TINY, *flags, "--trainer.log_every_n_steps=2", f"--run_dir={run}")
-    found = rows(run)
+    found = logged(run)
     # Of five steps an epoch, every second and the last.
     assert [int(row["step"]) for row in found] == [1, 3, 4, 5, 7, 9]
     assert [int(row["epoch"]) for row in found] == [0, 0, 0, 1, 1, 1]
@@ -103,7 +97,7 @@ def test_logs_are_the_same_at_fewer_log_points(tmp_path: Path) -> None:
     for every in (1, 2):
         run = tmp_path / str(every)
         run_here("fit", *TINY, *stop, f"--trainer.log_every_n_steps={every}", f"--run_dir={run}")
-        found = rows(run)
+        found = logged(run)
         steps.append({int(row["step"]): row["train/loss_step"] for row in found if "train/loss_step" in row})
         epochs.append(found[-1]["train/loss"])
     assert [*steps[0]] == [0, 1, 2]
