@@ -50,16 +50,28 @@ def test_a_log_file_gets_a_line_per_epoch_and_in_long_ones(
     assert "\r" not in out + err
 
 
-class Slow(TinyTask):
-    """Each training step takes 2 s of `clock`."""
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(progress, "perf_counter", lambda: clock.now)
+    return clock
 
-    def __init__(self, clock: SimpleNamespace) -> None:
+
+class TimedTask(TinyTask):
+    """Its training steps take so many seconds of `clock`, the very first another number; a validation step 1000."""
+
+    def __init__(self, clock: SimpleNamespace, *, first_s: float, step_s: float) -> None:
         super().__init__()
-        self.clock = clock
+        self.clock, self.next_s, self.step_s = clock, first_s, step_s
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self.clock.now += 2.0
+        self.clock.now += self.next_s
+        self.next_s = self.step_s
         return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.clock.now += 1000.0
+        return super().validation_step(batch, batch_idx)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -69,7 +81,7 @@ def test_a_log_file_gets_lines_soon_and_then_less_often_with_the_time_that_is_le
     settings: dict[str, Any] = {"enable_progress_bar": True, "logger": False, "limit_val_batches": 0}
     settings |= {"max_epochs": 2, "accumulate_grad_batches": accumulation}
     trainer = tiny_trainer(tmp_path, callbacks=[ProgressBar()], **settings)
-    trainer.fit(Slow(clock), datamodule=TinyData(num_images=8 * 24))
+    trainer.fit(TimedTask(clock, first_s=2.0, step_s=2.0), datamodule=TinyData(num_images=8 * 24))
     lines = [re.sub(r"  loss .*?  (\d+ s)", r"  \1", line) for line in capsys.readouterr().out.splitlines()]
     assert lines == [
         "epoch 1/2   12%  6 s, 0:01:30 left",
@@ -173,35 +185,10 @@ def test_resumed_in_the_middle_of_an_epoch(
 # ---------------------------------------------------------------- images per second
 
 
-class TimedTask(TinyTask):
-    """A training step takes 0.5 s, the very first 100 s; a validation step 1000 s."""
-
-    def __init__(self, clock: SimpleNamespace) -> None:
-        super().__init__()
-        self.clock = clock
-        self.warm = False
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self.clock.now += 0.5 if self.warm else 100.0
-        self.warm = True
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self.clock.now += 1000.0
-        return super().validation_step(batch, batch_idx)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(progress, "perf_counter", lambda: clock.now)
-    return clock
-
-
 def measured(folder: Path, clock: SimpleNamespace, **settings: Any) -> list[tuple[int, float]]:
     """Four batches of 8 images an epoch, three epochs; the logged (step, images per second)."""
     trainer = tiny_trainer(folder, callbacks=[Throughput(warmup_steps=1)], max_epochs=3, **settings)
-    trainer.fit(TimedTask(clock), datamodule=TinyData(num_images=32))
+    trainer.fit(TimedTask(clock, first_s=100.0, step_s=0.5), datamodule=TinyData(num_images=32))
     return [(event.step, event.value) for event in read_events(folder).Scalars(METRIC)]
 
 
