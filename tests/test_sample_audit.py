@@ -3,12 +3,14 @@
 import csv
 import struct
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+import short_fits
 import torch
 from counting import Operators
 from lightning.pytorch.loggers import CSVLogger
@@ -231,10 +233,7 @@ class SaveAt(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def data(**settings: Any) -> CIFAR10DataModule:
-    """80 images in 5 batches of 16, or as `settings` say."""
-    defaults = {"dataset": "synthetic", "num_train": 96, "num_test": 10, "val_size": 16, "batch_size": 16}
-    return CIFAR10DataModule(**(defaults | {"augment": False} | settings))
+data = partial(short_fits.data, num_train=96, val_size=16, augment=False)  # 80 images in 5 batches of 16
 
 
 def fit(
