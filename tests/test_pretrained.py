@@ -11,7 +11,6 @@ from data_files import draw_pictures
 from documents import ROOT, blocks
 from torch import nn
 
-from lit_cifar.checkpoint import pretrained
 from lit_cifar.checkpoint.pretrained import start_from_file, take_weights
 from lit_cifar.errors import CheckpointError
 from lit_cifar.models import build_network, build_resnet
@@ -35,15 +34,6 @@ class Backbone(nn.Module):
         self.head = nn.Linear(5, 3)
 
 
-def told_of(network: nn.Module, content: Any, folder: Path, *, num_classes: int, monkeypatch: Any) -> str:
-    """What is printed when `network` takes weights of a file with this content."""
-    lines: list[str] = []
-    monkeypatch.setattr(pretrained, "rank_zero_info", lines.append)
-    torch.save(content, folder / "given.pth")
-    start_from_file(network, folder / "given.pth", num_classes=num_classes)
-    return "".join(lines)
-
-
 @pytest.mark.parametrize(
     ("content", "num_classes", "says"),
     [
@@ -58,12 +48,10 @@ def told_of(network: nn.Module, content: Any, folder: Path, *, num_classes: int,
         (RESNET | {f"extra{number}.w": torch.ones(2) for number in range(9)}, 5, ["used: 9 names (extra0.w"]),
     ],
 )  # fmt: skip
-def test_what_fits_is_taken_and_the_rest_is_said(
-    content: dict[str, Any], num_classes: int, says: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fits_is_taken_and_the_rest_is_said(content: dict[str, Any], num_classes: int, says: list[str]) -> None:
     network = build_resnet("resnet18", stem="imagenet", num_classes=num_classes)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    said = told_of(network, content, tmp_path, num_classes=num_classes, monkeypatch=monkeypatch)
+    said = take_weights(network, content, num_classes=num_classes, partly=True)
     assert [words for words in says if words not in said] == [], said
     new = {"fc.weight", "fc.bias"} if "new, " in said else set()
     for name, tensor in network.state_dict().items():
@@ -71,9 +59,9 @@ def test_what_fits_is_taken_and_the_rest_is_said(
     assert len(said.splitlines()) <= 4
 
 
-def test_a_part_of_a_network_takes_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_a_network_takes_a_whole_file() -> None:
     network = Backbone()
-    said = told_of(network, {"net": RESNET}, tmp_path, num_classes=3, monkeypatch=monkeypatch)
+    said = take_weights(network, {"net": RESNET}, num_classes=3, partly=True)
     assert ", those of net.*, for body.*\n  new, as the file has none: head.weight, head.bias" in said
     assert all(tensor.equal(RESNET[name]) for name, tensor in network.body.state_dict().items())
 
@@ -153,10 +141,10 @@ def test_a_classifier_of_any_network_is_left_out_by_its_shape(arch: Any) -> None
         assert tensor.equal((expected if expected[name].shape == tensor.shape else before)[name]), name
 
 
-def test_weights_are_taken_in_the_networks_own_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_taken_in_the_networks_own_type() -> None:
     network = build_resnet("resnet18", stem="imagenet", num_classes=5)
     halves = {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in RESNET.items()}
-    told_of(network, halves, tmp_path, num_classes=5, monkeypatch=monkeypatch)
+    take_weights(network, halves)
     assert network.fc.weight.dtype == torch.float32
     assert network.fc.weight.equal(RESNET["fc.weight"].half().float())
 
