@@ -274,15 +274,18 @@ def test_own_checkpoint_callbacks_and_the_resume_point_do_not_meet(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "own", [{"dirpath": "RUN/checkpoints"}, {"dirpath": "RUN/x/../checkpoints"}, {"filename": "../last"}]
+    ("kind", "own"),
+    [
+        ("ModelCheckpoint", {"dirpath": "RUN/checkpoints"}),
+        ("ModelCheckpoint", {"dirpath": "RUN/x/../checkpoints"}),
+        ("ModelCheckpoint", {"filename": "../last"}),
+        ("OnExceptionCheckpoint", {"dirpath": "RUN/checkpoints/x", "filename": "../last"}),
+    ],
 )
-@pytest.mark.parametrize("kind", ["ModelCheckpoint", "OnExceptionCheckpoint"])
 def test_own_checkpoint_callbacks_may_not_write_where_the_run_does(
     kind: str, own: dict[str, str], tmp_path: Path
 ) -> None:
     given = {name: value.replace("RUN", str(tmp_path / "run")) for name, value in own.items()}
-    if kind == "OnExceptionCheckpoint":
-        given = {"dirpath": f"{tmp_path / 'run' / 'checkpoints' / 'x'}"} | given
     says = [f"{kind} would write into {tmp_path / 'run' / 'checkpoints'}"]
     refused("fit", *TINY, *callback(kind, **given), f"--run_dir={tmp_path / 'run'}", says=says)
     assert not (tmp_path / "run").exists()

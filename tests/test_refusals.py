@@ -21,7 +21,6 @@ from lit_cifar.errors import ConfigError
 # Flags of a fit, and what is said of them.
 REFUSED = {
     "--trainer.strategy=dp --trainer.devices=3": ["--data.batch_size=15 or"],
-    "--trainer.accumulate_grad_batches=3": ["3 accumulation steps", "=15 or"],
     "--trainer.strategy=dpp": ["did you mean --trainer.strategy=ddp?", "ddp_spawn, mp,", "fsdp2"],
     "--data.batchsize=3": ["batchsize", "did you mean --data.batch_size?", "--help"],
     "--model.optimizer.lr=-1": ["learning rate: -1"],
@@ -102,7 +101,6 @@ REFUSED = {
         "the modes: auto, dp, ",
     ],
     "--model.optimizer=qqq": ["--model.optimizer=qqq: there is no such class", "--help"],
-    "--data.batch_size=0": ["--data.batch_size=0 is the global batch", "pass --data.batch_size=128"],
     "--model.num_classes=11": ["synthetic has 10", "--model.num_classes=10"],
     # What does not go together.
     "--max_restarts=1": ["would not resume", "add --resume=auto and --run_dir="],
