@@ -400,12 +400,13 @@ def test_strategies_are_known_where_they_may_be_asked_for(words: list[str], load
 
 
 WATCHDOG = [f"lit_cifar.checks.watchdog{name}" for name in ("", ".callback")]
+SELDOM = ("lit_cifar.checkpoint.pretrained", "lit_cifar.checkpoint.sharded", "lit_cifar.models.autotune")
 
 
 @pytest.mark.parametrize(
     ("flags", "rooms", "loaded"),
     [
-        ([], ("lit_cifar.strategies", "lit_cifar.checks.watchdog"), WATCHDOG),
+        ([], ("lit_cifar.strategies", "lit_cifar.checks.watchdog", *SELDOM), WATCHDOG),
         (mode_flags("ddp"), ("lit_cifar.checks.replay",), []),
     ],
     ids=["one device", "ddp"],

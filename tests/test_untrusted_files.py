@@ -142,10 +142,12 @@ def test_torchvisions_old_cache_of_fashion_mnist_runs_no_code(tmp_path: Path, ma
             read("fashion_mnist", tmp_path)
 
 
+LINKS = [".lock", "metrics.csv", "config.yaml.part", "checkpoints/last.ckpt.part", "checkpoints", "gone"]
+
+
 @pytest.mark.parametrize(
-    "name", [".lock", "metrics.csv", "config.yaml.part", "checkpoints/last.ckpt.part", "checkpoints", "gone"]
+    ("name", "resume"), [*((name, ["--resume=auto"]) for name in LINKS), (".lock", []), ("gone", [])]
 )
-@pytest.mark.parametrize("resume", [[], ["--resume=auto"]])
 def test_nothing_outside_of_a_run_folder_is_written_through_links(tmp_path: Path, name: str, resume: list[str]) -> None:
     run, outside = tmp_path / "run", tmp_path / "outside"
     (run / name).parent.mkdir(parents=True)
