@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -183,55 +184,41 @@ def test_a_script_that_would_cut_the_epoch_otherwise_is_refused(
         fit_script(make(kind), tmp_path, data(**sizes), resume=file, **settings)
 
 
-@short
-@pytest.mark.filterwarnings("ignore:the training before had lr_scheduler.total_steps")
-@pytest.mark.parametrize(
-    ("changed", "given"),
-    [
-        ({"seed": 1}, "--data.seed=1"),
-        ({"val_size": 4, "shuffle": False}, None),
-    ],
-)
-def test_a_script_does_not_validate_on_what_it_was_trained_on(
-    changed: dict[str, Any], given: str | None, tmp_path: Path
-) -> None:
-    """Between two epochs, where the order may be another, and when a checkpoint is validated; a test may be any."""
-    file = tmp_path / "end.ckpt"
-    trainer = fit_script(make("own"), tmp_path)
-    trainer.save_checkpoint(file)
-    again = data(**changed)
-    trainer.test(make("own"), again, ckpt_path=file, verbose=False)
-    for go_on in (
-        lambda: fit_script(make("own"), tmp_path, again, resume=file, max_epochs=2),
-        lambda: trainer.validate(make("own"), again, ckpt_path=file, verbose=False),
-    ):
-        if given is None:
-            go_on()
-            continue
-        with pytest.raises(CheckpointError, match=f"trained on would be validated on: {given}\n"):
-            go_on()
-
-
 class OwnData(CIFAR10DataModule):
     """A user's, which changes nothing."""
 
 
 @short
-@pytest.mark.parametrize(("before", "after"), [(CIFAR10DataModule, OwnData), (OwnData, CIFAR10DataModule)])
-@pytest.mark.parametrize("kind", ["own", "foreign"])
-def test_a_data_module_of_another_class_is_compared_too(
-    kind: str, before: type[CIFAR10DataModule], after: type[CIFAR10DataModule], tmp_path: Path
+@pytest.mark.filterwarnings("ignore:the training before had lr_scheduler.total_steps")
+@pytest.mark.parametrize(
+    ("kind", "before", "after", "changed"),
+    [
+        ("own", CIFAR10DataModule, CIFAR10DataModule, {"seed": 1}),
+        ("own", CIFAR10DataModule, CIFAR10DataModule, {"val_size": 4, "shuffle": False}),
+        *((kind, CIFAR10DataModule, OwnData, {"seed": 1}) for kind in ("own", "foreign")),
+        *((kind, OwnData, CIFAR10DataModule, {"seed": 1}) for kind in ("own", "foreign")),
+    ],
+)
+def test_a_script_does_not_validate_on_what_it_was_trained_on(
+    kind: str,
+    before: type[CIFAR10DataModule],
+    after: type[CIFAR10DataModule],
+    changed: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
-    """Whatever module is trained, when it is resumed and when it is validated."""
-    file, first, again = tmp_path / "end.ckpt", data(), data(seed=1)
+    """Between two epochs, where the order may be another, and when a checkpoint is validated; a test may be any."""
+    file, first, again = tmp_path / "end.ckpt", data(), data(**changed)
     first.__class__, again.__class__ = before, after
     trainer = fit_script(make(kind), tmp_path, first)
     trainer.save_checkpoint(file)
+    if before is after:
+        trainer.test(make(kind), again, ckpt_path=file, verbose=False)
     for go_on in (
         lambda: fit_script(make(kind), tmp_path, again, resume=file, max_epochs=2),
         lambda: trainer.validate(make(kind), again, ckpt_path=file, verbose=False),
     ):
-        with pytest.raises(CheckpointError, match=r"trained on would be validated on: --data\.seed=1\n"):
+        told = pytest.raises(CheckpointError, match=r"trained on would be validated on: --data\.seed=1\n")
+        with told if "seed" in changed else nullcontext():
             go_on()
 
 

@@ -248,7 +248,6 @@ def test_a_loaded_optimizer_rounds_as_before(optimizer: str) -> None:
     assert torch.equal(weight, other)
 
 
-@short
 @pytest.mark.parametrize("kind", ["one cycle", "triangle"])
 def test_a_schedule_that_is_made_for_steps_steps_with_the_optimizer(kind: str, tmp_path: Path) -> None:
     """Not with batches that are accumulated, and not with epochs."""

@@ -220,7 +220,6 @@ def test_a_training_starts_from_a_file_and_a_resume_wins(given: Path, tmp_path: 
         ("--model.arch=resnet10", ["in the model", "--model.arch=resnet18"]),
         ("--ckpt_path={}", ["holds weights alone: a training starts from one file", "leave one of the two out"]),
         ("--model.weights=nowhere.pth", ["there is no checkpoint nowhere.pth"]),
-        ("--model.arch=vit_micro --model.stem=null", ["no weights with names and shapes of VisionTransformer's"]),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused(more: str, says: list[str], given: Path, tmp_path: Path) -> None:
