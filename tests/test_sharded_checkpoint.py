@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from lit_cifar.checkpoint import atomic, sharded
 from lit_cifar.checkpoint.atomic import LAST, PREVIOUS, index_of, newest_valid, write_checkpoint
 from lit_cifar.checkpoint.files import read_by_first, read_checkpoint, read_whole
+from lit_cifar.checkpoint.pretrained import start_from_file
 from lit_cifar.checkpoint.sharded import read_parts, save_parts
 from lit_cifar.errors import CheckpointError, SaveError
 from lit_cifar.strategies.state_dicts import full
@@ -90,6 +91,13 @@ def test_other_processes_read_what_some_have_written(tmp_path: Path, readers: in
         assert torch.equal(found["state_dict"]["weight"], expected["state_dict"]["weight"])
         momentum = expected["optimizer_states"][0]["state"][1]["momentum_buffer"]
         assert torch.equal(found["optimizer_states"][0]["state"][1]["momentum_buffer"], momentum)
+
+
+def test_a_new_training_starts_from_the_weights_in_all_parts(tmp_path: Path) -> None:
+    save(tmp_path, 7, ranks=2)
+    layer = nn.Linear(3, 5)
+    start_from_file(layer, tmp_path / LAST, num_classes=5)
+    assert layer.weight.flatten().equal(torch.arange(15) + 700.0)
 
 
 def test_a_process_killed_at_any_line_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
