@@ -71,9 +71,8 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path, monke
     rule = "class 0 is cat in the checkpoint and bird in these data; it was trained on 2 classes (cat, dog), and"
     for command in ("test", "validate", "predict", "fit"):
         said = refused(command, *saved, *other, f"--run_dir={tmp_path / 'x'}", says=[rule])
-    code = shlex.split(said.splitlines()[-1])[2]  # the remedy of `fit`
-    exec(code, {})
-    start = [own("Chain"), "--model.network.width=4", other[0], "--ckpt_path=weights.pth"]
+    remedy = shlex.split(said.splitlines()[-1])[-1]  # of `fit`
+    start = [own("Chain"), "--model.network.width=4", other[0], remedy]
     run_here("fit", *flags(pictures, *start), f"--run_dir={tmp_path / 'start'}")
     assert last_checkpoint(tmp_path / "start")["trained_on"] == {"dataset": "folder", "classes": ["bird", "cat"]}
     resumed = [*fitting, *other[::2], "--resume=auto", f"--run_dir={run}"]

@@ -1,6 +1,5 @@
 """The checkpoint that a command starts from: its file, its words about the run, and whether it fits the model."""
 
-import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -137,13 +136,9 @@ class StartingCheckpoint:
         except CheckpointError as error:
             if self._subcommand != "fit" or self._config.resume is not None:
                 raise
-            save = (
-                f'torch.save(read_checkpoint(Path({json.dumps(self._config.ckpt_path)}))["state_dict"], "weights.pth")'
-            )
-            imports = "import torch; from pathlib import Path; from lit_cifar.checkpoint.files import read_checkpoint"
-            start = "or start a new training with --ckpt_path=weights.pth, its weights alone:"
-            words = shlex.join(["python", "-c", f"{imports}; {save}"])
-            raise CheckpointError(error.problem, remedy=f"{error.remedy},\n{start}\n{words}") from error
+            weights = shlex.quote(f"--model.weights={self._config.ckpt_path}")
+            start = f"or start a new training with its weights alone, in place of --ckpt_path: {weights}"
+            raise CheckpointError(error.problem, remedy=f"{error.remedy},\n{start}") from error
         module.header.check(content)
         check_shapes(module.network, content.get("state_dict", {}))
         if self._subcommand == "fit":
