@@ -47,7 +47,8 @@ NAMES = {
         torch.Tensor._backward_hooks ._post_accumulate_grad_hooks torch.amp.GradScaler._unscale_grads_
         torch.autograd.Variable._execution_engine torch.nn.Module._buffers ._parameters""",
     "--trainer.strategy=mp": "lightning.fabric.utilities.device_dtype_mixin._update_properties",
-    "--trainer.strategy=ddp_mp": """lightning.fabric.utilities.distributed._init_dist_connection
+    "--trainer.strategy=ddp_mp": """lightning.fabric.utilities.device_dtype_mixin._update_properties
+        lightning.fabric.utilities.distributed._init_dist_connection
         lightning.pytorch.strategies.DDPStrategy._get_process_group_backend ._setup_model""",
     "--trainer.strategy=pp": """torch._subclasses.FakeTensorMode
         torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops<2.15 .backward_one_chunk

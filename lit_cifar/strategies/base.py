@@ -185,6 +185,7 @@ class CutStrategy(CustomForwardStrategy, ABC):
         **kwargs: Passed on to the Lightning strategy that a subclass also derives from.
     """
 
+    needs: ClassVar[list[str]] = [*CustomForwardStrategy.needs, "image_shape"]
     partition: Partition  # the blocks of each stage; known from `connect` on
 
     def __init__(self, *, cuts: list[str] | None = None, **kwargs: Any) -> None:

@@ -44,3 +44,7 @@ class FlatDDPStrategy(AveragingStrategy):
     @override
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         nn.utils.clip_grad_norm_(parameters_of(optimizer), clip_val)
+
+    @override
+    def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+        return state

@@ -69,9 +69,9 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     def local_buffers(self) -> Iterator[Tensor]:
         """This process's parts of the running statistics."""
 
+    @abstractmethod
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """The part of an optimizer's whole `state_dict()` that this process needs: all, if it has a whole replica."""
-        return state
+        """The part of an optimizer's whole `state_dict()` that this process needs."""
 
     @property
     @override
