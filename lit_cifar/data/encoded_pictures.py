@@ -36,9 +36,6 @@ class EncodedImages(ImageSet):
     def subset(self, ids: Tensor) -> "EncodedImages":
         return replace(self, rows=self.rows[ids], labels=self.labels[ids])
 
-    def to(self, device: torch.device) -> "EncodedImages":
-        return replace(self, images=self.images.to(device), labels=self.labels.to(device))
-
     def gather(self, ids: Tensor) -> Tensor:
         """The pixels at positions `ids`, decoded in this process."""
         return self._received(_Decoder(self.read, self.images.shape[2:])[self._paths(self.rows[ids.cpu()])])

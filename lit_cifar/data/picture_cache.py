@@ -96,11 +96,11 @@ class PictureCache:
     digest: str  # digest of all that decides the pixels
     limit_gb: float  # most GB that `root` may hold
 
-    def open(self, paths: Sequence[str], *, size: int, read: Callable[[str], bytes | None]) -> tuple[mmap.mmap, Path]:
+    def open(self, paths: Sequence[str], *, size: int, read: Callable[[str], Tensor | str]) -> tuple[mmap.mmap, Path]:
         """The file, mapped and read-only: uint8 pixels, (N, 3, size, size), and uint64 hashes, (N,); or a `DataError`.
 
-        The first process that comes writes the file, on all cores; others wait for it. `read` decodes a picture, and
-        returns None if that cannot be done; then each later process tries again.
+        The first process that comes writes the file, on all cores; others wait for it. `read` decodes a picture, or
+        says why that cannot be done; then each later process tries again.
         """
         path = self._folder / f"{self.digest}.pixels"
         pictures = _Pictures(paths, read, path.with_name(path.name + ".part"), 3 * size * size)
@@ -186,7 +186,7 @@ def _locked(folder: Path) -> Iterator[None]:
 class _Pictures(Dataset[int]):
     """The pictures of a file in chunks, which workers decode into it. An item is the size of its chunk."""
 
-    def __init__(self, paths: Sequence[str], read: Callable[[str], bytes | None], file: Path, num_bytes: int) -> None:
+    def __init__(self, paths: Sequence[str], read: Callable[[str], Tensor | str], file: Path, num_bytes: int) -> None:
         self.paths, self.file = paths, file
         self._read, self._row_bytes = read, num_bytes
 
@@ -210,10 +210,11 @@ class _Pictures(Dataset[int]):
         known = int.from_bytes(os.pread(file, HASH.itemsize, hash_at), "little")
         if known and hash_of(os.pread(file, self._row_bytes, at)) == known:
             return
-        pixels = self._read(self.paths[row])
-        if pixels is not None:
+        image, found = self._read(self.paths[row]), UNREADABLE
+        if isinstance(image, Tensor):
+            pixels = image.numpy().tobytes()
             os.pwrite(file, pixels, at)
-        found = UNREADABLE if pixels is None else hash_of(pixels)
+            found = hash_of(pixels)
         os.pwrite(file, found.to_bytes(HASH.itemsize, "little"), hash_at)
 
     def try_again(self, file: Path) -> None:

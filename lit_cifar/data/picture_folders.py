@@ -81,12 +81,11 @@ class PictureFolders:
             )
         by_class, places = [], []
         for label, name in enumerate(self.classes):
-            if name in of_split:
-                files = list_files(of_split[name], remedy=_CLASS_WANTED)
-                _check_within(of_split[name], files, self.classes)
+            if own := of_split.get(name):
+                files = list_files(own, remedy=_CLASS_WANTED)
+                _check_within(own, files, self.classes)
                 places += [place for *_, place in files.values() if place]
-                listed = [(f"{of_split[name].name}/{path}", found[:2]) for path, found in files.items()]
-                by_class.append([File(path, label, version) for path, version in listed])
+                by_class.append([File(f"{own.name}/{path}", label, found[:2]) for path, found in files.items()])
         if not by_class:
             raise DataError(f"{folder} holds no folders of classes", remedy=f"put pictures into {folder}/CLASS/")
         self._tell_again(split, places)
@@ -155,9 +154,7 @@ def _by_class(folder: Path) -> dict[str, Path]:
 
 
 def _inner(folder: Path) -> set[str]:
-    """The names of the folders in `folder`, none if it is a file."""
-    if not folder.is_dir():
-        return set()
+    """The names of the folders in `folder`."""
     with os.scandir(folder) as entries:
         return {_name(Path(entry.name)) for entry in entries if entry.name[0] != "." and entry.is_dir()}
 

@@ -120,10 +120,10 @@ class OwnPictures(Dataset):
         folder = self._folders.folder(split)
         paths = [f"{folder}/{file.path}" for file in files]
         labels = torch.tensor([file.label for file in files])
+        read = partial(read_image, size=self._size)
         if self._read.decode == "as_needed":
             self.listed[split] = _digest(every)
             none = torch.empty((0, 3, self._size, self._size), dtype=torch.uint8)
-            read = partial(read_image, size=self._size)
             rows, workers = torch.arange(len(paths)), self._read.num_workers
             return EncodedImages(none, labels, self.classes, paths, rows, read, workers)
         of_pixels = repr((FORMAT, PIL.__version__, self._size, files))
@@ -133,7 +133,7 @@ class OwnPictures(Dataset):
             digest=sha256(of_pixels.encode(errors="surrogateescape")).hexdigest()[:16],
             limit_gb=self._read.cache_limit_gb,
         )
-        file, cached = cache.open(paths, size=self._size, read=partial(_pixels, size=self._size))
+        file, cached = cache.open(paths, size=self._size, read=read)
         shape = (len(paths), 3, self._size, self._size)
         hashes = np.frombuffer(file, HASH, offset=math.prod(shape))
         unreadable = hashes == UNREADABLE
@@ -197,11 +197,6 @@ def _digest(files: Iterable[File]) -> str:
     """Digest of the names of `files`, to tell whether the same pictures could be read."""
     names = normalize("NFC", "\n".join(file.path for file in files))
     return sha256(names.encode(errors="surrogateescape")).hexdigest()[:16]
-
-
-def _pixels(path: str, *, size: int) -> bytes | None:
-    image = read_image(path, size=size)
-    return None if isinstance(image, str) else image.numpy().tobytes()
 
 
 @dataclass(frozen=True)
