@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from commands import TINY, launch, mode_flags, refused, run_here
-from torch import nn
+from torch import Tensor, nn
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import autotune, build_network
@@ -51,7 +51,8 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Timed:
     """Which candidates were timed on how many images; channels-last is faster on 64, and twice as slow on 4."""
     found: Timed = []
 
-    def time_each(network: Any, candidates: Any, shape: Any, batch_size: int, device: Any) -> dict[Candidate, float]:
+    def time_each(network: Any, candidates: Any, images: Tensor) -> dict[Candidate, float]:
+        batch_size = len(images)
         found.extend((each, batch_size) for each in candidates)
         slower = {each: each.channels_last != (batch_size >= 64) for each in candidates}
         return {

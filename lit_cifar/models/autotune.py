@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 import yaml  # type: ignore[import-untyped]
 from jsonargparse import Namespace
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_cifar.configured import made
@@ -114,60 +114,49 @@ def time_candidates(
 
     On a CPU a precision that is much slower on few images is left out of the comparison; bfloat16 is not even tried
     there without instructions for it. Memory formats are compared on whole batches: which is faster depends on their
-    size. Neither the network nor torch's global generators change.
+    size. Neither the network, which returns logits (n, num_classes), nor torch's global generators change.
 
-    Args:
-        network: The network, from images (n, *image_shape) to logits (n, num_classes).
-        image_shape: Channels, height and width.
-        batch_size: Number of images that pass a layer at once.
-        device: The device to measure on.
+    `image_shape` is channels, height and width, `batch_size` the number of images that pass a layer at once.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        images = torch.randn(batch_size, *image_shape, device=device)
         if device.type != "cpu":
-            return _time_each(network, CANDIDATES, image_shape, batch_size, device)
+            return _time_each(network, CANDIDATES, images)
         candidates = tuple(each for each in CANDIDATES if each.precision == "32-true" or cpu_has_bf16())
-        first = _time_each(network, candidates, image_shape, min(_FEW_IMAGES, batch_size), device)
+        first = _time_each(network, candidates, images[:_FEW_IMAGES])
         near = {each.precision for each in candidates if first[each] <= _NEAR * min(first.values())}
         left = tuple(each for each in candidates if each.precision in near)
-        second = _time_each(network, left, image_shape, batch_size, device)
+        second = _time_each(network, left, images)
         # Candidates that were left out would be slower by the same factor as on few images.
         scale = min(second[each] / first[each] for each in left)
         return {each: second.get(each, scale * first[each]) for each in candidates}
 
 
-def _time_each(
-    network: nn.Module,
-    candidates: tuple[Candidate, ...],
-    image_shape: tuple[int, ...],
-    batch_size: int,
-    device: torch.device,
-) -> dict[Candidate, float]:
+def _time_each(network: nn.Module, candidates: tuple[Candidate, ...], images: Tensor) -> dict[Candidate, float]:
     """The shortest of some steps of each, in turn; the first of all allocates memory and chooses kernels."""
-    steps = {each: _step(network, each, image_shape, batch_size, device) for each in candidates}
+    steps = {each: _step(network, each, images) for each in candidates}
     seconds = dict.fromkeys(candidates, float("inf"))
     for turn in range(1 + _STEPS):
         for each, step in steps.items():
             start = perf_counter()
             step()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            if images.is_cuda:
+                torch.cuda.synchronize(images.device)
             if turn:
                 seconds[each] = min(seconds[each], perf_counter() - start)
     return seconds
 
 
-def _step(
-    network: nn.Module, setting: Candidate, image_shape: tuple[int, ...], batch_size: int, device: torch.device
-) -> Callable[[], None]:
-    """Forward and backward of a copy of the network on random images."""
+def _step(network: nn.Module, setting: Candidate, images: Tensor) -> Callable[[], None]:
+    """Forward and backward of a copy of the network on `images`."""
     layout = torch.channels_last if setting.channels_last else torch.contiguous_format
-    own = copy.deepcopy(network).train().to(device=device, memory_format=layout)  # type: ignore[call-overload]
-    images = torch.randn(batch_size, *image_shape, device=device).contiguous(memory_format=layout)
-    labels = torch.zeros(batch_size, dtype=torch.int64, device=device)
+    own = copy.deepcopy(network).train().to(device=images.device, memory_format=layout)  # type: ignore[call-overload]
+    images = images.contiguous(memory_format=layout)
+    labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
 
     def step() -> None:
         own.zero_grad()
-        with torch.autocast(device.type, torch.bfloat16, enabled=setting.precision == "bf16-mixed"):
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=setting.precision == "bf16-mixed"):
             loss = F.cross_entropy(own(images), labels)
         loss.backward()  # type: ignore[no-untyped-call]
 

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, one_line
 
 # The part of a convolution or linear layer, or of a layer between two of them, that each process holds.
 # "columns": some of the outputs, computed from the whole input, which is the same in all processes.
@@ -80,11 +80,8 @@ def check_network(
         for block in (blocks_of(alone) or {"forward": alone}).values():
             outputs = block(outputs)
     except Exception as error:  # the network is the user's own code
-        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ConfigError(
-            f"{name} cannot take images {tuple(image_shape)}: {problem}",
-            remedy=remedy,
-        ) from error
+        problem = f"{name} cannot take images {tuple(image_shape)}: {type(error).__name__}: {one_line(error)[:200]}"
+        raise ConfigError(problem, remedy=remedy) from error
     if lazy:
         layer = lazy[0].rpartition(".")[0]
         raise ConfigError(

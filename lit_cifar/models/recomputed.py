@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, one_line
 from lit_cifar.models.blocks import layers_of_blocks
 
 FLAG = "--model.recompute=true"
@@ -105,8 +105,7 @@ def check_recomputed(network: nn.Module, image_shape: tuple[int, ...]) -> None:
             try:
                 alone(images).square().sum().backward()
             except Exception as error:  # the network is the user's own code
-                problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                raise _differs(network, problem) from error
+                raise _differs(network, f"{type(error).__name__}: {one_line(error)[:200]}") from error
         gradients = {name: its.grad for name, its in alone.named_parameters() if its.grad is not None}
         found.append(gradients | dict(alone.named_buffers()))
     once, again = found
