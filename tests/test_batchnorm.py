@@ -71,14 +71,12 @@ def test_equals_batchnorm_of_every_chunk(chunks: GhostBatches, num_samples: int,
     torch.testing.assert_close(chunked.state_dict(), replicas[0].state_dict())
 
 
-@pytest.mark.parametrize("chunks", CUTS, ids=str)
-def test_evaluation_is_that_of_batchnorm(chunks: GhostBatches) -> None:
-    layers = pair(chunks)
-    for layer in layers:
+def test_evaluation_is_that_of_batchnorm() -> None:
+    chunked, plain = pair(CUTS[-1])
+    for layer in (chunked, plain):
         layer.running_mean.fill_(0.5)
         layer.running_var.fill_(2.0)
         layer.eval()
-    chunked, plain = layers
     images = torch.randn(5, 3, 4, 4, dtype=torch.float64)
     assert chunked(images).equal(plain(images))
     assert chunked(images[:0]).shape == (0, 3, 4, 4)

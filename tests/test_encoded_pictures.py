@@ -114,7 +114,6 @@ def test_a_picture_that_cannot_be_read_is_named_when_it_is(pictures: Path, tmp_p
     [
         ({"num_workers": 2}, "num_workers=2 is not for --data.pictures.decode=once", "pictures.decode=as_needed"),
         ({"skip_unreadable": True, "decode": "as_needed"}, "skip_unreadable=True is not", "pictures.decode=once"),
-        ({"cache_limit_gb": 5.0, "decode": "as_needed"}, "cache_limit_gb=5.0 is not for", "pictures.decode=once"),
     ],
 )
 def test_options_without_effect_are_refused(pictures: Path, options: dict[str, Any], problem: str, remedy: str) -> None:

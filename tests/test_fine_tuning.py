@@ -53,8 +53,7 @@ def test_names_that_match_and_layers_that_have_no_others(
 @pytest.mark.parametrize(
     ("patterns", "problem", "remedy"),
     [
-        (["layer5.*"], "--model.freeze=layer5.* matches no parameter of TinyResNet", "did you mean layer"),
-        (["conv1"], "--model.freeze=conv1 matches no", "conv1.*"),
+        (["conv1"], "--model.freeze=conv1 matches no parameter of TinyResNet", "conv1.*"),
         (["conv1.*", "bn1.wieght"], "--model.freeze=bn1.wieght matches no", "bn1.weight"),
         (["*"], "--model.freeze=* leaves no parameter of TinyResNet to train", "name fewer"),
     ],

@@ -101,11 +101,6 @@ def png(side: int, bits: int, colours: int, data: bytes, transparent: bytes = b"
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
 
 
-def bomb(side: int) -> bytes:
-    """A small PNG of `side` x `side` pixels."""
-    return png(side, 8, 2, b"\0" * 1000)
-
-
 def test_unreadable_files_are_listed_with_the_reason(tmp_path: Path) -> None:
     save(tmp_path / "good.png", colour=(1, 2, 3))
     save(tmp_path / "last.png", colour=(4, 5, 6))
@@ -116,8 +111,8 @@ def test_unreadable_files_are_listed_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere")
     (tmp_path / "notes.txt").write_text("not an image")
     # Where Pillow only warns, and where it refuses by itself; neither is decoded.
-    (tmp_path / "large.png").write_bytes(bomb(12_000))
-    (tmp_path / "larger.png").write_bytes(bomb(60_000))
+    (tmp_path / "large.png").write_bytes(png(12_000, 8, 2, b"\0" * 1000))
+    (tmp_path / "larger.png").write_bytes(png(60_000, 8, 2, b"\0" * 1000))
     # Left out: what is hidden, and what would block.
     save(tmp_path / ".hidden.png")
     save(tmp_path / ".cache" / "thumbnail.png")
