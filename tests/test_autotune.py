@@ -24,13 +24,6 @@ def settings_of(run: Path) -> Candidate:
     return Candidate(config["trainer"]["precision"], config["model"]["channels_last"])
 
 
-@pytest.fixture
-def bf16_is_fastest(monkeypatch: pytest.MonkeyPatch) -> dict[Candidate, float]:
-    seconds = {each: 2.0 - (each == BF16) for each in CANDIDATES}
-    monkeypatch.setattr(autotune, "time_candidates", lambda *args, **kwargs: seconds)
-    return seconds
-
-
 def test_timing_changes_neither_network_nor_generators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotune, "cpu_has_bf16", lambda: True)
     network = build_network("tiny", stem="imagenet", num_classes=10, image_size=32)
@@ -104,9 +97,10 @@ def test_who_asks_for_bf16_where_it_is_slow_is_told(has_bf16: bool, monkeypatch:
 
 
 def test_a_run_says_saves_and_uses_them_and_when_it_is_resumed_keeps_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16_is_fastest: dict[Candidate, float]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tmp_path / "run"
+    run, seconds = tmp_path / "run", {each: 2.0 - (each == BF16) for each in CANDIDATES}
+    monkeypatch.setattr(autotune, "time_candidates", lambda *args, **kwargs: seconds)
     words = [*TINY, "--autotune=true", f"--run_dir={run}"]
     done = run_here("fit", *words, "--trainer.max_steps=2")
     others = "32-true 2.00x, 32-true channels_last 2.00x, bf16-mixed 2.00x"

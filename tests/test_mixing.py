@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import TINY, callback, last_checkpoint, launch, mode_flags, refused, run_here
+from commands import TINY, launch, mode_flags, refused, run_here
+from test_exact_resume import EVERY_STEP, assert_same_end, stop_after
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -172,22 +173,14 @@ ALL = [
 
 def test_a_stopped_run_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
     """Stopped in the second epoch, within which samples are used twice."""
-    run_here("fit", *ALL, "--trainer.devices=1", f"--run_dir={tmp_path / 'whole'}")
-    parts = [*ALL, "--trainer.devices=1", f"--run_dir={tmp_path / 'parts'}", "--resume=auto"]
-    run_here(
-        "fit",
-        *parts,
-        "--last_checkpoint.every_n_steps=1",
-        *callback("stopping.SignalAfter", step=7, rank=0),
-        check=False,
-    )
-    assert last_checkpoint(tmp_path / "parts")["global_step"] == 7
-    run_here("fit", *parts)
-    whole, resumed = last_checkpoint(tmp_path / "whole"), last_checkpoint(tmp_path / "parts")
-    assert resumed["global_step"] == whole["global_step"] == 10
-    assert all(tensor.equal(resumed["state_dict"][name]) for name, tensor in whole["state_dict"].items())
-    assert (tmp_path / "parts" / FILE_NAME).read_text() == (tmp_path / "whole" / FILE_NAME).read_text()
-    *_, fewest, most = (tmp_path / "whole" / FILE_NAME).read_text().splitlines()[-1].split(",")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    fitting = ["fit", *ALL, *mode_flags("single"), "--trainer.num_sanity_val_steps=0", EVERY_STEP]
+    run_here(*fitting, f"--run_dir={whole}")
+    assert run_here(*fitting, f"--run_dir={parts}", *stop_after(7), check=False).status == 143
+    run_here(*fitting, f"--run_dir={parts}", "--resume=auto")
+    assert_same_end(parts, whole)
+    assert (parts / FILE_NAME).read_text() == (whole / FILE_NAME).read_text()
+    *_, fewest, most = (whole / FILE_NAME).read_text().splitlines()[-1].split(",")
     assert fewest == "0"
     assert int(most) > 1
 

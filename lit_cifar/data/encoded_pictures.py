@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import parent_process, set_forkserver_preload
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,21 +45,19 @@ class EncodedImages(ImageSet):
         chunks = [torch.split(part, _CHUNK) for part in torch.split(rows, [len(part) for part in parts])]
         share = max(1, len(os.sched_getaffinity(0)) // self.num_processes)
         workers = share if self.num_workers is None else self.num_workers
-        of_workers: dict[str, Any] = {}
         if workers:
             set_forkserver_preload(["lit_cifar.launch.fork_server", "lit_cifar.data.pictures"])
-            of_workers["multiprocessing_context"] = "forkserver"
-            of_workers["prefetch_factor"] = max(2, -(-2 * max(map(len, chunks)) // workers))
         decoded = iter(
             DataLoader(
                 _Decoder(self.read, self.images.shape[2:]),
                 batch_size=None,
                 sampler=(self._paths(chunk) for part in chunks for chunk in part),
                 num_workers=workers,
+                multiprocessing_context="forkserver" if workers else None,
+                prefetch_factor=max(2, -(-2 * max(map(len, chunks)) // workers)) if workers else None,
                 pin_memory=self.images.device.type == "cuda",
                 worker_init_fn=_begin,
                 generator=torch.Generator(),  # DataLoader would otherwise draw a number from that of the training
-                **of_workers,
             )
         )
         try:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import yaml  # type: ignore[import-untyped]
@@ -43,8 +43,7 @@ class Candidate:
         return f"{self.precision} channels_last" if self.channels_last else self.precision
 
 
-_PRECISIONS: tuple[Precision, ...] = ("32-true", "bf16-mixed")
-CANDIDATES = tuple(Candidate(precision, layout) for precision in _PRECISIONS for layout in (False, True))
+CANDIDATES = tuple(Candidate(precision, layout) for precision in get_args(Precision) for layout in (False, True))
 
 
 def cpu_has_bf16() -> bool:
