@@ -36,17 +36,16 @@ def test_timing_changes_neither_network_nor_generators(monkeypatch: pytest.Monke
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
-Timed = list[tuple[Candidate, int]]
-
-
-@pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> Timed:
-    """Which candidates were timed on how many images; channels-last is faster on 64, and twice as slow on 4."""
-    found: Timed = []
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_a_cpu_compares_layouts_on_whole_batches_and_never_tries_bf16_without_instructions_for_it(
+    has_bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Channels-last is faster on 64 images here, and twice as slow on 4."""
+    timed: list[tuple[Candidate, int]] = []
 
     def time_each(network: Any, candidates: Any, images: Tensor) -> dict[Candidate, float]:
         batch_size = len(images)
-        found.extend((each, batch_size) for each in candidates)
+        timed.extend((each, batch_size) for each in candidates)
         slower = {each: each.channels_last != (batch_size >= 64) for each in candidates}
         return {
             each: batch_size * (2.05 if slower[each] else 1.0) * (28.0 if each.precision == "bf16-mixed" else 1.0)
@@ -54,13 +53,6 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Timed:
         }
 
     monkeypatch.setattr(autotune, "_time_each", time_each)
-    return found
-
-
-@pytest.mark.parametrize("has_bf16", [True, False])
-def test_a_cpu_compares_layouts_on_whole_batches_and_never_tries_bf16_without_instructions_for_it(
-    has_bf16: bool, timed: Timed, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(autotune, "cpu_has_bf16", lambda: has_bf16)
     plain, channels_last, *bf16 = CANDIDATES
     seconds = time_candidates(nn.Identity(), (3, 32, 32), batch_size=64, device=torch.device("cpu"))

@@ -34,8 +34,6 @@ FACTORS: dict[str, Callable[..., Tensor]] = {
 }
 NAMES = ["Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", *FACTORS]
 NAMES += ["Posterize", "Solarize", "AutoContrast", "Equalize"]
-UNSIGNED = ("Identity", "Posterize", "Solarize", "AutoContrast", "Equalize")
-WITHOUT_MAGNITUDE = ("Identity", "AutoContrast", "Equalize")
 
 
 def pictures(*, size: int = 32, num: int = 6) -> Tensor:

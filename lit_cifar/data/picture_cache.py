@@ -91,7 +91,7 @@ def hash_of(pixels: bytes | memoryview) -> int:
 class PictureCache:
     """The file into which the pictures of one split are decoded."""
 
-    root: Path | None  # folder of all caches; None for `lit_cifar` in the user's own, which XDG_CACHE_HOME names
+    root: str | Path | None  # folder of all caches; None for `lit_cifar` in the user's own, which XDG_CACHE_HOME names
     source: str  # origin of the pictures; a cache of the same source with a different digest is deleted
     digest: str  # digest of all that decides the pixels
     limit_gb: float  # most GB that `root` may hold
@@ -126,7 +126,7 @@ class PictureCache:
     @property
     def _root(self) -> Path:
         own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lit_cifar"
-        return (self.root or own).expanduser().absolute()
+        return Path(own if self.root is None else self.root).expanduser().absolute()
 
     @property
     def _folder(self) -> Path:
@@ -186,9 +186,9 @@ def _locked(folder: Path) -> Iterator[None]:
 class _Pictures(Dataset[int]):
     """The pictures of a file in chunks, which workers decode into it. An item is the size of its chunk."""
 
-    def __init__(self, paths: Sequence[str], read: Callable[[str], Tensor | str], file: Path, num_bytes: int) -> None:
+    def __init__(self, paths: Sequence[str], read: Callable[[str], Tensor | str], file: Path, row_bytes: int) -> None:
         self.paths, self.file = paths, file
-        self._read, self._row_bytes = read, num_bytes
+        self._read, self._row_bytes = read, row_bytes
 
     @property
     def num_bytes(self) -> int:

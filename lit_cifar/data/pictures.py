@@ -128,7 +128,7 @@ class OwnPictures(Dataset):
             return EncodedImages(none, labels, self.classes, paths, rows, read, workers)
         of_pixels = repr((FORMAT, PIL.__version__, self._size, files))
         cache = PictureCache(
-            root=None if self._read.cache_dir is None else Path(self._read.cache_dir),
+            root=self._read.cache_dir,
             source="\n".join([str(self.root.resolve()), split, str(self._size), str(num_images)]),
             digest=sha256(of_pixels.encode(errors="surrogateescape")).hexdigest()[:16],
             limit_gb=self._read.cache_limit_gb,
