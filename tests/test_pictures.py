@@ -107,6 +107,10 @@ def test_unreadable_files_are_listed_with_the_reason(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)).save(buffer, "PNG")
     (tmp_path / "cut.png").write_bytes(buffer.getvalue()[:2000])
+    save(tmp_path / "bad.bmp", size=(20, 20))
+    content = bytearray((tmp_path / "bad.bmp").read_bytes())
+    content[30] = 1  # the wrong compression
+    (tmp_path / "bad.bmp").write_bytes(content)
     (tmp_path / "empty.jpg").write_bytes(b"")
     (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere")
     (tmp_path / "notes.txt").write_text("not an image")
@@ -121,6 +125,7 @@ def test_unreadable_files_are_listed_with_the_reason(tmp_path: Path) -> None:
     reasons = dict(zip([file.name for file in found.files], found.errors, strict=True))
     no_image, too_large = f"not an image ({', '.join(FORMATS)})", f"larger than {Image.MAX_IMAGE_PIXELS} pixels"
     assert "truncated" in (reasons.pop("cut.png") or "")
+    assert (reasons.pop("bad.bmp") or "").startswith("ValueError: ")  # Pillow raises more than OSError
     assert reasons == {
         "empty.jpg": no_image,
         "gone.png": "No such file or directory",
@@ -131,18 +136,6 @@ def test_unreadable_files_are_listed_with_the_reason(tmp_path: Path) -> None:
         "notes.txt": no_image,
     }
     assert found.images.images[:, :, 0, 0].tolist() == [[1, 2, 3], [4, 5, 6]]
-
-
-@pytest.mark.parametrize(("suffix", "at", "value"), [("png", 11, 0), ("bmp", 30, 1), ("ppm", 3, 0)])
-def test_damage_for_which_pillow_raises_other_than_oserror(tmp_path: Path, suffix: str, at: int, value: int) -> None:
-    save(tmp_path / "good.png")
-    save(tmp_path / f"bad.{suffix}", size=(20, 20))
-    content = bytearray((tmp_path / f"bad.{suffix}").read_bytes())
-    content[at] = value
-    (tmp_path / f"bad.{suffix}").write_bytes(content)
-    error, none = read(tmp_path).errors
-    assert (error or "").startswith("ValueError: ")
-    assert none is None
 
 
 def test_the_central_square_is_resized_without_aliasing(tmp_path: Path) -> None:
@@ -177,7 +170,6 @@ def test_exif_orientation_is_honoured_and_of_an_animation_the_first_frame_counts
         ("L", 77, (77, 77, 77)),
         ("1", 1, (255, 255, 255)),
         ("P", 0, (0, 0, 0)),
-        ("I;16", 0x8000, (128, 128, 128)),
         ("RGBA", (9, 8, 7, 255), (9, 8, 7)),
         ("RGBA", (9, 8, 7, 0), (255, 255, 255)),
         ("LA", (0, 0), (255, 255, 255)),
@@ -254,7 +246,6 @@ RANGES = {
     ),
     "TIFF with a palette of 8 bits": (tiff(rows_of(SCALED, "u1"), 8, photometric=(3,), map=(*range(256),) * 3), SCALED),
     "32-bit TIFF": (tiff(rows_of(RAMP, "<u4"), 32), "TIFF of mode I: no black and white"),
-    "signed 32-bit TIFF": (tiff(rows_of(RAMP, "<i4"), 32, format=(2,)), "TIFF of mode I: no black and white"),
     "signed 16-bit TIFF": (tiff(rows_of(RAMP >> 1, "<i2"), format=(2,)), "TIFF of mode I: no black and white"),
     "signed 8-bit TIFF": (tiff(rows_of(SCALED, "i1"), 8, format=(2,)), "TIFF of mode L: no black and white"),
     "real TIFF": (tiff(rows_of(RAMP / 65535, "<f4"), 32, format=(3,)), "TIFF of mode F: no black and white"),
