@@ -108,11 +108,9 @@ def test_blocks_that_do_not_compute_the_same_twice_are_refused(network: type[nn.
 
 
 def test_what_cannot_be_recomputed_is_refused_on_the_command_line() -> None:
-    said = refused("fit", *own_network("Opaque"), "--model.network.num_classes=10", FLAG, says=["blocks()"])
-    assert "Opaque" in said
+    refused("fit", *own_network("Opaque"), "--model.network.num_classes=10", FLAG, says=["Opaque", "blocks()"])
     refused("fit", *own_network("InPlace"), FLAG, says=["InPlace does not compute the same twice"])
-    for compiled in ("true", "cuda_graphs"):
-        refused("fit", *TINY, FLAG, f"--model.compile={compiled}", says=["chooses by itself", "one of the two"])
+    refused("fit", *TINY, FLAG, "--model.compile=true", says=["chooses by itself", "one of the two"])
 
 
 MODES: dict[str, list[str]] = {

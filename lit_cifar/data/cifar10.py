@@ -17,7 +17,7 @@ from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import check_integrity, download_url
 
 from lit_cifar.data.dataset import Channels, Dataset, Split
-from lit_cifar.data.download import installing
+from lit_cifar.data.download import SYNTHETIC, installing, replacing
 from lit_cifar.data.images import ImageSet
 from lit_cifar.errors import DataError
 
@@ -99,8 +99,7 @@ class Cifar10(Dataset):
         allow = "" if tried else "allow the download with --data.download=true, or "
         return (
             f"pass --data.root=FOLDER where FOLDER holds {self.folder} or {self.python_edition.base_folder},\n"
-            f"or {allow}put {self.url} into {shlex.quote(str(self.root))} by hand,\n"
-            "or use images drawn by code instead: --data.dataset=synthetic"
+            f"or {allow}put {self.url} into {shlex.quote(str(self.root))} by hand,\n{SYNTHETIC}"
         )
 
     def _records(self, split: Split) -> list[Bytes]:
@@ -116,7 +115,7 @@ class Cifar10(Dataset):
         expected = num_images // len(self.classes)
         if (counts[: len(self.classes)] != expected).any():
             problem = f"{folder} does not hold {expected} {split} images of each class, as {self.title} does"
-            raise DataError(problem, remedy=_replace(folder))
+            raise DataError(problem, remedy=replacing(folder))
         return records
 
     def _open_python_edition(self, split: Split) -> Any:
@@ -126,7 +125,7 @@ class Cifar10(Dataset):
         except (RuntimeError, OSError) as error:
             folder = self.root / self.python_edition.base_folder
             problem = f"{folder} is incomplete, or differs from the official files by md5 ({error})"
-            raise DataError(problem, remedy=_replace(folder)) from error
+            raise DataError(problem, remedy=replacing(folder)) from error
 
 
 class Cifar100(Cifar10):
@@ -151,12 +150,5 @@ def _read_file(path: Path, shape: tuple[int, int]) -> Bytes:
         if found == wanted:
             return np.frombuffer(path.read_bytes(), np.uint8).reshape(shape)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", remedy=_replace(path.parent)) from error
-    raise DataError(f"{path} holds {found} bytes, not {wanted}", remedy=_replace(path.parent))
-
-
-def _replace(folder: Path) -> str:
-    return (
-        f"put an undamaged copy in its place, or move {shlex.quote(str(folder))} away and pass --data.download=true,\n"
-        "or use images drawn by code instead: --data.dataset=synthetic"
-    )
+        raise DataError(f"{path} cannot be read: {error.strerror}", remedy=replacing(path.parent)) from error
+    raise DataError(f"{path} holds {found} bytes, not {wanted}", remedy=replacing(path.parent))

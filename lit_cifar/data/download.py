@@ -1,6 +1,7 @@
-"""Putting a downloaded data set in place only when it is complete."""
+"""Putting a downloaded data set in place only when it is complete, and what to do about a damaged one."""
 
 import http.client
+import shlex
 import shutil
 import socket
 import tarfile
@@ -14,6 +15,7 @@ from urllib.error import HTTPError
 from lit_cifar.errors import DataError, one_line
 
 TIMEOUT_S = 30.0  # longest wait for a byte from the server
+SYNTHETIC = "or use images drawn by code instead: --data.dataset=synthetic"
 
 
 @contextmanager
@@ -47,3 +49,9 @@ def installing(target: Path, title: str, *, remedy: str) -> Iterator[Path]:
     finally:
         socket.setdefaulttimeout(before)
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def replacing(folder: Path) -> str:
+    """The remedies where the data set in `folder` is damaged."""
+    moved = shlex.quote(str(folder))
+    return f"put an undamaged copy in its place, or move {moved} away and pass --data.download=true,\n{SYNTHETIC}"

@@ -3,7 +3,6 @@
 Source: Xiao, Rasul, Vollgraf, Fashion-MNIST: a novel image dataset for benchmarking machine learning algorithms, 2017.
 """
 
-import shlex
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,7 +10,7 @@ from torch.nn.functional import pad
 from torchvision.datasets import FashionMNIST
 
 from lit_cifar.data.dataset import Channels, Dataset, Split
-from lit_cifar.data.download import installing
+from lit_cifar.data.download import SYNTHETIC, installing, replacing
 from lit_cifar.data.images import ImageSet
 from lit_cifar.errors import DataError, one_line
 
@@ -34,10 +33,7 @@ class Fashion(Dataset):
             for split in NUM_IMAGES:
                 _open(self.root, split)
             return
-        remedy = (
-            "pass --data.root=FOLDER where FOLDER holds FashionMNIST/raw,\n"
-            "or use images drawn by code instead: --data.dataset=synthetic"
-        )
+        remedy = f"pass --data.root=FOLDER where FOLDER holds FashionMNIST/raw,\n{SYNTHETIC}"
         if not download:
             problem = f"there is no FashionMNIST in {self.root}, and --data.download=false"
             raise DataError(problem, remedy=f"allow the download with --data.download=true,\nor {remedy}")
@@ -61,7 +57,6 @@ def _open(root: Path, split: Split) -> Any:
     except Exception as error:  # on a truncated file the reader asserts, or fails somewhere in torch
         raise DataError(
             f"{folder} is incomplete or damaged ({type(error).__name__}: {one_line(error)})",
-            remedy=f"put an undamaged copy in its place, or move {shlex.quote(str(folder))} away and pass "
-            "--data.download=true",
+            remedy=replacing(folder),
         ) from error
     return dataset
