@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from replay_cases import CASES, CHANGES, PLAIN, Pictures, Sequences, Task, Tokens
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lit_cifar import Replay, ReplayError
 from lit_cifar.checks.repeated_step.attributes import Attributes
@@ -556,8 +557,10 @@ def test_a_failure_can_end_the_training(tmp_path: Path) -> None:
         def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
             pl_module.net[5].bias.grad += 1e-6
 
+    before = _BaseDataLoaderIter._next_index
     with pytest.raises(ReplayError, match=r"net.5.bias \(gradient that the optimizer used\) differs"):
         trained(tmp_path, Scaled(), Replay(1, raises=True))
+    assert _BaseDataLoaderIter._next_index is before, "loaders are observed on"
 
 
 def test_the_bound_of_a_mean_is_kept_by_every_order_and_by_no_wrong_mean() -> None:

@@ -13,10 +13,13 @@ import torch
 from checkpoints import assert_same_checkpoint
 from commands import TINY, callback, last_checkpoint, launch, mode_flags, run_here
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from own_networks import Drawing
+from recorder import FailOn
+from short_fits import fit, short
 from threads import on_ranks
 from torch import Tensor, nn
 
-from lit_cifar import CIFAR10DataModule
+from lit_cifar import CIFAR10DataModule, LitResNet
 from lit_cifar.checkpoint import exact_resume
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import mode_of
@@ -181,6 +184,17 @@ def test_every_part_of_a_scaled_loss_has_its_share_in_the_gradient(tmp_path: Pat
         found.append(torch.cat([state["momentum_buffer"].flatten() for state in states]))
     plain, of_scaled = found
     assert float((of_scaled - plain).norm() / plain.norm()) < 0.3  # without it 0.6, in float16 0.13
+
+
+@short
+def test_a_network_draws_and_learns_again_after_a_training_that_failed(tmp_path: Path) -> None:
+    module = LitResNet(network=Drawing())
+    with pytest.raises(RuntimeError, match="fails at step 1"):
+        fit(module, tmp_path, callbacks=[VirtualReplicas(4), FailOn(0, 1)])
+    network, images = module.network.train(), torch.randn(4, 3, 32, 32)
+    assert not network(images).equal(network(images))
+    network(images).sum().backward()
+    assert all(parameter.grad is not None for parameter in network.parameters())
 
 
 @pytest.mark.slow

@@ -75,6 +75,10 @@ class RandomStreams(Callback):
         self._handles = []
         self.load_step_state(vars(_Now()))
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Who catches the exception may use the network again, with draws of their own."""
+        self.on_train_end(trainer, pl_module)
+
 
 def begin_part(place: int = 0, *, device: torch.device | None = None) -> None:
     """Draw for part `place` of this process's parts from now on; do nothing outside of a training.

@@ -158,6 +158,11 @@ class VirtualReplicas(Callback):
             trainer.strategy.parts = WholeBatch()
         pl_module.virtual_replicas = None  # type: ignore[assignment]
 
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Give the gradients back to whoever catches the exception and uses the network again."""
+        self._parts.unwatch()
+        self.teardown(trainer, pl_module, "fit")
+
 
 def _with_whole_gradient(strategy: Strategy) -> dist.ProcessGroup | None:
     """The processes that together have the whole gradient once; None if each has it."""

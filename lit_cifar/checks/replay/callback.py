@@ -170,9 +170,12 @@ class Replay(Callback):
             self._tell(trainer, trainer.strategy.broadcast(report))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave the module and its loaders as they were: Lightning calls no `teardown` of a callback then."""
         if self._window is not None:
             self._window.close()
             self._window.remove()
+            self._window = None
+        self.teardown(trainer, pl_module, "fit")
 
     def _judge(self, trainer: Trainer, window: "_Window") -> None:
         self._window = None

@@ -74,11 +74,12 @@ class Report:
         yield from (f"  note: {note}" for note in self.notes)
         yield from (f"  not judged: {reason}" for reason in self.abstained)
         yield from (f"  not looked at: {what}" for what in self.not_looked_at)
-        first = {(one.part, one.rank, one.tensor, one.text): one for one in reversed(self.findings)}
-        findings = [one for one in self.findings if one in first.values()]  # each once, at its first step
-        yield from (f"  {finding}" for finding in findings[:_SHOWN])
-        if len(findings) > _SHOWN:
-            yield f"  and {len(findings) - _SHOWN} more findings"
+        first: dict[tuple[object, ...], Finding] = {}  # each once, at its first step
+        for one in self.findings:
+            first.setdefault((one.part, one.rank, one.tensor, one.text), one)
+        yield from (f"  {finding}" for finding in [*first.values()][:_SHOWN])
+        if len(first) > _SHOWN:
+            yield f"  and {len(first) - _SHOWN} more findings"
         if self.error is not None:
             yield f"  {self.error}"
 
