@@ -38,7 +38,7 @@ def main(plan_file: str) -> None:
     watched = Watched(plan, folder, rank)
     loaders = Loaders(watched)
     try:
-        _prepare(watched, loaders, rank)
+        _prepare(watched, loaders)
         _run(target, watched, loaders)
     except BaseException as error:
         watched.trace.error = (traceback.format_exception_only(error)[-1].strip().splitlines() or [""])[0]
@@ -51,7 +51,7 @@ def main(plan_file: str) -> None:
     os._exit(bool(watched.trace.error))
 
 
-def _prepare(watched: Watched, loaders: Loaders, rank: int) -> None:
+def _prepare(watched: Watched, loaders: Loaders) -> None:
     plan = watched.plan
     torch.set_num_threads(_THREADS)
     multiprocessing.set_start_method(None, force=True)  # the fork server's own would hold for loaders' workers
@@ -64,7 +64,7 @@ def _prepare(watched: Watched, loaders: Loaders, rank: int) -> None:
     watched.patch()
     loaders.patch()
     in_lightning.patch(watched)
-    _join(watched, rank)
+    _join(watched)
     note_cuda(watched.trace)
     if plan.without_gpu:
         stay_on_cpu()
@@ -74,7 +74,7 @@ def _prepare(watched: Watched, loaders: Loaders, rank: int) -> None:
         draw_by_sample(watched.draws.key, watched.drawn_apart)
     else:
         note_own_generators(watched.drawn_apart)
-    seed_all("start", plan.seed, rank)
+    seed_all("start", plan.seed, watched.rank)
     calls.session = watched
     Guard(watched.folder.parent, watched.trace.outside).start()
 
@@ -100,37 +100,31 @@ def _run(target: Target, watched: Watched, loaders: Loaders) -> None:
     watched.finish()
 
 
-def _join(watched: Watched, rank: int) -> None:
+def _join(watched: Watched) -> None:
     """Let every process group of this run meet at the run's own address, whatever the script names."""
     ranks = watched.plan.ranks
     address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
 
-    def joiner(begin: Any) -> Any:
-        def begun(*args: Any, **settings: Any) -> None:
-            watched.trace.is_distributed = True
-            os.environ.update(address)
-            alone = {"store": torch.distributed.HashStore()} if ranks == 1 else {}  # type: ignore[attr-defined]
-            begin("gloo", rank=rank, world_size=ranks, **alone)
+    def join(begin: Any, *args: Any, **settings: Any) -> None:
+        watched.trace.is_distributed = True
+        os.environ.update(address)
+        alone = {"store": torch.distributed.HashStore()} if ranks == 1 else {}  # type: ignore[attr-defined]
+        begin("gloo", rank=watched.rank, world_size=ranks, **alone)
 
-        return begun
-
-    def here(function: Any, args: tuple[Any, ...] = (), nprocs: int = 1, **settings: Any) -> None:
+    def call_here(_: Any, fn: Any, args: tuple[Any, ...] = (), nprocs: int = 1, **settings: Any) -> None:
         """Every process of the run is one of those that the script would start."""
         watched.trace.own_ranks = nprocs
-        function(rank, *args)
+        fn(watched.rank, *args)
 
-    def leaver(destroy: Any) -> Any:
-        def left(*args: Any, **settings: Any) -> None:
-            if watched.trace.norms:
-                watched.finish()  # while ranks can still gather what they divide
-            destroy(*args, **settings)
+    def leave(destroy: Any, *args: Any, **settings: Any) -> None:
+        if watched.trace.norms:
+            watched.finish()  # while ranks can still gather what they divide
+        destroy(*args, **settings)
 
-        return left
-
-    patched(torch.distributed, "init_process_group", joiner)
-    patched(torch.distributed, "destroy_process_group", leaver)
+    patched(torch.distributed, "init_process_group", join)
+    patched(torch.distributed, "destroy_process_group", leave)
     for name in ("spawn", "start_processes"):
-        patched(torch.multiprocessing, name, lambda _: here)
+        patched(torch.multiprocessing, name, call_here)
 
 
 if __name__ == "__main__":

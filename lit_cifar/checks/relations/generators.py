@@ -43,22 +43,19 @@ def draw_by_sample(key: Callable[[], tuple[int, Sequence[int]] | None], remark: 
         made = [torch.Generator().manual_seed(hash((number, sample)) % 2**63) for sample in samples]
         return torch.stack([draw(like.shape[1:], generator=of_row, dtype=torch.float64) for of_row in made])
 
-    def by_rows(draw: Any, finish: Callable[..., Tensor]) -> Callable[[Any], Callable[..., Any]]:
-        def patch(own: Any) -> Callable[..., Any]:
-            def drawn(*args: Any, **settings: Any) -> Any:
-                before = torch.get_rng_state()
-                as_it_is = own(*args, **settings)
-                if (of_rows := rows(draw, as_it_is)) is None:
-                    if settings.get("generator") is not None:
-                        remark()
-                    return as_it_is
-                torch.set_rng_state(before)
-                with torch.no_grad():
-                    return as_it_is.copy_(finish(of_rows, *args, **settings))
+    def by_rows(draw: Any, finish: Callable[..., Tensor]) -> Callable[..., Any]:
+        def drawn(own: Any, *args: Any, **settings: Any) -> Any:
+            before = torch.get_rng_state()
+            as_it_is = own(*args, **settings)
+            if (of_rows := rows(draw, as_it_is)) is None:
+                if settings.get("generator") is not None:
+                    remark()
+                return as_it_is
+            torch.set_rng_state(before)
+            with torch.no_grad():
+                return as_it_is.copy_(finish(of_rows, *args, **settings))
 
-            return drawn
-
-        return patch
+        return drawn
 
     normal, uniform = torch.randn, torch.rand
     for name in ("randn", "randn_like"):
@@ -75,18 +72,15 @@ def draw_by_sample(key: Callable[[], tuple[int, Sequence[int]] | None], remark: 
 def note_own_generators(remark: Callable[[], None]) -> None:
     """Call `remark` where torch draws from a generator of the script's own, whose state nobody else sees."""
 
-    def patch(own: Any) -> Callable[..., Any]:
-        def drawn(*args: Any, **settings: Any) -> Any:
-            if settings.get("generator") is not None:
-                remark()
-            return own(*args, **settings)
-
-        return drawn
+    def drawn(own: Any, *args: Any, **settings: Any) -> Any:
+        if settings.get("generator") is not None:
+            remark()
+        return own(*args, **settings)
 
     for name in ("randn", "rand", "randint", "normal", "bernoulli"):
-        patched(torch, name, patch)
+        patched(torch, name, drawn)
     for name in ("normal_", "uniform_"):
-        patched(Tensor, name, patch)
+        patched(Tensor, name, drawn)
 
 
 def _whole_numbers(of_rows: Tensor, *args: Any, **settings: Any) -> Tensor:
@@ -115,37 +109,32 @@ def make_quiet(remark: Callable[[str], None]) -> None:
     Both are others by right where the same samples come in other batches.
     """
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
-        patched(F, name, lambda _: _untouched)
+        patched(F, name, _untouched)
     patched(F, "scaled_dot_product_attention", _without_dropout)
-    patched(F, "batch_norm", partial(_of_running_statistics, remark))
-    patched(nn.SyncBatchNorm, "forward", lambda _: nn.BatchNorm1d.forward)
+    patched(F, "batch_norm", partial(_by_running_statistics, remark))
+    patched(nn.SyncBatchNorm, "forward", lambda _, *args, **own: nn.BatchNorm1d.forward(*args, **own))
 
 
-def _without_dropout(attention: Any) -> Callable[..., Tensor]:
-    def attend(*args: Any, dropout_p: float = 0.0, **settings: Any) -> Tensor:
-        return attention(*args[:4], **settings)  # type: ignore[no-any-return]
-
-    return attend
+def _without_dropout(attention: Any, *args: Any, dropout_p: float = 0.0, **settings: Any) -> Any:
+    return attention(*args[:4], **settings)
 
 
-def _of_running_statistics(remark: Callable[[str], None], norm: Any) -> Callable[..., Tensor]:
-    def normalized(
-        input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        of_batch = training and running_mean is None
-        if of_batch:
-            remark(OF_BATCH)
-        found: Tensor = norm(input, running_mean, running_var, weight, bias, of_batch, momentum, eps)
-        return found
-
-    return normalized
+def _by_running_statistics(
+    remark: Callable[[str], None],
+    norm: Any,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    of_batch = training and running_mean is None
+    if of_batch:
+        remark(OF_BATCH)
+    return norm(input, running_mean, running_var, weight, bias, of_batch, momentum, eps)
 
 
 def still(module: nn.Module) -> None:
@@ -155,5 +144,5 @@ def still(module: nn.Module) -> None:
             layer.dropout = 0.0
 
 
-def _untouched(input: Tensor, *args: Any, **settings: Any) -> Tensor:
+def _untouched(_: Any, input: Tensor, *args: Any, **settings: Any) -> Tensor:
     return input

@@ -5,7 +5,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -121,22 +121,16 @@ class _Experiment:
 def patch(watched: Watched) -> None:
     """Follow the trainers of this process, up to the end of the first `fit`."""
     sys.meta_path.insert(0, _OneLightning())
-
-    def maker(make: Any) -> Callable[..., None]:
-        def made(trainer: pl.Trainer, *args: Any, **own: Any) -> None:
-            make(trainer, *args, **_settings(watched, own))
-            trainer.callbacks.append(Follower(watched))  # type: ignore[attr-defined]
-            watched.phase = lambda: "train" if trainer.training else "evaluate"
-
-        return made
-
-    def fitter(fit: Any) -> Callable[..., None]:
-        return lambda *args, **settings: _fit(watched, fit, *args, **settings)
-
-    patched(pl.Trainer, "__init__", maker)
-    patched(pl.Trainer, "fit", fitter)
+    patched(pl.Trainer, "__init__", partial(_make, watched))
+    patched(pl.Trainer, "fit", partial(_fit, watched))
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+def _make(watched: Watched, make: Any, trainer: pl.Trainer, *args: Any, **own: Any) -> None:
+    make(trainer, *args, **_settings(watched, own))
+    trainer.callbacks.append(Follower(watched))  # type: ignore[attr-defined]
+    watched.phase = lambda: "train" if trainer.training else "evaluate"
 
 
 def _fit(

@@ -1,7 +1,7 @@
 """Data loaders of a watched training: shortened, kept for another run, or replaced by the batches of an earlier one."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -50,53 +50,40 @@ class Loaders:
         self._asked: int | None = None  # number of samples of the batch that was fetched last
 
     def patch(self) -> None:
-        patched(DataLoader, "__init__", self._maker)
-        patched(DataLoader, "__iter__", self._beginner)
-        patched(DataLoader, "__len__", self._measurer)
-        patched(BatchSampler, "__iter__", self._orderer)
-        patched(internals.BaseDataLoaderIter, "_next_index", self._asker)
+        patched(DataLoader, "__init__", self._make)
+        patched(DataLoader, "__iter__", self._begin)
+        patched(DataLoader, "__len__", self._length)
+        patched(BatchSampler, "__iter__", self._ordered)
+        patched(internals.BaseDataLoaderIter, "_next_index", self._ask)
         patched(torch.utils.data, "get_worker_info", self._worker)
 
-    def _maker(self, make: Any) -> Callable[..., None]:
-        def made(loader: Any, *args: Any, **settings: Any) -> None:
-            make(loader, *args, **settings)
-            if not self._is_probing:  # workers have random numbers of their own
-                self._watched.trace.has_workers |= loader.num_workers > 0
-                loader.num_workers, loader.timeout = 0, 0
-            if self._number(loader) is None:
-                self._datasets.append(loader.dataset)
+    def _make(self, make: Any, loader: Any, *args: Any, **settings: Any) -> None:
+        make(loader, *args, **settings)
+        if not self._is_probing:  # workers have random numbers of their own
+            self._watched.trace.has_workers |= loader.num_workers > 0
+            loader.num_workers, loader.timeout = 0, 0
+        if self._number(loader) is None:
+            self._datasets.append(loader.dataset)
 
-        return made
-
-    def _worker(self, own: Any) -> Callable[[], Any]:
+    def _worker(self, own: Any) -> Any:
         """A script that has workers may not expect to be without: it has one, this process."""
-
-        def info() -> Any:
-            alone = SimpleNamespace(id=0, num_workers=1, seed=torch.initial_seed(), dataset=None)
-            return own() or (alone if self._watched.trace.has_workers else None)
-
-        return info
+        alone = SimpleNamespace(id=0, num_workers=1, seed=torch.initial_seed(), dataset=None)
+        return own() or (alone if self._watched.trace.has_workers else None)
 
     def _number(self, loader: Any) -> int | None:
         return next((number for number, own in enumerate(self._datasets) if own is loader.dataset), None)
 
-    def _beginner(self, begin: Any) -> Callable[..., Iterator[Any]]:
-        def begun(loader: Any) -> Iterator[Any]:
-            if self._is_probing:
-                return begin(loader)  # type: ignore[no-any-return]
-            if self._watched.phase() == "train":
-                return self._training(loader, begin)
-            return self._evaluated(loader, begin(loader))
+    def _begin(self, begin: Any, loader: Any) -> Any:
+        if self._is_probing:
+            return begin(loader)
+        if self._watched.phase() == "train":
+            return self._training(loader, begin)
+        return self._evaluated(loader, begin(loader))
 
-        return begun
-
-    def _asker(self, ask: Any) -> Callable[..., Any]:
-        def asked(iterator: Any) -> Any:
-            index = ask(iterator)
-            self._asked = len(index) if isinstance(index, list) else None
-            return index
-
-        return asked
+    def _ask(self, ask: Any, iterator: Any) -> Any:
+        index = ask(iterator)
+        self._asked = len(index) if isinstance(index, list) else None
+        return index
 
     def _fetched(self, batches: Iterator[Any]) -> Iterator[Any]:
         like = None
@@ -105,30 +92,24 @@ class Loaders:
             like = marked if like is None else like
             yield marked
 
-    def _orderer(self, begin: Any) -> Callable[..., Iterator[Any]]:
-        def begun(sampler: Any) -> Iterator[Any]:
-            order: list[int] = []
-            if self._watched.phase() == "train" and isinstance(sampler.sampler, Sized):
-                is_drawn = isinstance(sampler.sampler, RandomSampler | WeightedRandomSampler | DistributedSampler)
-                self._watched.trace.orders.append((len(sampler.sampler), is_drawn, order))
-            for batch in begin(sampler):
-                order += batch
-                yield batch
+    def _ordered(self, begin: Any, sampler: Any) -> Iterator[Any]:
+        order: list[int] = []
+        if self._watched.phase() == "train" and isinstance(sampler.sampler, Sized):
+            is_drawn = isinstance(sampler.sampler, RandomSampler | WeightedRandomSampler | DistributedSampler)
+            self._watched.trace.orders.append((len(sampler.sampler), is_drawn, order))
+        for batch in begin(sampler):
+            order += batch
+            yield batch
 
-        return begun
-
-    def _measurer(self, length: Any) -> Callable[..., int]:
-        def shortened(loader: Any) -> int:
-            if self._watched.phase() == "evaluate" and self._watched.evaluation_batch is not None:
-                return sum(1 for _ in loader)
-            if (imposed := self._plan.imposed) and (own := self._imposed_length(loader, imposed)) is not None:
-                return own
-            own, trains = int(length(loader)), self._watched.phase() == "train"
-            if trains and own > self._plan.most_batches:
-                self._watched.trace.cut_from = max(self._watched.trace.cut_from, own)
-            return min(own, self._plan.most_batches if trains else self._plan.evaluation_batches)
-
-        return shortened
+    def _length(self, length: Any, loader: Any) -> int:
+        if self._watched.phase() == "evaluate" and self._watched.evaluation_batch is not None:
+            return sum(1 for _ in loader)
+        if (imposed := self._plan.imposed) and (own := self._imposed_length(loader, imposed)) is not None:
+            return own
+        own, trains = int(length(loader)), self._watched.phase() == "train"
+        if trains and own > self._plan.most_batches:
+            self._watched.trace.cut_from = max(self._watched.trace.cut_from, own)
+        return min(own, self._plan.most_batches if trains else self._plan.evaluation_batches)
 
     def _training(self, loader: Any, begin: Any) -> Iterator[Any]:
         if not any(loader.dataset is other.dataset for other in self._trained):

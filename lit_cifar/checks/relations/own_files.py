@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -57,15 +56,12 @@ class Guard:
 
     def start(self) -> None:
         sys.addaudithook(self._audit)
-        patched(torch, "save", self._saver)
+        patched(torch, "save", self._save)
 
-    def _saver(self, save: Any) -> Callable[..., None]:
-        def saved(value: Any, file: Any, *args: Any, **settings: Any) -> None:
-            if isinstance(file, str | os.PathLike):  # torch opens it by itself
-                self._before_writing(os.fspath(file))
-            save(value, file, *args, **settings)
-
-        return saved
+    def _save(self, save: Any, obj: Any, f: Any, *args: Any, **settings: Any) -> None:
+        if isinstance(f, str | os.PathLike):  # torch opens it by itself
+            self._before_writing(os.fspath(f))
+        save(obj, f, *args, **settings)
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(args[0], str | os.PathLike):

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -37,8 +37,8 @@ class Parts:
         patched(LRScheduler, "__init__", after(self.schedules.append))
         patched(AveragedModel, "update_parameters", after(self.keep_beside))
         register_module_parameter_registration_hook(self._registered)
-        patched(nn.Module, "load_state_dict", self._state_loaded)
-        patched(torch, "load", self._file_loaded)
+        patched(nn.Module, "load_state_dict", self._load_state)
+        patched(torch, "load", self._load_file)
 
     @property
     def made(self) -> list[nn.Parameter | None]:
@@ -85,20 +85,14 @@ class Parts:
     def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         self._made.append(weakref.ref(parameter))
 
-    def _state_loaded(self, load: Any) -> Callable[..., Any]:
-        def loaded(module: nn.Module, *args: Any, **settings: Any) -> Any:
-            self._spoil({id(parameter) for parameter in module.parameters()})
-            return load(module, *args, **settings)
+    def _load_state(self, load: Any, module: nn.Module, *args: Any, **settings: Any) -> Any:
+        self._spoil({id(parameter) for parameter in module.parameters()})
+        return load(module, *args, **settings)
 
-        return loaded
-
-    def _file_loaded(self, load: Any) -> Callable[..., Any]:
-        def loaded(file: Any, *args: Any, **settings: Any) -> Any:
-            if str(file).startswith(self._resume or "\0"):
-                self._spoil(set(map(id, self.made)))
-            return load(file, *args, **settings)
-
-        return loaded
+    def _load_file(self, load: Any, f: Any, *args: Any, **settings: Any) -> Any:
+        if str(f).startswith(self._resume or "\0"):
+            self._spoil(set(map(id, self.made)))
+        return load(f, *args, **settings)
 
     def _spoil(self, ids: Container[int]) -> None:
         for place, parameter in enumerate(self.made if self.to_spoil else ()):

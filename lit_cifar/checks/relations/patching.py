@@ -5,21 +5,23 @@ from functools import wraps
 from typing import Any
 
 
-def patched(owner: Any, name: str, made: Callable[[Any], Callable[..., Any]]) -> None:
-    """Replace `owner.name` by `made(owner.name)`, with the same signature, which Lightning reads."""
+def patched(owner: Any, name: str, other: Callable[..., Any]) -> None:
+    """Call `other` in place of `owner.name`, which it gets before the arguments. Lightning reads the old signature."""
     own = getattr(owner, name)
-    setattr(owner, name, wraps(own)(made(own)))
+
+    @wraps(own)
+    def called(*args: Any, **settings: Any) -> Any:
+        return other(own, *args, **settings)
+
+    setattr(owner, name, called)
 
 
-def after(note: Callable[[Any], object]) -> Callable[[Any], Callable[..., Any]]:
+def after(note: Callable[[Any], object]) -> Callable[..., Any]:
     """For a method of a class, such as its constructor: call `note` with the object when it is done."""
 
-    def patch(own: Any) -> Callable[..., Any]:
-        def done(instance: Any, *args: Any, **settings: Any) -> Any:
-            result = own(instance, *args, **settings)
-            note(instance)
-            return result
+    def done(own: Any, instance: Any, *args: Any, **settings: Any) -> Any:
+        result = own(instance, *args, **settings)
+        note(instance)
+        return result
 
-        return done
-
-    return patch
+    return done

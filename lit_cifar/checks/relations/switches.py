@@ -21,78 +21,80 @@ from lit_cifar.internals import tree_map
 
 def turn(plan: Plan, trace: Trace, keep_scaler: Callable[[GradScaler], None]) -> None:
     """Do as the plan says, and note in the trace what the script has."""
-    patched(torch, "compile", partial(_compiler, plan, trace))
-    patched(nn.Module, "compile", partial(_compiler, plan, trace))
-    patched(checkpoint, "checkpoint", partial(_recomputer, plan, trace))
-    patched(GradScaler, "__init__", partial(_scaler, plan, trace, keep_scaler))
-    patched(torch.autocast, "__init__", partial(_autocast, plan, trace))
+    patched(torch, "compile", partial(_compile, plan, trace))
+    patched(nn.Module, "compile", partial(_compile, plan, trace))
+    patched(checkpoint, "checkpoint", partial(_checkpoint, plan, trace))
+    patched(GradScaler, "__init__", partial(_make_scaler, plan, trace, keep_scaler))
+    patched(torch.autocast, "__init__", partial(_make_autocast, plan, trace))
     if plan.regroup:
-        patched(Optimizer, "__init__", _regrouped)
+        patched(Optimizer, "__init__", _make_regrouped)
     if plan.double:
         compute_in_double(trace.remarks.add)
     if plan.seed:
-        patched(torch, "manual_seed", lambda seed: lambda number: seed(int(number) + plan.seed))
+        patched(torch, "manual_seed", lambda manual_seed, seed: manual_seed(int(seed) + plan.seed))
 
 
-def _compiler(plan: Plan, trace: Trace, own: Any) -> Callable[..., Any]:
-    def compiled(function: Any = None, *args: Any, **settings: Any) -> Any:
-        trace.compiles = True
-        if plan.compiled:
-            return own(function, *args, **settings)
-        return function if function is not None else lambda decorated: decorated
-
-    return compiled
+def _compile(plan: Plan, trace: Trace, own: Any, model: Any = None, *args: Any, **settings: Any) -> Any:
+    trace.compiles = True
+    if plan.compiled:
+        return own(model, *args, **settings)
+    return model if model is not None else lambda decorated: decorated
 
 
-def _recomputer(plan: Plan, trace: Trace, recompute: Any) -> Callable[..., Any]:
+def _checkpoint(plan: Plan, trace: Trace, recompute: Any, /, function: Any, *args: Any, **settings: Any) -> Any:
+    trace.recomputes = True
+    if not plan.keep_activations:
+        return recompute(function, *args, **settings)
     own = inspect.signature(recompute).parameters
-
-    def checkpointed(function: Any, *args: Any, **settings: Any) -> Any:
-        trace.recomputes = True
-        if not plan.keep_activations:
-            return recompute(function, *args, **settings)
-        return function(*args, **{name: value for name, value in settings.items() if name not in own})
-
-    return checkpointed
+    return function(*args, **{name: value for name, value in settings.items() if name not in own})
 
 
-def _scaler(plan: Plan, trace: Trace, keep: Callable[[GradScaler], None], make: Any) -> Callable[..., None]:
-    def made(scaler: GradScaler, device: str = "cuda", init_scale: float = 2.0**16, *args: Any, **own: Any) -> None:
-        make(scaler, "cpu", init_scale * plan.scale, *args, **own)
-        trace.scales |= scaler.is_enabled()
-        keep(scaler)
+def _make_scaler(
+    plan: Plan,
+    trace: Trace,
+    keep: Callable[[GradScaler], None],
+    make: Any,
+    scaler: GradScaler,
+    device: str = "cuda",
+    init_scale: float = 2.0**16,
+    *args: Any,
+    **settings: Any,
+) -> None:
+    make(scaler, "cpu", init_scale * plan.scale, *args, **settings)
+    trace.scales |= scaler.is_enabled()
+    keep(scaler)
 
-    return made
+
+def _make_autocast(
+    plan: Plan,
+    trace: Trace,
+    make: Any,
+    own: Any,
+    device_type: str,
+    dtype: Any = None,
+    enabled: bool = True,
+    cache_enabled: Any = None,
+) -> None:
+    trace.autocasts |= enabled
+    make(own, "cpu", dtype, enabled and plan.autocast, cache_enabled)
 
 
-def _autocast(plan: Plan, trace: Trace, make: Any) -> Callable[..., None]:
-    def made(own: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
-        trace.autocasts |= enabled
-        make(own, "cpu", dtype, enabled and plan.autocast, cache_enabled)
-
-    return made
-
-
-def _regrouped(make: Any) -> Callable[..., None]:
+def _make_regrouped(make: Any, optimizer: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
     """Groups in reverse order; the parameters of a single one."""
-
-    def made(optimizer: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
-        params = [*params][::-1]
-        if len(params) == 1 and isinstance(params[0], dict):
-            params = [params[0] | {"params": [*params[0]["params"]][::-1]}]
-        make(optimizer, params, defaults)
-
-    return made
+    params = [*params][::-1]
+    if len(params) == 1 and isinstance(params[0], dict):
+        params = [params[0] | {"params": [*params[0]["params"]][::-1]}]
+    make(optimizer, params, defaults)
 
 
 def compute_in_double(remark: Callable[[str], None]) -> None:
     """New tensors are float64, and what a script asks to be float32 by `.float()`."""
     for name in ("to", "bfloat16", "half"):
-        patched(torch.Tensor, name, partial(_remarking, remark))
+        patched(torch.Tensor, name, partial(_converted, remark))
     torch.set_default_dtype(torch.float64)
     patched(GradScaler, "unscale_", partial(_with, torch.Tensor, "float", torch.Tensor.float))  # torch's own wants it
     for owner in (torch.Tensor, torch.nn.Module):
-        patched(owner, "float", _double)
+        patched(owner, "float", lambda _, own, *args, **settings: own.double(*args, **settings))
 
 
 def in_double(tree: Any) -> Any:
@@ -107,23 +109,13 @@ def in_double(tree: Any) -> Any:
     return tree_map(cast, tree)
 
 
-def _with(owner: Any, name: str, value: Any, function: Any) -> Callable[..., Any]:
-    def called(*args: Any, **settings: Any) -> Any:
-        with mock.patch.object(owner, name, value):
-            return function(*args, **settings)
-
-    return called
+def _with(owner: Any, name: str, value: Any, function: Any, *args: Any, **settings: Any) -> Any:
+    with mock.patch.object(owner, name, value):
+        return function(*args, **settings)
 
 
-def _double(_: Any) -> Callable[..., Any]:
-    return lambda own, *args, **settings: own.double(*args, **settings)
-
-
-def _remarking(remark: Callable[[str], None], convert: Any) -> Callable[..., torch.Tensor]:
-    def converted(*args: Any, **settings: Any) -> torch.Tensor:
-        found: torch.Tensor = convert(*args, **settings)
-        if found.dtype in (torch.bfloat16, torch.float16):
-            remark(ROUNDED)
-        return found
-
-    return converted
+def _converted(remark: Callable[[str], None], convert: Any, *args: Any, **settings: Any) -> Any:
+    found = convert(*args, **settings)
+    if found.dtype in (torch.bfloat16, torch.float16):
+        remark(ROUNDED)
+    return found

@@ -95,30 +95,23 @@ class Watched:
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
 
-    def _as_it_is(self, evaluate: Any) -> Callable[..., Any]:
+    def _as_it_is(self, evaluate: Any, *args: Any, **settings: Any) -> Any:
         """For what reads data without a gradient and is no evaluation: its batches stay as they are."""
+        size, self.evaluation_batch = self.evaluation_batch, None
+        try:
+            return evaluate(*args, **settings)
+        finally:
+            self.evaluation_batch = size
 
-        def evaluated(*args: Any, **settings: Any) -> Any:
-            size, self.evaluation_batch = self.evaluation_batch, None
-            try:
-                return evaluate(*args, **settings)
-            finally:
-                self.evaluation_batch = size
-
-        return evaluated
-
-    def _backward(self, backward: Any) -> Callable[..., None]:
-        def gone_back(loss: torch.Tensor, *args: Any, **settings: Any) -> None:
-            for optimizer in self.parts.optimizers:
-                if id(optimizer) in self._is_stale:
-                    gradients = (p.grad for p in owned_by([optimizer]) if p.grad is not None)
-                    if any(bool(gradient.any()) for gradient in gradients):
-                        self._is_stale[id(optimizer)] = True
-                    else:
-                        del self._is_stale[id(optimizer)]
-            backward(loss, *args, **settings)
-
-        return gone_back
+    def _backward(self, backward: Any, *args: Any, **settings: Any) -> None:
+        for optimizer in self.parts.optimizers:
+            if id(optimizer) in self._is_stale:
+                gradients = (p.grad for p in owned_by([optimizer]) if p.grad is not None)
+                if any(bool(gradient.any()) for gradient in gradients):
+                    self._is_stale[id(optimizer)] = True
+                else:
+                    del self._is_stale[id(optimizer)]
+        backward(*args, **settings)
 
     def _before_step(self, *_: Any) -> None:
         self._before_optimizer = states()
@@ -163,25 +156,22 @@ class Watched:
         """Seed all generators by the number of steps before, also of those of a run that this one goes on from."""
         seed_all(what, self.trace.steps + self.plan.steps_before)
 
-    def _called(self, call: Any) -> Callable[..., Any]:
-        def called(module: nn.Module, *args: Any, **settings: Any) -> Any:
-            is_outermost = self._depth == 0
-            if is_outermost and next(module.parameters(), None) is not None:
-                self._before_call(module, (args, settings))
-                if self.plan.double:
-                    args, settings = in_double(args), in_double(settings)
-            before = states() if is_outermost and self.phase() == "evaluate" else None
-            self._depth += 1
-            try:
-                return call(module, *args, **settings)
-            finally:
-                self._depth -= 1
-                if is_outermost and self.phase() == "train":
-                    self.draws.note()
-                elif is_outermost and before != states():
-                    self.trace.remarks.add(IN_MODEL)
-
-        return called
+    def _called(self, call: Any, module: nn.Module, /, *args: Any, **settings: Any) -> Any:
+        is_outermost = self._depth == 0
+        if is_outermost and next(module.parameters(), None) is not None:
+            self._before_call(module, (args, settings))
+            if self.plan.double:
+                args, settings = in_double(args), in_double(settings)
+        before = states() if is_outermost and self.phase() == "evaluate" else None
+        self._depth += 1
+        try:
+            return call(module, *args, **settings)
+        finally:
+            self._depth -= 1
+            if is_outermost and self.phase() == "train":
+                self.draws.note()
+            elif is_outermost and before != states():
+                self.trace.remarks.add(IN_MODEL)
 
     def _before_call(self, module: nn.Module, inputs: Any) -> None:
         self._called_now = module

@@ -1,6 +1,5 @@
 """A script that names CUDA and cannot do without it: its tensors and modules stay on the CPU."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -40,15 +39,12 @@ def _here(value: Any) -> Any:
 def note_cuda(trace: Trace) -> None:
     """Note that the script names CUDA, or asks whether it is there."""
 
-    def patch(own: Any) -> Callable[..., Any]:
-        def asked(*args: Any, **settings: Any) -> Any:
-            trace.wants_cuda = True
-            return own(*args, **settings)
-
-        return asked
+    def asked(own: Any, *args: Any, **settings: Any) -> Any:
+        trace.wants_cuda = True
+        return own(*args, **settings)
 
     for name in ("is_available", "device_count", "set_device", "_lazy_init"):
-        patched(torch.cuda, name, patch)
+        patched(torch.cuda, name, asked)
 
 
 def stay_on_cpu() -> None:
@@ -57,20 +53,17 @@ def stay_on_cpu() -> None:
     answers: dict[str, Any] = {"is_available": True, "device_count": 1, "current_device": 0, "memory_allocated": 0}
     answers |= dict.fromkeys(_IDLE) | {"max_memory_allocated": 0, "get_device_name": "the CPU"}
     for name, answer in answers.items():
-        patched(torch.cuda, name, partial(_answering, answer))
-    patched(torch, "load", lambda load: lambda *args, **own: load(args[0], **own | {"map_location": "cpu"}))
-    patched(DistributedDataParallel, "__init__", _maker)
-    patched(torch.distributed, "barrier", lambda wait: lambda *args, **_: wait(*args))
+        patched(torch.cuda, name, partial(_answer, answer))
+    patched(torch, "load", lambda load, f, *_, **own: load(f, **own | {"map_location": "cpu"}))
+    patched(DistributedDataParallel, "__init__", _make_without_devices)
+    patched(torch.distributed, "barrier", lambda wait, *args, **_: wait(*args))
 
 
-def _answering(answer: Any, _: Any) -> Callable[..., Any]:
-    return lambda *_, **__: answer
+def _answer(answer: Any, *_: Any, **__: Any) -> Any:
+    return answer
 
 
-def _maker(make: Any) -> Callable[..., None]:
-    def made(
-        own: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **settings: Any
-    ) -> None:
-        make(own, module, None, None, *args, **settings)
-
-    return made
+def _make_without_devices(
+    make: Any, own: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **settings: Any
+) -> None:
+    make(own, module, None, None, *args, **settings)
