@@ -18,7 +18,7 @@ import torch.distributed
 import torch.multiprocessing
 
 from lit_cifar.checks.relations import calls, in_lightning
-from lit_cifar.checks.relations.generators import draw_by_sample, make_quiet, note_own_generators, seed_all
+from lit_cifar.checks.relations.generators import draw_by_sample, make_quiet, seed_all
 from lit_cifar.checks.relations.loaders import Loaders
 from lit_cifar.checks.relations.own_files import Guard, mirror
 from lit_cifar.checks.relations.patching import patched
@@ -71,9 +71,7 @@ def _prepare(watched: Watched, loaders: Loaders) -> None:
     turn(plan, watched.trace, partial(watched.parts.keep_numbered, "scaler"))
     if plan.quiet:
         make_quiet(watched.trace.remarks.add)
-        draw_by_sample(watched.draws.key, watched.drawn_apart)
-    else:
-        note_own_generators(watched.drawn_apart)
+    draw_by_sample(watched.draws.key, watched.drawn_apart)
     seed_all("start", plan.seed, watched.rank)
     calls.session = watched
     Guard(watched.folder.parent, watched.trace.outside).start()

@@ -6,6 +6,7 @@ from typing import Any
 from lit_cifar.checks.relations.generators import states
 from lit_cifar.checks.relations.plan import Trace
 
+IN_STEP = "a step draws random numbers for its batch: draw them in the data set"
 IN_OPTIMIZER = "the optimizer draws random numbers, one parameter after another"
 IN_EVALUATION = "the evaluation draws random numbers from a generator of its own"
 IN_MODEL = "the model draws random numbers in the evaluation, such as noise, or by dropout that is left on"
@@ -14,14 +15,14 @@ IN_MODEL = "the model draws random numbers in the evaluation, such as noise, or 
 class Draws:
     """Follows the generators from where a step begins."""
 
-    def __init__(self, trace: Trace, *, quiet: bool) -> None:
-        self._trace, self._quiet = trace, quiet
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
         self._before: tuple[Any, ...] | None = None  # states of generators
         self._samples: list[int] | None = None  # digests of those of the batch
         self._count = 0  # of draws for these samples
 
     def begin(self, samples: list[int] | None) -> None:
-        """From now on a batch is trained; `samples` are known if it is divided into them."""
+        """From now on a batch is trained; its `samples` are given if draws should follow them."""
         self._before, self._samples, self._count = states(), samples, 0
 
     def go_on(self) -> None:
@@ -39,7 +40,7 @@ class Draws:
     def note(self) -> None:
         """Note whether numbers were drawn since the beginning."""
         if self._before is not None and self._before != states():
-            self._trace.draws |= self._quiet
+            self._trace.remarks.add(IN_STEP)
             if (before := zlib.crc32(self._before[0])) not in self._trace.drawn:
                 self._trace.drawn.append(before)
 

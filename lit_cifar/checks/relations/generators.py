@@ -31,8 +31,8 @@ def states() -> tuple[Any, ...]:
 def draw_by_sample(key: Callable[[], tuple[int, Sequence[int]] | None], remark: Callable[[], None]) -> None:
     """Let what torch draws for the samples of a batch be a function of each sample, however batches are divided.
 
-    `key` gives a number, another for each call, and digests of the batch's samples. A draw whose dimension 0 has
-    another length stays as it is; `remark` is called where its generator is the script's own.
+    `key` gives a number, another for each call, and digests of the batch's samples. Without them, and where dimension 0
+    has another length, a draw stays as it is; `remark` is called where its generator is the script's own.
     """
 
     def rows(draw: Any, like: Tensor) -> Tensor | None:
@@ -67,20 +67,6 @@ def draw_by_sample(key: Callable[[], tuple[int, Sequence[int]] | None], remark: 
     patched(torch, "bernoulli", by_rows(uniform, lambda of_rows, chance, *_, **__: of_rows < chance))
     patched(Tensor, "normal_", by_rows(normal, lambda of_rows, _, *args, **own: _normal(of_rows, *args, **own)))
     patched(Tensor, "uniform_", by_rows(uniform, _between))
-
-
-def note_own_generators(remark: Callable[[], None]) -> None:
-    """Call `remark` where torch draws from a generator of the script's own, whose state nobody else sees."""
-
-    def drawn(own: Any, *args: Any, **settings: Any) -> Any:
-        if settings.get("generator") is not None:
-            remark()
-        return own(*args, **settings)
-
-    for name in ("randn", "rand", "randint", "normal", "bernoulli"):
-        patched(torch, name, drawn)
-    for name in ("normal_", "uniform_"):
-        patched(Tensor, name, drawn)
 
 
 def _whole_numbers(of_rows: Tensor, *args: Any, **settings: Any) -> Tensor:

@@ -98,7 +98,6 @@ class Trace:
     saves: list[int] = field(default_factory=list)  # steps done at each call of `save`
     cut_from: int = 0  # batches of an epoch in a loader of training that was shortened
     lengths: dict[int, int] = field(default_factory=dict)  # of loaders that trained, by the order of their making
-    draws: bool = False  # a step drew random numbers, though it was quiet
     drawn: list[int] = field(default_factory=list)  # digests of torch's generator before steps that drew numbers
     # Of each epoch: the number of all samples, whether torch draws the order, and the places of those that were read.
     orders: list[tuple[int, bool, list[int]]] = field(default_factory=list)

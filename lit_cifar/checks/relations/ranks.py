@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from lit_cifar.checks.relations.draws import IN_STEP
 from lit_cifar.checks.relations.evaluation import on_two_ranks
 from lit_cifar.checks.relations.generators import OF_BATCH, ROUNDED
 from lit_cifar.checks.relations.loaders import UNDIVIDED
@@ -194,10 +195,7 @@ def _accumulating(own: Trace, number: int, runs: Runs, *, window: int = 1, parts
 
 
 def _weighed(verdict: Verdict, traces: list[Trace], why: str) -> Verdict:
-    if verdict.outcome == "fail" and any(trace.draws for trace in traces):
-        reason = "a step draws random numbers for its batch: draw them in the data set"
-        return Verdict(verdict.relation, "abstain", reason)
-    for reason in (OF_BATCH, ROUNDED):
+    for reason in (IN_STEP, OF_BATCH, ROUNDED):
         if verdict.outcome == "fail" and any(reason in trace.remarks for trace in traces):
             return Verdict(verdict.relation, "abstain", reason)
     return unused(verdict, why)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lit_cifar.checks.relations.draws import IN_EVALUATION, IN_MODEL, IN_OPTIMIZER, Draws
+from lit_cifar.checks.relations.draws import IN_EVALUATION, IN_MODEL, IN_OPTIMIZER, IN_STEP, Draws
 from lit_cifar.checks.relations.generators import seed_all, states, still
 from lit_cifar.checks.relations.parts import PARTS, Parts
 from lit_cifar.checks.relations.patching import patched
@@ -34,7 +34,7 @@ class Watched:
 
     def __init__(self, plan: Plan, folder: Path, rank: int) -> None:
         self.plan, self.folder, self.rank, self.trace = plan, folder, rank, Trace()
-        self.parts, self.draws = Parts(plan), Draws(self.trace, quiet=plan.quiet)
+        self.parts, self.draws = Parts(plan), Draws(self.trace)
         self.phase: Callable[[], str] = self._own_phase
         self.evaluation_batch = plan.evaluation_batch
         self._depth = 0  # of calls of modules
@@ -140,7 +140,8 @@ class Watched:
             self.note_samples(samples)
         self._batch_of_step += 1
         self._is_in_batch = True
-        self.draws.begin(samples if is_divided else None)  # whatever the data set has drawn
+        follows = self.plan.quiet and is_divided
+        self.draws.begin(samples if follows else None)  # whatever the data set has drawn
         if self.plan.generators:
             self.seed(f"batch {self._batch_of_step}")
 
@@ -215,9 +216,9 @@ class Watched:
 
     def drawn_apart(self) -> None:
         """Note that a generator of the script's own draws: in an evaluation, other batches give other numbers."""
-        if self.plan.quiet:
-            self.trace.draws |= self._is_in_batch
-        elif self._has_trained and self.phase() == "evaluate":
+        if self._is_in_batch:
+            self.trace.remarks.add(IN_STEP)
+        if self._has_trained and self.phase() == "evaluate":
             self.trace.remarks.add(IN_EVALUATION)
 
     def finish(self) -> None:
