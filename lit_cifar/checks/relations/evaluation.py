@@ -7,7 +7,7 @@ from typing import Any
 from lit_cifar.checks.relations import draws
 from lit_cifar.checks.relations.loaders import CUT, UNDIVIDED_EVALUATION
 from lit_cifar.checks.relations.plan import Trace
-from lit_cifar.checks.relations.runs import RunError, Runs, Verdict, difference, unused
+from lit_cifar.checks.relations.runs import NotJudgedError, RunError, Runs, Verdict, difference, unused
 
 NAME = "evaluation"
 _ALL = 2**20  # samples of a batch of all
@@ -22,10 +22,7 @@ def _in_lightning(runs: Runs) -> Iterator[Verdict]:
     trace = runs.run(variants=True, most_epochs=1)[0]
     metrics = trace.metrics
     if not metrics:
-        yield Verdict(
-            NAME, "abstain", "no validation: give the Trainer validation data and the module a validation_step"
-        )
-        return
+        raise NotJudgedError("no validation: give the Trainer validation data and the module a validation_step")
     reason = UNDIVIDED_EVALUATION if UNDIVIDED_EVALUATION in trace.remarks else "" if trace.evaluates else _NO_LOADER
     own, *ways = ("as it is", "again") if reason else metrics
     found = [text for way in ways if (text := _apart(runs, metrics[own], metrics[way], f"validated {way}"))]
@@ -56,16 +53,13 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
     own = runs.run(generators=True)[0]
     values = _results(own)
     if not values:
-        yield Verdict(NAME, "abstain", "report the results: relations.report(val_loss=...)")
-        return
+        raise NotJudgedError("report the results: relations.report(val_loss=...)")
     by_hand = "evaluation_batch" in own.asked
     if not by_hand and (UNDIVIDED_EVALUATION in own.remarks or not own.evaluates):
         reason = UNDIVIDED_EVALUATION if own.evaluates else f"{_NO_LOADER} in torch.no_grad()"
-        yield Verdict(NAME, "abstain", f'{reason}: write relations.knob("evaluation_batch", N) for its samples')
-        return
+        raise NotJudgedError(f'{reason}: write relations.knob("evaluation_batch", N) for its samples')
     if by_hand and own.is_cut:
-        yield Verdict(NAME, "abstain", CUT)
-        return
+        raise NotJudgedError(CUT)
     found = []
     for way, size in (("in batches of 1", 1), ("in batches of 7", 7), ("as one batch", 0)):
         changes: dict[str, Any] = {"evaluation_batch": size}

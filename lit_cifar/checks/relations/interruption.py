@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lit_cifar.checks.relations.plan import Trace
-from lit_cifar.checks.relations.runs import RunError, Runs, RunTimeoutError, Verdict, unused
+from lit_cifar.checks.relations.runs import NotJudgedError, RunError, Runs, RunTimeoutError, Verdict, unused
 from lit_cifar.checks.relations.watching import CHECKPOINT
 
 NAME = "resume"
@@ -26,8 +26,7 @@ def resumed(runs: Runs) -> Iterator[Verdict]:
     own = runs.own()
     if not own.is_lightning and not {"resume", "save"} <= own.asked.keys():
         remedy = "call relations.save() where a checkpoint could be written, and relations.resume() before it is read"
-        yield Verdict(NAME, "abstain", remedy)
-        return
+        raise NotJudgedError(remedy)
     ranks = min(max(own.own_ranks, runs.plan.ranks), _MOST_RANKS)
     own = runs.run(ranks=ranks)[0]
     drawn = _drawn(runs, ranks)
@@ -49,7 +48,7 @@ def _at_calls_of_save(runs: Runs, ranks: int, drawn: tuple[int, ...]) -> Iterato
     steps = runs.run(ranks=ranks)[0].saves
     calls = [number for number in _thirds(len(steps)) if steps[number - 1]]
     if not calls:
-        yield Verdict(NAME, "abstain", "relations.save() was never called after a step: write a checkpoint earlier")
+        raise NotJudgedError("relations.save() was never called after a step: write a checkpoint earlier")
     for number in calls:
         yield _Interruption(runs, f"{NAME} after {steps[number - 1]} steps", ranks, drawn, save_at=number).verdict()
 

@@ -14,7 +14,7 @@ from lit_cifar.checks.relations.loading import epochs, workers
 from lit_cifar.checks.relations.neutral import autocast, compiled, effects, groups, often, recomputation, scale
 from lit_cifar.checks.relations.plan import Plan, Target
 from lit_cifar.checks.relations.ranks import accumulation, ranks
-from lit_cifar.checks.relations.runs import RunError, Runs, RunTimeoutError, Verdict
+from lit_cifar.checks.relations.runs import NotJudgedError, RunError, Runs, RunTimeoutError, Verdict
 from lit_cifar.checks.relations.trained import trained
 from lit_cifar.errors import one_line
 
@@ -127,7 +127,7 @@ def _begun(runs: Runs) -> Iterator[Verdict]:
 def _of(name: str, relation: Relation, runs: Runs) -> Iterator[Verdict]:
     try:
         yield from relation(runs)
-    except RunError as error:
+    except NotJudgedError as error:
         yield Verdict(name, "abstain", str(error))
     except Exception as error:  # a mistake of the relation, which must not hide what the others say
         yield Verdict(name, "crash", f"{type(error).__name__}: {one_line(error)}")

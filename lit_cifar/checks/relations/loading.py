@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 from lit_cifar.checks.relations.plan import Trace
-from lit_cifar.checks.relations.runs import Runs, Verdict, unused
+from lit_cifar.checks.relations.runs import NotJudgedError, Runs, Verdict, unused
 
 NAME = "workers"
 _FEW = 4  # samples, whose order may be the same by chance
@@ -14,8 +14,7 @@ _FEW = 4  # samples, whose order may be the same by chance
 def workers(runs: Runs) -> Iterator[Verdict]:
     trace = runs.run(probe_loaders=True)[0]
     if not trace.loaders:
-        yield Verdict(NAME, "abstain", "it reads no DataLoader of torch")
-        return
+        raise NotJudgedError("it reads no DataLoader of torch")
     found = [text for seen in trace.loaders for text in (_of_stream(seen) if seen["stream"] else _of_samples(seen))]
     looked_at = f"{len(trace.loaders)} loaders, without workers and with 2"
     verdict = Verdict(NAME, "fail" if found else "pass", "; ".join(found), looked_at, found)

@@ -11,7 +11,7 @@ from lit_cifar.checks.relations.loaders import UNDIVIDED
 from lit_cifar.checks.relations.loading import same_orders
 from lit_cifar.checks.relations.parts import PARTS
 from lit_cifar.checks.relations.plan import Trace
-from lit_cifar.checks.relations.runs import Difference, RunError, Runs, Verdict, difference, other_samples, unused
+from lit_cifar.checks.relations.runs import Difference, NotJudgedError, Runs, Verdict, difference, other_samples, unused
 
 _NO_LOADER = "it reads no DataLoader of torch"
 _LEFT_OUT = ("kept/metric", "kept/val", "kept/loss")
@@ -26,26 +26,21 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
     recorded = {"ranks": 2, "quiet": True, "record": True}
     two = runs.run(**recorded)
     if not two[0].is_distributed:
-        yield Verdict(
-            "ranks",
-            "abstain",
-            "the script makes no process group: start it as torchrun would, or call init_process_group",
+        raise NotJudgedError(
+            "the script makes no process group: start it as torchrun would, or call init_process_group"
         )
-        return
     why = "" if own.own_ranks > 1 or not own.is_lightning else "the script asks for one process"
     if divided := _divided(own.state, two[0].state) or _divided(two[0].state, two[1].state):
         text = f"ranks hold parts of the model: {divided} has not the same shape on one process and on both ranks"
-        yield Verdict("ranks", "abstain", text)
-        return
+        raise NotJudgedError(text)
     are_alike = _are_same(two[0].samples, two[1].samples)
     if are_alike:
         if _hold_parts(two):
-            yield from _of_parts(runs, two, why)
+            yield _of_parts(runs, two, why)
             return
         if two[0].first != two[1].first:
             text = "ranks train the same samples with other weights, as parts of a model of which one process holds one"
-            yield Verdict("ranks", "abstain", text)
-            return
+            raise NotJudgedError(text)
     yield unused(_replicas(two), why)
     if own.own_ranks == 1:  # otherwise `epochs` looks at it
         yield from (unused(verdict, why) for verdict in same_orders(two[0]))
@@ -54,25 +49,17 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
     if not shares and (verdict := _data(two)):
         yield unused(verdict, why)
         if verdict.outcome == "fail":
-            yield Verdict("ranks", "abstain", "ranks read the same samples, so there is no batch of both")
-            return
+            raise NotJudgedError("ranks read the same samples, so there is no batch of both")
     if UNDIVIDED in two[0].remarks:
-        yield Verdict("ranks", "abstain", UNDIVIDED)
-        return
-    try:
-        takes_rows = shares and are_alike  # each rank, of a batch that all have
-        joined = {"imposed": runs.imposed(recorded)} if two[0].batches and not takes_rows else {}
-        one = runs.run(quiet=True, **joined)[0]
-    except RunError as error:
-        yield Verdict("ranks", "abstain", f"{error}")
-        return
+        raise NotJudgedError(UNDIVIDED)
+    takes_rows = shares and are_alike  # each rank, of a batch that all have
+    joined = {"imposed": runs.imposed(recorded)} if two[0].batches and not takes_rows else {}
+    one = runs.run(quiet=True, **joined)[0]
     both = [[*a, *b] for a, b in zip(two[0].samples, two[1].samples, strict=False)]
     if not two[0].batches and not shares and not _are_same(one.samples, both):
-        yield Verdict("ranks", "abstain", f"{_NO_LOADER}: divide batches by relations.share(batch)")
-        return
+        raise NotJudgedError(f"{_NO_LOADER}: divide batches by relations.share(batch)")
     if len(one.norms) == 2 * len(two[0].norms):
-        yield Verdict("ranks", "abstain", "with batches of twice the size it makes twice as many steps")
-        return
+        raise NotJudgedError("with batches of twice the size it makes twice as many steps")
     verdict = runs.judge("ranks", one, two[0], leave_out=_LEFT_OUT, samples=False, said="2 processes: ")
     yield _weighed(verdict, [*two, one], why)
     yield from _reported(runs, verdict, one, two[0], "by 2 processes")
@@ -81,15 +68,14 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
             yield unused(verdict, why)
 
 
-def _of_parts(runs: Runs, two: list[Trace], why: str) -> Iterator[Verdict]:
+def _of_parts(runs: Runs, two: list[Trace], why: str) -> Verdict:
     """Ranks that divide the model train each batch together, as one process trains it."""
     one = runs.run(quiet=True)[0]
     if not _are_same(one.samples, two[0].samples):
-        yield Verdict("ranks", "abstain", "ranks hold parts of the model, and one process reads other samples")
-        return
+        raise NotJudgedError("ranks hold parts of the model, and one process reads other samples")
     whole = replace(two[0], state=two[1].state | two[0].state)
     said = "2 processes that hold parts of the model: "
-    yield unused(runs.judge("ranks", one, whole, leave_out=_LEFT_OUT, samples=False, said=said), why)
+    return unused(runs.judge("ranks", one, whole, leave_out=_LEFT_OUT, samples=False, said=said), why)
 
 
 def _hold_parts(two: list[Trace]) -> bool:
@@ -102,15 +88,9 @@ def accumulation(runs: Runs) -> Iterator[Verdict]:
     """Train with microbatches; then with one batch of all."""
     own = runs.own()
     if own.is_lightning and "manual" in own.remarks:
-        yield Verdict(
-            "accumulation",
-            "abstain",
-            "manual optimization accumulates by itself: a plain script can call relations.knob",
-        )
-        return
+        raise NotJudgedError("manual optimization accumulates by itself: a plain script can call relations.knob")
     if not own.is_lightning and "accumulate" not in own.asked:
-        yield Verdict("accumulation", "abstain", 'write relations.knob("accumulate", N) for the number of microbatches')
-        return
+        raise NotJudgedError('write relations.knob("accumulate", N) for the number of microbatches')
     micro = own.own_accumulation if own.is_lightning else int(own.asked["accumulate"])
     if "batch_size" in own.asked:
         whole, divided = _with_other_batches(runs, int(own.asked["batch_size"]) * micro, max(micro, 2))
@@ -124,8 +104,7 @@ def accumulation(runs: Runs) -> Iterator[Verdict]:
         )
         if not _are_same(whole.samples, divided.samples):
             remedy = 'write relations.knob("batch_size", N) for the samples of a microbatch'
-            yield Verdict("accumulation", "abstain", f"{_NO_LOADER}, and each step has other samples: {remedy}")
-            return
+            raise NotJudgedError(f"{_NO_LOADER}, and each step has other samples: {remedy}")
         yield from _accumulated(whole, divided, micro, runs)
         return
     most = micro * max(_FEWEST_WINDOWS, -(-runs.plan.most_batches // micro))
@@ -143,8 +122,7 @@ def accumulation(runs: Runs) -> Iterator[Verdict]:
         changes = {"imposed": runs.imposed(recorded, parts=2, multiple=2), **_accumulating(own, 2, runs, parts=2)}
         divided = runs.run(quiet=True, **changes)[0]
     if UNDIVIDED in own.remarks:
-        yield Verdict("accumulation", "abstain", UNDIVIDED)
-        return
+        raise NotJudgedError(UNDIVIDED)
     yield from _accumulated(whole, divided, micro, runs)
 
 
@@ -197,7 +175,7 @@ def _accumulating(own: Trace, number: int, runs: Runs, *, window: int = 1, parts
 def _weighed(verdict: Verdict, traces: list[Trace], why: str) -> Verdict:
     for reason in (IN_STEP, OF_BATCH, ROUNDED):
         if verdict.outcome == "fail" and any(reason in trace.remarks for trace in traces):
-            return Verdict(verdict.relation, "abstain", reason)
+            raise NotJudgedError(reason)
     return unused(verdict, why)
 
 

@@ -48,8 +48,12 @@ class Difference:
         return f"{self.name} (is only in one)" if self.size == float("inf") else f"{self.name} ({self.size:.2g})"
 
 
-class RunError(Exception):
-    """A run ended by an error, so that a relation cannot be judged."""
+class NotJudgedError(Exception):
+    """A relation cannot be judged, for this reason."""
+
+
+class RunError(NotJudgedError):
+    """A run ended by an error."""
 
     def __init__(self, text: str, *, wants_cuda: bool = False) -> None:
         super().__init__(text)
