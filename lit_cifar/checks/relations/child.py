@@ -27,8 +27,6 @@ from lit_cifar.checks.relations.switches import turn
 from lit_cifar.checks.relations.watching import Ended, Watched
 from lit_cifar.checks.relations.without_gpu import note_cuda, stay_on_cpu
 
-_THREADS = 1  # more would add up in another order from run to run
-
 
 def main(plan_file: str) -> None:
     target, plan = pickle.loads(Path(plan_file).read_bytes())
@@ -42,7 +40,7 @@ def main(plan_file: str) -> None:
         _run(target, watched, loaders)
     except BaseException as error:
         watched.trace.error = (traceback.format_exception_only(error)[-1].strip().splitlines() or [""])[0]
-        watched.trace.traceback, watched.trace.ended_at = traceback.format_exc(), time()
+        watched.trace.ended_at = time()
     file = folder / "trace"
     file.with_suffix(".part").write_bytes(pickle.dumps(watched.trace))
     file.with_suffix(".part").rename(file)
@@ -53,12 +51,11 @@ def main(plan_file: str) -> None:
 
 def _prepare(watched: Watched, loaders: Loaders) -> None:
     plan = watched.plan
-    torch.set_num_threads(_THREADS)
     multiprocessing.set_start_method(None, force=True)  # the fork server's own would hold for loaders' workers
     temporary = watched.folder / "temporary"
     temporary.mkdir()
     places = dict.fromkeys(("TMPDIR", "TORCHINDUCTOR_CACHE_DIR"), str(temporary))
-    os.environ |= {**places, "WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= {**places, "WANDB_MODE": "offline"}
     tempfile.tempdir = None
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     watched.patch()

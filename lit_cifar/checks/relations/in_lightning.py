@@ -49,20 +49,17 @@ class Follower(Checkpoint):
         if not self._watched.trace.first:
             look_at(trainer, self._watched)
             self._watched.begins()
-        if self._plan.save_late:
-            self._save(trainer, self._trained)
+        self._save(trainer, "hooks", self._trained)
         self._watched.note_samples(told_apart(batch))
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._trained += 1
         trace = self._watched.trace
         trace.batches_of_epoch, trace.epochs_begun = int(trainer.num_training_batches), trainer.current_epoch + 1
-        if not self._plan.save_epoch and not self._plan.save_late:
-            self._save(trainer, self._trained)
+        self._save(trainer, "batch", self._trained)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if self._plan.save_epoch:
-            self._save(trainer, trainer.current_epoch + 1)
+        self._save(trainer, "epoch", trainer.current_epoch + 1)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         look_at(trainer, self._watched)  # before a strategy puts the parts of a model together
@@ -74,8 +71,8 @@ class Follower(Checkpoint):
             if self._plan.record:
                 trainer.save_checkpoint(self._watched.folder / f"validated-{len(self._watched.trace.logged)}.ckpt")
 
-    def _save(self, trainer: pl.Trainer, number: int) -> None:
-        if number == self._plan.save_at:
+    def _save(self, trainer: pl.Trainer, after: str, number: int) -> None:
+        if (after, number) == (self._plan.save_after, self._plan.save_at):
             trainer.save_checkpoint(self._watched.folder.parent / CHECKPOINT)
             look_at(trainer, self._watched)
             self._watched.has_saved()
@@ -208,11 +205,10 @@ def look_at(trainer: pl.Trainer, watched: Watched) -> None:
     for number, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
         if not type(callback).__module__.startswith(foreign):
             watched.parts.kept[f"callback {number} {type(callback).__name__}"] = callback
-        if isinstance(callback, EarlyStopping):
-            trace.remarks.add("stops early")
     watched.parts.kept["module"] = {name: value for name, value in vars(module).items() if not name.startswith(_OWN)}
     watched.parts.kept["metric"] = metrics_of(trainer)
-    if any(isinstance(schedule, ReduceLROnPlateau) for schedule in watched.parts.schedules):
+    parts = (*trainer.callbacks, *watched.parts.schedules)  # type: ignore[attr-defined]
+    if any(isinstance(part, EarlyStopping | ReduceLROnPlateau) for part in parts):
         trace.remarks.add("follows its evaluation")
     if not module.automatic_optimization:
         trace.remarks.add("manual")

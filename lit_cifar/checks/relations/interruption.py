@@ -6,7 +6,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lit_cifar.checks.relations.plan import Trace
+from lit_cifar.checks.relations.plan import Imposed, Trace
 from lit_cifar.checks.relations.runs import NotJudgedError, RunError, Runs, RunTimeoutError, Verdict, unused
 from lit_cifar.checks.relations.watching import CHECKPOINT
 
@@ -32,9 +32,10 @@ def resumed(runs: Runs) -> Iterator[Verdict]:
     drawn = _drawn(runs, ranks)
     if own.is_lightning:
         batches = own.batches_of_epoch
-        yield _Interruption(runs, f"{NAME} after epoch 1", ranks, drawn, save_at=1, save_epoch=True).verdict()
+        yield _Interruption(runs, f"{NAME} after epoch 1", ranks, drawn, save_at=1, save_after="epoch").verdict()
         for epoch in range(1, own.epochs_begun if batches > 1 else 0):
-            inside = epoch * batches + _whole_windows((batches + 1) // 2, own.own_accumulation)
+            windows = max(1, (batches + 1) // 2 // own.own_accumulation)
+            inside = epoch * batches + windows * own.own_accumulation
             yield _Interruption(runs, f"{NAME} inside epoch {epoch + 1}", ranks, drawn, save_at=inside).verdict()
         return
     verdicts = [*_at_calls_of_save(runs, ranks, drawn)]
@@ -81,10 +82,6 @@ def _samples(whole: Trace, begun: Trace, ended: Trace) -> list[list[int]]:
     return [*before, *ended.samples]
 
 
-def _whole_windows(batches: int, accumulation: int) -> int:
-    return max(1, batches // accumulation) * accumulation
-
-
 def _thirds(count: int) -> list[int]:
     """The calls of `save` after a third and just behind two thirds, which is no epoch's end if each step calls it."""
     return sorted({max(1, count // 3), count * 2 // 3 + (count > _MANY) or 1}) if count else []
@@ -109,8 +106,7 @@ class _Interruption:
     ranks: int
     drawn: tuple[int, ...]
     save_at: int
-    save_epoch: bool = False
-    late: bool = False
+    save_after: str = "batch"
 
     def verdict(self) -> Verdict:
         """Judge the training as it is; where it differs, with generators that follow the step: only state can then."""
@@ -127,8 +123,8 @@ class _Interruption:
         if verdict.outcome == "pass":
             text = "equal only if random generators are set alike: a checkpoint does not hold their states"
             return replace(verdict, outcome="note", text=f"{text} ({as_it_is.text})")
-        first, second = self._halves({"generators": True}, {"generators": True})
-        if first[0].is_lightning and first[0].epochs and not self.save_epoch:
+        first, second = self._halves(generators=True)
+        if first[0].is_lightning and first[0].epochs and self.save_after == "batch":
             if len(first[0].lengths) > 1:
                 text = f"in the middle of an epoch of several loaders, the order cannot be given: {as_it_is.text}"
                 return replace(verdict, outcome="abstain", text=text)
@@ -138,7 +134,7 @@ class _Interruption:
                     "equal but for the samples: Lightning begins the order of an epoch anew, if its loader has no state"
                 )
                 return replace(verdict, outcome="note", text=f"{text} ({as_it_is.text})")
-            if replace(self, late=True)._judged_with_samples().outcome == "pass":
+            if replace(self, save_after="hooks")._judged_with_samples().outcome == "pass":
                 text = f"{_LATE} ({with_samples.text})"
                 return replace(with_samples, outcome="note", text=text)
             verdict = with_samples
@@ -148,22 +144,23 @@ class _Interruption:
             return replace(verdict, text=f"{lost[0]} is not what it was at the checkpoint; {verdict.text}")
         return verdict
 
-    def _judged(self, **same: Any) -> Verdict:
-        return self._compared(self.runs.run(ranks=self.ranks, **same), *self._halves(same, same))
+    def _judged(self, *, generators: bool = False) -> Verdict:
+        whole = self.runs.run(ranks=self.ranks, generators=generators)
+        return self._compared(whole, *self._halves(generators=generators))
 
     def _judged_with_samples(self) -> Verdict:
         """Give the second half the samples that come next."""
         follows = {"ranks": self.ranks, "record": True, "generators": True}
-        first, _ = self._halves({"generators": True}, {"generators": True})
+        first, _ = self._halves(generators=True)
         *before, begun = first[0].epochs
-        imposed = self.runs.imposed(follows, apart=True, first_epoch=len(before), skip=begun - self.late)
-        halves = self._halves({"generators": True}, {"generators": True, "imposed": imposed})
-        return self._compared(self.runs.run(**follows), *halves)
+        skip = begun - (self.save_after == "hooks")
+        imposed = self.runs.imposed(follows, apart=True, first_epoch=len(before), skip=skip)
+        return self._compared(self.runs.run(**follows), *self._halves(generators=True, imposed=imposed))
 
-    def _halves(self, first: dict[str, Any], second: dict[str, Any]) -> tuple[list[Trace], list[Trace]]:
+    def _halves(self, *, generators: bool, imposed: Imposed | None = None) -> tuple[list[Trace], list[Trace]]:
         """The run that writes a checkpoint, and the one that reads it."""
-        stopped = {"ranks": self.ranks, "save_at": self.save_at, "save_epoch": self.save_epoch, **first}
-        stopped |= {"save_late": self.late}
+        same: dict[str, Any] = {"ranks": self.ranks, "generators": generators}
+        stopped = {**same, "save_at": self.save_at, "save_after": self.save_after}
         begun = self.runs.run(**stopped)
         folder = self.runs.folder_of(**stopped)
         if not any(folder.glob(f"{CHECKPOINT}*")):
@@ -171,7 +168,7 @@ class _Interruption:
         steps = {"steps_before": begun[0].steps, "most_steps": max(1, self.runs.plan.most_steps - begun[0].steps)}
         path = str(folder / CHECKPOINT)
         try:
-            return begun, self.runs.run(ranks=self.ranks, resume=path, redrawn=self.drawn, **steps, **second)
+            return begun, self.runs.run(**same, resume=path, redrawn=self.drawn, imposed=imposed, **steps)
         except RunTimeoutError:
             raise
         except RunError as error:

@@ -1,7 +1,7 @@
 """What one process of a run is told to do, and what it writes down. Both are pickled."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,8 @@ class Plan:
     arguments: tuple[str, ...] = ()  # of the script, behind its own
     knobs: tuple[tuple[str, Any], ...] = ()
     trainer: tuple[tuple[str, Any], ...] = ()  # arguments of Lightning's Trainer
-    save_at: int | None = None  # number of the call of `save`, or the number of batches for Lightning
-    save_epoch: bool = False  # with Lightning `save_at` counts epochs
-    save_late: bool = False  # when the next batch begins, after all hooks of the last
+    save_at: int | None = None  # number of the call of `save`, or with Lightning of the batch or epoch
+    save_after: Literal["batch", "hooks", "epoch"] = "batch"  # "hooks": all of a batch, so when the next begins
     resume: str | None = None
     redrawn: tuple[int, ...] = ()  # parameters, by the order of their making, to spoil before a checkpoint is loaded
     steps_before: int = 0  # steps of the run that wrote the checkpoint
@@ -81,7 +80,6 @@ class Trace:
     """What a rank has written down."""
 
     error: str = ""  # the last line of a traceback
-    traceback: str = ""
     ended_at: float = 0.0  # the time of the error
     is_late: bool = False  # it was ended by the checker
     steps: int = 0

@@ -106,13 +106,13 @@ class Runs:
             (folder / str(rank)).mkdir(parents=True)
         (folder / "plan").write_bytes(pickle.dumps((self.target, plan)))
         paths = os.pathsep.join(filter(None, sys.path))
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+        environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+        environment["OMP_NUM_THREADS"] = "1"  # more would add up in another order from run to run
         if plan.torchrun:
             environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        words = [str(folder / "plan")]
         output = folder / "output"
         started = ForkedRun(
-            words,
+            [str(folder / "plan")],
             environment=environment,
             stdout=output,
             stderr=output,
