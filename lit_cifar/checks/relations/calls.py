@@ -8,22 +8,14 @@
 ...     save(path)
 """
 
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:  # which imports torch
+    from lit_cifar.checks.relations.watching import Watched
 
 T = TypeVar("T")
 
-
-class Session(Protocol):
-    """The training that the checker watches in this process."""
-
-    def knob(self, name: str, own: Any) -> Any: ...
-    def resume(self) -> str | None: ...
-    def save(self) -> str | None: ...
-    def report(self, values: dict[str, Any]) -> None: ...
-    def asked_to_share(self) -> None: ...
-
-
-session: Session | None = None
+session: "Watched | None" = None  # the training that the checker watches in this process
 
 
 def knob(name: str, own: T) -> T:
@@ -64,8 +56,7 @@ def share(batch: T) -> T:
 
     from lit_cifar.checks.repeated_step.batches import parted
 
-    if session is not None:
-        session.asked_to_share()
+    knob("share", None)  # the checker learns that it was asked for
     if not dist.is_initialized():
         return batch
     own: T = parted(batch, dist.get_world_size())[dist.get_rank()]

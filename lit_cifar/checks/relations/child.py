@@ -7,7 +7,6 @@ import runpy
 import sys
 import tempfile
 import traceback
-from functools import partial
 from pathlib import Path
 from time import time
 from types import ModuleType
@@ -65,7 +64,7 @@ def _prepare(watched: Watched, loaders: Loaders) -> None:
     note_cuda(watched.trace)
     if plan.without_gpu:
         stay_on_cpu()
-    turn(plan, watched.trace, partial(watched.parts.keep_numbered, "scaler"))
+    turn(plan, watched.trace)
     if plan.quiet:
         make_quiet(watched.trace.remarks.add)
     draw_by_sample(watched.draws.key, watched.drawn_apart)

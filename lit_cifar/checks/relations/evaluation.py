@@ -35,6 +35,7 @@ def _in_lightning(runs: Runs) -> Iterator[Verdict]:
         yield Verdict(f"{NAME} {way}", "note", f"ends by {error}", looked_at)
     one = runs.run(validate="weights")[0].metrics.get("as it is", {})
     asks = runs.own().own_ranks
+    why = f"the script asks for {'one process' if asks == 1 else f'{asks} processes'}"
     for number in (2, 3):
         name = f"{NAME} on {number} ranks"
         try:
@@ -45,7 +46,7 @@ def _in_lightning(runs: Runs) -> Iterator[Verdict]:
         text = _apart(runs, one, traces[0].metrics.get("as it is", {}), f"validated by {number} processes")
         found = [text] if text else []
         verdict = Verdict(name, "fail" if found else "pass", text, ", ".join(one), found)
-        yield verdict if asks == number else unused(verdict, f"the script asks for {_processes(asks)}")
+        yield (verdict if asks == number else unused(verdict, why))
 
 
 def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
@@ -112,17 +113,15 @@ def rescored(runs: Runs) -> Iterator[Verdict]:
         return
     numbers = {name: value for _, values in own.logged for name, value in values.items()}
     pairs = [
-        name for name in numbers if name.startswith("score") and f"re{name.replace('score', 'scored', 1)}" in numbers
+        (name, again)
+        for name in numbers
+        if name.startswith("score") and (again := numbers.get(f"re{name.replace('score', 'scored', 1)}")) is not None
     ]
     if not pairs:
-        yield Verdict(
-            "score of a file",
-            "abstain",
-            "relations.report(score=...), and rescored=... of the model that is loaded from the file",
-        )
+        text = "relations.report(score=...), and rescored=... of the model that is loaded from the file"
+        yield Verdict("score of a file", "abstain", text)
         return
-    for name in pairs:
-        again = numbers[f"re{name.replace('score', 'scored', 1)}"]
+    for name, again in pairs:
         is_same = difference(numbers[name], again) <= runs.limit
         text = "" if is_same else f"{name} was {numbers[name]:.9g} when it was kept, and is {again:.9g}"
         yield Verdict("score of a file", "pass" if is_same else "fail", text, f"{len(pairs)} scores")
@@ -173,7 +172,3 @@ def _apart(runs: Runs, own: Mapping[str, float], other: Mapping[str, float], how
         return ""
     value = f"{other[name]:.9g}" if name in other else "missing"
     return f"{name} is {own[name]:.9g}, and {value} if {how}"
-
-
-def _processes(number: int) -> str:
-    return "one process" if number == 1 else f"{number} processes"

@@ -24,6 +24,7 @@ from lit_cifar.checks.relations.watching import CHECKPOINT, Ended, Watched, told
 from lit_cifar.errors import one_line
 from lit_cifar.mode.table import MODES
 
+FOLLOWS_EVALUATION = "the training follows its evaluations (EarlyStopping, ReduceLROnPlateau)"
 _OWN = ("_", "trainer", "training", "fabric", "prepare_data_per_node", "allow_zero_length_dataloader", "example_input")
 _DDP = "ddp_find_unused_parameters_true"  # of a script that names no strategy, such as one with two models
 _STARTED = re.compile("_(spawn|fork|notebook)")  # ways to start the processes, which a run has already
@@ -209,7 +210,7 @@ def look_at(trainer: pl.Trainer, watched: Watched) -> None:
     watched.parts.kept["metric"] = metrics_of(trainer)
     parts = (*trainer.callbacks, *watched.parts.schedules)  # type: ignore[attr-defined]
     if any(isinstance(part, EarlyStopping | ReduceLROnPlateau) for part in parts):
-        trace.remarks.add("follows its evaluation")
+        trace.remarks.add(FOLLOWS_EVALUATION)
     if not module.automatic_optimization:
         trace.remarks.add("manual")
 

@@ -68,7 +68,7 @@ def _begin(runs: Runs) -> str:
     """Change the common plan to the first way to run the training that ends without an error; say what it is like."""
     said = []
     for without_gpu in (False, True):
-        errors: dict[tuple[bool, bool, int], RunError] = {}
+        errors: dict[tuple[bool, bool, int], str] = {}
         place = "with the CPU in place of CUDA" if without_gpu else ""
         for double, torchrun, number in _BEGINNINGS:
             runs.plan = replace(runs.plan, double=double, torchrun=torchrun, ranks=number, without_gpu=without_gpu)
@@ -77,15 +77,15 @@ def _begin(runs: Runs) -> str:
             except RunTimeoutError:
                 raise
             except RunError as error:
-                errors[double, torchrun, number] = error
+                errors[double, torchrun, number] = str(error)
                 continue
             precision = "" if double else f"in float32: with float64 {errors[True, torchrun, number]}"
             alone = f"on {number} processes: on one {errors[False, False, 1]}" if number > 1 else ""
             return "".join(f", {each}" for each in (place, precision, alone) if each)
-        as_started, by_torchrun = str(errors[False, False, 1]), str(errors[False, True, 1])
+        as_started, by_torchrun = errors[False, False, 1], errors[False, True, 1]
         also = f"; with torchrun's variables: {by_torchrun}" if by_torchrun != as_started else ""
         said.append(f"{place}{place and ': '}{as_started}{also}")
-        if not any(error.wants_cuda for error in errors.values()):
+        if not runs.wants_cuda:
             break
     raise RunError("; ".join(said))
 

@@ -6,19 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from lit_cifar.checks.relations import draws
+from lit_cifar.checks.relations.in_lightning import FOLLOWS_EVALUATION
 from lit_cifar.checks.relations.loaders import CUT
 from lit_cifar.checks.relations.runs import Runs, Verdict, difference, is_own_number, unused
 
-_OTHERS = (  # have relations of their own
-    "accumulate",
-    "batch_size",
-    "evaluation_batch",
-    "loss_scale",
-    "resume",
-    "save",
-    "share",
-    "validate_every",
-)
+_OTHERS = ("accumulate", "batch_size", "evaluation_batch", "loss_scale", "validate_every")  # have their own relations
 _SCALE = 2.0**-6
 _TRAINED = ("weights", "buffers", "optimizer")
 _STATISTICS = ("running_mean", "running_var")  # of BatchNorm
@@ -28,24 +20,23 @@ _TWICE = "each batch enters these statistics twice, which is right if their mome
 def often(runs: Runs) -> Iterator[Verdict]:
     """Validate and log more often."""
     name, own = "validating more often", runs.run(generators=True)[0]
+    why = ""
+    changes: dict[str, Any] = {}
     if own.is_lightning:
-        if not own.logged:
-            yield Verdict(name, "abstain", "no validation")
-            return
-        if "follows its evaluation" in own.remarks:
-            yield Verdict(name, "abstain", "the training follows its evaluations (EarlyStopping, ReduceLROnPlateau)")
-            return
         changes = {"trainer": (("val_check_interval", 0.5), ("check_val_every_n_epoch", 1), ("log_every_n_steps", 1))}
-        other = runs.run(generators=True, **changes)[0]
-    else:
-        if "validate_every" not in own.asked:
-            yield Verdict(
-                name, "abstain", 'write relations.knob("validate_every", N) for the steps or epochs between evaluations'
-            )
-            return
+        if not own.logged:
+            why = "no validation"
+        elif FOLLOWS_EVALUATION in own.remarks:
+            why = FOLLOWS_EVALUATION
+    elif "validate_every" in own.asked:
         value = int(own.asked["validate_every"])
-        other = runs.run(generators=True, knobs=(("validate_every", value // 2 if value > 1 else 2),))[0]
-    yield runs.judge(name, own, other, kinds=_TRAINED)
+        changes = {"knobs": (("validate_every", value // 2 if value > 1 else 2),)}
+    else:
+        why = 'write relations.knob("validate_every", N) for the steps or epochs between evaluations'
+    if why:
+        yield Verdict(name, "abstain", why)
+        return
+    yield runs.judge(name, own, runs.run(generators=True, **changes)[0], kinds=_TRAINED)
 
 
 def recomputation(runs: Runs) -> Iterator[Verdict]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -35,6 +36,7 @@ class Parts:
     def patch(self) -> None:
         patched(Optimizer, "__init__", after(self.optimizers.append))
         patched(LRScheduler, "__init__", after(self.schedules.append))
+        patched(GradScaler, "__init__", after(self.keep_scaler))
         patched(AveragedModel, "update_parameters", after(self.keep_beside))
         register_module_parameter_registration_hook(self._registered)
         patched(nn.Module, "load_state_dict", self._load_state)
@@ -69,9 +71,8 @@ class Parts:
         if trained.isdisjoint(map(id, module.parameters())) and not any(module is other() for other in self._beside):
             self._beside.append(weakref.ref(module))
 
-    def keep_numbered(self, what: str, value: Any) -> None:
-        """Keep one more of its kind."""
-        self.kept[f"{what} {sum(name.startswith(f'{what} ') for name in self.kept)}"] = value
+    def keep_scaler(self, scaler: GradScaler) -> None:
+        self.kept[f"scaler {sum(name.startswith('scaler ') for name in self.kept)}"] = scaler
 
     def snapshot(self) -> dict[str, Any]:
         places = {id(one): place for place, one in enumerate(self.made)}

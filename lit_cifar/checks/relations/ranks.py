@@ -135,11 +135,10 @@ def _with_other_batches(runs: Runs, size: int, number: int) -> Iterator[Trace]:
 
 
 def _accumulated(whole: Trace, divided: Trace, micro: int, runs: Runs) -> Iterator[Verdict]:
-    verdict = runs.judge(
-        "accumulation", whole, divided, leave_out=_LEFT_OUT, samples=False, said=f"{max(micro, 2)} microbatches: "
-    )
+    said = f"{max(micro, 2)} microbatches"
+    verdict = runs.judge("accumulation", whole, divided, leave_out=_LEFT_OUT, samples=False, said=f"{said}: ")
     yield _weighed(verdict, [whole, divided], "" if micro > 1 else "the script does not accumulate")
-    yield from _reported(runs, verdict, whole, divided, f"with {max(micro, 2)} microbatches")
+    yield from _reported(runs, verdict, whole, divided, f"with {said}")
 
 
 def _are_same(one: list[list[int]], other: list[list[int]]) -> bool:
@@ -215,8 +214,5 @@ def _data(two: list[Trace]) -> Verdict | None:
     together = sum(map(len, steps)) / max(1, sum(len(set(a)) for a in two[0].samples))
     if together >= _MOST_SHARED:
         return Verdict("samples of ranks", "fail", f"{together:.0%} of a step's samples are read by both ranks")
-    return Verdict(
-        "samples of ranks",
-        "pass",
-        looked_at=f"{len(first)} and {len(second)} samples, {shared:.0%} of them on both in the end",
-    )
+    looked_at = f"{len(first)} and {len(second)} samples, {shared:.0%} of them on both in the end"
+    return Verdict("samples of ranks", "pass", looked_at=looked_at)

@@ -55,10 +55,6 @@ class NotJudgedError(Exception):
 class RunError(NotJudgedError):
     """A run ended by an error."""
 
-    def __init__(self, text: str, *, wants_cuda: bool = False) -> None:
-        super().__init__(text)
-        self.wants_cuda = wants_cuda
-
 
 class RunTimeoutError(RunError):
     """A run did not end in time."""
@@ -70,6 +66,7 @@ class Runs:
     def __init__(self, target: Target, plan: Plan, folder: Path, *, limit_s: float) -> None:
         self.target, self.plan, self.folder, self.limit_s = target, plan, folder, limit_s
         self.unsteady: list[str] = []  # metrics that two equal runs do not share, such as images per second
+        self.wants_cuda = False  # whether a run that ended by an error has named CUDA
         self._made: dict[Plan, list[Trace]] = {}
         self._folders: dict[Plan, Path] = {}
 
@@ -83,7 +80,8 @@ class Runs:
             where = f" on {plan.ranks} processes" if plan.ranks > 1 else ""
             kind = RunTimeoutError if trace.is_late else RunError
             refused = f" ({trace.outside[0]} is outside of its folder)" if trace.outside else ""
-            raise kind(f"a run{where} ended by {trace.error[:200]}{refused}", wants_cuda=trace.wants_cuda)
+            self.wants_cuda |= trace.wants_cuda
+            raise kind(f"a run{where} ended by {trace.error[:200]}{refused}")
         return self._made[plan]
 
     def own(self) -> Trace:

@@ -19,12 +19,12 @@ from lit_cifar.checks.repeated_step.batches import Samples
 from lit_cifar.internals import tree_map
 
 
-def turn(plan: Plan, trace: Trace, keep_scaler: Callable[[GradScaler], None]) -> None:
+def turn(plan: Plan, trace: Trace) -> None:
     """Do as the plan says, and note in the trace what the script has."""
     patched(torch, "compile", partial(_compile, plan, trace))
     patched(nn.Module, "compile", partial(_compile, plan, trace))
     patched(checkpoint, "checkpoint", partial(_checkpoint, plan, trace))
-    patched(GradScaler, "__init__", partial(_make_scaler, plan, trace, keep_scaler))
+    patched(GradScaler, "__init__", partial(_make_scaler, plan, trace))
     patched(torch.autocast, "__init__", partial(_make_autocast, plan, trace))
     if plan.regroup:
         patched(Optimizer, "__init__", _make_regrouped)
@@ -52,7 +52,6 @@ def _checkpoint(plan: Plan, trace: Trace, recompute: Any, /, function: Any, *arg
 def _make_scaler(
     plan: Plan,
     trace: Trace,
-    keep: Callable[[GradScaler], None],
     make: Any,
     scaler: GradScaler,
     device: str = "cuda",
@@ -62,7 +61,6 @@ def _make_scaler(
 ) -> None:
     make(scaler, "cpu", init_scale * plan.scale, *args, **settings)
     trace.scales |= scaler.is_enabled()
-    keep(scaler)
 
 
 def _make_autocast(

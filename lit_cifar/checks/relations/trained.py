@@ -16,9 +16,8 @@ _STEPS_TO_TELL = 2
 def trained(runs: Runs) -> Iterator[Verdict]:
     own = runs.own()
     if not own.moved:
-        yield Verdict(
-            NAME, "abstain", "optimizers have other parameters than those that were made, as FSDP2 gives them"
-        )
+        text = "optimizers have other parameters than those that were made, as FSDP2 gives them"
+        yield Verdict(NAME, "abstain", text)
         return
     for text in own.observed:
         yield Verdict(NAME, "note", text)

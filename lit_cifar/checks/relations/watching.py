@@ -30,7 +30,7 @@ class Ended(BaseException):
 
 
 class Watched:
-    """The training of this process, and the answers to its calls (`calls.Session`)."""
+    """The training of this process, and the answers to its `calls`."""
 
     def __init__(self, plan: Plan, folder: Path, rank: int) -> None:
         self.plan, self.folder, self.rank, self.trace = plan, folder, rank, Trace()
@@ -39,7 +39,7 @@ class Watched:
         self.evaluation_batch = plan.evaluation_batch
         self._depth = 0  # of calls of modules
         self._called_now: nn.Module | None = None
-        self._has_trained = self._is_over = self._is_saved = self._is_in_batch = False
+        self._has_trained = self._is_saved = self._is_in_batch = False
         self._batch_of_step = 0
         self._before_optimizer: tuple[Any, ...] | None = None  # the states of generators
         self._statistics: dict[int, tuple[int, ...]] = {}  # of frozen layers
@@ -76,9 +76,6 @@ class Watched:
         """Note the state of the training as it should be in the checkpoint."""
         self._is_saved = True
         self.trace.saved = self.snapshot()
-
-    def asked_to_share(self) -> None:
-        self.trace.asked["share"] = None
 
     def report(self, values: dict[str, Any]) -> None:
         numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
@@ -131,8 +128,6 @@ class Watched:
         self.trace.norms.append(float(torch.stack(norms).norm()) if norms else 0.0)
         if self.plan.generators:
             self.seed("step")
-        if self.trace.steps >= self.plan.most_steps:
-            self._is_over = True
 
     def begins_batch(self, samples: list[int], *, is_divided: bool) -> None:
         """Called after a batch of training was fetched, with digests of its samples, if they can be told apart."""
@@ -195,7 +190,7 @@ class Watched:
 
     def continues(self) -> None:
         """Called before each batch and call of training: end the training if it is time."""
-        if self._is_over or self._is_saved:
+        if self._is_saved or self.trace.steps >= self.plan.most_steps:
             raise Ended
 
     def begins(self) -> None:
