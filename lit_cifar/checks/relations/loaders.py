@@ -168,9 +168,7 @@ class Loaders:
     def probe(self) -> None:
         """See whether workers of each loader that trained draw the same random numbers, or read the same samples."""
         self._is_probing = True
-        for loader in self._trained[:3]:
-            seen = _of_stream(loader) if isinstance(loader.dataset, IterableDataset) else _of_samples(loader)
-            self._watched.trace.loaders.append(seen)
+        self._watched.trace.loaders += map(_seen, self._trained[:3])
 
 
 def is_divided(loader: Any, batch: Any, asked: int | None) -> bool:
@@ -200,29 +198,19 @@ def imposed_batches(imposed: Imposed, epoch: int, rank: int) -> Iterator[Any]:
         yield from [one] if imposed.parts == 1 else parted(one, imposed.parts)
 
 
-def _again(loader: Any, workers: int, **settings: Any) -> DataLoader[Any]:
-    return DataLoader(
-        loader.dataset,
-        num_workers=workers,
-        collate_fn=loader.collate_fn,
-        worker_init_fn=loader.worker_init_fn,
-        **settings,
-    )
+def _seen(loader: Any) -> dict[str, Any]:
+    """What is read without workers and with two.
 
-
-def _of_samples(loader: Any) -> dict[str, Any]:
-    """Digests of the first sample, asked for again and again, in two epochs, without workers and with two."""
-    seen: dict[str, Any] = {"stream": False}
+    Of a stream, how often each sample; otherwise digests of the first sample, asked for again and again in two epochs.
+    """
+    seen: dict[str, Any] = {"stream": isinstance(loader.dataset, IterableDataset)}
+    own = {name: getattr(loader, name) for name in ("dataset", "collate_fn", "worker_init_fn")}
     for workers in (0, 2):
-        again = _again(loader, workers, batch_size=1, sampler=[0] * _PROBES)
-        seen[str(workers)] = [[hash(tuple(told_apart(batch))) for batch in again] for _ in range(2)]
-    return seen
-
-
-def _of_stream(loader: Any) -> dict[str, Any]:
-    """How often each sample of a stream is read, without workers and with two."""
-    seen: dict[str, Any] = {"stream": True}
-    for workers in (0, 2):
-        again = islice(_again(loader, workers, batch_size=loader.batch_size), _MOST_SAMPLES // (loader.batch_size or 1))
-        seen[str(workers)] = Counter(value for batch in again for value in told_apart(batch))
+        if seen["stream"]:
+            again = DataLoader(**own, num_workers=workers, batch_size=loader.batch_size)
+            batches = islice(again, _MOST_SAMPLES // (loader.batch_size or 1))
+            seen[str(workers)] = Counter(value for batch in batches for value in told_apart(batch))
+        else:
+            again = DataLoader(**own, num_workers=workers, batch_size=1, sampler=[0] * _PROBES)
+            seen[str(workers)] = [[hash(tuple(told_apart(batch))) for batch in again] for _ in range(2)]
     return seen
