@@ -22,7 +22,7 @@ from lit_cifar.checks.relations.loaders import Loaders
 from lit_cifar.checks.relations.own_files import Guard, mirror
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Target
-from lit_cifar.checks.relations.switches import turn
+from lit_cifar.checks.relations.switches import Switches
 from lit_cifar.checks.relations.watching import Ended, Watched
 from lit_cifar.checks.relations.without_gpu import note_cuda, stay_on_cpu
 
@@ -64,7 +64,7 @@ def _prepare(watched: Watched, loaders: Loaders) -> None:
     note_cuda(watched.trace)
     if plan.without_gpu:
         stay_on_cpu()
-    turn(plan, watched.trace)
+    Switches(plan, watched.trace).patch()
     if plan.quiet:
         make_quiet(watched.trace.remarks.add)
     draw_by_sample(watched.draws.key, watched.drawn_apart)

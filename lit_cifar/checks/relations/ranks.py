@@ -92,11 +92,19 @@ def accumulation(runs: Runs) -> Iterator[Verdict]:
     if not own.is_lightning and "accumulate" not in own.asked:
         raise NotJudgedError('write relations.knob("accumulate", N) for the number of microbatches')
     micro = own.own_accumulation if own.is_lightning else int(own.asked["accumulate"])
+    whole, divided = _whole_and_divided(runs, own, micro)
+    said = f"{max(micro, 2)} microbatches"
+    verdict = runs.judge("accumulation", whole, divided, leave_out=_LEFT_OUT, samples=False, said=f"{said}: ")
+    yield _weighed(verdict, [whole, divided], "" if micro > 1 else "the script does not accumulate")
+    yield from _reported(runs, verdict, whole, divided, f"with {said}")
+
+
+def _whole_and_divided(runs: Runs, own: Trace, micro: int) -> tuple[Trace, Trace]:
+    """The training with one batch to a step, and with microbatches of the same samples."""
     if "batch_size" in own.asked:
         whole, divided = _with_other_batches(runs, int(own.asked["batch_size"]) * micro, max(micro, 2))
         if _are_same(whole.samples, divided.samples):
-            yield from _accumulated(whole, divided, micro, runs)
-            return
+            return whole, divided
     if not own.batches:  # the samples of a step may be the same by themselves
         numbers = (1, max(micro, 2))
         whole, divided = (
@@ -105,8 +113,7 @@ def accumulation(runs: Runs) -> Iterator[Verdict]:
         if not _are_same(whole.samples, divided.samples):
             remedy = 'write relations.knob("batch_size", N) for the samples of a microbatch'
             raise NotJudgedError(f"{_NO_LOADER}, and each step has other samples: {remedy}")
-        yield from _accumulated(whole, divided, micro, runs)
-        return
+        return whole, divided
     most = micro * max(_FEWEST_WINDOWS, -(-runs.plan.most_batches // micro))
     recorded = {"quiet": True, "record": True, "most_batches": most if micro > 1 else runs.plan.most_batches}
     if not own.is_lightning and _divides_batches(runs, own, micro):
@@ -123,7 +130,7 @@ def accumulation(runs: Runs) -> Iterator[Verdict]:
         divided = runs.run(quiet=True, **changes)[0]
     if UNDIVIDED in own.remarks:
         raise NotJudgedError(UNDIVIDED)
-    yield from _accumulated(whole, divided, micro, runs)
+    return whole, divided
 
 
 def _with_other_batches(runs: Runs, size: int, number: int) -> Iterator[Trace]:
@@ -132,13 +139,6 @@ def _with_other_batches(runs: Runs, size: int, number: int) -> Iterator[Trace]:
     for parts in (1, number):
         knobs = (("accumulate", parts), ("batch_size", size // parts))
         yield runs.run(quiet=True, most_batches=windows * parts, knobs=knobs)[0]
-
-
-def _accumulated(whole: Trace, divided: Trace, micro: int, runs: Runs) -> Iterator[Verdict]:
-    said = f"{max(micro, 2)} microbatches"
-    verdict = runs.judge("accumulation", whole, divided, leave_out=_LEFT_OUT, samples=False, said=f"{said}: ")
-    yield _weighed(verdict, [whole, divided], "" if micro > 1 else "the script does not accumulate")
-    yield from _reported(runs, verdict, whole, divided, f"with {said}")
 
 
 def _are_same(one: list[list[int]], other: list[list[int]]) -> bool:

@@ -19,62 +19,49 @@ from lit_cifar.checks.repeated_step.batches import Samples
 from lit_cifar.internals import tree_map
 
 
-def turn(plan: Plan, trace: Trace) -> None:
-    """Do as the plan says, and note in the trace what the script has."""
-    patched(torch, "compile", partial(_compile, plan, trace))
-    patched(nn.Module, "compile", partial(_compile, plan, trace))
-    patched(checkpoint, "checkpoint", partial(_checkpoint, plan, trace))
-    patched(GradScaler, "__init__", partial(_make_scaler, plan, trace))
-    patched(torch.autocast, "__init__", partial(_make_autocast, plan, trace))
-    if plan.regroup:
-        patched(Optimizer, "__init__", _make_regrouped)
-    if plan.double:
-        compute_in_double(trace.remarks.add)
-    if plan.seed:
-        patched(torch, "manual_seed", lambda manual_seed, seed: manual_seed(int(seed) + plan.seed))
+class Switches:
+    """Does as the plan says, and notes in the trace what the script has."""
 
+    def __init__(self, plan: Plan, trace: Trace) -> None:
+        self._plan, self._trace = plan, trace
 
-def _compile(plan: Plan, trace: Trace, own: Any, model: Any = None, *args: Any, **settings: Any) -> Any:
-    trace.compiles = True
-    if plan.compiled:
-        return own(model, *args, **settings)
-    return model if model is not None else lambda decorated: decorated
+    def patch(self) -> None:
+        patched(torch, "compile", self._compile)
+        patched(nn.Module, "compile", self._compile)
+        patched(checkpoint, "checkpoint", self._checkpoint)
+        patched(GradScaler, "__init__", self._make_scaler)
+        patched(torch.autocast, "__init__", self._make_autocast)
+        if self._plan.regroup:
+            patched(Optimizer, "__init__", _make_regrouped)
+        if self._plan.double:
+            _compute_in_double(self._trace.remarks.add)
+        if self._plan.seed:
+            patched(torch, "manual_seed", lambda manual_seed, seed: manual_seed(int(seed) + self._plan.seed))
 
+    def _compile(self, own: Any, model: Any = None, *args: Any, **settings: Any) -> Any:
+        self._trace.compiles = True
+        if self._plan.compiled:
+            return own(model, *args, **settings)
+        return model if model is not None else lambda decorated: decorated
 
-def _checkpoint(plan: Plan, trace: Trace, recompute: Any, /, function: Any, *args: Any, **settings: Any) -> Any:
-    trace.recomputes = True
-    if not plan.keep_activations:
-        return recompute(function, *args, **settings)
-    own = inspect.signature(recompute).parameters
-    return function(*args, **{name: value for name, value in settings.items() if name not in own})
+    def _checkpoint(self, recompute: Any, /, function: Any, *args: Any, **settings: Any) -> Any:
+        self._trace.recomputes = True
+        if not self._plan.keep_activations:
+            return recompute(function, *args, **settings)
+        own = inspect.signature(recompute).parameters
+        return function(*args, **{name: value for name, value in settings.items() if name not in own})
 
+    def _make_scaler(
+        self, make: Any, scaler: GradScaler, device: str = "cuda", init_scale: float = 2.0**16, *args: Any, **own: Any
+    ) -> None:
+        make(scaler, "cpu", init_scale * self._plan.scale, *args, **own)
+        self._trace.scales |= scaler.is_enabled()
 
-def _make_scaler(
-    plan: Plan,
-    trace: Trace,
-    make: Any,
-    scaler: GradScaler,
-    device: str = "cuda",
-    init_scale: float = 2.0**16,
-    *args: Any,
-    **settings: Any,
-) -> None:
-    make(scaler, "cpu", init_scale * plan.scale, *args, **settings)
-    trace.scales |= scaler.is_enabled()
-
-
-def _make_autocast(
-    plan: Plan,
-    trace: Trace,
-    make: Any,
-    own: Any,
-    device_type: str,
-    dtype: Any = None,
-    enabled: bool = True,
-    cache_enabled: Any = None,
-) -> None:
-    trace.autocasts |= enabled
-    make(own, "cpu", dtype, enabled and plan.autocast, cache_enabled)
+    def _make_autocast(
+        self, make: Any, own: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
+    ) -> None:
+        self._trace.autocasts |= enabled
+        make(own, "cpu", dtype, enabled and self._plan.autocast, cache_enabled)
 
 
 def _make_regrouped(make: Any, optimizer: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
@@ -85,7 +72,7 @@ def _make_regrouped(make: Any, optimizer: Optimizer, params: Any, defaults: dict
     make(optimizer, params, defaults)
 
 
-def compute_in_double(remark: Callable[[str], None]) -> None:
+def _compute_in_double(remark: Callable[[str], None]) -> None:
     """New tensors are float64, and what a script asks to be float32 by `.float()`."""
     for name in ("to", "bfloat16", "half"):
         patched(torch.Tensor, name, partial(_converted, remark))
