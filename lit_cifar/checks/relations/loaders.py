@@ -123,8 +123,7 @@ class Loaders:
 
     def _followed(self, loader: Any, epoch: int, batches: Iterator[Any]) -> Iterator[Any]:
         trace = self._watched.trace
-        fetched = batches if self._plan.imposed else self._fetched(batches)
-        for number, batch in enumerate(fetched):
+        for number, batch in enumerate(batches):
             self._watched.continues()
             if not number and not self._plan.imposed and not is_divided(loader, batch, self._asked):
                 trace.remarks.add(UNDIVIDED)
@@ -140,11 +139,10 @@ class Loaders:
     def _batches(self, loader: Any, epoch: int, begin: Any) -> Iterator[Any]:
         if self._plan.imposed:
             return imposed_batches(self._plan.imposed, epoch, int(self._watched.folder.name))
-        if self._plan.generators:
-            self._watched.seed("order")
+        self._watched.seed("order")
         # A plain loop over a stream may read more than an epoch, and ends with its steps.
         is_endless = isinstance(loader.dataset, IterableDataset) and not self._watched.trace.is_lightning
-        return islice(begin(loader), None if is_endless else self._plan.most_batches)
+        return self._fetched(islice(begin(loader), None if is_endless else self._plan.most_batches))
 
     def _evaluated(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         own = [*self._fetched(islice(batches, self._plan.evaluation_batches))]

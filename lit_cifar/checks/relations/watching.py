@@ -126,8 +126,7 @@ class Watched:
         self.draws.begin_again(is_in_batch=self._is_in_batch)
         norms = [p.detach().double().norm().cpu() for p in owned_by([optimizer]) if not p.is_meta]
         self.trace.norms.append(float(torch.stack(norms).norm()) if norms else 0.0)
-        if self.plan.generators:
-            self.seed("step")
+        self.seed("step")
 
     def begins_batch(self, samples: list[int], *, is_divided: bool) -> None:
         """Called after a batch of training was fetched, with digests of its samples, if they can be told apart."""
@@ -137,20 +136,19 @@ class Watched:
         self._is_in_batch = True
         follows = self.plan.quiet and is_divided
         self.draws.begin(samples if follows else None)  # whatever the data set has drawn
-        if self.plan.generators:
-            self.seed(f"batch {self._batch_of_step}")
+        self.seed(f"batch {self._batch_of_step}")
 
     def fetches_batch(self) -> None:
         """Called before a batch of training is fetched, but for the first of a loader."""
         self.draws.note()
         self.draws.stop()
         self._is_in_batch = False
-        if self.plan.generators:
-            self.seed(f"fetch {self._batch_of_step}")
+        self.seed(f"fetch {self._batch_of_step}")
 
     def seed(self, what: str) -> None:
-        """Seed all generators by the number of steps before, also of those of a run that this one goes on from."""
-        seed_all(what, self.trace.steps + self.plan.steps_before)
+        """If generators follow the step, seed them by the steps before, also of the run that this one goes on from."""
+        if self.plan.generators:
+            seed_all(what, self.trace.steps + self.plan.steps_before)
 
     def _called(self, call: Any, module: nn.Module, /, *args: Any, **settings: Any) -> Any:
         is_outermost = self._depth == 0
