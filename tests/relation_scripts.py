@@ -1,6 +1,6 @@
 """Small trainings of a stranger, in plain PyTorch and with Lightning, with the mistake that `BUG` names."""
 
-PLAIN = """
+IMPORTS = """
 import os
 
 import torch
@@ -11,9 +11,16 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Tens
 
 from lit_cifar import relations
 
-BUG = os.environ.get("BUG")
+BUG, NUM_RANKS = os.environ.get("BUG"), int(os.environ.get("WORLD_SIZE", 1))
+"""
+
+
+def script(own: str) -> str:
+    return IMPORTS + own
+
+
+PLAIN = script("""
 ACCUMULATE = relations.knob("accumulate", 2)
-NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
 
 
 def make_data(count, seed):
@@ -60,8 +67,7 @@ if path := relations.resume():
     if BUG == "cannot resume":
         raise KeyError("optimiser")
     for name, part in parts.items():
-        if not (BUG == "schedule not resumed" and name == "schedule"):
-            part.load_state_dict(saved[name])
+        part.load_state_dict(saved[name])
 wrapped = DistributedDataParallel(model) if NUM_RANKS > 1 else model
 divides = NUM_RANKS > 1 and BUG != "same samples"
 for epoch in range(first, 3):
@@ -81,13 +87,12 @@ for epoch in range(first, 3):
         (loss if BUG == "not divided" else loss / ACCUMULATE).backward()
         if number % ACCUMULATE == 0:
             optimizer.step()
-            if BUG != "no zero_grad":
-                optimizer.zero_grad()
+            optimizer.zero_grad()
             schedule.step()
     relations.report(val_loss=evaluate(model, held_out))
     if path := relations.save():
         torch.save({"epoch": epoch + 1, **{name: part.state_dict() for name, part in parts.items()}}, path)
-"""
+""")
 
 LIGHTNING = '''
 import os
@@ -150,18 +155,7 @@ trainer = pl.Trainer(max_epochs=50, strategy="ddp", devices=2, callbacks=[Counte
 trainer.fit(Net(), make_loader(64, 1, shuffle=True), make_loader(32, 2))
 '''
 
-NOISY = """
-import os
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-from lit_cifar import relations
-
-BUG = os.environ.get("BUG")
+NOISY = script("""
 ACCUMULATE = relations.knob("accumulate", 2)
 if "RANK" in os.environ:
     dist.init_process_group("gloo")
@@ -204,24 +198,17 @@ for epoch in range(2):
             scaler.update()
             optimizer.zero_grad()
     relations.report(val_loss=evaluate(BUG == "only own part" and num_ranks > 1))
-"""
+""")
 
-AGAIN = '''
-"""Counts on whole epochs, begins again within its process, and evaluates a copy of its average that it gives up."""
-
+# Counts on whole epochs, begins again within its process, and evaluates a copy of its average that it gives up.
+AGAIN = script("""
 import copy
-import os
 import sys
 
-import torch
-from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 
-from lit_cifar import relations
-
-BUG, LENGTH = os.environ.get("BUG"), 6
+LENGTH = 6
 data = TensorDataset(torch.randn(LENGTH * 4, 6, generator=torch.Generator().manual_seed(1)))
 decay = relations.knob("decay", 0.5)
 size = relations.knob("evaluation_batch", int(sys.argv[1] if sys.argv[1:] else 5))
@@ -283,20 +270,9 @@ torch.save(training.state(), "own.pt")
 training = Training()
 training.load(torch.load("own.pt"))
 training.train(18)
-'''
+""")
 
-LISTS = """
-import os
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
-
-from lit_cifar import relations
-
-BUG, NUM_RANKS = os.environ.get("BUG"), int(os.environ.get("WORLD_SIZE", 1))
+LISTS = script("""
 ACCUMULATE = relations.knob("accumulate", 2)
 if NUM_RANKS > 1:
     dist.init_process_group("gloo")
@@ -342,20 +318,10 @@ for epoch in range(2):
             optimizer.step()
             optimizer.zero_grad()
     relations.report(val_loss=evaluate())
-"""
+""")
 
-CUDA = """
-import os
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-from lit_cifar import relations
-
-BUG, rank = os.environ.get("BUG"), int(os.environ["LOCAL_RANK"])
+CUDA = script("""
+rank = int(os.environ["LOCAL_RANK"])
 torch.cuda.set_device(rank)
 dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
 torch.manual_seed(0)
@@ -389,19 +355,11 @@ for epoch in range(first, 3):
     dist.barrier(device_ids=[rank])
     if path := relations.save():
         torch.save({"epoch": epoch + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-"""
+""")
 
-PADDED = '''
-"""Sentences of many lengths, padded to the longest of their part. Parts make a step; a run goes on inside one."""
-
-import os
-
-import torch
-from torch import nn
-
-from lit_cifar import relations
-
-BUG, COUNT, WINDOW = os.environ.get("BUG"), 28, 7
+# Sentences of many lengths, padded to the longest of their part. Parts make a step; a run goes on inside one.
+PADDED = script("""
+COUNT, WINDOW = 28, 7
 PARTS = relations.knob("accumulate", 3)
 made = torch.Generator().manual_seed(1)
 lengths = torch.randint(1, 7, (COUNT,), generator=made)
@@ -439,16 +397,10 @@ for epoch in range(4):
                 gradients = [] if BUG == "gradients forgotten" else [p.grad for p in model.parameters()]
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "done": seen}
                 torch.save(state | {"gradients": gradients}, path)
-'''
+""")
 
-CRITIC = '''
-"""A critic that takes two steps for each of what it judges; either is frozen while the other is trained."""
-
-import os
-
-import torch
-from torch import nn
-
+# A critic that takes two steps for each of what it judges; either is frozen while the other is trained.
+CRITIC = script("""
 torch.manual_seed(0)
 maker, critic = nn.Linear(3, 2), nn.Linear(2, 1)
 optimizers = {network: torch.optim.Adam(network.parameters(), lr=0.01) for network in (maker, critic)}
@@ -465,22 +417,14 @@ for _ in range(8):
     for optimizer in optimizers.values():
         optimizer.zero_grad()
     for _ in range(2):
-        if os.environ.get("BUG") != "adds up":
+        if BUG != "adds up":
             optimizers[critic].zero_grad()
         step(critic, maker, lambda: (critic(maker(torch.randn(5, 3))) - critic(torch.ones(5, 2))).square().mean())
     step(maker, critic, lambda: -critic(maker(torch.randn(5, 3))).mean())
-'''
+""")
 
-SHORT = '''
-"""Microbatches made by hand; the last step of an epoch has fewer."""
-
-import os
-
-import torch
-from torch import nn
-
-from lit_cifar import relations
-
+# Microbatches made by hand; the last step of an epoch has fewer.
+SHORT = script("""
 SIZE, PARTS = relations.knob("batch_size", 4), relations.knob("accumulate", 3)
 data = torch.randn(20, 4, generator=torch.Generator().manual_seed(1))
 torch.manual_seed(0)
@@ -492,7 +436,7 @@ for epoch in range(3):
         window = batches[start : start + PARTS]
         for rows in window:
             loss = model(data[rows]).sub(1).square().mean()
-            (loss / (PARTS if os.environ.get("BUG") == "window of fewer" else len(window))).backward()
+            (loss / (PARTS if BUG == "window of fewer" else len(window))).backward()
         optimizer.step()
         optimizer.zero_grad()
-'''
+""")

@@ -155,9 +155,7 @@ class Loaders:
         elif own and not is_cut and loader.batch_sampler is not None and self._plan.ranks == 1:
             with suppress(TypeError, ValueError):  # a sampler without a length; a batch that is not divided
                 trace.left_out = max(trace.left_out, len(loader.sampler) - sum(map(num_samples, own)))
-        if UNDIVIDED_EVALUATION in trace.remarks:
-            return iter(own)
-        return iter(own) if size is None else in_batches_of(own, size)
+        return iter(own) if size is None or UNDIVIDED_EVALUATION in trace.remarks else in_batches_of(own, size)
 
     def _imposed_length(self, loader: Any, imposed: Imposed) -> int | None:
         own = dict(imposed.lengths).get(self._number(loader) or 0)
