@@ -6,15 +6,15 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import relation_scripts
 import torch
-from commands import TINY, mode_flags, refused, run_here, said_by_tests_in
-from relation_scripts import AGAIN, CRITIC, CUDA, LIGHTNING, LISTS, NOISY, PADDED, PLAIN, SHORT
+from commands import TINY, graded, mode_flags, refused, run_here, said_by_tests_in
+from relation_scripts import AGAIN, CRITIC, CUDA, LIGHTNING, PLAIN
 from torch.utils.data import DataLoader
 
 from lit_cifar import relations
@@ -51,11 +51,6 @@ def verdicts(
     target = Target(program="train.py", arguments=arguments, folder=str(folder))
     chosen = {name: RELATIONS[name] for name in only.split(",")}
     return [*judged(target, Plan(most_batches=4, most_epochs=2, most_steps=96), chosen, limit_s=limit_s)]
-
-
-def mostly_slow(cases: Iterable[str], *quick: str) -> list[Any]:
-    """Each case takes seconds; the quick tests take only these."""
-    return [pytest.param(case, marks=[] if case in quick else pytest.mark.slow) for case in cases]
 
 
 def outcomes(*args: Any, **settings: Any) -> dict[str, str]:
@@ -245,84 +240,85 @@ def test_the_example_resumes_as_its_page_says(
     assert all(verdict.text.startswith("schedule/0.last_epoch") for verdict in found) == (expected == "fail")
 
 
-SHUFFLED = {"run": "pass", "replicas": "pass", "order of epochs": "pass"}
-EQUAL = {
-    "run": "pass",
-    "replicas": "pass",
-    "samples of ranks": "pass",
-    "ranks": "pass",
-    "evaluation on 2 ranks": "pass",
-}
-PLAIN_BUGS: Mapping[str, tuple[str, dict[str, str]]] = {
-    "schedule not resumed": ("resume", {"resume after 2 steps": "fail", "resume after 4 steps": "fail"}),
-    "mean of means": ("evaluation", {"evaluation": "fail"}),
-    "dropout stays on": ("evaluation", {"evaluation": "note"}),
-    "no bug, but noise": ("evaluation", {"evaluation": "note"}),
-    "times ranks": ("ranks", SHUFFLED | {"samples of ranks": "pass", "ranks": "fail"}),
-    "same samples": ("ranks", SHUFFLED | {"samples of ranks": "fail", "ranks": "abstain"}),
-    "no set_epoch": ("ranks", EQUAL | {"order of epochs": "fail"}),
-    "same order": ("epochs", {"order of epochs": "fail"}),
-    "no zero_grad": ("trained", {"what is trained": "note"}),
-    "left out": ("trained", {"what is trained": "note"}),
-    "frozen statistics": ("trained", {"what is trained": "note"}),
-    "frozen not saved": ("resume", {"resume after 2 steps": "note", "resume after 4 steps": "note"}),
-    "cannot resume": ("resume", {"resume after 2 steps": "fail", "resume after 4 steps": "fail"}),
-    "no bug, but microbatches of each batch": ("accumulation", {"accumulation": "pass"}),
-    "not divided": ("accumulation", {"accumulation": "fail"}),
-}
+def resumed(by_steps: dict[int, str]) -> dict[str, str]:
+    return {f"resume after {steps} steps": outcome for steps, outcome in by_steps.items()}
 
 
-@pytest.mark.parametrize(
-    "bug",
-    mostly_slow(PLAIN_BUGS, "mean of means", "times ranks", "no set_epoch", "not divided"),
-)
-def test_a_mistake_breaks_its_relation(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    only, expected = PLAIN_BUGS[bug]
-    assert outcomes(PLAIN, tmp_path, monkeypatch, bug=bug, only=only) == {"run": "pass"} | expected
-
-
-NOISY_CASES: Mapping[str, tuple[str, dict[str, str]]] = {
-    "": (
+SHUFFLED = {"replicas": "pass", "order of epochs": "pass"}
+EQUAL = {"replicas": "pass", "samples of ranks": "pass", "ranks": "pass", "evaluation on 2 ranks": "pass"}
+# A script, its mistake, the relations that judge it, and what they say beside that it runs.
+QUICK = [
+    ("PLAIN", "times ranks", "ranks", SHUFFLED | {"samples of ranks": "pass", "ranks": "fail"}),
+    ("PLAIN", "no set_epoch", "ranks", EQUAL | {"order of epochs": "fail"}),
+    ("PLAIN", "not divided", "accumulation", {"accumulation": "fail"}),
+    (
+        "NOISY",
+        "",
         "ranks,accumulation,scale,autocast,compile",
         EQUAL | dict.fromkeys(["accumulation", "scale of the loss", "autocast", "compile"], "pass"),
     ),
-    "clipped while scaled": ("scale", {"run": "pass", "scale of the loss": "fail"}),
-    "one number for all": ("accumulation", {"run": "pass", "accumulation": "abstain"}),
-    "only own part": ("ranks", EQUAL | {"evaluation on 2 ranks": "fail"}),
-    "last samples left out": ("evaluation", {"run": "pass", "evaluation": "pass", "samples of evaluation": "note"}),
-    "needs two processes": ("scale", {"run": "pass", "scale of the loss": "pass"}),
-}
+    ("NOISY", "one number for all", "accumulation", {"accumulation": "abstain"}),
+    ("NOISY", "only own part", "ranks", EQUAL | {"evaluation on 2 ranks": "fail"}),
+    (
+        "LISTS",
+        "",
+        "evaluation,ranks,accumulation",
+        EQUAL | SHUFFLED | {"evaluation": "pass", "accumulation": "pass"},
+    ),
+    ("AGAIN", "", "resume", resumed({6: "pass", 13: "pass"})),
+    ("PADDED", "", "resume,accumulation", resumed({5: "pass", 11: "pass"}) | {"accumulation": "pass"}),
+    ("SHORT", "window of fewer", "accumulation", {"accumulation": "fail"}),
+]
+SLOW = [
+    ("PLAIN", "dropout stays on", "evaluation", {"evaluation": "note"}),
+    ("PLAIN", "no bug, but noise", "evaluation", {"evaluation": "note"}),
+    ("PLAIN", "same samples", "ranks", SHUFFLED | {"samples of ranks": "fail", "ranks": "abstain"}),
+    ("PLAIN", "same order", "epochs", {"order of epochs": "fail"}),
+    ("PLAIN", "left out", "trained", {"what is trained": "note"}),
+    ("PLAIN", "frozen statistics", "trained", {"what is trained": "note"}),
+    ("PLAIN", "frozen not saved", "resume", resumed({2: "note", 4: "note"})),
+    ("PLAIN", "cannot resume", "resume", resumed({2: "fail", 4: "fail"})),
+    ("PLAIN", "no bug, but microbatches of each batch", "accumulation", {"accumulation": "pass"}),
+    ("NOISY", "clipped while scaled", "scale", {"scale of the loss": "fail"}),
+    ("NOISY", "last samples left out", "evaluation", {"evaluation": "pass", "samples of evaluation": "note"}),
+    ("NOISY", "needs two processes", "scale", {"scale of the loss": "pass"}),
+    ("LISTS", "no bug, but whole samples", "ranks,accumulation", EQUAL | SHUFFLED | {"accumulation": "pass"}),
+    ("LISTS", "sum", "accumulation", {"accumulation": "fail"}),
+    ("LISTS", "mean of means", "evaluation", {"evaluation": "fail"}),
+    ("AGAIN", "repeats", "resume", resumed({9: "fail", 19: "fail"})),
+    (
+        "AGAIN",
+        "no bug",
+        "evaluation,recomputation,groups,effects",
+        {"evaluation": "pass", "recomputation": "note", "groups of parameters": "pass", "effect of decay": "pass"},
+    ),
+    ("AGAIN", "sum of means", "evaluation", {"evaluation": "fail"}),
+    ("AGAIN", "decay", "effects", {"effect of decay": "note"}),
+    ("PADDED", "gradients forgotten", "resume", resumed({5: "fail", 11: "pass"})),
+    ("PADDED", "parts of one weight", "accumulation", {"accumulation": "fail"}),
+    ("SHORT", "", "accumulation", {"accumulation": "pass"}),
+]
 
 
-@pytest.mark.parametrize("bug", mostly_slow(NOISY_CASES, "", "one number for all", "only own part"))
-def test_a_step_may_draw_numbers_for_its_samples(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    only, expected = NOISY_CASES[bug]
-    assert outcomes(NOISY, tmp_path, monkeypatch, bug=bug, only=only) == expected
-
-
-LIST_CASES: Mapping[str, tuple[str, dict[str, str]]] = {
-    "": ("evaluation,ranks,accumulation", EQUAL | SHUFFLED | {"evaluation": "pass", "accumulation": "pass"}),
-    "no bug, but whole samples": ("ranks,accumulation", EQUAL | SHUFFLED | {"accumulation": "pass"}),
-    "sum": ("accumulation", {"run": "pass", "accumulation": "fail"}),
-    "mean of means": ("evaluation", {"run": "pass", "evaluation": "fail"}),
-}
-
-
-@pytest.mark.parametrize("bug", mostly_slow(LIST_CASES, ""))
-def test_batches_may_be_lists_of_samples(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    only, expected = LIST_CASES[bug]
-    assert outcomes(LISTS, tmp_path, monkeypatch, bug=bug, only=only) == expected
+@pytest.mark.parametrize(("script", "bug", "only", "expected"), graded(*QUICK, slow=SLOW))
+def test_a_mistake_breaks_its_relation_and_no_other(
+    script: str, bug: str, only: str, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = outcomes(getattr(relation_scripts, script), tmp_path, monkeypatch, bug=bug, only=only)
+    assert found == {"run": "pass"} | expected
 
 
 @pytest.mark.parametrize(
     ("bug", "only", "expected"),
-    [
+    graded(
         ("", "resume,autocast", ["pass", "pass", "pass", "pass"]),
-        pytest.param("no bug, but shared", "ranks", ["pass", "pass", "pass"], marks=pytest.mark.slow),
-        pytest.param("momentum forgotten", "resume", ["pass", "fail", "fail"], marks=pytest.mark.slow),
         ("centre of 16 bits", "autocast", ["pass", "fail"]),
         ("no training", "resume", ["crash"]),
-    ],
+        slow=[
+            ("no bug, but shared", "ranks", ["pass", "pass", "pass"]),
+            ("momentum forgotten", "resume", ["pass", "fail", "fail"]),
+        ],
+    ),
 )
 def test_a_script_for_gpus_is_judged_on_the_cpu(
     bug: str, only: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -332,58 +328,6 @@ def test_a_script_for_gpus_is_judged_on_the_cpu(
     assert (
         "with the CPU in place of CUDA" if found else "inconsistent tensor size"
     ) in f"{first.looked_at}{first.text}"
-
-
-AGAIN_CASES: Mapping[str, tuple[str, dict[str, str]]] = {
-    "": ("resume", {"resume after 6 steps": "pass", "resume after 13 steps": "pass"}),
-    "repeats": ("resume", {"resume after 9 steps": "fail", "resume after 19 steps": "fail"}),
-    "no bug": (
-        "evaluation,recomputation,groups,effects",
-        {
-            "evaluation": "pass",
-            "recomputation": "note",
-            "groups of parameters": "pass",
-            "effect of decay": "pass",
-        },
-    ),
-    "sum of means": ("evaluation", {"evaluation": "fail"}),
-    "decay": ("effects", {"effect of decay": "note"}),
-}
-
-
-@pytest.mark.parametrize("bug", mostly_slow(AGAIN_CASES, ""))
-def test_a_training_may_begin_again_and_count_its_steps(
-    bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    only, expected = AGAIN_CASES[bug]
-    assert outcomes(AGAIN, tmp_path, monkeypatch, bug=bug, only=only) == {"run": "pass"} | expected
-
-
-PADDED_CASES: Mapping[str, tuple[str, dict[str, str]]] = {
-    "": (
-        "resume,accumulation",
-        {"resume after 5 steps": "pass", "resume after 11 steps": "pass", "accumulation": "pass"},
-    ),
-    "gradients forgotten": ("resume", {"resume after 5 steps": "fail", "resume after 11 steps": "pass"}),
-    "parts of one weight": ("accumulation", {"accumulation": "fail"}),
-}
-
-
-@pytest.mark.parametrize("bug", mostly_slow(PADDED_CASES, ""))
-def test_a_run_may_go_on_inside_a_step_of_padded_parts(
-    bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    only, expected = PADDED_CASES[bug]
-    assert outcomes(PADDED, tmp_path, monkeypatch, bug=bug, only=only) == {"run": "pass"} | expected
-
-
-@pytest.mark.parametrize(
-    ("bug", "outcome"), [pytest.param("", "pass", marks=pytest.mark.slow), ("window of fewer", "fail")]
-)
-def test_the_last_step_of_an_epoch_may_have_fewer_microbatches(
-    bug: str, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert outcomes(SHORT, tmp_path, monkeypatch, bug=bug, only="accumulation")["accumulation"] == outcome
 
 
 @pytest.mark.parametrize(("bug", "said"), [("", ""), ("adds up", "are added in 8 of 24 steps")])
@@ -447,17 +391,17 @@ def test_a_lightning_script_needs_no_call(tmp_path: Path, monkeypatch: pytest.Mo
     }
 
 
-LIGHTNING_BUGS = {
-    "callback without state": ("resume", "resume after epoch 1", "fail"),
-    "statistics of batches": ("evaluation", "evaluation", "fail"),
-}
-
-
-@pytest.mark.parametrize("bug", mostly_slow(LIGHTNING_BUGS, "statistics of batches"))
-def test_a_mistake_is_found_with_lightning(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    only, relation, expected = LIGHTNING_BUGS[bug]
-    found = outcomes(LIGHTNING, tmp_path, monkeypatch, bug=bug, only=only)
-    assert found[relation] == expected
+@pytest.mark.parametrize(
+    ("bug", "only", "relation"),
+    graded(
+        ("statistics of batches", "evaluation", "evaluation"),
+        slow=[("callback without state", "resume", "resume after epoch 1")],
+    ),
+)
+def test_a_mistake_is_found_with_lightning(
+    bug: str, only: str, relation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert outcomes(LIGHTNING, tmp_path, monkeypatch, bug=bug, only=only)[relation] == "fail"
 
 
 BAD_SCRIPTS = {
