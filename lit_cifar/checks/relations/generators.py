@@ -75,9 +75,8 @@ def _whole_numbers(of_rows: Tensor, *args: Any, **settings: Any) -> Tensor:
     return (of_rows * (high - low)).floor() + low
 
 
-def _normal(of_rows: Tensor, mean: Any = 0.0, std: Any = 1.0, *_: Any, **__: Any) -> Tensor:
-    shifted: Tensor = of_rows * std + mean
-    return shifted
+def _normal(of_rows: Tensor, mean: Any = 0.0, std: Any = 1.0, *_: Any, **__: Any) -> Any:
+    return of_rows * std + mean
 
 
 def _between(of_rows: Tensor, _: Tensor, low: float = 0.0, high: float = 1.0, **settings: float) -> Tensor:

@@ -139,9 +139,9 @@ def _fit(
     plan = watched.plan
     watched.trace.is_lightning = True
     watched.parts.roots[:] = [model]
-    evaluated = _where(settings)
+    data = {"dataloaders": settings.get("val_dataloaders"), "datamodule": settings.get("datamodule")}
     if plan.validate:
-        _validate(trainer, watched, model, evaluated, "as it is", None if plan.validate == "weights" else plan.validate)
+        _validate(trainer, watched, model, data, "as it is", None if plan.validate == "weights" else plan.validate)
         raise Ended
     if plan.resume:
         settings["ckpt_path"] = plan.resume
@@ -149,7 +149,7 @@ def _fit(
         seed_all("fit", plan.seed, watched.rank)
     fit(trainer, model, **settings)
     if plan.variants:
-        _validate_in_many_ways(trainer, watched, model, evaluated)
+        _validate_in_many_ways(trainer, watched, model, data)
     raise Ended
 
 
@@ -219,17 +219,10 @@ def metrics_of(trainer: pl.Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def _where(settings: dict[str, Any]) -> dict[str, Any]:
-    """The data of `validate`."""
-    if settings.get("datamodule") is not None:
-        return {"datamodule": settings["datamodule"]}
-    return {"dataloaders": settings.get("val_dataloaders")}
-
-
 def _validate(
     trainer: pl.Trainer, watched: Watched, model: pl.LightningModule, data: dict[str, Any], way: str, file: str | None
 ) -> None:
-    has_data = data.get("dataloaders") is not None or "datamodule" in data or is_overridden("val_dataloader", model)
+    has_data = any(given is not None for given in data.values()) or is_overridden("val_dataloader", model)
     if not has_data or not is_overridden("validation_step", model):
         return
     trainer.validate(model, verbose=False, ckpt_path=file, weights_only=False if file else None, **data)

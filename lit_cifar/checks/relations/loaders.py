@@ -43,7 +43,7 @@ class Loaders:
     """Follows every `DataLoader` of a process."""
 
     def __init__(self, watched: Watched) -> None:
-        self._watched, self._plan = watched, watched.plan
+        self._watched, self._plan, self._trace = watched, watched.plan, watched.trace
         self._datasets: list[Any] = []  # in the order in which loaders were made; Lightning makes a loader once more
         self._is_probing = False
         self._trained: list[Any] = []
@@ -60,7 +60,7 @@ class Loaders:
     def _make(self, make: Any, loader: Any, *args: Any, **settings: Any) -> None:
         make(loader, *args, **settings)
         if not self._is_probing:  # workers have random numbers of their own
-            self._watched.trace.has_workers |= loader.num_workers > 0
+            self._trace.has_workers |= loader.num_workers > 0
             loader.num_workers, loader.timeout = 0, 0
         if self._number(loader) is None:
             self._datasets.append(loader.dataset)
@@ -68,7 +68,7 @@ class Loaders:
     def _worker(self, own: Any) -> Any:
         """A script that has workers may not expect to be without: it has one, this process."""
         alone = SimpleNamespace(id=0, num_workers=1, seed=torch.initial_seed(), dataset=None)
-        return own() or (alone if self._watched.trace.has_workers else None)
+        return own() or (alone if self._trace.has_workers else None)
 
     def _number(self, loader: Any) -> int | None:
         return next((number for number, own in enumerate(self._datasets) if own is loader.dataset), None)
@@ -96,7 +96,7 @@ class Loaders:
         order: list[int] = []
         if self._watched.phase() == "train" and isinstance(sampler.sampler, Sized):
             is_drawn = isinstance(sampler.sampler, RandomSampler | WeightedRandomSampler | DistributedSampler)
-            self._watched.trace.orders.append((len(sampler.sampler), is_drawn, order))
+            self._trace.orders.append((len(sampler.sampler), is_drawn, order))
         for batch in begin(sampler):
             order += batch
             yield batch
@@ -108,31 +108,29 @@ class Loaders:
             return own
         own, trains = int(length(loader)), self._watched.phase() == "train"
         if trains and own > self._plan.most_batches:
-            self._watched.trace.cut_from = max(self._watched.trace.cut_from, own)
+            self._trace.cut_from = max(self._trace.cut_from, own)
         return min(own, self._plan.most_batches if trains else self._plan.evaluation_batches)
 
     def _training(self, loader: Any, begin: Any) -> Iterator[Any]:
         if not any(loader.dataset is other.dataset for other in self._trained):
             self._trained.append(loader)
-        trace = self._watched.trace
-        epoch = len(trace.epochs)
-        trace.epochs.append(0)
+        epoch = len(self._trace.epochs)
+        self._trace.epochs.append(0)
         with suppress(TypeError):  # of a stream
-            trace.lengths[self._number(loader) or 0] = len(loader)
+            self._trace.lengths[self._number(loader) or 0] = len(loader)
         return self._followed(loader, epoch, self._batches(loader, epoch, begin))
 
     def _followed(self, loader: Any, epoch: int, batches: Iterator[Any]) -> Iterator[Any]:
-        trace = self._watched.trace
         for number, batch in enumerate(batches):
             self._watched.continues()
             if not number and not self._plan.imposed and not is_divided(loader, batch, self._asked):
-                trace.remarks.add(UNDIVIDED)
+                self._trace.remarks.add(UNDIVIDED)
             if self._plan.record:
                 folder = self._watched.folder / "batches" / str(epoch)
                 folder.mkdir(parents=True, exist_ok=True)
                 torch.save(batch, folder / f"{number:06d}.pt")
-            trace.epochs[epoch] += 1
-            self._watched.begins_batch(told_apart(batch), is_divided=UNDIVIDED not in trace.remarks)
+            self._trace.epochs[epoch] += 1
+            self._watched.begins_batch(told_apart(batch), is_divided=UNDIVIDED not in self._trace.remarks)
             yield batch
             self._watched.fetches_batch()
 
@@ -141,21 +139,21 @@ class Loaders:
             return imposed_batches(self._plan.imposed, epoch, int(self._watched.folder.name))
         self._watched.seed("order")
         # A plain loop over a stream may read more than an epoch, and ends with its steps.
-        is_endless = isinstance(loader.dataset, IterableDataset) and not self._watched.trace.is_lightning
+        is_endless = isinstance(loader.dataset, IterableDataset) and not self._trace.is_lightning
         return self._fetched(islice(begin(loader), None if is_endless else self._plan.most_batches))
 
     def _evaluated(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         own = [*self._fetched(islice(batches, self._plan.evaluation_batches))]
-        size, asked, trace = self._watched.evaluation_batch, self._asked, self._watched.trace
+        size, asked = self._watched.evaluation_batch, self._asked
         is_cut = len(own) == self._plan.evaluation_batches and next(batches, None) is not None
-        trace.is_cut |= is_cut
-        trace.evaluates |= bool(own)
+        self._trace.is_cut |= is_cut
+        self._trace.evaluates |= bool(own)
         if own and not is_divided(loader, own[-1], asked):
-            trace.remarks.add(UNDIVIDED_EVALUATION)
+            self._trace.remarks.add(UNDIVIDED_EVALUATION)
         elif own and not is_cut and loader.batch_sampler is not None and self._plan.ranks == 1:
             with suppress(TypeError, ValueError):  # a sampler without a length; a batch that is not divided
-                trace.left_out = max(trace.left_out, len(loader.sampler) - sum(map(num_samples, own)))
-        return iter(own) if size is None or UNDIVIDED_EVALUATION in trace.remarks else in_batches_of(own, size)
+                self._trace.left_out = max(self._trace.left_out, len(loader.sampler) - sum(map(num_samples, own)))
+        return iter(own) if size is None or UNDIVIDED_EVALUATION in self._trace.remarks else in_batches_of(own, size)
 
     def _imposed_length(self, loader: Any, imposed: Imposed) -> int | None:
         own = dict(imposed.lengths).get(self._number(loader) or 0)
@@ -164,7 +162,7 @@ class Loaders:
     def probe(self) -> None:
         """See whether workers of each loader that trained draw the same random numbers, or read the same samples."""
         self._is_probing = True
-        self._watched.trace.loaders += map(_seen, self._trained[:3])
+        self._trace.loaders += map(_seen, self._trained[:3])
 
 
 def is_divided(loader: Any, batch: Any, asked: int | None) -> bool:

@@ -19,12 +19,11 @@ def trained(runs: Runs) -> Iterator[Verdict]:
         text = "optimizers have other parameters than those that were made, as FSDP2 gives them"
         yield Verdict(NAME, "abstain", text)
         return
-    for text in own.observed:
-        yield Verdict(NAME, "note", text)
+    found = [*own.observed]
     if own.stale >= _STEPS_TO_TELL:
-        text = f"gradients of the step before are added in {own.stale} of {own.steps} steps: call zero_grad()"
-        yield Verdict(NAME, "note", text)
-    if not own.observed and own.stale < _STEPS_TO_TELL:
+        found.append(f"gradients of the step before are added in {own.stale} of {own.steps} steps: call zero_grad()")
+    yield from (Verdict(NAME, "note", text) for text in found)
+    if not found:
         yield Verdict(NAME, "pass", looked_at=f"each of {own.owned} parameters changes")
 
 
