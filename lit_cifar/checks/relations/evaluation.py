@@ -7,7 +7,7 @@ from typing import Any
 from lit_cifar.checks.relations import draws
 from lit_cifar.checks.relations.loaders import CUT, UNDIVIDED_EVALUATION
 from lit_cifar.checks.relations.plan import Trace
-from lit_cifar.checks.relations.runs import NotJudgedError, RunError, Runs, Verdict, difference, unused
+from lit_cifar.checks.relations.runs import NotJudgedError, Runs, Verdict, difference, unused
 
 NAME = "evaluation"
 _ALL = 2**20  # samples of a batch of all
@@ -40,7 +40,7 @@ def _in_lightning(runs: Runs) -> Iterator[Verdict]:
         name = f"{NAME} on {number} ranks"
         try:
             traces = runs.run(validate="weights", ranks=number)
-        except RunError as error:
+        except NotJudgedError as error:
             yield Verdict(name, "abstain", str(error))
             continue
         text = _apart(runs, one, traces[0].metrics.get("as it is", {}), f"validated by {number} processes")

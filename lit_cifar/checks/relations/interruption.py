@@ -169,8 +169,6 @@ class _Interruption:
         path = str(folder / CHECKPOINT)
         try:
             return begun, self.runs.run(**same, resume=path, redrawn=self.drawn, imposed=imposed, **steps)
-        except RunTimeoutError:
-            raise
         except RunError as error:
             raise _ResumeError(str(error)) from None
 

@@ -14,7 +14,7 @@ from lit_cifar.checks.relations.loading import epochs, workers
 from lit_cifar.checks.relations.neutral import autocast, compiled, effects, groups, often, recomputation, scale
 from lit_cifar.checks.relations.plan import Plan, Target
 from lit_cifar.checks.relations.ranks import accumulation, ranks
-from lit_cifar.checks.relations.runs import NotJudgedError, RunError, Runs, RunTimeoutError, Verdict
+from lit_cifar.checks.relations.runs import NotJudgedError, RunError, Runs, Verdict
 from lit_cifar.checks.relations.trained import trained
 from lit_cifar.errors import one_line
 
@@ -74,8 +74,6 @@ def _begin(runs: Runs) -> str:
             runs.plan = replace(runs.plan, double=double, torchrun=torchrun, ranks=number, without_gpu=without_gpu)
             try:
                 runs.own()
-            except RunTimeoutError:
-                raise
             except RunError as error:
                 errors[double, torchrun, number] = str(error)
                 continue
@@ -94,7 +92,7 @@ def _begun(runs: Runs) -> Iterator[Verdict]:
     """Run the training twice. Change the common plan if it cannot compute in float64, or needs torchrun's variables."""
     try:
         how = _begin(runs)
-    except RunError as error:
+    except NotJudgedError as error:
         yield Verdict("run", "crash", str(error))
         return
     own = runs.own()

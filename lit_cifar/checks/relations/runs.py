@@ -56,7 +56,7 @@ class RunError(NotJudgedError):
     """A run ended by an error."""
 
 
-class RunTimeoutError(RunError):
+class RunTimeoutError(NotJudgedError):
     """A run did not end in time."""
 
 
