@@ -154,7 +154,7 @@ class _Interruption:
         first, _ = self._halves(generators=True)
         *before, begun = first[0].epochs
         skip = begun - (self.save_after == "hooks")
-        imposed = self.runs.imposed(follows, apart=True, first_epoch=len(before), skip=skip)
+        imposed = self.runs.imposed(follows, first_epoch=len(before), skip=skip)
         return self._compared(self.runs.run(**follows), *self._halves(generators=True, imposed=imposed))
 
     def _halves(self, *, generators: bool, imposed: Imposed | None = None) -> tuple[list[Trace], list[Trace]]:

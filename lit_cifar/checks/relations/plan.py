@@ -24,7 +24,7 @@ class Imposed:
     """
 
     folder: str
-    ranks: int = 1
+    ranks: int = 0
     window: int = 1
     parts: int = 1
     multiple: int = 1  # each batch is cut to a multiple of so many samples

@@ -53,7 +53,7 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
     if UNDIVIDED in two[0].remarks:
         raise NotJudgedError(UNDIVIDED)
     takes_rows = shares and are_alike  # each rank, of a batch that all have
-    joined = {"imposed": runs.imposed(recorded)} if two[0].batches and not takes_rows else {}
+    joined = {"imposed": runs.imposed(recorded, ranks=2)} if two[0].batches and not takes_rows else {}
     one = runs.run(quiet=True, **joined)[0]
     both = [[*a, *b] for a, b in zip(two[0].samples, two[1].samples, strict=False)]
     if not two[0].batches and not shares and not _are_same(one.samples, both):

@@ -92,11 +92,10 @@ class Runs:
         self.run(**changes)
         return self._folders[replace(self.plan, **changes)]
 
-    def imposed(self, of: dict[str, Any], *, apart: bool = False, **how: int) -> Imposed:
-        """The recorded batches of the run with the changes `of`; with `apart`, each rank has its own."""
+    def imposed(self, of: dict[str, Any], **how: int) -> Imposed:
+        """The recorded batches of the run with the changes `of`."""
         lengths = tuple(self.run(**of)[0].lengths.items())
-        ranks = 0 if apart else of.get("ranks", 0)
-        return Imposed(folder=str(self.folder_of(**of)), ranks=ranks, lengths=lengths, **how)
+        return Imposed(folder=str(self.folder_of(**of)), lengths=lengths, **how)
 
     def _start(self, plan: Plan) -> list[Trace]:
         folder = self._folders[plan] = self.folder / f"run-{len(self._folders)}"
