@@ -26,11 +26,10 @@ def _in_lightning(runs: Runs) -> Iterator[Verdict]:
     reason = UNDIVIDED_EVALUATION if UNDIVIDED_EVALUATION in trace.remarks else "" if trace.evaluates else _NO_LOADER
     own, *ways = ("as it is", "again") if reason else metrics
     found = [text for way in ways if (text := _apart(runs, metrics[own], metrics[way], f"validated {way}"))]
-    looked_at = f"{', '.join(metrics[own])}: {', '.join(ways)}{_part(trace)}"
-    yield _of_chance(Verdict(NAME, "fail" if found else "pass", "; ".join(found[:3]), looked_at, found), trace)
+    looked_at = f"{', '.join(metrics[own])}: {', '.join(ways)}"
+    yield from _judged(trace, found, looked_at)
     if reason:
         yield Verdict(f"{NAME} in other batches", "abstain", reason)
-    yield from _left_out(trace)
     for way, error in trace.failed.items():
         yield Verdict(f"{NAME} {way}", "note", f"ends by {error}", looked_at)
     one = runs.run(validate="weights")[0].metrics.get("as it is", {})
@@ -69,9 +68,7 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
         other = _results(runs.run(generators=True, **changes)[0])
         if text := _apart(runs, values, other, f"evaluated {way}"):
             found.append(text)
-    looked_at = f"{', '.join(values)}: in batches of 1, 7, all{_part(own)}"
-    yield _of_chance(Verdict(NAME, "fail" if found else "pass", "; ".join(found[:2]), looked_at, found), own)
-    yield from _left_out(own)
+    yield from _judged(own, found, f"{', '.join(values)}: in batches of 1, 7, all")
 
 
 def on_two_ranks(runs: Runs, one: Trace, two: Trace) -> Iterator[Verdict]:
@@ -86,20 +83,15 @@ def on_two_ranks(runs: Runs, one: Trace, two: Trace) -> Iterator[Verdict]:
     yield Verdict(name, "fail" if text else "pass", text, ", ".join(values), [text] if text else [])
 
 
-def _of_chance(verdict: Verdict, trace: Trace) -> Verdict:
-    """The verdict; a note where an evaluation draws random numbers and differs, or its model draws some."""
+def _judged(trace: Trace, found: list[str], looked_at: str) -> Iterator[Verdict]:
+    """A failure by what was found; a note where an evaluation draws random numbers and differs, or its model draws."""
+    part = ", without the end of the evaluation's data" if trace.is_cut else ""
+    verdict = Verdict(NAME, "fail" if found else "pass", "; ".join(found[:3]), looked_at + part, found)
     if draws.IN_MODEL in trace.remarks:
-        return replace(verdict, outcome="note", text=": ".join(filter(None, (draws.IN_MODEL, verdict.text))))
-    if verdict.outcome != "fail" or draws.IN_EVALUATION not in trace.remarks:
-        return verdict
-    return replace(verdict, outcome="note", text=f"{draws.IN_EVALUATION}: {verdict.text}")
-
-
-def _part(trace: Trace) -> str:
-    return ", without the end of the evaluation's data" if trace.is_cut else ""
-
-
-def _left_out(trace: Trace) -> Iterator[Verdict]:
+        verdict = replace(verdict, outcome="note", text=": ".join(filter(None, (draws.IN_MODEL, verdict.text))))
+    elif found and draws.IN_EVALUATION in trace.remarks:
+        verdict = replace(verdict, outcome="note", text=f"{draws.IN_EVALUATION}: {verdict.text}")
+    yield verdict
     if trace.left_out:
         text = f"{trace.left_out} samples are in no batch of an evaluation (drop_last)"
         yield Verdict(f"samples of {NAME}", "note", text)

@@ -157,18 +157,10 @@ class Runs:
         return sorted(above, key=lambda each: (_KINDS.index(each.name.split("/")[0]), -each.size))
 
     def judge(
-        self,
-        relation: str,
-        one: Trace,
-        other: Trace,
-        *,
-        kinds: Sequence[str] = _KINDS,
-        leave_out: Sequence[str] = (),
-        samples: bool = True,
-        said: str = "",
+        self, relation: str, one: Trace, other: Trace, *, samples: bool = True, said: str = "", **which: Sequence[str]
     ) -> Verdict:
-        """Compare states, numbers of steps, and with `samples` those of each step."""
-        apart = self.differences(one.state, other.state, kinds=kinds, leave_out=leave_out)
+        """Compare states, `which` as in `differences`, numbers of steps, and with `samples` those of each step."""
+        apart = self.differences(one.state, other.state, **which)
         found = [str(each) for each in apart]
         if len(one.norms) != len(other.norms):
             found.insert(0, f"one has {len(one.norms)} steps, the other {len(other.norms)}")
