@@ -6,9 +6,10 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import relation_scripts
@@ -34,27 +35,27 @@ from lit_cifar.checks.repeated_step.batches import (
     with_sample_lists,
 )
 
-
-def verdicts(
-    script: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    bug: str = "",
-    only: str,
-    limit_s: float = 60,
-    arguments: tuple[str, ...] = (),
-) -> list[Verdict]:
-    """What the relations say of a script in `folder`."""
-    (folder / "train.py").write_text(script)
-    monkeypatch.setenv("BUG", bug)
-    target = Target(program="train.py", arguments=arguments, folder=str(folder))
-    chosen = {name: RELATIONS[name] for name in only.split(",")}
-    return [*judged(target, Plan(most_batches=4, most_epochs=2, most_steps=96), chosen, limit_s=limit_s)]
+Verdicts: TypeAlias = Callable[..., list[Verdict]]
+Outcomes: TypeAlias = Callable[..., dict[str, str]]
 
 
-def outcomes(*args: Any, **settings: Any) -> dict[str, str]:
-    return {verdict.relation: verdict.outcome for verdict in verdicts(*args, **settings)}
+@pytest.fixture
+def verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Verdicts:
+    """What relations say of a script with these arguments."""
+
+    def said(script: str, *arguments: str, only: str, bug: str = "", limit_s: float = 60) -> list[Verdict]:
+        (tmp_path / "train.py").write_text(script)
+        monkeypatch.setenv("BUG", bug)
+        target = Target(program="train.py", arguments=arguments, folder=str(tmp_path))
+        chosen = {name: RELATIONS[name] for name in only.split(",")}
+        return [*judged(target, Plan(most_batches=4, most_epochs=2, most_steps=96), chosen, limit_s=limit_s)]
+
+    return said
+
+
+@pytest.fixture
+def outcomes(verdicts: Verdicts) -> Outcomes:
+    return lambda *args, **settings: {each.relation: each.outcome for each in verdicts(*args, **settings)}
 
 
 def test_outside_of_the_checker_every_call_gives_the_own_value() -> None:
@@ -142,7 +143,7 @@ def test_lists_of_samples_are_joined_and_divided() -> None:
 
 
 @pytest.mark.parametrize(
-    ("orders", "is_drawn", "outcomes"),
+    ("orders", "is_drawn", "expected"),
     [
         ([[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]], True, []),  # not shuffled
         ([[3, 1, 0, 2, 4], [2, 0, 4, 1, 3]], True, ["pass"]),
@@ -151,10 +152,10 @@ def test_lists_of_samples_are_joined_and_divided() -> None:
     ],
 )
 def test_an_order_that_is_drawn_is_another_in_each_epoch(
-    orders: list[list[int]], is_drawn: bool, outcomes: list[str]
+    orders: list[list[int]], is_drawn: bool, expected: list[str]
 ) -> None:
     trace = Trace(orders=[(5, is_drawn, order) for order in orders])
-    assert [verdict.outcome for verdict in same_orders(trace)] == outcomes
+    assert [verdict.outcome for verdict in same_orders(trace)] == expected
 
 
 ONCE, TWICE = Counter({1: 1, 2: 1}), Counter({1: 2, 2: 2})
@@ -208,10 +209,9 @@ def test_no_file_of_the_user_is_changed_and_others_are_seen(tmp_path: Path) -> N
     assert list(outside.iterdir()) == []
 
 
-def test_a_right_training_holds_every_relation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_right_training_holds_every_relation(outcomes: Outcomes, tmp_path: Path) -> None:
     """But for an option that it does not use."""
-    found = outcomes(PLAIN, tmp_path, monkeypatch, only="resume,evaluation,ranks,accumulation,groups,effects")
-    assert found == {
+    assert outcomes(PLAIN, only="resume,evaluation,ranks,accumulation,groups,effects") == {
         "run": "pass",
         "resume after 2 steps": "pass",
         "resume after 4 steps": "pass",
@@ -229,12 +229,10 @@ def test_a_right_training_holds_every_relation(tmp_path: Path, monkeypatch: pyte
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [((), "pass"), (("--forget-schedule",), "fail")])
-def test_the_example_resumes_as_its_page_says(
-    arguments: tuple[str, ...], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("arguments", "expected"), [([], "pass"), (["--forget-schedule"], "fail")])
+def test_the_example_resumes_as_its_page_says(arguments: list[str], expected: str, verdicts: Verdicts) -> None:
     script = (Path(__file__).parents[1] / "examples" / "relate_a_training.py").read_text()
-    _, *found = verdicts(script, tmp_path, monkeypatch, only="resume", arguments=arguments)
+    _, *found = verdicts(script, *arguments, only="resume")
     assert [verdict.outcome for verdict in found] == [expected] * 2
     assert all(verdict.text.startswith("schedule/0.last_epoch") for verdict in found) == (expected == "fail")
 
@@ -301,10 +299,9 @@ SLOW = [
 
 @pytest.mark.parametrize(("script", "bug", "only", "expected"), graded(*QUICK, slow=SLOW))
 def test_a_mistake_breaks_its_relation_and_no_other(
-    script: str, bug: str, only: str, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: str, bug: str, only: str, expected: dict[str, str], outcomes: Outcomes
 ) -> None:
-    found = outcomes(getattr(relation_scripts, script), tmp_path, monkeypatch, bug=bug, only=only)
-    assert found == {"run": "pass"} | expected
+    assert outcomes(getattr(relation_scripts, script), bug=bug, only=only) == {"run": "pass"} | expected
 
 
 @pytest.mark.parametrize(
@@ -319,21 +316,16 @@ def test_a_mistake_breaks_its_relation_and_no_other(
         ],
     ),
 )
-def test_a_script_for_gpus_is_judged_on_the_cpu(
-    bug: str, only: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, *found = verdicts(CUDA, tmp_path, monkeypatch, bug=bug, only=only)
+def test_a_script_for_gpus_is_judged_on_the_cpu(bug: str, only: str, expected: list[str], verdicts: Verdicts) -> None:
+    first, *found = verdicts(CUDA, bug=bug, only=only)
     assert [verdict.outcome for verdict in (first, *found)] == expected
-    assert (
-        "with the CPU in place of CUDA" if found else "inconsistent tensor size"
-    ) in f"{first.looked_at}{first.text}"
+    reason = "with the CPU in place of CUDA" if found else "inconsistent tensor size"
+    assert reason in f"{first.looked_at}{first.text}"
 
 
 @pytest.mark.parametrize(("bug", "said"), [("", ""), ("adds up", "are added in 8 of 24 steps")])
-def test_gradients_that_stay_are_seen_with_each_optimizer(
-    bug: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    *_, verdict = verdicts(CRITIC, tmp_path, monkeypatch, bug=bug, only="trained")
+def test_gradients_that_stay_are_seen_with_each_optimizer(bug: str, said: str, verdicts: Verdicts) -> None:
+    *_, verdict = verdicts(CRITIC, bug=bug, only="trained")
     assert (verdict.outcome, said in verdict.text) == ("note" if bug else "pass", True)
 
 
@@ -364,17 +356,15 @@ def test_our_own_trainer_holds_them(mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_updated_after_the_checkpoint_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    *_, inside = verdicts(LIGHTNING, tmp_path, monkeypatch, bug="updated after the checkpoint", only="resume")
+def test_what_is_updated_after_the_checkpoint_is_a_note(verdicts: Verdicts) -> None:
+    *_, inside = verdicts(LIGHTNING, bug="updated after the checkpoint", only="resume")
     assert inside.outcome == "note"
     assert "before the module's own on_train_batch_end (buffers/layers.1.running_mean" in inside.text
 
 
 @pytest.mark.slow
-def test_a_lightning_script_needs_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    only = "resume,evaluation,score,ranks,accumulation,often"
-    found = outcomes(LIGHTNING, tmp_path, monkeypatch, only=only)
-    assert found == {
+def test_a_lightning_script_needs_no_call(outcomes: Outcomes) -> None:
+    assert outcomes(LIGHTNING, only="resume,evaluation,score,ranks,accumulation,often") == {
         "run": "pass",
         "resume after epoch 1": "pass",
         "resume inside epoch 2": "note",  # Lightning begins the order of the epoch anew
@@ -397,10 +387,8 @@ def test_a_lightning_script_needs_no_call(tmp_path: Path, monkeypatch: pytest.Mo
         slow=[("callback without state", "resume", "resume after epoch 1")],
     ),
 )
-def test_a_mistake_is_found_with_lightning(
-    bug: str, only: str, relation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert outcomes(LIGHTNING, tmp_path, monkeypatch, bug=bug, only=only)[relation] == "fail"
+def test_a_mistake_is_found_with_lightning(bug: str, only: str, relation: str, outcomes: Outcomes) -> None:
+    assert outcomes(LIGHTNING, bug=bug, only=only)[relation] == "fail"
 
 
 BAD_SCRIPTS = {
@@ -423,12 +411,10 @@ BAD_SCRIPTS = {
 
 
 @pytest.mark.parametrize("name", BAD_SCRIPTS)
-def test_a_script_that_cannot_be_judged_has_a_reason(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_that_cannot_be_judged_has_a_reason(name: str, verdicts: Verdicts) -> None:
     script, outcome, reason = BAD_SCRIPTS[name]
     limit_s = 3 if name == "takes too long" else 60
-    (verdict,) = verdicts(script, tmp_path, monkeypatch, only="resume", limit_s=limit_s)
+    (verdict,) = verdicts(script, only="resume", limit_s=limit_s)
     assert verdict.outcome == outcome
     assert reason in verdict.text
 
