@@ -64,7 +64,7 @@ class Follower(Checkpoint):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         look_at(trainer, self._watched)  # before a strategy puts the parts of a model together
-        self._watched.trace.state = self._watched.snapshot()
+        self._watched.trace.state = self._watched.parts.snapshot()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if not trainer.sanity_checking:

@@ -75,7 +75,7 @@ class Watched:
     def has_saved(self) -> None:
         """Note the state of the training as it should be in the checkpoint."""
         self._is_saved = True
-        self.trace.saved = self.snapshot()
+        self.trace.saved = self.parts.snapshot()
 
     def report(self, values: dict[str, Any]) -> None:
         numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
@@ -199,7 +199,7 @@ class Watched:
             self._frozen = {id(p) for p in self.parts.made if p is not None and not p.requires_grad}
         self.parts.to_spoil.clear()  # whatever is loaded from now on is no checkpoint to go on from
         if self.plan.resume and not self.trace.resumed:
-            self.trace.resumed = self.snapshot()
+            self.trace.resumed = self.parts.snapshot()
 
     def note_samples(self, samples: list[int]) -> None:
         """Note the digests of samples of the step that follows."""
@@ -217,7 +217,7 @@ class Watched:
     def finish(self) -> None:
         """Note what the training has come to."""
         parts, first = self.parts, self.trace.first
-        self.trace.state = self.trace.state or self.snapshot()
+        self.trace.state = self.trace.state or self.parts.snapshot()
         self.trace.owned = len(owned := owned_by(parts.optimizers))
         self.trace.models = len(outermost(parts.roots))
         self.trace.groups = max((len(optimizer.param_groups) for optimizer in parts.optimizers), default=0)
@@ -226,13 +226,6 @@ class Watched:
         self.trace.moved = sum(told(one) != was for one, was in zip(parts.made, first, strict=False))
         then = first, self._statistics, self._frozen
         self.trace.observed = [*observed(parts.made, *then, parts.roots, parts.optimizers)]
-
-    def snapshot(self) -> dict[str, Any]:
-        depth, self._depth = self._depth, 1  # modules that are called for it belong to nobody
-        try:
-            return self.parts.snapshot()
-        finally:
-            self._depth = depth
 
 
 def told_apart(batch: Any) -> list[int]:
