@@ -150,9 +150,17 @@ def make_loader(count, seed, **settings):
     return DataLoader(TensorDataset(inputs, (inputs.sum(1) > 0).long()), batch_size=8, **settings)
 
 
+class Data(pl.LightningDataModule):
+    def train_dataloader(self):
+        return make_loader(64, 1, shuffle=True)
+
+    def val_dataloader(self):
+        return make_loader(32, 2)
+
+
 pl.seed_everything(0)
 trainer = pl.Trainer(max_epochs=50, strategy="ddp", devices=2, callbacks=[Counter()])
-trainer.fit(Net(), make_loader(64, 1, shuffle=True), make_loader(32, 2))
+trainer.fit(Net(), Data())
 '''
 
 NOISY = script("""

@@ -184,6 +184,7 @@ def test_no_file_of_the_user_is_changed_and_others_are_seen(tmp_path: Path) -> N
     (user / "runs").mkdir(parents=True)
     outside.mkdir()
     (user / "runs" / "log.txt").write_text("mine")
+    (user / "data").symlink_to(outside)
     own = mirror(user, tmp_path / "run" / "own")
     program = (
         "import torch; from pathlib import Path; from lit_cifar.checks.relations.own_files import Guard\n"
@@ -191,11 +192,12 @@ def test_no_file_of_the_user_is_changed_and_others_are_seen(tmp_path: Path) -> N
         "Path('runs/log.txt').open('a').write(' and more'); torch.save(1, 'runs/new.pt')\n"
         f"outside, beside = Path({str(outside)!r}), Path('../outside')\n"
         "writes = [lambda: (outside / 'a').write_text('x'), lambda: torch.save(1, outside / 'b'),\n"
-        "          (outside / 'c').mkdir, lambda: (beside / 'd').write_text('x')]\n"
+        "          (outside / 'c').mkdir, lambda: (beside / 'd').write_text('x'),\n"
+        "          lambda: Path('data/e').write_text('x')]\n"
         "for write in writes:\n"
         "    try: write()\n"
         "    except PermissionError: pass\n"
-        "print(len(seen), Path('runs/log.txt').read_text(), beside.is_dir())\n"
+        "print(len(seen), Path('runs/log.txt').read_text(), beside.is_dir(), Path('data').is_dir())\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -204,7 +206,7 @@ def test_no_file_of_the_user_is_changed_and_others_are_seen(tmp_path: Path) -> N
         capture_output=True,
         text=True,
     )
-    assert done.stdout == "4 mine and more True\n", done.stderr
+    assert done.stdout == "5 mine and more True True\n", done.stderr
     assert (user / "runs" / "log.txt").read_text() == "mine"
     assert list(outside.iterdir()) == []
 

@@ -316,7 +316,7 @@ def test_runs_that_are_to_have_the_same_bits_have_as_many_threads(
 ) -> None:
     """On a machine with more cores than runs; others share them out."""
     found: list[int] = []
-    monkeypatch.setattr("lit_cifar.tools.verify.launcher.cpu_count", lambda: 32)
+    monkeypatch.setattr("lit_cifar.tools.verify.launcher.sched_getaffinity", lambda _: range(32))
     ended = Outcome(0, "", "", 1.0)
     monkeypatch.setattr(
         "lit_cifar.tools.verify.launcher.run", lambda *args, threads, **kwargs: found.append(threads) or ended

@@ -166,7 +166,7 @@ def run_module(module: str, words: Sequence[str], environment: Mapping[str, str]
     startup.PARENT_PID = os.getppid()
     rank_zero_only.rank = int(environment.get("RANK", 0))  # type: ignore[attr-defined]
     tempfile.tempdir = None
-    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # its launcher is no Python process
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

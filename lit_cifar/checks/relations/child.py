@@ -105,7 +105,7 @@ def _join(watched: Watched) -> None:
         alone = {"store": torch.distributed.HashStore()} if ranks == 1 else {}  # type: ignore[attr-defined]
         begin("gloo", rank=watched.rank, world_size=ranks, **alone)
 
-    def call_here(_: Any, fn: Any, args: tuple[Any, ...] = (), nprocs: int = 1, **settings: Any) -> None:
+    def call_here(_: Any, fn: Any, args: tuple[Any, ...] = (), nprocs: int = 1, *_how: Any, **how: Any) -> None:
         """Every process of the run is one of those that the script would start."""
         watched.trace.own_ranks = nprocs
         fn(watched.rank, *args)

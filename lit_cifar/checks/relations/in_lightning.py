@@ -136,6 +136,8 @@ def _fit(
 ) -> None:
     names = ("train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path")
     settings |= dict(zip(names, args, strict=False))
+    if isinstance(settings.get("train_dataloaders"), pl.LightningDataModule):  # as Lightning's own `fit` takes it
+        settings["datamodule"] = settings.pop("train_dataloaders")
     plan = watched.plan
     watched.trace.is_lightning = True
     watched.parts.roots[:] = [model]

@@ -38,11 +38,12 @@ def mirror(folder: Path, place: Path) -> Path:
                 (here / name).symlink_to(Path(origin, name))
             folders[:] = []
             continue
-        for name in folders:
-            if not Path(origin, name).is_symlink():
+        for name in (*folders, *files):
+            path = Path(origin, name).absolute()
+            if path.is_dir() and not path.is_symlink():
                 (here / name).mkdir()
-        for name in files:
-            (here / name).symlink_to(Path(origin, name).absolute())
+            else:  # a file, or such as a link to data on another disk
+                (here / name).symlink_to(path)
     return target
 
 

@@ -2,7 +2,7 @@
 
 import tempfile
 from functools import partial
-from os import cpu_count
+from os import sched_getaffinity
 from pathlib import Path
 
 from lit_cifar.models import Stem
@@ -26,7 +26,8 @@ def measure(settings: Settings) -> list[Row]:
         alone = found.pop(_ONE_PROCESS)
         about = f"{stem} stem, batch {batch_size}, 32-true"
         rows += [Row(f"speed of {mode} on 2 devices, {about}", "x", own / alone) for mode, own in found.items()]
-        rows.append(Row(f"images per second of one process with {cpu_count()} threads, {about}: 1.00x", "img/s", alone))
+        threads = f"{len(sched_getaffinity(0))} threads"
+        rows.append(Row(f"images per second of one process with {threads}, {about}: 1.00x", "img/s", alone))
     return rows
 
 
@@ -44,6 +45,6 @@ def speed_of_mode(mode: str, stem: Stem, batch_size: int, settings: Settings) ->
     with tempfile.TemporaryDirectory(prefix=f"{mode}-", dir=settings.folder) as name:
         folder = Path(name)
         words.append(f"--run_dir={folder / 'run'}")
-        fit(words, folder=folder, threads=max(1, (cpu_count() or 1) // ranks), num_ranks=ranks)
+        fit(words, folder=folder, threads=max(1, len(sched_getaffinity(0)) // ranks), num_ranks=ranks)
         (speed,) = read_metrics(folder / "run" / METRICS)[METRIC].values()
     return speed

@@ -5,7 +5,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from copy import deepcopy
-from os import cpu_count
+from os import sched_getaffinity
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -54,7 +54,7 @@ def measure(settings: Settings) -> list[Row]:
     stem, batch_size, precision = ("cifar", 512, "bf16-mixed") if on_gpu else ("imagenet", 128, "32-true")
     flags = [f"--model.arch={settings.arch}", f"--model.stem={stem}", f"--trainer.precision={precision}"]
     flags.append(f"--model.channels_last={str(on_gpu).lower()}")
-    steps, threads = 30 if on_gpu else 3, cpu_count() or 1
+    steps, threads = 30 if on_gpu else 3, len(sched_getaffinity(0))
     # On a CPU a network of this size takes minutes to compile.
     for compiled in (False, True) if on_gpu else (False,):
         sizes = {"turns": settings.rounds, "steps": steps, "batch_size": batch_size, "threads": threads}

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from os import cpu_count
+from os import sched_getaffinity
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def _train(mode: SizedMode, flags: list[str], folder: Path) -> None:
     asked += [f"--trainer.max_steps={NUM_STEPS}", "--trainer.max_epochs=-1", f"--run_dir={folder / 'run'}"]
     asked += ["--trainer.callbacks+=lit_cifar.tools.bench.step_trace.StepTrace", f"--trainer.callbacks.folder={folder}"]
     terminal.say(f"training {NUM_STEPS} steps in the mode {mode.name}, of which the last is recorded")
-    fit(asked, folder=folder, threads=max(1, (cpu_count() or 1) // mode.num_processes), num_ranks=mode.num_ranks)
+    fit(asked, folder=folder, threads=max(1, len(sched_getaffinity(0)) // mode.num_processes), num_ranks=mode.num_ranks)
 
 
 def _print(ranks: Sequence["RankStep"]) -> None:

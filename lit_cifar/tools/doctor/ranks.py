@@ -38,7 +38,7 @@ def probe_ranks(num_ranks: int, accelerator: str, *, settings: dict[str, str] | 
     """Let `num_ranks` processes measure, with environment variables `settings` beside this process's own."""
     # A launcher's variables are left out. The ranks share the cores.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
-    environment |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks))} | (settings or {})
+    environment |= {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks))} | (settings or {})
     with tempfile.TemporaryDirectory(prefix="lit_cifar-doctor-") as name:
         folder = Path(name)
         output = {"stdout": folder / "stdout", "stderr": folder / "stderr"}

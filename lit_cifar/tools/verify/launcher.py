@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from os import cpu_count
+from os import sched_getaffinity
 from pathlib import Path
 from typing import Any, Final
 
@@ -119,7 +119,7 @@ class Configuration:
 
         A launcher may have room for one.
         """
-        return min(cpu_count() or 1, _MAX_AT_ONCE) if self.on_cpu and not self.launcher else 1
+        return min(len(sched_getaffinity(0)), _MAX_AT_ONCE) if self.on_cpu and not self.launcher else 1
 
     @property
     def accumulation(self) -> int:
@@ -284,7 +284,7 @@ class Launcher:
             f"--run_dir={folder / 'run'}",
             *trace,
             folder=folder,
-            threads=max(1, (cpu_count() or 1) // at_once),
+            threads=max(1, len(sched_getaffinity(0)) // at_once),
             timeout_s=TIMEOUT_S,
             num_ranks=ranks,
             launcher=launcher,
