@@ -89,7 +89,7 @@ def _judged(trace: Trace, found: list[str], looked_at: str) -> Iterator[Verdict]
     verdict = Verdict(NAME, "fail" if found else "pass", "; ".join(found[:3]), looked_at + part, found)
     if draws.IN_MODEL in trace.remarks:
         verdict = replace(verdict, outcome="note", text=": ".join(filter(None, (draws.IN_MODEL, verdict.text))))
-    elif found and draws.IN_EVALUATION in trace.remarks:
+    elif found and trace.remarks & {draws.IN_EVALUATION, *([] if trace.evaluates else [draws.BESIDE_EVALUATION])}:
         verdict = replace(verdict, outcome="note", text=f"{draws.IN_EVALUATION}: {verdict.text}")
     yield verdict
     if trace.left_out:

@@ -143,6 +143,7 @@ class Loaders:
         return self._fetched(islice(begin(loader), None if is_endless else self._plan.most_batches))
 
     def _evaluated(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        self._watched.is_evaluating = True
         own = [*self._fetched(islice(batches, self._plan.evaluation_batches))]
         size, asked = self._watched.evaluation_batch, self._asked
         is_cut = len(own) == self._plan.evaluation_batches and next(batches, None) is not None
@@ -153,7 +154,10 @@ class Loaders:
         elif own and not is_cut and loader.batch_sampler is not None and self._plan.ranks == 1:
             with suppress(TypeError, ValueError):  # a sampler without a length; a batch that is not divided
                 self._trace.left_out = max(self._trace.left_out, len(loader.sampler) - sum(map(num_samples, own)))
-        return iter(own) if size is None or UNDIVIDED_EVALUATION in self._trace.remarks else in_batches_of(own, size)
+        try:
+            yield from own if size is None or UNDIVIDED_EVALUATION in self._trace.remarks else in_batches_of(own, size)
+        finally:
+            self._watched.is_evaluating = False
 
     def _imposed_length(self, loader: Any, imposed: Imposed) -> int | None:
         own = dict(imposed.lengths).get(self._number(loader) or 0)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lit_cifar.checks.relations.draws import IN_EVALUATION, IN_MODEL, IN_OPTIMIZER, IN_STEP, Draws
+from lit_cifar.checks.relations.draws import BESIDE_EVALUATION, IN_EVALUATION, IN_MODEL, IN_OPTIMIZER, IN_STEP, Draws
 from lit_cifar.checks.relations.generators import seed_all, states, still
 from lit_cifar.checks.relations.parts import PARTS, Parts
 from lit_cifar.checks.relations.patching import patched
@@ -37,6 +37,7 @@ class Watched:
         self.parts, self.draws = Parts(plan), Draws(self.trace)
         self.phase: Callable[[], str] = self._own_phase
         self.evaluation_batch = plan.evaluation_batch
+        self.is_evaluating = False  # whether an evaluation reads a loader
         self._depth = 0  # of calls of modules
         self._called_now: nn.Module | None = None
         self._has_trained = self._is_saved = self._is_in_batch = False
@@ -212,7 +213,7 @@ class Watched:
         if self._is_in_batch:
             self.trace.remarks.add(IN_STEP)
         if self._has_trained and self.phase() == "evaluate":
-            self.trace.remarks.add(IN_EVALUATION)
+            self.trace.remarks.add(IN_EVALUATION if self.is_evaluating else BESIDE_EVALUATION)
 
     def finish(self) -> None:
         """Note what the training has come to."""
