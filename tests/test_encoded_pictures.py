@@ -89,6 +89,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_worker_keeps_no_memory_of_what_it_has_decoded(pictures: Path, tmp_path: Path) -> None:
     """Of forty parts, 5 MB each. The server of the tests has other imports, with which memory is used otherwise."""
     program = tmp_path / "growth.py"

@@ -493,9 +493,10 @@ OWN_MODES = {
 @pytest.mark.parametrize(
     ("mode", "precision"),
     graded(
-        *((mode, "32-true") for mode in OWN_MODES),
-        *((mode, "bf16-mixed") for mode in ("dp", "pp", "fsdp2")),
-        exhaustive=[(mode, "bf16-mixed") for mode in OWN_MODES if mode not in ("dp", "pp", "fsdp2")],
+        *((mode, "32-true") for mode in ("single", "dp", "mp-micro", "ddp_mp", "fsdp2")),
+        ("pp", "bf16-mixed"),
+        slow=[(mode, "32-true") for mode in ("ddp_flat", "pp", "pp-zb", "ddp_pp")],
+        exhaustive=[(mode, "bf16-mixed") for mode in OWN_MODES if mode != "pp"],
     ),
 )
 def test_modes_with_a_forward_fn_of_their_own_are_judged(mode: str, precision: str, tmp_path: Path) -> None:
