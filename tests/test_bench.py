@@ -83,13 +83,12 @@ def test_turns_go_on_in_the_next_epoch(tmp_path: Path) -> None:
 
 ROWS = {  # rounds, units, and between what the values of the last row lie
     "overhead": (2, ["us", *["x"] * 7], 0, 100),
-    "recovery": (1, ["s", "s"], 0.1, 120),
     "mode_speed": (1, [*["x"] * 6, "img/s"] * 2, 0, math.inf),
 }
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("section", graded("overhead", slow=["recovery", "mode_speed"]))
+@pytest.mark.parametrize("section", graded("overhead", slow=["mode_speed"]))
 def test_rows_of_a_section(section: str, tmp_path: Path) -> None:
     rounds, units, low, high = ROWS[section]
     rows = getattr(bench, section).measure(Settings(folder=tmp_path, rounds=rounds, small=True))
@@ -108,7 +107,7 @@ def test_a_speed_is_measured_and_a_fit_that_fails_is_named(tmp_path: Path) -> No
         mode_speed.speed_of_mode("ddp", "imagenet", 7, settings)
 
 
-@pytest.mark.parametrize(("words", "sections"), [(["modes"], ["modes"]), ([], ["modes", "recovery"])])
+@pytest.mark.parametrize(("words", "sections"), [(["modes"], ["modes"]), ([], ["overhead", "modes"])])
 def test_the_command_prints_and_writes_what_was_measured(
     words: list[str], sections: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +115,7 @@ def test_the_command_prints_and_writes_what_was_measured(
         assert settings.folder.is_dir()
         return [Row("a [b] against c", "x", np.array([5.0, 1.0, 2.0, 4.0, float(settings.rounds)]), note="a note")]
 
-    monkeypatch.setattr(command, "SECTIONS", {"modes": one_row, "recovery": one_row})
+    monkeypatch.setattr(command, "SECTIONS", {"overhead": one_row, "modes": one_row})
     done = run_here("bench", *words, "--rounds=3", f"--json={tmp_path / 'bench.json'}")
     shown = [line.strip() for line in done.stdout.splitlines() if "a [b] against c" in line or "a note" in line]
     assert [line.split("  ")[-1].strip() for line in shown] == ["3.00x", "2.00x to 4.00x, n = 5"] * len(sections)

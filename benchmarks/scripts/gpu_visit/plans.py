@@ -100,7 +100,6 @@ PLANS = (
     Plan("tests that start processes", partial(proofs.tests, marker="slow"), limit_s=150),
     Plan("every mode on several GPUs, in float64", proofs.on_several_gpus, limit_s=200),
     Plan("images per second on several GPUs", speed.scaling, limit_s=200),
-    Plan("recovery on several GPUs", speed.recovery, limit_s=120),
     Plan("long recipes once", partial(records.recipe_runs, records.LONG, seeds=range(1, 2)), limit_s=300),
     Plan("images per second, and where the time goes", speed.throughput, limit_s=240),
     Plan("tests in one process", partial(proofs.tests, marker="not slow"), limit_s=120),

@@ -1,4 +1,4 @@
-"""Steps that measure: `fit` beside a plain loop, images per second, the parts of a step, several GPUs, recovery."""
+"""Steps that measure: `fit` beside a plain loop, images per second, the parts of a step, several GPUs."""
 
 import gzip
 import json
@@ -26,27 +26,17 @@ _USUAL += ["--data.drop_last=true", "--data.dataset=synthetic"]  # each shape of
 
 
 def plain_loop(step: Step) -> None:
-    """A step of `fit` beside one of a plain loop, in turn."""
-    _bench(step, "overhead")
-
-
-def recovery(step: Step) -> None:
-    """Of `ddp` on two GPUs."""
-    step.visit.several()
-    _bench(step, "recovery")
-
-
-def _bench(step: Step, section: str) -> None:
-    """A check for the command, and one for each row of its table."""
-    file = step.work / f"{section}.json"
+    """A step of `fit` beside one of a plain loop, in turn; a check for the command, and one for each row of it."""
+    file = step.work / "overhead.json"
     size = [] if step.visit.on_gpu else ["--small", "--rounds=1"]
 
     def shown(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         low, middle, high = (f"{row[name]:.3g}" for name in ("low", "median", "high"))
         return f"{middle} {row['unit']} ({low} to {high}, n = {len(row['values'])}); {row['note']}", row
 
-    command = partial(step.output_of, section, "lit_cifar", "bench", section, f"--json={file}", *size, limit_s=240)
-    if step.check(f"bench {section}", lambda: f"{len(command().splitlines())} lines"):
+    words = ["lit_cifar", "bench", "overhead", f"--json={file}", *size]
+    command = partial(step.output_of, "overhead", *words, limit_s=240)
+    if step.check("bench overhead", lambda: f"{len(command().splitlines())} lines"):
         for row in json.loads(file.read_text())["rows"]:
             step.check(row["name"], partial(shown, row))
 

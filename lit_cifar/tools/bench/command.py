@@ -10,13 +10,12 @@ from rich.table import Table
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.tools import terminal
-from lit_cifar.tools.bench import Row, Settings, Unit, mode_speed, overhead, recovery, trace
+from lit_cifar.tools.bench import Row, Settings, Unit, mode_speed, overhead, trace
 
 # The sections by name, in the order in which `bench all` measures them.
 SECTIONS: dict[str, Callable[[Settings], list[Row]]] = {
     "overhead": overhead.measure,
     "modes": mode_speed.measure,
-    "recovery": recovery.measure,
 }
 _DESCRIPTION = """\
 Measure what training costs on this machine. Each row is a ratio or difference of things that were measured in turn, in
