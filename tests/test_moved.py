@@ -1,5 +1,7 @@
 """Settings that have moved: files of before are read, command lines are told the new flag."""
 
+import os
+
 import pytest
 import yaml
 from documents import ROOT, parser_of
@@ -22,12 +24,12 @@ from lit_cifar.cli.moved import in_new_places, new_flag
 )
 def test_settings_are_found_in_their_new_places(before: str, now: dict[str, object]) -> None:
     text = in_new_places(f"model: {{arch: tiny}}\ndata: {before}")
-    assert yaml.safe_load(text or "") == {"model": {"arch": "tiny"}, "data": now}
+    assert yaml.safe_load(text) == {"model": {"arch": "tiny"}, "data": now}
 
 
 @pytest.mark.parametrize("text", ["data: {augment: {cutout: 8}}", "data: tiny", "[data]", "data: {", ""])
 def test_other_files_are_left_as_they_are(text: str) -> None:
-    assert in_new_places(text) is None
+    assert in_new_places(text) == text
 
 
 def test_the_settings_of_an_earlier_run_are_read() -> None:
@@ -36,6 +38,15 @@ def test_the_settings_of_an_earlier_run_are_read() -> None:
     assert {"padding", "cutout", "decode"} <= yaml.safe_load(file.read_text())["data"].keys()
     data = parser_of("fit").parse_args(["fit", "--config", str(file), "--data.augment.cutout=8"]).fit.data
     assert (data.augment.cutout, data.augment.padding, data.pictures.decode) == (8, 4, "once")
+
+
+def test_a_file_may_be_a_pipe() -> None:
+    """As in `--config=<(sed s/32/64/ run.yaml)`: it can be read once."""
+    read, write = os.pipe()
+    os.write(write, b"model: {arch: tiny}")
+    os.close(write)
+    assert parser_of("fit").parse_args(["fit", f"--config=/dev/fd/{read}"]).fit.model.arch == "tiny"
+    os.close(read)
 
 
 def test_flags_have_a_new_name() -> None:

@@ -19,15 +19,15 @@ def new_flag(word: str) -> str | None:
     return f"--data.{_GROUPS[name]}.{name}" if name in _GROUPS else _RENAMED.get(name)
 
 
-def in_new_places(text: str) -> str | None:
-    """The YAML `text` of a run's settings with those that have moved in their new places, or None if none has."""
+def in_new_places(text: str) -> str:
+    """The YAML `text` of a run's settings with those that have moved in their new places."""
     try:
         settings = yaml.safe_load(text)
     except yaml.YAMLError:
-        return None
+        return text
     data = settings.get("data") if isinstance(settings, dict) else None
     if not isinstance(data, dict) or not _GROUPS.keys() & data.keys():
-        return None
+        return text
     moved: str = yaml.safe_dump({**settings, "data": _grouped(data)}, sort_keys=False)
     return moved
 

@@ -9,7 +9,6 @@ from ast import literal_eval
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
@@ -76,16 +75,18 @@ class Parser(LightningArgumentParser):
         help = f"see {_program()} --help"
         refuse(problem, remedy=help if guess is None else f"did you mean {guess}? {help}")
 
-    def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Parse a file like jsonargparse, also of an older version, with a short error if it is not text."""
+    def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Parse a file like jsonargparse, with a short error if it is not text."""
         try:
-            if (settings := in_new_places(Path(cfg_path).read_text())) is not None:
-                return self.parse_string(settings, *args, **kwargs)
-            return super().parse_path(cfg_path, *args, **kwargs)
+            return super().parse_path(path, *args, **kwargs)
         except UnicodeDecodeError as error:
             raise ConfigError(
-                f"--config={cfg_path} is not text: {error}", remedy="pass a YAML file, e.g. --config=RUN/config.yaml"
+                f"--config={path} is not text: {error}", remedy="pass a YAML file, e.g. --config=RUN/config.yaml"
             ) from error
+
+    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Any:
+        """Parse the settings of a file like jsonargparse, also those of an older version."""
+        return super().parse_string(in_new_places(content), *args, **kwargs)
 
 
 def check_command(words: Sequence[str]) -> None:

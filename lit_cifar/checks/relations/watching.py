@@ -46,7 +46,7 @@ class Watched:
         self._statistics: dict[int, tuple[int, ...]] = {}  # of frozen layers
         self._frozen: set[int] = set()
         # Of optimizers whose gradients no backward has found to be 0 since their step: whether one has added to them.
-        self._is_stale: dict[int, bool] = {}
+        self._is_stale: dict[Optimizer, bool] = {}
 
     def _own_phase(self) -> str:
         """Of a plain loop: it evaluates without gradients, or with a model in eval mode that is else trained."""
@@ -103,12 +103,12 @@ class Watched:
 
     def _backward(self, backward: Any, *args: Any, **settings: Any) -> None:
         for optimizer in self.parts.optimizers:
-            if id(optimizer) in self._is_stale:
+            if optimizer in self._is_stale:
                 gradients = (p.grad for p in owned_by([optimizer]) if p.grad is not None)
                 if any(bool(gradient.any()) for gradient in gradients):
-                    self._is_stale[id(optimizer)] = True
+                    self._is_stale[optimizer] = True
                 else:
-                    del self._is_stale[id(optimizer)]
+                    del self._is_stale[optimizer]
         backward(*args, **settings)
 
     def _before_step(self, *_: Any) -> None:
@@ -121,8 +121,8 @@ class Watched:
         if self._before_optimizer != states():
             self.trace.remarks.add(IN_OPTIMIZER)
         self.trace.steps += 1
-        self.trace.stale += self._is_stale.get(id(optimizer), False)
-        self._is_stale[id(optimizer)] = False
+        self.trace.stale += self._is_stale.get(optimizer, False)
+        self._is_stale[optimizer] = False
         self._batch_of_step = 0
         self.draws.begin_again(is_in_batch=self._is_in_batch)
         norms = [p.detach().double().norm().cpu() for p in owned_by([optimizer]) if not p.is_meta]
