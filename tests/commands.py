@@ -94,10 +94,11 @@ def launch(*args: str | Path, timeout_s: float = 110, check: bool = True, ranks:
 
 def said_by_tests_in(folder: Path) -> str:
     """The output of pytest on another project's `test_theirs.py`, with the fixtures of this package alone."""
+    alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "lit_cifar.checks.pytest_plugin", "-q", "test_theirs.py"],
         cwd=folder,
-        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=os.environ | alone | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
         timeout=110,
