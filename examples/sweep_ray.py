@@ -28,7 +28,7 @@ from ray.tune.search import BasicVariantGenerator
 PARAMETERS = {
     "model.optimizer.lr": tune.loguniform(1e-4, 1),
     "model.label_smoothing": tune.uniform(0, 0.2),
-    "data.padding": tune.randint(0, 5),
+    "data.augment.padding": tune.randint(0, 5),
 }
 
 

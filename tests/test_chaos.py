@@ -44,12 +44,14 @@ FIRST, SECOND, THIRD = (1, 0), (1, 1), (2, 0)
 
 
 @pytest.mark.parametrize("resized", [False, True])
-@pytest.mark.parametrize("num_faults", [1, 4, 100])
-def test_a_seed_means_one_plan_for_which_the_training_is_long_enough(num_faults: int, resized: bool) -> None:
-    training = Training((), "32-true", chosen_modes(["ddp"], devices=2)[0], num_faults, resized=resized)
+@pytest.mark.parametrize(("num_faults", "every"), [(1, 4), (4, 4), (100, 4), (3, 1), (14, 15), (20, 100)])
+def test_a_seed_means_one_plan_for_which_the_training_is_long_enough(
+    num_faults: int, every: int, resized: bool
+) -> None:
+    training = Training((), "32-true", chosen_modes(["ddp"], devices=2)[0], num_faults, every, resized)
     plans = [training.faults(seed=seed) for seed in (3, 3, 4)]
     assert plans[0] == plans[1] != plans[2]
-    assert all(10 <= fault.step < training.num_steps - 8 for fault in plans[0])
+    assert all(2 * every + 2 <= fault.step < training.num_steps - 2 * every for fault in plans[0])
 
 
 def test_a_plan_hits_with_every_kind_at_every_part_of_the_training() -> None:

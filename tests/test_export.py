@@ -128,6 +128,18 @@ def test_a_wrong_file_is_not_kept(checkpoint: Path, tmp_path: Path, monkeypatch:
     assert not any(tmp_path.iterdir())
 
 
+def test_a_folder_that_is_there_is_not_replaced(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a mount, a link, or the working directory."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.chdir(tmp_path / "link")
+    run_here("export", checkpoint, TORCH, "--output=.")
+    assert {path.name for path in (tmp_path / "real").iterdir()} == {"export.json", "network.pt2"}
+    assert {path.name for path in tmp_path.iterdir()} == {"real", "link"}
+
+
 def test_a_full_disk_leaves_nothing(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

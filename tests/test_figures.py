@@ -107,9 +107,10 @@ def test_two_processes_draw_the_same_figures_as_one(tmp_path: Path) -> None:
         assert drawn == expected
 
 
-def test_fit_draws_due_epochs_and_no_sanity_check(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limits", [{"max_epochs": 3}, {"max_epochs": 9, "max_steps": 9}])
+def test_fit_draws_due_epochs_and_no_sanity_check(limits: dict[str, int], tmp_path: Path) -> None:
     figures = EvaluationFigures(every_n_epochs=2)
-    trainer = tiny_trainer(tmp_path, callbacks=[figures], max_epochs=3, num_sanity_val_steps=2)
+    trainer = tiny_trainer(tmp_path, callbacks=[figures], num_sanity_val_steps=2, **limits)
     trainer.fit(TinyTask(), datamodule=TinyData())
     # Three batches an epoch; the last epoch always has figures.
     assert [image.step for image in read_events(tmp_path).Images("val/wrong")] == [5, 8]

@@ -1,6 +1,8 @@
 """Settings that have moved: files of before are read, command lines are told the new flag."""
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -47,6 +49,12 @@ def test_a_file_may_be_a_pipe() -> None:
     os.close(write)
     assert parser_of("fit").parse_args(["fit", f"--config=/dev/fd/{read}"]).fit.model.arch == "tiny"
     os.close(read)
+
+
+@pytest.mark.parametrize("example", [*(ROOT / "examples").glob("*.py")], ids=lambda path: path.name)
+def test_no_flag_of_an_example_has_moved(example: Path) -> None:
+    flags = re.findall(r"\b(?:data|model)\.[a-z_.]+", example.read_text())
+    assert [flag for flag in flags if new_flag(f"--{flag}") is not None] == []
 
 
 def test_flags_have_a_new_name() -> None:

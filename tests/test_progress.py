@@ -74,23 +74,30 @@ class TimedTask(TinyTask):
         return super().validation_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("accumulation", "limits"), [(1, {}), (2, {}), (1, {"max_epochs": 15, "max_steps": 48}), (2, {"max_steps": 24})]
+)
 def test_a_log_file_gets_lines_soon_and_then_less_often_with_the_time_that_is_left(
-    accumulation: int, tmp_path: Path, clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+    accumulation: int,
+    limits: dict[str, int],
+    tmp_path: Path,
+    clock: SimpleNamespace,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings: dict[str, Any] = {"enable_progress_bar": True, "logger": False, "limit_val_batches": 0}
-    settings |= {"max_epochs": 2, "accumulate_grad_batches": accumulation}
+    settings |= {"max_epochs": 2, "accumulate_grad_batches": accumulation, **limits}
     trainer = tiny_trainer(tmp_path, callbacks=[ProgressBar()], **settings)
     trainer.fit(TimedTask(clock, first_s=2.0, step_s=2.0), datamodule=TinyData(num_images=8 * 24))
     lines = [re.sub(r"  loss .*?  (\d+ s)", r"  \1", line) for line in capsys.readouterr().out.splitlines()]
+    of = settings["max_epochs"]
     assert lines == [
-        "epoch 1/2   12%  6 s, 0:01:30 left",
-        "epoch 1/2   25%  12 s, 0:01:24 left",
-        "epoch 1/2   50%  24 s, 0:01:12 left",
-        "epoch 1/2  100%  48 s, 0:00:48 left",
-        "epoch 1/2  done  48 s, 0:00:48 left",
-        "epoch 2/2  100%  48 s",
-        "epoch 2/2  done  48 s",
+        f"epoch 1/{of}   12%  6 s, 0:01:30 left",
+        f"epoch 1/{of}   25%  12 s, 0:01:24 left",
+        f"epoch 1/{of}   50%  24 s, 0:01:12 left",
+        f"epoch 1/{of}  100%  48 s, 0:00:48 left",
+        f"epoch 1/{of}  done  48 s, 0:00:48 left",
+        f"epoch 2/{of}  100%  48 s",
+        f"epoch 2/{of}  done  48 s",
     ]
 
 

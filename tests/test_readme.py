@@ -188,6 +188,11 @@ def test_links_lead_somewhere_and_files_exist_and_every_block_is_looked_at(page:
     assert set(re.findall(r"^```(\w*)$", text, flags=re.MULTILINE)) <= {"bash", "text", "diff", "python", ""}
 
 
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_no_page_has_two_versions_of_a_paragraph(page: Path) -> None:
+    assert not re.search(r"^(<{7} |>{7} |={7}$)", page.read_text(), flags=re.MULTILINE), "git has left its marks"
+
+
 def test_the_badges_say_what_the_package_needs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     floors = dict(re.findall(r"^(torch|lightning)>=([\d.]+)", "\n".join(project["dependencies"]), flags=re.MULTILINE))

@@ -476,6 +476,7 @@ def test_other_projects_get_a_fixture(tmp_path: Path) -> None:
         (["no.py"], ["no.py is no file"]),
         (["train.py", "--only=resum"], ["--only=resum is no relation", "did you mean resume?"]),
         (["train.py", "--also=no.such.function"], ["--also=no.such.function cannot be imported"]),
+        (["train.py", "--data=my.Data"], ["--data=my.Data has no effect without --module"]),
         (["train.py", "--batches=0"], ["--batches", "0 is not a whole number from 1"]),
         ([], ["what to train is not said once", "--module=CLASS"]),
         (["train.py", "--module=my.Module"], ["what to train is not said once"]),

@@ -243,6 +243,14 @@ def test_settings_that_only_some_commands_have_do_not_differ(run: Path) -> None:
     }
 
 
+def test_arguments_that_a_function_takes_by_kwargs_are_settings(tmp_path: Path) -> None:
+    runs = []
+    for rate in (0.1, 0.5):
+        network = {"class_path": "timm.create_model", "dict_kwargs": {"drop_rate": rate}}
+        runs.append(read_run(write_run(tmp_path / str(rate), config={**CONFIG, "model": {"network": network}})))
+    assert different_settings(runs) == {"model.network.dict_kwargs.drop_rate": ["0.1", "0.5"]}
+
+
 @pytest.mark.parametrize(
     ("command", "devices", "expected"),
     [
@@ -356,6 +364,13 @@ def test_the_command_of_the_page_repeats_the_run(real: dict[str, Path]) -> None:
     first, again = (read_run(real[name]) for name in ("fit", "again"))
     assert (again.epochs, again.settings, again.confusion) == (first.epochs, first.settings, first.confusion)
     assert again.metrics["train/loss_step"] == first.metrics["train/loss_step"]
+
+
+def test_a_class_may_have_the_name_of_a_column(run: Path) -> None:
+    names, counts = ("broken", "split", "class"), ((5, 2, 1), (0, 3, 0), (1, 0, 4))
+    write_confusion(run, "test", names, counts)
+    found = read_run(run).confusion["test"]
+    assert (found.classes, found.counts) == (names, counts)
 
 
 def test_a_class_that_is_new_drops_the_rows_of_other_classes(tmp_path: Path) -> None:

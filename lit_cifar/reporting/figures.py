@@ -48,8 +48,8 @@ class EvaluationFigures(EvaluationCallback):
 
     Args:
         num_wrong: Number of misclassified images to show, over all processes.
-        every_n_epochs: Draw after every n-th epoch of a fit and after its last, which takes a core some tenths of a
-            second. With 0 nothing is drawn, even in `validate` and `test`.
+        every_n_epochs: Draw after every n-th epoch of a fit and after the last that its limits allow, which takes a
+            core some tenths of a second. With 0 nothing is drawn, even in `validate` and `test`.
     """
 
     def __init__(self, *, num_wrong: int = 16, every_n_epochs: int = 1) -> None:
@@ -75,7 +75,8 @@ class EvaluationFigures(EvaluationCallback):
         if trainer.state.fn != "fit":
             return True
         epoch = trainer.current_epoch + 1
-        return epoch % self.every_n_epochs == 0 or epoch == trainer.max_epochs
+        is_last = epoch == trainer.max_epochs or trainer.global_step == trainer.max_steps
+        return epoch % self.every_n_epochs == 0 or is_last
 
     def _draw(self, trainer: Trainer, pl_module: Any, split: Split) -> None:
         """Read the numbers here and draw in a thread, so that training does not wait."""

@@ -192,7 +192,9 @@ class ProgressBar(TQDMProgressBar):
 
     def _left(self, trainer: Trainer, batches: float) -> str:
         """The time that is left after so many batches of the training, as ", 0:12:30 left"; "" if it is not known."""
-        total = (trainer.max_epochs or 0) * trainer.num_training_batches
+        epochs, steps = trainer.max_epochs or 0, trainer.max_steps  # the first limit ends it; -1 is none
+        total = math.inf if epochs < 0 else epochs * trainer.num_training_batches
+        total = total if steps < 0 else min(total, steps * trainer.accumulate_grad_batches)
         if not (self._first_batch is not None and self._first_batch < batches < total < math.inf):
             return ""
         each = (self._line_at - self._start_at) / (batches - self._first_batch)

@@ -31,6 +31,7 @@ from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.terminal import CommandParser, exit_orderly_when_terminated
 
 RECORD = "export.json"
+_PART = ".part"  # the end of a draft's name
 BOUND = 1e-4
 """Largest difference of a logit, in units of the largest logit. Kernels differ by about 1e-6 in rounding."""
 _NUM_IMAGES = 100
@@ -53,7 +54,7 @@ def main(args: list[str]) -> int:
     if (path / CONFIG).is_file():
         run_folder, path, options.config = path, best_of(path), options.config or str(path / CONFIG)
     folder = run_folder / "export" if options.output is None else Path(options.output)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or any(path.name != _PART for path in folder.iterdir())):
         raise ConfigError(f"{folder} is not an empty folder", remedy="choose another: --output FOLDER")
     exit_orderly_when_terminated()
     config = _configuration(options.config)
@@ -254,8 +255,17 @@ def export(
                 "files": files,
             }
             (draft / RECORD).write_text(json.dumps(content, indent=2) + "\n")
-            draft.replace(folder)
+            _move(draft, folder)
     return found
+
+
+def _move(draft: Path, folder: Path) -> None:
+    """One rename, or one for each file, its record last, if the folder is there: it may be a mount, or where we are."""
+    if draft.parent != folder:
+        draft.replace(folder)
+        return
+    for file in sorted(draft.iterdir(), key=lambda file: file.name == RECORD):
+        file.replace(folder / file.name)
 
 
 def _digest(path: Path) -> str:
@@ -265,8 +275,8 @@ def _digest(path: Path) -> str:
 
 @contextmanager
 def _draft(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder`, which is gone afterwards, renamed or removed."""
-    draft = folder.with_name(f"{folder.name}.part")
+    """A folder beside `folder`, or in it if it is there, which is gone afterwards, renamed or removed."""
+    draft = folder / _PART if folder.is_dir() else folder.with_name(folder.name + _PART)
     try:
         shutil.rmtree(draft, ignore_errors=True)  # an export that was killed has left it
         draft.mkdir(parents=True)

@@ -21,7 +21,7 @@ from typing import Any
 from lit_cifar.errors import ConfigError, one_line
 from lit_cifar.launch.node import NodeProcesses
 from lit_cifar.launch.signals import EXIT_REFUSED, EXIT_STOPPED, handlers_put_back
-from lit_cifar.tools.terminal import CommandParser, names_config, positive, refuse_owned, say
+from lit_cifar.tools.terminal import CommandParser, names_config, positive, refuse_owned, say, whole
 
 _LAST_CALL_S = 30  # wait for more nodes when the smallest number may be there
 _GRACE_S = 100.0  # wait after SIGTERM for the current step or validation, and for saving
@@ -50,8 +50,8 @@ def ray_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--nodes", type=_bounds, default=(1, 1), help="Number of nodes; 1:2 goes on while one is there (default: 1).")
     add("--workers_per_node", type=positive, default=1, metavar="N", help="Processes on each node (default: 1).")
-    add("--gpus_per_worker", type=int, default=0, metavar="N", help="GPUs of each process (default: 0).")
-    add("--max_failures", type=int, default=0, metavar="N", help="How often to start again (default: 0).")
+    add("--gpus_per_worker", type=whole, default=0, metavar="N", help="GPUs of each process (default: 0).")
+    add("--max_failures", type=whole, default=0, metavar="N", help="How often to start again (default: 0).")
     add("--address", default="auto", help="Of the Ray cluster (default: the one that this machine belongs to).")
     add("command", choices=["fit", "validate", "test", "predict"])
     add("flags", nargs=argparse.REMAINDER, help="As without Ray.")

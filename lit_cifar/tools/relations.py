@@ -92,6 +92,8 @@ def _target(options: argparse.Namespace, arguments: list[str]) -> Target:
     program, folder = options.program, Path.cwd()
     if (program is None) == (options.module is None):
         raise ConfigError("what to train is not said once", remedy="pass a script, -m and a module, or --module=CLASS")
+    if options.module is None and options.data is not None:
+        raise ConfigError(f"--data={options.data} has no effect without --module", remedy="add --module=CLASS")
     if options.module is not None:
         words = (options.module, options.data or "", *arguments)
         return Target(program=classes.__name__, arguments=words, is_module=True, folder=str(folder))

@@ -47,11 +47,14 @@ def launcher_words(text: str) -> tuple[str, ...]:
     return words
 
 
-def positive(text: str) -> int:
-    """A whole number from 1, for an option."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1")
+def whole(text: str, *, fewest: int = 0) -> int:
+    """A whole number from `fewest`, for an option."""
+    if not text.isdecimal() or int(text) < fewest:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from {fewest}")
     return int(text)
+
+
+positive = partial(whole, fewest=1)
 
 
 def without_devices(flags: Iterable[str]) -> list[str]:

@@ -57,7 +57,7 @@ def largest_differences(weights: Mapping[str, Mapping[str, Tensor]], *, running:
 
 def _difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], running: bool) -> float:
     names = [name for name, tensor in one.items() if tensor.is_floating_point() and name.endswith(RUNNING) == running]
-    return max(float((one[name].double() - other[name].double()).abs().max()) for name in names)
+    return float(np.max([float((one[name].double() - other[name].double()).abs().max()) for name in names]))  # or nan
 
 
 def read_losses(run: str | Path) -> list[float]:

@@ -71,7 +71,7 @@ class Training:
 
     @property
     def num_steps(self) -> int:
-        return _STEPS_PER_FAULT * (self.num_faults + 2)
+        return max(_STEPS_PER_FAULT, 2 * self.every_n_steps) * (self.num_faults + 2)
 
     @property
     def has_same_bits(self) -> bool:

@@ -112,7 +112,7 @@ def check_no_gpus() -> Check:
 
 def check_shared_memory(free: int) -> Check:
     """Whether shared memory suffices for `ddp_spawn`; the ranks try what NCCL needs."""
-    problem = f"{_SHM} has {size_of(free)} free: ddp_spawn hands the network to error processes in it."
+    problem = f"{_SHM} has {size_of(free)} free: ddp_spawn hands the network to other processes in it."
     little = MachineFinding(problem, "docker run --shm-size=1g ...", ("ddp_spawn",))
     return Check("shared memory", f"{size_of(free)} free in {_SHM}", [little] if free < _SHM_NEEDED else [])
 

@@ -28,6 +28,7 @@ _OF_EVERY_RUN: dict[str, Any] = {
 }
 _TYPES = {**_OF_EVERY_RUN, "git.commit": str, "cpu.cores": int, "num_nodes": int}
 _COMMIT = re.compile("[0-9a-f]{7,64}")
+_CLASS = "class "  # before the name of a class
 Row = TypeVar("Row")
 
 
@@ -133,8 +134,9 @@ def _flags(content: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str
         key = f"{prefix}{name}"
         if isinstance(value, dict) and "class_path" in value:
             yield key, str(value["class_path"])
-            arguments = value.get("init_args")
-            yield from _flags(arguments if isinstance(arguments, dict) else {}, f"{key}.")
+            for part, before in (("init_args", ""), ("dict_kwargs", "dict_kwargs.")):
+                arguments = value.get(part)
+                yield from _flags(arguments if isinstance(arguments, dict) else {}, f"{key}.{before}")
         elif isinstance(value, dict):
             yield from _flags(value, f"{key}.")
         else:
@@ -174,9 +176,13 @@ def _confusion(path: Path) -> dict[str, Confusion]:
     def add(row: dict[str, str]) -> tuple[str, ...]:
         split, name = row.pop("split"), row.pop("class")
         found.setdefault(split, {})[name] = tuple(map(_count, row.values()))
-        return tuple(row)
+        return tuple(column.removeprefix(_CLASS) for column in row)
 
-    classes = next(iter(read_table(path, add, *CONFUSION_COLUMNS)), ())
+    def apart(header: list[str]) -> list[str]:
+        """A class may have the name of a column."""
+        return [*header[:2], *(_CLASS + name for name in header[2:])]
+
+    classes = next(iter(read_table(path, add, *CONFUSION_COLUMNS, named=apart)), ())
     if any(tuple(counts) != classes for counts in found.values()):
         raise _damaged(path, "each split must have a line for each class, in the order of the columns")
     return {split: Confusion(classes, tuple(counts.values())) for split, counts in found.items()}
@@ -192,10 +198,16 @@ def _count(cell: str) -> int:
     return int(cell)
 
 
-def read_table(path: Path, convert: Callable[[dict[str, str]], Row], *columns: str) -> list[Row]:
+def read_table(
+    path: Path,
+    convert: Callable[[dict[str, str]], Row],
+    *columns: str,
+    named: Callable[[list[str]], list[str]] = list,
+) -> list[Row]:
     """The lines of a CSV file with these columns, each converted, or a `ConfigError`; none if there is no such file.
 
-    An incomplete last line is left out: `metrics.csv` grows while its run lasts. `convert` may raise a `ValueError`.
+    `named` gives the columns other names. An incomplete last line is left out: `metrics.csv` grows while its run lasts.
+    `convert` may raise a `ValueError`.
     """
     if not path.exists():
         return []
@@ -205,6 +217,7 @@ def read_table(path: Path, convert: Callable[[dict[str, str]], Row], *columns: s
         header = [*map(plain, next(reader, []))]
         if not {*columns} <= {*header}:
             raise ValueError(f"it must name the columns {', '.join(columns)}")
+        header = named(header)
         return [convert(_named(header, cells)) for cells in reader]
     except (ValueError, csv.Error) as error:
         raise _damaged(path, f"line {reader.line_num}: {one_line(error)}") from error

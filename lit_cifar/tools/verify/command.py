@@ -82,11 +82,7 @@ NOT_IN_FLOAT64 = "not judged beyond a replay of its steps, because it does not r
 def main(args: list[str]) -> int:
     """Verify, print, and return the exit status, which `--help` lists."""
     options, rest = verify_parser().parse_known_args(args)
-    if options.module is not None and options.launcher:
-        raise ConfigError(
-            "--module is started as a whole, so --launcher has nothing to start",
-            remedy="let the launcher start it: torchrun --nproc-per-node=2 -m lit_cifar verify --module CLASS",
-        )
+    _refuse_unused(options)
     target = terminal.writable(options.json) if process_rank() == 0 else None  # with --module every rank runs this
     record = terminal.about() | {"rules": RULES}
     terminal.exit_orderly_when_terminated()
@@ -103,10 +99,27 @@ def main(args: list[str]) -> int:
     return int(content["exit_status"])
 
 
+def _refuse_unused(options: argparse.Namespace) -> None:
+    """Raise a `ConfigError` for a flag of the other way to verify."""
+    if options.module is not None and options.launcher:
+        raise ConfigError(
+            "--module is started as a whole, so --launcher has nothing to start",
+            remedy="let the launcher start it: torchrun --nproc-per-node=2 -m lit_cifar verify --module CLASS",
+        )
+    how, of_other = "with", ["modes", "devices", "virtual_replicas"]
+    remedy = "pass --trainer.strategy=ddp --trainer.devices=2"
+    if options.module is None:
+        how, of_other = "without", ["data"]
+        remedy = "add --module=CLASS; pictures of yours are --data.dataset=folder --data.root=FOLDER"
+    for name in of_other:
+        if (value := getattr(options, name)) is not None:
+            raise ConfigError(f"--{name}={value} has no effect {how} --module", remedy=remedy)
+
+
 def verify_parser() -> argparse.ArgumentParser:
     parser = terminal.CommandParser("verify", description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("--modes", default="all", metavar="A,B", help="Modes to verify (default: all).")
-    parser.add_argument("--devices", type=int, default=2, metavar="N", help="Devices of each mode (default: 2).")
+    parser.add_argument("--modes", metavar="A,B", help="Modes to verify (default: all).")
+    parser.add_argument("--devices", type=int, metavar="N", help="Devices of each mode (default: 2).")
     parser.add_argument("--steps", type=int, default=4, metavar="K", help="Optimizer steps of each run (default: 4).")
     parser.add_argument(
         "--virtual_replicas", type=int, metavar="V", help="Compare bit for bit: V parts of a batch in every mode."
@@ -127,8 +140,8 @@ def verify_parser() -> argparse.ArgumentParser:
 def _verified(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     if options.virtual_replicas is not None:
         rest = [*rest, f"--virtual_replicas={options.virtual_replicas}"]
-    names = options.modes.split(",")
-    sizes = {"devices": options.devices, "steps": options.steps}
+    names = ("all" if options.modes is None else options.modes).split(",")
+    sizes = {"devices": 2 if options.devices is None else options.devices, "steps": options.steps}
     rows = verify(names, **sizes, args=rest, launcher=options.launcher)
     out = terminal.console()
     out.print(verdict_table(rows, title=f"{options.steps} steps, compared one by one"))
@@ -295,7 +308,8 @@ class Verifier:
                 judge(row, outcome, Record(folder), reference, settings)
                 far = max(row.differences.values(), default=0.0)
                 if row.outcome == "failed" and settings.num_parts is None and EXACT_BOUND < far < _SMALL:
-                    wide = replace(row, tolerance=self._rounding(chunks[number], reference), problems=[], losses=[])
+                    bound = self._rounding(chunks[number], reference)
+                    wide = replace(row, tolerance=bound, problems=[], losses=[], expected_losses=[])
                     judge(wide, outcome, Record(folder), reference, settings)
                     if not wide.problems:
                         row.outcome, row.problems = "abstained", [ILL_CONDITIONED.format(max(wide.tolerance.values()))]
