@@ -179,26 +179,46 @@ def test_workers_are_judged_where_there_are_some(seen: dict[str, Any], has_worke
     assert [verdict.outcome for verdict in workers(runs)] == [outcome]
 
 
+WRITER = """
+import os, sqlite3, torch
+from pathlib import Path
+from lit_cifar.checks.relations.own_files import Guard
+
+seen, outside, beside, script = [], Path(OUTSIDE), Path("../outside"), torch.jit.script(torch.nn.ReLU())
+Guard(Path(RUN), seen).start()
+Path("runs/log.txt").open("a").write(" and more")
+torch.save(1, "runs/new.pt")
+script.save("runs/model.pt")
+os.truncate("runs/cut.txt", 0)
+with sqlite3.connect("runs/study.db") as trials:
+    trials.execute("create table trials (value)")
+for write in (
+    lambda: (outside / "a").write_text("x"),
+    lambda: torch.save(1, outside / "b"),
+    (outside / "c").mkdir,
+    lambda: (beside / "d").write_text("x"),
+    lambda: Path("data/e").write_text("x"),
+    lambda: os.replace("runs/new.pt", outside / "f"),
+    lambda: script.save(outside / "g"),
+):
+    try:
+        write()
+    except PermissionError:
+        pass
+print(len(seen), Path("runs/log.txt").read_text(), beside.is_dir(), Path("data").is_dir())
+"""
+
+
 def test_no_file_of_the_user_is_changed_and_others_are_seen(tmp_path: Path) -> None:
     user, outside = tmp_path / "user", tmp_path / "outside"
     (user / "runs").mkdir(parents=True)
     outside.mkdir()
-    (user / "runs" / "log.txt").write_text("mine")
+    own_files = [user / "runs" / name for name in ("log.txt", "model.pt", "cut.txt", "study.db")]
+    for file in own_files:
+        file.write_text("mine" if file.suffix != ".db" else "")
     (user / "data").symlink_to(outside)
     own = mirror(user, tmp_path / "run" / "own")
-    program = (
-        "import torch; from pathlib import Path; from lit_cifar.checks.relations.own_files import Guard\n"
-        f"seen = []; Guard(Path({str(tmp_path / 'run')!r}), seen).start()\n"
-        "Path('runs/log.txt').open('a').write(' and more'); torch.save(1, 'runs/new.pt')\n"
-        f"outside, beside = Path({str(outside)!r}), Path('../outside')\n"
-        "writes = [lambda: (outside / 'a').write_text('x'), lambda: torch.save(1, outside / 'b'),\n"
-        "          (outside / 'c').mkdir, lambda: (beside / 'd').write_text('x'),\n"
-        "          lambda: Path('data/e').write_text('x')]\n"
-        "for write in writes:\n"
-        "    try: write()\n"
-        "    except PermissionError: pass\n"
-        "print(len(seen), Path('runs/log.txt').read_text(), beside.is_dir(), Path('data').is_dir())\n"
-    )
+    program = WRITER.replace("OUTSIDE", repr(str(outside))).replace("RUN", repr(str(tmp_path / "run")))
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=own,
@@ -206,8 +226,8 @@ def test_no_file_of_the_user_is_changed_and_others_are_seen(tmp_path: Path) -> N
         capture_output=True,
         text=True,
     )
-    assert done.stdout == "5 mine and more True True\n", done.stderr
-    assert (user / "runs" / "log.txt").read_text() == "mine"
+    assert done.stdout == "7 mine and more True True\n", done.stderr
+    assert [file.read_text() for file in own_files] == ["mine", "mine", "mine", ""]
     assert list(outside.iterdir()) == []
 
 

@@ -17,7 +17,8 @@ import torch
 from lit_cifar.checks.relations.patching import patched
 
 _MOST = 5000  # files and folders; a folder with more is a link, and what is in it cannot be written
-_CHANGES = {"os.remove", "os.rename", "os.rmdir", "shutil.rmtree", "os.truncate"}
+_CHANGES = {"os.remove", "os.rename", "os.rmdir", "shutil.rmtree"}
+_WRITES = {"os.truncate", "sqlite3.connect"}  # also to the file that a link names
 _SKIPPED = {".git", "__pycache__", ".venv", "venv", "node_modules"}
 
 
@@ -52,12 +53,13 @@ class Guard:
 
     def __init__(self, own: Path, outside: list[str]) -> None:
         caches = (Path.home() / ".cache", "/dev", "/proc", sys.prefix, tempfile.gettempdir())
-        self._allowed = tuple(str(Path(place).resolve()) for place in (own, *caches))
+        self._allowed = [Path(place).resolve() for place in (own, *caches)]
         self._own, self._outside = own, outside
 
     def start(self) -> None:
         sys.addaudithook(self._audit)
         patched(torch, "save", self._save)
+        patched(torch.jit.RecursiveScriptModule, "save", self._save)
 
     def _save(self, save: Any, obj: Any, f: Any, *args: Any, **settings: Any) -> None:
         if isinstance(f, str | os.PathLike):  # torch opens it by itself
@@ -74,8 +76,13 @@ class Guard:
                 self._before_writing(os.fspath(args[0]))
         elif event == "os.mkdir" and isinstance(args[0], str) and not os.path.lexists(args[0]):
             self._check(args[0], Path(args[0]).absolute().resolve())
-        elif event in _CHANGES and isinstance(args[0], str):
-            self._check(args[0], Path(args[0]).absolute().parent.resolve() / Path(args[0]).name)
+        elif event in _WRITES and isinstance(args[0], str | bytes | os.PathLike):
+            self._before_writing(os.fspath(args[0]))
+        elif event in _CHANGES:
+            for name in args[: 2 if event == "os.rename" else 1]:
+                if isinstance(name, str | os.PathLike):
+                    path = Path(name).absolute()
+                    self._check(str(name), path.parent.resolve() / path.name)
 
     def _before_writing(self, name: str | bytes) -> None:
         path = Path(os.fsdecode(name)).absolute()
@@ -88,6 +95,6 @@ class Guard:
         self._check(str(path), path.resolve())
 
     def _check(self, name: str, path: Path) -> None:
-        if not str(path).startswith(self._allowed):
+        if not any(path.is_relative_to(place) for place in self._allowed):
             self._outside.append(name)
             raise PermissionError(f"{name} is outside of the folder of this run, so that runs would share it")
