@@ -3,6 +3,7 @@
 from copy import deepcopy
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -194,8 +195,15 @@ def test_apply_and_revert_change_nothing_but_the_class() -> None:
 
 
 def test_a_batchnorm_with_a_forward_of_its_own_is_refused() -> None:
-    class Odd(nn.BatchNorm2d):
-        pass
+    """On a GPU too, where torch would put a SyncBatchNorm in its place."""
 
-    with pytest.raises(TypeError, match="cannot synchronise a Odd"):
-        ProcessSyncBatchNorm().apply(nn.Sequential(Odd(3)))
+    class Act(nn.BatchNorm2d):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).relu()
+
+    for device in ("cpu", "cuda"):
+        with (
+            patch("lit_cifar.strategies.sync_batchnorm._device_to_be", lambda _, device=device: torch.device(device)),
+            pytest.raises(ConfigError, match="0 is a Act, and what it computes beside BatchNorm would be lost"),
+        ):
+            ProcessSyncBatchNorm().apply(nn.Sequential(Act(3)))

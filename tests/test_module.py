@@ -23,7 +23,7 @@ from lit_cifar.data import Augment, Batch
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import Whitening
-from lit_cifar.task.metrics import EvaluationMetrics
+from lit_cifar.task.metrics import EvaluationMetrics, MeanLoss
 from lit_cifar.task.optim import NesterovSGD, keep_saved_types
 
 pytestmark = short
@@ -264,3 +264,15 @@ def test_a_schedule_that_is_made_for_steps_steps_with_the_optimizer(kind: str, t
         plain.step()
     assert trainer.global_step == 4
     assert trainer.optimizers[0].param_groups[0]["lr"] == plain.get_last_lr()[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sum_of_losses_stays_wide_in_a_narrow_module(dtype: torch.dtype) -> None:
+    """As `bf16-true` and `16-true` make it. In float16 the sum would be infinite, in bfloat16 it would end growing."""
+    metric = MeanLoss()
+    nn.Sequential(metric).to(dtype)
+    for _ in range(2):
+        for _ in range(1000):
+            metric.update(torch.full((128,), 1.7))
+        assert float(metric.compute()) == pytest.approx(1.7, rel=1e-3)
+        metric.reset()

@@ -3,6 +3,7 @@
 `test_cli` has options that do not go together.
 """
 
+import math
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,7 @@ def test_modes_train_in_a_type_too_narrow_for_verify(option: str, modes: list[st
     for mode in modes:
         launch("fit", *flags, *mode_flags(mode, DEVICES.get(mode, 2)), f"--run_dir={tmp_path / mode}")
         assert losses(tmp_path / mode) == pytest.approx(losses(tmp_path / "alone"), rel=0.1), mode
+        assert all(map(math.isfinite, losses(tmp_path / mode)))
 
 
 def test_the_one_device_goes_without_what_the_modes_are_to_show_equal(

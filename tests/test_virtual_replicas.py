@@ -23,6 +23,7 @@ from lit_cifar import CIFAR10DataModule, LitResNet
 from lit_cifar.checkpoint import exact_resume
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import mode_of
+from lit_cifar.mode.tensors import squares
 from lit_cifar.reporting.environment import cpu_model
 from lit_cifar.strategies import LayerParallelStrategy, PipelineStrategy, parts
 from lit_cifar.strategies.parts import Parts, _buckets
@@ -120,6 +121,13 @@ def test_gradients_are_clipped_as_torch_clips_them(clip_val: float) -> None:
     torch.nn.utils.clip_grad_norm_(layers[1].parameters(), clip_val)
     for one, other in zip(*(layer.parameters() for layer in layers), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize(("value", "count", "norm"), [(1e-4, 10_000, 1e-2), (400.0, 4, 800.0)])
+def test_the_norm_of_a_gradient_in_float16_has_no_squares_in_float16(value: float, count: int, norm: float) -> None:
+    gradient = torch.full((count,), value, dtype=torch.float16)
+    assert float(squares(gradient).sum().sqrt()) == pytest.approx(norm, rel=1e-2)
+    assert float(squares_of_rows(gradient).sum().sqrt()) == pytest.approx(norm, rel=1e-2)
 
 
 def test_a_stage_without_gradients_takes_part_in_clipping() -> None:

@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from lit_cifar import internals
 from lit_cifar.mode import StartMethod
-from lit_cifar.mode.tensors import local_part, parameters_of
+from lit_cifar.mode.tensors import local_part, parameters_of, squares
 from lit_cifar.strategies.base import CustomForwardStrategy, check_gradient_hooks
 
 
@@ -198,7 +198,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         """
         total = torch.zeros((), dtype=torch.float64, device=self.root_device)
         for gradient in gradients:
-            total = total + self.share_of_norm(gradient) * local_part(gradient).square().sum()
+            total = total + self.share_of_norm(gradient) * squares(local_part(gradient)).sum()
         dist.all_reduce(total)
         return total.sqrt()
 

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from lit_cifar import internals
+from lit_cifar.errors import ConfigError
 
 Statistics = tuple[int, Tensor, Tensor]  # values per channel, their mean (C,) and their biased variance (C,)
 
@@ -30,15 +31,18 @@ class ProcessSyncBatchNorm(TorchSyncBatchNorm):
 
     @override
     def apply(self, model: nn.Module) -> nn.Module:
+        layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, internals.BatchNorm)]
+        for name, layer in layers:
+            if type(layer).forward not in (internals.BatchNorm.forward, nn.SyncBatchNorm.forward):
+                raise ConfigError(
+                    f"--trainer.sync_batchnorm=true: {name} is a {type(layer).__name__}, and what it computes beside "
+                    "BatchNorm would be lost",
+                    remedy="leave it out",
+                )
         if _device_to_be(model).type != "cpu":
             return super().apply(model)
-        for layer in model.modules():
-            if isinstance(layer, internals.BatchNorm):
-                if type(layer) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-                    raise TypeError(
-                        f"cannot synchronise a {type(layer).__name__} on the CPU, only nn.BatchNorm1d to 3d"
-                    )
-                layer.__class__ = type(f"Synced{type(layer).__name__}", (_Synchronised, type(layer)), {})
+        for _, layer in layers:
+            layer.__class__ = type(f"Synced{type(layer).__name__}", (_Synchronised, type(layer)), {})
         return model
 
     @override

@@ -28,7 +28,7 @@ from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import mode_of
-from lit_cifar.mode.tensors import local_part, parameters_of
+from lit_cifar.mode.tensors import local_part, parameters_of, squares
 from lit_cifar.models.random_streams import begin_part
 from lit_cifar.strategies.base import CustomForwardStrategy, compiles
 from lit_cifar.strategies.fsdp2 import ShardedStrategy, reduce_in_tree
@@ -223,10 +223,10 @@ def clip_in_order(
     the first dim selects a row. No mode divides a row.
     """
     parameters = parameters_of(optimizer)
-    squares = torch.cat([_squares(parameter).to(device) for parameter in parameters])
+    of_rows = torch.cat([_squares(parameter).to(device) for parameter in parameters])
     if group is not None:
-        dist.all_reduce(squares, group=group)  # all processes but one contribute zeros
-    scale = (clip_val / (_pairwise_sum(squares).sqrt() + 1e-6)).clamp(max=1.0)
+        dist.all_reduce(of_rows, group=group)  # all processes but one contribute zeros
+    scale = (clip_val / (_pairwise_sum(of_rows).sqrt() + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
             local_part(parameter.grad).mul_(scale.to(parameter.grad.device))
@@ -234,16 +234,17 @@ def clip_in_order(
 
 def _squares(parameter: Tensor) -> Tensor:
     """The sum of the squares of each row of the gradient, (rows,); 0 for rows that this process does not have."""
-    squares = torch.zeros(parameter.shape[0] if parameter.dim() else 1, dtype=parameter.dtype, device=parameter.device)
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    of_rows = torch.zeros(parameter.shape[0] if parameter.dim() else 1, dtype=dtype, device=parameter.device)
     if parameter.grad is not None:
-        own = local_slice(squares, parameter.grad) if isinstance(parameter.grad, DTensor) else squares
+        own = local_slice(of_rows, parameter.grad) if isinstance(parameter.grad, DTensor) else of_rows
         own.copy_(squares_of_rows(local_part(parameter.grad)))
-    return squares
+    return of_rows
 
 
 def squares_of_rows(gradient: Tensor) -> Tensor:
     """The sum of the squares of each row of `gradient`, (rows, ...): (rows,)."""
-    return _pairwise_sum((gradient.flatten(1) if gradient.dim() > 1 else gradient.view(-1, 1)).square())
+    return _pairwise_sum(squares(gradient.flatten(1) if gradient.dim() > 1 else gradient.view(-1, 1)))
 
 
 def _pairwise_sum(values: Tensor) -> Tensor:

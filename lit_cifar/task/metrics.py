@@ -4,7 +4,8 @@ torchmetrics' own updates count with `torch.bincount`, which reads the largest n
 of zeros and ones, some dozens of operators. States and results of the metrics here are the same.
 """
 
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -31,6 +32,13 @@ class MeanLoss(Metric):
         """Count a batch; `losses` float, (n,)."""
         self.total.add_((losses.double() * 2.0**32).round_().sum())
         self.count.add_(len(losses))
+
+    def _apply(self, fn: Callable[..., Any], exclude_state: Sequence[str] = "") -> nn.Module:
+        """Move the states; the sum stays in float64, which `Module.to` of `bf16-true` would narrow."""
+        super()._apply(fn, exclude_state)
+        self._defaults["total"] = self.total.new_zeros((), dtype=torch.float64)
+        self.total = self.total.double()
+        return self
 
     def compute(self) -> Tensor:
         return (self.total * 2.0**-32 / self.count).to(torch.get_default_dtype())

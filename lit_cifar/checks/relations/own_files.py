@@ -59,7 +59,7 @@ class Guard:
     def start(self) -> None:
         sys.addaudithook(self._audit)
         patched(torch, "save", self._save)
-        patched(torch.jit.RecursiveScriptModule, "save", self._save)
+        patched(torch.jit.RecursiveScriptModule, "save", self._save)  # type: ignore[attr-defined]
 
     def _save(self, save: Any, obj: Any, f: Any, *args: Any, **settings: Any) -> None:
         if isinstance(f, str | os.PathLike):  # torch opens it by itself
