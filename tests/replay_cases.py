@@ -132,7 +132,15 @@ class WithData(Task):
         return DataLoader(Pictures(), batch_size=4, shuffle=True)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        steps = int(self.trainer.estimated_stepping_batches)  # a finite number
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class ClipsAfterBackward(Task):
+    def on_after_backward(self) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.01)
 
 
 class Adversarial(pl.LightningModule):
@@ -448,6 +456,8 @@ CASES: dict[str, tuple[type[pl.LightningModule], dict[str, Any]]] = {
     "scaled": (Task, {"plugins": scaled, "gradient_clip_val": 0.05, "accumulate_grad_batches": 2}),
     "overflowed": (Task, {"plugins": partial(scaled, 2.0**60)}),
     "accumulated": (Task, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
+    "clipped after backward": (ClipsAfterBackward, {}),
+    "clipped after backward, accumulated": (ClipsAfterBackward, {"accumulate_grad_batches": 2}),
     "by value": (Task, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "manual": (Adversarial, {"strategy": "ddp_find_unused_parameters_true"}),
     "later": (Task, {"at": [5]}),

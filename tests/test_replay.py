@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -20,8 +20,10 @@ import pytest
 import torch
 from commands import TINY, callback, graded, launch, mode_flags, own_network, refused, said_by_tests_in
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.loggers.logger import Logger
 from replay_cases import CASES, CHANGES, PLAIN, Pictures, Sequences, Task, Tokens
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -30,9 +32,10 @@ from lit_cifar.checks.repeated_step.attributes import Attributes
 from lit_cifar.checks.repeated_step.digests import checksum, digest
 from lit_cifar.checks.repeated_step.exchange import Exchange, problem
 from lit_cifar.checks.repeated_step.reduction import ExactMean, gamma
-from lit_cifar.checks.replay.epoch import Pass, is_order_of_epoch_0, judge_epoch, judge_resumed_epoch
+from lit_cifar.checks.replay.epoch import Pass, ReadIds, is_order_of_epoch_0, judge_epoch, judge_resumed_epoch
 from lit_cifar.checks.replay.states import judge_replicas
 from lit_cifar.checks.replay.verdict import COMPARED, Report
+from lit_cifar.checks.replica_audit.replicas import device_digest
 from lit_cifar.tools.modes import SILENT
 from lit_cifar.tools.verify.record import Record
 
@@ -551,6 +554,100 @@ def test_a_layer_that_begins_to_learn_within_the_steps_is_not_judged(tmp_path: P
         "an optimizer gets a new group of parameters in these steps: replay others"
     ], watch.reports
     assert [report.num_steps for report in watch.reports if not report.subject] == [2]
+
+
+class OwnBatches:
+    """Batches of unequal sizes; nobody knows how many."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([*range(start, min(start + size, 64))] for size, start in ((3, 0), (5, 3), (8, 8), (48, 16)))
+
+
+def test_a_loader_may_have_no_length(tmp_path: Path) -> None:
+    watch = Replay(1)
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, default_root_dir=tmp_path, callbacks=[watch], **SILENT)
+    trainer.fit(Task(), DataLoader(Pictures(), batch_sampler=OwnBatches()))
+    assert [report.outcome for report in watch.reports if not report.subject] == ["pass"]
+
+
+class Words(pl.LightningModule):
+    """Its gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(10, 4, sparse=True)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.words(batch).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_sparse_gradient_is_not_judged(tmp_path: Path) -> None:
+    watch = Replay(1)
+    trainer = pl.Trainer(accelerator="cpu", max_steps=3, default_root_dir=tmp_path, callbacks=[watch], **SILENT)
+    trainer.fit(Words(), DataLoader(torch.arange(32) % 10, batch_size=8))
+    assert trainer.global_step == 3
+    assert [*watch.reports[0].abstained] == ["sparse gradients and tensors are not compared"]
+    values = torch.eye(3).to_sparse()
+    assert (digest(values), device_digest(values)) == (digest(torch.eye(3)), device_digest(torch.eye(3)))
+
+
+class Counted(Logger):
+    """Counts what it is told."""
+
+    name, version, num_told = "counted", 0, 0
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.num_told += "own" in metrics
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class Tells(Task):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        assert self.logger is not None
+        assert self.logger.name == "counted"
+        self.logger.log_metrics({"own": 1.0})
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_repeated_step_writes_into_no_logger(tmp_path: Path) -> None:
+    logger = Counted()
+    trained(tmp_path, watch := Replay(3), make=Tells, logger=logger, max_steps=4, log_every_n_steps=1)
+    assert (watch.reports[0].outcome, logger.num_told) == ("pass", 4)
+
+
+@pytest.mark.parametrize("numbers", [np.arange(8), torch.arange(8), range(8)], ids=["NumPy", "torch", "Python"])
+def test_a_sampler_may_give_numbers_of_any_kind(numbers: Iterable[Any]) -> None:
+    read = ReadIds()
+    try:
+        for _ in DataLoader(range(8), batch_size=4, sampler=[*numbers]):  # type: ignore[arg-type]
+            pass
+    finally:
+        read.close()
+    assert [reading.samples() for reading in read.readings] == [[*range(8)]]
+
+
+def test_samples_of_evaluations_are_not_kept(tmp_path: Path) -> None:
+    class Evaluated(Task):
+        def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+            self.log("val_loss", cross_entropy(self.net(batch["x"]), batch["y"]), batch_size=4)
+
+        def val_dataloader(self) -> DataLoader[dict[str, Any]]:
+            return DataLoader(Pictures(), batch_size=4)
+
+    left: list[int] = []
+
+    class Look(pl.Callback):
+        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            assert watch._epochs is not None
+            left.append(len(watch._epochs._read.readings))
+
+    trained(tmp_path, watch := Replay(1), Look(), make=Evaluated, max_steps=-1, max_epochs=4)
+    assert left == [1]  # that of the last epoch
 
 
 def test_a_failure_can_end_the_training(tmp_path: Path) -> None:

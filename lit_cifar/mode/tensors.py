@@ -16,5 +16,5 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def squares(tensor: Tensor) -> Tensor:
-    """The squares of its values, in float32 at least: in float16 those of values below 2e-4 are 0, above 256 infinite."""
+    """The squares of its values, in float32 at least: in float16, 1e-4 has the square 0, and 256 an infinite one."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32)).square()

@@ -26,12 +26,17 @@ def digest(value: Any) -> Digest:
     """Digest of a tensor's values, of all of them if ranks divide it; of any other value its `repr`."""
     if not isinstance(value, Tensor):
         return Digest(zlib.crc32(repr(value).encode()), 0.0)
-    plain = whole(value).detach().contiguous()
+    plain = dense(whole(value).detach()).contiguous()
     if plain.is_floating_point():
         plain = plain + 0.0
     norm = float(torch.linalg.vector_norm(plain.double())) if not plain.is_complex() else 0.0
     bits = zlib.crc32(plain.cpu().reshape(-1).view(torch.uint8).numpy().data)
     return Digest(zlib.crc32(repr((plain.dtype, plain.shape)).encode(), bits), norm)
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a sparse one with its zeros."""
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 class _Checksum:

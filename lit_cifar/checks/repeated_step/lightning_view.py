@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -51,6 +52,19 @@ class Repeats(Protocol):
     def step_inside(self, optimizer: Optimizer) -> None: ...
 
 
+class _SilentLogger:
+    """A logger that tells its folder and names, and writes nothing."""
+
+    experiment = DummyLogger().experiment
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(vars(self)["_own"], name)
+        return (lambda *_, **__: None) if callable(value) else value
+
+
 class TrainerView:
     """The trainer that `training_step` sees in a replay: read-only, with the counters of the step."""
 
@@ -58,6 +72,8 @@ class TrainerView:
         self.optimizers, self._trainer = optimizers, trainer
         self.current_epoch = self.global_step = 0
         self.loss_scale = 1.0
+        self.loggers = [_SilentLogger(logger) for logger in trainer.loggers]
+        self.logger = self.loggers[0] if self.loggers else None
         self.precision_plugin = copy.copy(trainer.precision_plugin)
         # A strategy may have put in its own function, which asks other ranks; the copy has whole gradients.
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)

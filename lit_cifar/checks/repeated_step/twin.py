@@ -31,6 +31,7 @@ class Twin:
     model_parallel_size: int = 1  # number of ranks of the run that hold a replica together
     # The trainer's work between backward pass and step, such as clipping; None for a script, whose work is not known.
     before_step: Callable[[Optimizer], None] | None = None
+    after_backward: Callable[[], object] = lambda: None  # the module's own work after a backward pass
     loss_gradient: Callable[[], float] | None = None  # gradient at which a backward pass begins, where it is known
     progress: Callable[[dict[str, Any]], None] = lambda progress: None
     own: Collection[Key] = ()  # attributes in which it differs from the run's module
@@ -70,6 +71,10 @@ def what_cannot_be_judged(module: nn.Module, *, autocast: bool) -> list[str]:
     reasons = [*what_is_not_replayed(module, autocast=autocast)]
     if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in module.parameters()):
         reasons.append("a lazy layer has no parameters yet")
+    embeddings = (part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
+    tensors = (*module.parameters(), *module.buffers())
+    if any(part.sparse for part in embeddings) or any(tensor.layout is not torch.strided for tensor in tensors):
+        reasons.append("sparse gradients and tensors are not compared")
     return reasons
 
 

@@ -272,6 +272,8 @@ class _Window:
             hook=communication_hook(self.trainer.strategy.model),
             model_parallel_size=self.mode.model_parallel_size,
             before_step=partial(before_step, module, self.trainer),
+            # A mode with its own step is written down when this has been called.
+            after_backward=(lambda: None) if self.mode.has_own_step else module.on_after_backward,
         )
         if self.mode.on_one_device is not None:
             module.to(device_of(self.module))

@@ -11,7 +11,8 @@ from lit_cifar.checks.replay.callback import RESULT, Replay
 from lit_cifar.errors import ConfigError
 
 _SILENT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-_SHORT = {"num_sanity_val_steps": 0, "limit_val_batches": 0, "max_epochs": -1}
+# As many epochs as Lightning's own default: schedules ask for the number of steps.
+_SHORT = {"num_sanity_val_steps": 0, "limit_val_batches": 0, "max_epochs": 1000}
 
 
 def replayed(module: str, data: str | None, *, steps: int, args: Sequence[str]) -> dict[str, Any]:

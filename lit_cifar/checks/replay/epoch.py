@@ -1,8 +1,10 @@
 """Findings about the samples that ranks read in an epoch."""
 
 import copy
+import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 from unittest.mock import patch
@@ -10,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import sized_len
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Subset
 
@@ -46,7 +49,7 @@ class Reading:
         every = [*range(len(self.dataset))] if isinstance(self.dataset, Subset) else []
         return Pass(
             self.samples(num_batches),
-            len(self.dataset),
+            sized_len(self.dataset) or len({*self.samples(num_batches)}),
             Reading(sampler, self.dataset, [every]).samples(),
             checksum(self.dataset),
             is_drawn=isinstance(sampler, RandomSampler) or hasattr(sampler, "set_epoch"),
@@ -83,8 +86,9 @@ class ReadIds:
                     self._of_iterator[iterator].is_whole = True
                 raise
             numbers = index if isinstance(index, list) else [index]
-            if all(isinstance(number, int) for number in numbers):
-                self._reading(iterator).batches.append(numbers)
+            with suppress(TypeError):  # of what is no whole number; those of NumPy and torch are some
+                batch = [*map(operator.index, numbers)]
+                self._reading(iterator).batches.append(batch)
             return index
 
         self._replaced = patch.object(internals.BaseDataLoaderIter, "_next_index", next_index)
@@ -111,6 +115,10 @@ class ReadIds:
         found = Reading(loader._index_sampler, loader.dataset)
         found.batches = [b for one in self.readings if one.loader_sampler is found.loader_sampler for b in one.batches]
         return found
+
+    def forget_all(self) -> None:
+        self.readings.clear()
+        self._of_iterator.clear()
 
     def forget(self, loader: DataLoader[Any]) -> None:
         self.readings = [one for one in self.readings if one.loader_sampler is not loader._index_sampler]
@@ -230,9 +238,8 @@ class Epochs:
 
     def begin(self) -> None:
         self._note_idle_schedules()
-        loader = self.trainer.train_dataloader
-        if self._num_batches and isinstance(loader, DataLoader):
-            self._read.forget(loader)
+        if self._num_batches:  # the iterator of the first epoch is there already
+            self._read.forget_all()
         self._num_batches = 0
 
     def _note_idle_schedules(self) -> None:
@@ -266,9 +273,10 @@ class Epochs:
             return
         reading, before = self._read.reading(loader), self._before
         self._before = ids = reading.samples(self._num_batches)
+        is_whole = self._num_batches == sized_len(loader)  # a stream has no length
         if self._batches_before and ids:
             self._end_resumed(ids)
-        elif ids and self._epochs_left and self._num_batches == len(loader):  # no iterable data set, and trained whole
+        elif ids and self._epochs_left and is_whole:
             self._epochs_left -= 1
             of_ranks = gathered(reading.pass_of(self._num_batches))[:: self._each]
             report = empty_report(self.trainer, f"data of epoch {self.trainer.current_epoch}")
@@ -314,13 +322,14 @@ class Epochs:
         loader = self._val_loader()
         if loader is None or type(loader.batch_sampler) is not BatchSampler:
             return 0
-        if self.trainer.num_val_batches != [len(loader)]:  # limit_val_batches
+        if self.trainer.num_val_batches != [sized_len(loader)]:  # limit_val_batches, or no length
             return 0
         sampler: Any = loader.sampler
         return len(cast(Any, sampler.dataset) if isinstance(sampler, DistributedSampler) else sampler)
 
     def end_evaluation(self) -> None:
         if self.evaluation is None:
+            self.evaluated()  # their numbers would be kept
             return
         evaluation, self.evaluation = self.evaluation, None
         evaluation.close()

@@ -343,6 +343,7 @@ class Replayer:
                 gradient = self._parameters[name].grad
                 assert gradient is not None
                 self._differs("local computation", name, expected, digest(gradient), "(accumulated gradient)")
+        self.twin.after_backward()
 
     def _note_zeroing(self, event: Backward) -> None:
         """Note gradients that did not add up between two steps, and those that add up beyond a step."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lit_cifar import internals
+from lit_cifar.checks.repeated_step.digests import dense
 from lit_cifar.mode import mode_of
 
 _CHUNK = 2**18  # words that are added at a time: 2 MiB of each of two intermediate results
@@ -131,7 +132,7 @@ def device_digest(tensor: Tensor) -> Tensor:
     The tensor's bytes, eight of which are an integer, are added with odd weights that depend on their place, modulo
     2**64. A flip changes an integer by a power of two, which an odd number does not divide.
     """
-    flat = tensor.detach().reshape(-1)
+    flat = dense(tensor.detach()).reshape(-1)
     octets = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
     rest = len(octets) % 8
     if rest or octets.storage_offset() % 8:
