@@ -37,7 +37,8 @@ NAMES = {
         lightning.pytorch.strategies.launchers._MultiProcessingLauncher ._SubprocessScriptLauncher
         lightning.pytorch.trainer.connectors.signal_connector._SignalConnector.register_signal_handlers
         torch.optim.lr_scheduler.LRScheduler._last_lr torch.utils._pytree.keystr .tree_flatten .tree_flatten_with_path
-        .tree_leaves .tree_map .tree_map_only .tree_unflatten torchmetrics.Metric._apply ._defaults ._update_count""",
+        .tree_leaves .tree_map .tree_map_only .tree_unflatten torchmetrics.Metric._apply ._defaults ._reductions
+        ._update_count""",
     WATCHDOG: """lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver
         lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver._run
         lightning.pytorch.Trainer._run_stage torch.distributed.ProcessGroup._get_backend

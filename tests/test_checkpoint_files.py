@@ -421,3 +421,14 @@ def test_a_damaged_line_is_dropped_and_an_error_names_this_file(tmp_path: Path) 
     (tmp_path / f"{DIGESTS}.part").mkdir()
     with pytest.raises(SaveError, match=rf"{DIGESTS} could not be saved: Is a directory"):
         CheckpointFiles().save_checkpoint(checkpoint, tmp_path / "checkpoints" / "last.ckpt")
+
+
+def test_a_file_that_may_not_be_read_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "other.ckpt").touch()
+
+    def refuse(path: Path, *_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CheckpointError, match=r"other\.ckpt cannot be read: Permission denied"):
+        read_checkpoint(file)

@@ -27,17 +27,20 @@ from short_fits import data, losses, short
 from short_fits import fit as fit_script
 from threads import on_ranks
 from tiny_task import read_events
+from torchmetrics import CatMetric, MaxMetric
 
 from lit_cifar import LitResNet
 from lit_cifar.checkpoint.atomic import LAST, write_checkpoint
-from lit_cifar.checkpoint.exact_resume import SameStart, StartingPoint, _collect
+from lit_cifar.checkpoint.exact_resume import SameStart, StartingPoint, _collect, _metrics
 from lit_cifar.checkpoint.files import DIGESTS, read_checkpoint, weights_digest
+from lit_cifar.checkpoint.format import check_optimizer, name_optimizer
 from lit_cifar.cli.main import CLI
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import CheckpointError
 from lit_cifar.launch.forked import ForkedRun, _rank_environments
 from lit_cifar.launch.signals import Stopped
 from lit_cifar.reporting.run_folder import LOCK
+from lit_cifar.task.metrics import MeanLoss
 
 # 79 images in batches of 16: four steps and a ragged one of 15 an epoch, ten steps in all.
 SETTINGS = [*TINY, "--data.num_train=95", "--trainer.max_epochs=2", "--trainer.devices=1"]
@@ -532,3 +535,25 @@ def assert_alike(run: Path, other: Path) -> None:
     assert_same_checkpoint(found, wanted, tolerance=1e-9)
     # Of the second epoch, which the run has in part from the one before it; logged in float32.
     assert losses(run)[-1] == pytest.approx(losses(other)[-1], rel=1e-6), run
+
+
+def test_the_counts_of_an_epoch_within_which_the_training_ends_are_kept(tmp_path: Path) -> None:
+    fit(tmp_path / "run", "--trainer.max_steps=3", "--trainer.max_epochs=2")
+    saved = last_checkpoint(tmp_path / "run")
+    assert saved["position"]["started"]
+    assert saved["metrics"]["train_loss"]["count"] == 16 * saved["position"]["step"] > 0
+
+
+def test_metrics_that_are_no_sums_begin_anew() -> None:
+    metrics = torch.nn.ModuleDict({"loss": MeanLoss(), "most": MaxMetric(), "all": CatMetric(), "val_loss": MeanLoss()})
+    assert [name for name, _ in _metrics(metrics)] == ["loss"]
+
+
+def test_another_optimizer_of_the_same_name_is_refused() -> None:
+    class SGD(torch.optim.SGD):
+        pass
+
+    parameters, checkpoint = [torch.nn.Parameter(torch.zeros(2))], dict[str, Any]()
+    name_optimizer(checkpoint, SGD(parameters, lr=0.1), None)
+    with pytest.raises(CheckpointError, match="this one has SGD"):
+        check_optimizer(checkpoint, torch.optim.SGD(parameters, lr=0.1), None)

@@ -1,6 +1,7 @@
 """Pictures that are decoded once: the same batches as from memory, whatever interrupts, changes or damages the file."""
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import shlex
@@ -273,6 +274,24 @@ def _set_up_slowly(folder: Folder) -> None:
     logged = pictures.read_image
     pictures.read_image = lambda path, *, size: (time.sleep(0.05), logged(path, size=size))[1]
     folder.data()
+
+
+def test_a_cache_stands_beside_dead_links_and_on_file_systems_that_allocate_nothing(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the C library writes zeros, which a file that is opened to append refuses."""
+    (folder.cache / "other").mkdir(parents=True)
+    (folder.cache / "other" / "lock").symlink_to("nowhere")
+    allocate = os.posix_fallocate
+
+    def write(file: int, start: int, size: int) -> None:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & (os.O_APPEND | os.O_ACCMODE) != os.O_RDWR:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        allocate(file, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", write)
+    folder.data()
+    assert len(folder.decoded()) == 19
 
 
 def test_too_much_for_the_cache_or_the_disk(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_sum
 
 from lit_cifar.checkpoint.format import METRICS, POSITION
 from lit_cifar.data.loader import BatchLoader
@@ -77,10 +78,10 @@ class Position:
     def of(cls, trainer: Trainer) -> "Position":
         """The position of `trainer`, which is at a step boundary, or after an epoch or the whole training."""
         epochs: Any = trainer.fit_loop.epoch_progress.current
-        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-        in_epoch = batches.processed // trainer.accumulate_grad_batches
+        batches = _batches_of_epoch(trainer)
+        in_epoch = batches // trainer.accumulate_grad_batches
         # A fit that `max_steps` ended in the middle of an epoch has run that epoch's last hooks too.
-        complete = epochs.processed == epochs.started and batches.processed >= trainer.num_training_batches
+        complete = epochs.processed == epochs.started and batches >= trainer.num_training_batches
         return cls(
             epoch=epochs.started if complete else max(epochs.started - 1, 0),
             step=0 if complete else in_epoch,
@@ -112,13 +113,20 @@ class ExactResume(Callback):
 
     def __init__(self) -> None:
         self._resumed: Position | None = None
+        # Counts of an epoch within which the training ends: Lightning forgets them before the last checkpoint.
+        self._counts: dict[str, dict[str, Tensor]] | None = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Write position, counts, and the logs, which belong to a checkpoint, to the disk."""
         for logger in trainer.loggers:
             logger.save()
         checkpoint[POSITION] = asdict(Position.of(trainer))
-        checkpoint[METRICS] = _collect(trainer, pl_module)
+        checkpoint[METRICS] = _collect(trainer, pl_module) if self._counts is None else self._counts
+        if _batches_of_epoch(trainer) % trainer.accumulate_grad_batches:
+            rank_zero_warn(
+                "this checkpoint is written within an optimizer step: a run that goes on from it repeats the step's "
+                "batches, which BatchNorm's statistics and the means of the epoch then count twice"
+            )
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Resume a fit at the position. A checkpoint without one is left to Lightning."""
@@ -137,6 +145,7 @@ class ExactResume(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let our loader refuse, as Lightning does unless it has made the loader before it read the checkpoint."""
+        self._counts = None
         loader: Any = trainer.train_dataloader
         if self._resumed is None or not isinstance(loader, BatchLoader):
             return
@@ -144,6 +153,9 @@ class ExactResume(Callback):
             loader.load_state_dict({})
         if self._resumed.global_step:
             _settle_buckets(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._counts = None
 
     # If validation came right before the checkpoint, Lightning's loop makes an empty pass instead of validating again
     # and counts it as a step: loggers would then write every value one step late.
@@ -154,6 +166,8 @@ class ExactResume(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Correct the loggers' step, and let ReduceLROnPlateau step if its metric is known."""
         self._correct_step(trainer)
+        if _batches_of_epoch(trainer) < trainer.num_training_batches:
+            self._counts = _collect(trainer, pl_module)
         monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
         if all(monitor in trainer.callback_metrics for monitor in monitors):
             trainer.fit_loop._restarting = False  # otherwise Lightning skips the schedule at the end of this epoch
@@ -232,6 +246,12 @@ def _num_rows(trainer: Trainer) -> int:
         return sum(1 for _ in file) - 1
 
 
+def _batches_of_epoch(trainer: Trainer) -> int:
+    """Number of batches that were trained in the current epoch."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return int(progress.processed)
+
+
 def _completed(count: int) -> dict[str, int]:
     return dict.fromkeys(("ready", "started", "processed", "completed"), count)
 
@@ -239,13 +259,13 @@ def _completed(count: int) -> dict[str, int]:
 def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Metric]]:
     """The metrics of the training. An evaluation always begins anew, so its counts are not needed.
 
-    A user's own metrics whose states are lists of all that they have seen are left out: these begin anew too.
+    A user's own metrics whose states are no sums, such as a maximum or a list of all that they have seen, are left out.
     """
     return (
         (name, child)
         for name, child in module.named_modules()
         if isinstance(child, Metric) and not name.startswith(("val_", "test_"))
-        if all(isinstance(state, Tensor) for state in child.metric_state.values())
+        if all(reduction is dim_zero_sum for reduction in child._reductions.values())
     )
 
 

@@ -230,8 +230,9 @@ def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer, schedul
 def _class_path(part: Any) -> str:
     """The shortest path of a class that a user can type. It stays when a file moves inside its package."""
     kind = type(part)
-    if hasattr(torch.optim, kind.__name__):
-        return kind.__name__
+    name: str = kind.__name__
+    if getattr(torch.optim, name, None) is kind:
+        return name
     package = kind.__module__.partition(".")[0]
     exported = getattr(sys.modules[package], kind.__name__, None) is kind
     return f"{package if exported else kind.__module__}.{kind.__qualname__}"
@@ -252,6 +253,8 @@ def read_file(path: Path, *, mapped: bool = False) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is a file of safetensors, and that package is not installed", remedy="pip install safetensors"
         ) from error
+    except PermissionError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", remedy="let this user read it") from error
     except Exception as error:  # torch raises half a dozen types here, depending on what is broken
         code = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error))
         reason = f"it needs the code of {code[1]}" if code else "it is incomplete, or torch has not written it"

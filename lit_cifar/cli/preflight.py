@@ -389,6 +389,14 @@ def _check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> int:
             f"and --trainer.accumulate_grad_batches={accumulation} are one step",
             remedy="the nearest that are whole steps: " + " or ".join(nearest),
         )
+    every = trainer.val_check_interval
+    every = every if isinstance(every, int) else int(counted * every) if isinstance(every, float) else 0
+    if every % accumulation and trainer.limit_val_batches and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"--trainer.val_check_interval={trainer.val_check_interval} validates and saves after {every} batches, and "
+            f"--trainer.accumulate_grad_batches={accumulation} are one step",
+            remedy=f"pass --trainer.val_check_interval={-(-every // accumulation) * accumulation}",
+        )
     interval, counts_epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch is not None
     if isinstance(interval, int) and interval > counted and counts_epochs and trainer.limit_val_batches:
         raise ConfigError(

@@ -276,6 +276,11 @@ class CIFAR10DataModule(L.LightningDataModule):
         # Overfitting needs the same batches in every epoch, and Lightning can turn off the shuffling of DataLoaders
         # only.
         overfits = self.trainer is not None and self.trainer.overfit_batches > 0  # type: ignore[attr-defined]
+        if overfits and self.balanced:
+            raise ConfigError(
+                "--trainer.overfit_batches repeats the first batches, and --data.balanced=true draws others",
+                remedy="leave out one of them",
+            )
         return TrainSampler(
             num_samples=len(self.sets["train"]),
             batch_size=self.batch_size,

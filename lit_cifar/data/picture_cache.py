@@ -14,7 +14,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -138,7 +138,7 @@ class PictureCache:
         stale = [file for file in self._folder.glob("*.pixels*") if file != pictures.file]
         for file in stale:
             file.unlink()
-        others = sum(file.stat().st_size for file in self._root.glob("*/*") if file != pictures.file)
+        others = sum(_size(file) for file in self._root.glob("*/*") if file != pictures.file)
         whole_gb = (others + pictures.num_bytes) / 1e9
         if whole_gb > self.limit_gb:
             raise DataError(
@@ -155,7 +155,9 @@ class PictureCache:
             file=sys.stderr,
             flush=True,
         )
-        with pictures.file.open("ab") as whole:
+        # Not to append: where the file system cannot allocate, the C library writes zeros, and refuses such a file.
+        pictures.file.touch()
+        with pictures.file.open("r+b") as whole:
             try:
                 os.posix_fallocate(whole.fileno(), 0, pictures.num_bytes)  # a full disk is found before the work
             except OSError:
@@ -164,6 +166,12 @@ class PictureCache:
             pictures.decode_all()
             os.fsync(whole.fileno())
         pictures.file.rename(path)
+
+
+def _size(path: Path) -> int:
+    with suppress(FileNotFoundError):  # another process has just renamed it
+        return path.lstat().st_size
+    return 0
 
 
 def _has_size(path: Path, num_bytes: int) -> bool:
