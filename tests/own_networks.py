@@ -251,3 +251,32 @@ class Counted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return x * self.calls
+
+
+class Gain(nn.Sequential):
+    """Has a parameter without a dim."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(3, 4, kernel_size=3, stride=4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
+        )
+        self.gain = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x) * self.gain
+        return out
+
+
+class LayerScale(nn.Module):
+    """A block with a parameter beside its layers; notes the types in which it computes with it."""
+
+    seen: ClassVar[list[torch.dtype]] = []
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer, self.gamma = nn.Conv2d(width, width, kernel_size=1), nn.Parameter(torch.ones(1, width, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.gamma.dtype)
+        out: Tensor = x + self.gamma * self.layer(x)
+        return out

@@ -130,6 +130,11 @@ def test_schedules_keep_the_ratio_and_the_other_rates(schedule: Any) -> None:
             "--model.lr_scheduler.eta_min=0.01",
             ["CosineAnnealingLR does not keep the ratio of --model.head_lr", "leave out a floor"],
         ),
+        (
+            "--model.head_lr=1 --model.lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau "
+            "--model.lr_scheduler.min_lr=0.01",
+            ["ReduceLROnPlateau does not keep the ratio of --model.head_lr", "min_lr"],
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(flags: str, says: list[str], tmp_path: Path) -> None:

@@ -95,6 +95,23 @@ def test_the_fast_network_is_that_of_the_paper() -> None:
     torch.testing.assert_close(network.get_submodule("group1.conv1")(x)[:, :24], x)
 
 
+def test_a_stage_may_have_buffers_that_are_not_saved_and_layers_of_one_weight() -> None:
+    class Place(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("place", torch.ones(4), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.get_buffer("place")
+
+    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), Place(), nn.Linear(4, 4), nn.Linear(4, 4))
+    network[4].weight = network[3].weight
+    partition = Partition.of(network, (3, 2, 2), num_stages=2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = output_dtypes(network, partition, torch.float32, device=torch.device("cpu"))
+    assert len(found) == 2
+
+
 @pytest.mark.parametrize("arch", ["tiny", "vit_micro", "fast"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_what_a_stage_returns_is_known_before_it_runs(arch: Any, autocast: bool) -> None:

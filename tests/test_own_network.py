@@ -212,6 +212,7 @@ MISTAKES = {
     "Tied --model.network.reused=true --trainer.strategy=pp": "0.weight = 3.weight is needed",
     "Tied --trainer.strategy=fsdp2": "0.weight = 3.weight is needed",
     "Tied --trainer.strategy=tp": "0.weight = 3.weight is needed",
+    "Gain --trainer.strategy=fsdp2": "gain is a single number without a dim",
     "Hooked --trainer.strategy=pp": "6.weight has a hook on its gradient, which --trainer.strategy=pp",
     "Hooked --model.network.accumulated=true --trainer.strategy=fsdp2": "6.weight has a hook",
     "Hooked --trainer.strategy=ddp_spawn": "6.weight has a hook",

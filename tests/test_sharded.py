@@ -15,6 +15,7 @@ from checkpoints import assert_same_checkpoint
 from commands import TINY, last_checkpoint, launch, mode_flags, run_here
 from device_bytes import DEVICE, DeviceBytes
 from lightning.pytorch.strategies import DDPStrategy
+from own_networks import LayerScale
 from short_fits import data, fit, short
 from threads import on_ranks
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lit_cifar import LitResNet
 from lit_cifar.checkpoint.files import read_checkpoint
+from lit_cifar.errors import ConfigError
 from lit_cifar.mode.tensors import local_part
 from lit_cifar.models import build_network
 from lit_cifar.models.blocks import blocks_of, num_tensor_parts
@@ -134,6 +136,40 @@ def test_what_computes_in_bfloat16_is_gathered_so(tmp_path: Path, monkeypatch: p
     assert model.types == {"conv": narrow, "fc": narrow, "bn": wide, "gradients": {wide}}
     assert {p.dtype for p in model.network.parameters()} == {wide}
     assert policies == [{"param_dtype": narrow, "reduce_dtype": wide, "cast_forward_inputs": False}]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fsdp2"])
+def test_a_parameter_beside_layers_computes_as_on_one_device(strategy: str, tmp_path: Path) -> None:
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
+    network = nn.Sequential(nn.Conv2d(3, 4, kernel_size=3, stride=4), LayerScale(4), *head)
+    LayerScale.seen.clear()
+    fit(LitResNet(network=network), tmp_path, strategy=strategy, precision="bf16-mixed", max_steps=1)
+    assert {*LayerScale.seen} == {torch.float32}
+
+
+class Learning(LitResNet):
+    """Learns a number that is no part of its network, and a penalty of its weights."""
+
+    def __init__(self, *, penalty: bool) -> None:
+        super().__init__("tiny", stem="imagenet")
+        self.penalty, self.temperature = penalty, nn.Parameter(torch.ones(()), requires_grad=not penalty)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        return loss + sum(p.abs().sum() for p in self.network.parameters()) if self.penalty else loss * self.temperature
+
+
+@pytest.mark.parametrize(
+    ("penalty", "mode", "says"),
+    [
+        (False, "fsdp2", "temperature is no part of the module's network"),
+        (False, "ddp_flat", "temperature is no part of the module's network"),
+        (True, "pp", "a pipeline trains by loss\\(\\) alone"),
+    ],
+)
+def test_what_a_mode_would_not_train_is_refused(penalty: bool, mode: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        fit(Learning(penalty=penalty), tmp_path, strategy=mode, max_steps=1)
 
 
 def test_a_failure_gives_the_plain_network_back(tmp_path: Path) -> None:

@@ -125,6 +125,11 @@ class ShardedStrategy(MeshStrategy):
         network = self.module.network
         if self.data_parallel_size != 1:
             check_untied(network, (blocks_of(network) or {}).values(), strategy=self.strategy_name)
+            if scalars := [name for name, parameter in network.named_parameters() if not parameter.dim()]:
+                raise ConfigError(
+                    f"{scalars[0]} is a single number without a dim, which FSDP2 cannot divide",
+                    remedy="give it the shape (1,), or pass --trainer.strategy=ddp",
+                )
         if self.tensor_parallel_size != 1:
             check_divisible(network, self.layout, strategy=self.strategy_name)
             check_untied(network, network.modules(), strategy=self.strategy_name, recurse=False)
@@ -314,7 +319,8 @@ def shard(network: nn.Module, mesh: DeviceMesh, device: torch.device, *, dtype: 
     Blocks are moved to `device` with the values of the first process: only one block is there as a whole at a time.
     Parameters may be DTensors on another axis of the mesh than this one. Convolutions and linear layers compute in
     `dtype`, and so are gathered in it; gradients are summed in the parameters' own. Other layers of a block, such as
-    BatchNorm, are then gathered apart.
+    BatchNorm, are then gathered apart. A block with parameters beside its layers, such as a LayerScale, is gathered in
+    their own types: autocast casts what layers take.
     """
     # Autocast casts what layers take, as on one device.
     reduce_dtype = None if dtype is None else torch.float32
@@ -330,9 +336,16 @@ def shard(network: nn.Module, mesh: DeviceMesh, device: torch.device, *, dtype: 
         own = [block] if block in modules else block.children()
         rest = [module for module in own if module not in wide and [*module.parameters()]]
         if rest:
-            fully_shard(rest if len(rest) > 1 else rest[0], mesh=mesh, mp_policy=policy)
+            own_policy = MixedPrecisionPolicy() if has_parameters_beside_layers(block) else policy
+            fully_shard(rest if len(rest) > 1 else rest[0], mesh=mesh, mp_policy=own_policy)
     place(_plain(chain(network.parameters(), network.buffers())), device)
     fully_shard(network, mesh=mesh)
+
+
+def has_parameters_beside_layers(block: nn.Module) -> bool:
+    """Whether a module of modules holds some itself. Those of attention are of linear layers."""
+    parts = (part for part in block.modules() if [*part.children()] and not isinstance(part, nn.MultiheadAttention))
+    return any([*part.parameters(recurse=False)] for part in parts)
 
 
 def _copy(network: nn.Module) -> nn.Module:

@@ -29,6 +29,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lit_cifar import internals
+from lit_cifar.errors import ConfigError
 from lit_cifar.mode import StartMethod
 from lit_cifar.mode.tensors import local_part, parameters_of, squares
 from lit_cifar.strategies.base import CustomForwardStrategy, check_gradient_hooks
@@ -94,6 +95,14 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
         check_gradient_hooks(self.module.network, strategy=self.strategy_name)
+        trained = {*self.module.network.parameters()}
+        others = [name for name, p in model.named_parameters() if p.requires_grad and p not in trained]
+        if others:
+            raise ConfigError(
+                f"{others[0]} is no part of the module's network, and --trainer.strategy={self.strategy_name} trains "
+                "nothing else",
+                remedy="make it a part of the network, or pass --trainer.strategy=ddp",
+            )
 
     @override
     def on_train_start(self) -> None:

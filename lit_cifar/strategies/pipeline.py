@@ -302,7 +302,8 @@ def output_dtypes(
 ) -> list[torch.dtype]:
     """Dtypes that the stages of `network` return for images of `dtype` in the present autocast state, not computed."""
     modules = partition.modules(network)
-    states = [module.state_dict() for module in modules]
+    # All tensors, also buffers that are not saved, and each once.
+    states = [dict(module.named_parameters()) | dict(module.named_buffers()) for module in modules]
     found = []
     with internals.FakeTensorMode():
         x = torch.empty(2, *partition.image_shape, dtype=dtype, device=device)

@@ -171,6 +171,11 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         self.module.use_forward_fn(lambda images: next(outputs))
         loss: Any = super().training_step(batch, *args, **kwargs)
         self.module.use_forward_fn(self.pipeline.evaluate)
+        if loss.requires_grad:
+            raise ConfigError(
+                "training_step adds to the loss what it computes from parameters: a pipeline trains by loss() alone",
+                remedy="leave it out, or pass --trainer.strategy=ddp",
+            )
         loss.requires_grad_()  # Lightning's backward needs it, even for a stage without parameters
         with_gradients: Tensor = PrecomputedGradients.apply(loss, gradients, scale, *parameters)
         return with_gradients

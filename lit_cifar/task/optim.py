@@ -113,11 +113,12 @@ def scale_rates(scheduler: Any, group: dict[str, Any], *, number: int, ratio: fl
 def check_ratio(scheduler: Any, optimizer: Optimizer, rates: Sequence[float]) -> None:
     """Refuse a schedule that has taken a step and given parameter groups rates of another ratio than they had."""
     first, *others = zip(optimizer.param_groups, rates, strict=True)
+    has_floor = isinstance(scheduler, ReduceLROnPlateau) and any(scheduler.min_lrs)  # which one step does not reach
     for group, rate in others:
-        if not math.isclose(group["lr"] * first[1], rate * first[0]["lr"], rel_tol=1e-6):
+        if has_floor or not math.isclose(group["lr"] * first[1], rate * first[0]["lr"], rel_tol=1e-6):
             raise ConfigError(
                 f"{type(scheduler).__name__} does not keep the ratio of --model.head_lr to the other learning rate",
-                remedy="leave out a floor such as --model.lr_scheduler.eta_min, or pass another --model.lr_scheduler",
+                remedy="leave out a floor (--model.lr_scheduler.eta_min, min_lr), or pass another --model.lr_scheduler",
             )
 
 
