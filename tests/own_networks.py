@@ -280,3 +280,23 @@ class LayerScale(nn.Module):
         self.seen.append(self.gamma.dtype)
         out: Tensor = x + self.gamma * self.layer(x)
         return out
+
+
+class Skipping(nn.Sequential):
+    """Leaves out a block in half of the steps, which nobody else does at the same time."""
+
+    def __init__(self) -> None:
+        head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
+        super().__init__(nn.Conv2d(3, 4, kernel_size=3, stride=4), Sometimes(), *head)
+
+
+class Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(4, 4, kernel_size=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.rand(()) < 0.5:
+            return x
+        out: Tensor = x + self.layer(x)
+        return out

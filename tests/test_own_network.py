@@ -208,6 +208,8 @@ MISTAKES = {
     "Lazy": "the lazy layer 2, and an optimizer needs all parameters before the first batch\n  make it nn.Linear(",
     "Unreached --trainer.strategy=ddp": "not depend on 2 of its parameters, the first is 0.unused.weight: ddp would "
     "wait for their gradients\n  pass --trainer.strategy=ddp_find_unused_parameters_true",
+    "Skipping --trainer.strategy=fsdp2": "Skipping leaves out 1.layer.weight in some steps",
+    "Skipping --trainer.strategy=ddp": "Skipping leaves out 1.layer.weight in some steps",
     "Tied --trainer.strategy=pp": "0.weight = 3.weight is needed in two places, between which --tr",
     "Tied --model.network.reused=true --trainer.strategy=pp": "0.weight = 3.weight is needed",
     "Tied --trainer.strategy=fsdp2": "0.weight = 3.weight is needed",

@@ -349,15 +349,22 @@ def _check_reached(strategy: DDPStrategy, module: LitResNet) -> None:
     """Refuse parameters for whose gradients DistributedDataParallel would wait in vain."""
     from lit_cifar.strategies.mesh import MeshStrategy
 
-    waits = not (strategy._ddp_kwargs.get("find_unused_parameters") or strategy._ddp_kwargs.get("static_graph"))
-    if isinstance(strategy, MeshStrategy) or not waits:
+    if strategy._ddp_kwargs.get("find_unused_parameters") or strategy._ddp_kwargs.get("static_graph"):
         return
-    if names := unreached_parameters(module.network, module.image_shape):
-        start = "" if strategy._start_method == "popen" else f"_{strategy._start_method}"
+    start = "" if strategy._start_method == "popen" else f"_{strategy._start_method}"
+    other, kind = f"pass --trainer.strategy=ddp{start}_find_unused_parameters_true", type(module.network).__name__
+    never, sometimes = unreached_parameters(module.network, module.image_shape)
+    if sometimes and mode_of(strategy).layout.data_parallel_size > 1:
         raise ConfigError(
-            f"the loss of {type(module.network).__name__} does not depend on {len(names)} of its parameters, the first "
-            f"is {names[0]}: ddp would wait for their gradients",
-            remedy=f"pass --trainer.strategy=ddp{start}_find_unused_parameters_true, or remove them",
+            f"{kind} leaves out {sometimes[0]} in some steps, as it draws: replicas would wait for, or mix, each other's "
+            "gradients",
+            remedy=f"{other}, or multiply by 0 in place of leaving it out",
+        )
+    if never and not isinstance(strategy, MeshStrategy):
+        raise ConfigError(
+            f"the loss of {kind} does not depend on {len(never)} of its parameters, the first is {never[0]}: ddp would "
+            "wait for their gradients",
+            remedy=f"{other}, or remove them",
         )
 
 

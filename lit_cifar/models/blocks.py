@@ -14,6 +14,7 @@ trained in `dp`, `ddp`, `ddp_spawn` and `fsdp2`. It may tell more about itself:
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -101,12 +102,26 @@ def check_network(
         )
 
 
-def unreached_parameters(network: nn.Module, image_shape: Sequence[int]) -> list[str]:
-    """The names of the parameters that get no gradient from the logits of two images of noise."""
+def unreached_parameters(network: nn.Module, image_shape: Sequence[int]) -> tuple[list[str], list[str]]:
+    """The parameters that get no gradient from the logits of two images of noise: the names of those that never do.
+
+    Then the names of those that do for some of eight draws of the network's random numbers, and for others not.
+    """
     alone = deepcopy(network).train()
+    trained = {name: parameter for name, parameter in alone.named_parameters() if parameter.requires_grad}
+    counts = Counter[str]()
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        alone(torch.randn(2, *image_shape)).sum().backward()
-    return [name for name, parameter in alone.named_parameters() if parameter.requires_grad and parameter.grad is None]
+        images = torch.randn(2, *image_shape)
+        for draw in range(1, 9):
+            torch.manual_seed(draw)
+            before = torch.get_rng_state()
+            alone.zero_grad()
+            alone(images).sum().backward()
+            counts.update(name for name, parameter in trained.items() if parameter.grad is None)
+            if torch.get_rng_state().equal(before):  # it draws nothing
+                break
+    never = [name for name in trained if counts[name] == draw]
+    return never, [name for name in trained if 0 < counts[name] < draw]
 
 
 def tensor_split_of(network: nn.Module) -> dict[str, SplitKind]:
