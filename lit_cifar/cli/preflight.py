@@ -356,8 +356,8 @@ def _check_reached(strategy: DDPStrategy, module: LitResNet) -> None:
     never, sometimes = unreached_parameters(module.network, module.image_shape)
     if sometimes and mode_of(strategy).layout.data_parallel_size > 1:
         raise ConfigError(
-            f"{kind} leaves out {sometimes[0]} in some steps, as it draws: replicas would wait for, or mix, each other's "
-            "gradients",
+            f"{kind} leaves out {sometimes[0]} in some steps, as it draws: replicas would mix each other's gradients, "
+            "or wait for them",
             remedy=f"{other}, or multiply by 0 in place of leaving it out",
         )
     if never and not isinstance(strategy, MeshStrategy):

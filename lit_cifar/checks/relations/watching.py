@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -46,7 +47,7 @@ class Watched:
         self._statistics: dict[int, tuple[int, ...]] = {}  # of frozen layers
         self._frozen: set[int] = set()
         # Of optimizers whose gradients no backward has found to be 0 since their step: whether one has added to them.
-        self._is_stale: dict[Optimizer, bool] = {}
+        self._is_stale = WeakKeyDictionary[Optimizer, bool]()
 
     def _own_phase(self) -> str:
         """Of a plain loop: it evaluates without gradients, or with a model in eval mode that is else trained."""
