@@ -76,6 +76,7 @@ def test_outside_of_the_checker_every_call_gives_the_own_value() -> None:
         (torch.tensor([float("nan")]), torch.tensor([1.0]), float("inf")),
         (torch.zeros(2), torch.zeros(3), float("inf")),
         (None, 1.0, float("inf")),
+        (torch.tensor([1 + 1j]), torch.tensor([1 + 5j]), 0.8),
     ],
 )
 def test_a_difference_is_relative_to_the_largest_value(one: object, other: object, expected: float) -> None:

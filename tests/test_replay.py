@@ -679,6 +679,13 @@ def test_the_bound_of_a_mean_is_kept_by_every_order_and_by_no_wrong_mean() -> No
     assert gamma(2, torch.float32) == pytest.approx(2**-23, rel=1e-6)
 
 
+def test_the_mean_of_complex_gradients_has_both_parts() -> None:
+    mean = ExactMean(2)
+    for gradient in (torch.tensor([1 + 2j]), torch.tensor([3 + 4j])):
+        mean.add({"g": gradient})
+    assert mean.share("g", torch.tensor([2 + 3j])) <= 1 < mean.share("g", torch.tensor([2 + 3.1j]))
+
+
 def test_digests_see_every_bit_but_the_sign_of_zero() -> None:
     value = torch.tensor([0.0, 1.0])
     assert digest(value).bits == digest(torch.tensor([-0.0, 1.0])).bits

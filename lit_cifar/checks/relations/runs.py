@@ -14,6 +14,7 @@ import torch
 
 from lit_cifar.checks.relations.parts import BESIDE
 from lit_cifar.checks.relations.plan import Imposed, Plan, Target, Trace
+from lit_cifar.checks.repeated_step.tensors import as_real
 from lit_cifar.launch.forked import ForkedRun
 
 Outcome: TypeAlias = Literal["pass", "fail", "note", "abstain", "crash"]
@@ -195,7 +196,7 @@ def _end_of(output: Path) -> str:
 def difference(one: Any, other: Any) -> float:
     if one is None or other is None:
         return float("inf")
-    first, second = (torch.as_tensor(value).double() for value in (one, other))
+    first, second = (as_real(torch.as_tensor(value)).double() for value in (one, other))
     if first.shape != second.shape:
         return float("inf")
     if not first.numel() or torch.equal(first, second):

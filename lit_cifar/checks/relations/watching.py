@@ -20,6 +20,7 @@ from lit_cifar.checks.relations.snapshot import outermost
 from lit_cifar.checks.relations.switches import in_double
 from lit_cifar.checks.relations.trained import observed, owned_by, statistics, told
 from lit_cifar.checks.repeated_step.batches import has_rows, row_digests, tensors_in
+from lit_cifar.checks.repeated_step.tensors import as_real
 from lit_cifar.internals import tree_leaves
 
 CHECKPOINT = "checkpoint"  # in the folder of the run, for all ranks; a script may add to the name
@@ -126,7 +127,7 @@ class Watched:
         self._is_stale[optimizer] = False
         self._batch_of_step = 0
         self.draws.begin_again(is_in_batch=self._is_in_batch)
-        norms = [p.detach().double().norm().cpu() for p in owned_by([optimizer]) if not p.is_meta]
+        norms = [as_real(p.detach()).double().norm().cpu() for p in owned_by([optimizer]) if not p.is_meta]
         self.trace.norms.append(float(torch.stack(norms).norm()) if norms else 0.0)
         self.seed("step")
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lit_cifar.checks.repeated_step.tensors import as_real
+
 
 def gamma(num_roundings: int, dtype: torch.dtype) -> float:
     """N u / (1 - n u), u the unit roundoff: N. Higham, Accuracy and Stability of Numerical Algorithms, section 3.1."""
@@ -24,13 +26,14 @@ class ExactMean:
 
     def add(self, gradients: Mapping[str, Tensor]) -> None:
         for name, gradient in gradients.items():
-            exact = gradient.double()
+            exact = as_real(gradient).double()
             self.totals[name] = self.totals.get(name, 0.0) + exact
             self.magnitudes[name] = self.magnitudes.get(name, 0.0) + exact.abs()
 
     def compared(self, reduced: Mapping[str, Tensor]) -> tuple[float, float]:
         """The factor between `reduced` and the mean, in least squares, and the share of the norm that this leaves."""
-        pairs = [(value.double(), self.totals[n] / self.num_ranks) for n, value in reduced.items() if n in self.totals]
+        means = {name: self.totals[name] / self.num_ranks for name in reduced if name in self.totals}
+        pairs = [(as_real(reduced[name]).double(), mean) for name, mean in means.items()]
         square = sum(float(mean.square().sum()) for _, mean in pairs) or 1.0
         factor = sum(float((value * mean).sum()) for value, mean in pairs) / square
         left = sum(float((value - factor * mean).square().sum()) for value, mean in pairs)
@@ -45,11 +48,12 @@ class ExactMean:
         """
         if name not in self.totals:
             return 0.0 if not reduced.any() else float("inf")
+        reduced = as_real(reduced)
         relative = gamma(self.num_ranks, reduced.dtype) + gamma(self.num_ranks, torch.float64)
         divisor = 1 if is_sum else self.num_ranks
         bound, expected = relative * self.magnitudes[name] / divisor, self.totals[name] / divisor
         if name in self.before:
-            expected = expected + self.before[name].double()
+            expected = expected + as_real(self.before[name]).double()
             bound = bound + gamma(1, reduced.dtype) * reduced.double().abs()
         # Overflow on both sides is right: a GradScaler then skips the step.
         overflowed = ~reduced.isfinite() & ~expected.to(reduced.dtype).isfinite()

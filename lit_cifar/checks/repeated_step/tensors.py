@@ -28,3 +28,8 @@ def names_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[Tensor,
         for place, parameter in enumerate(parameters_of(optimizer)):
             names.setdefault(parameter, f"parameter {place} of optimizer {number}")
     return names
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """The tensor itself, or real and imaginary parts of a complex one, which `Tensor.double` would drop."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -26,7 +26,7 @@ from lit_cifar.checks.repeated_step.events import (
 )
 from lit_cifar.checks.repeated_step.exchange import Done, Exchange, problem, received_by, sent_by
 from lit_cifar.checks.repeated_step.reduction import ExactMean, gamma
-from lit_cifar.checks.repeated_step.tensors import device_of, fresh_copy, names_of
+from lit_cifar.checks.repeated_step.tensors import as_real, device_of, fresh_copy, names_of
 from lit_cifar.checks.repeated_step.twin import Twin, TwinState, fill, one_process
 from lit_cifar.checks.replay.recording import state_digests
 from lit_cifar.checks.replay.step_data import Generators, JoinedBatch, judge_batches, judge_draws, judge_draws_between
@@ -496,10 +496,10 @@ class Replayer:
             before = self._parameters[name].grad
             if before is None or not before.any():
                 continue
-            used = step.values.get(name, before)
-            factor = float((before.double() * used.double()).sum() / before.double().square().sum())
-            bound = 8 * torch.finfo(before.dtype).eps * abs(factor)
-            if not bool(((used.double() - factor * before.double()).abs() <= bound * before.double().abs()).all()):
+            bound = 8 * torch.finfo(before.dtype).eps
+            before, used = (as_real(value).double() for value in (before, step.values.get(name, before)))
+            factor = float((before * used).sum() / before.square().sum())
+            if not bool(((used - factor * before).abs() <= bound * abs(factor) * before.abs()).all()):
                 return "not by a factor"
             factors.append(factor)
         if factors and max(factors) - min(factors) > 1e-3 * abs(max(factors)):
