@@ -187,9 +187,8 @@ def test_what_cannot_be_copied_is_told_and_does_not_end_the_training(where: str)
     if where == "module":
         task.handle = Uncopied()
     task.training_step = lambda batch, batch_idx: task.network(batch[0]).mean()
-    strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    plugin = SimpleNamespace()
-    trainer = SimpleNamespace(strategy=strategy, optimizers=[], precision_plugin=plugin, callbacks=[], global_rank=0)
+    empty: dict[str, Any] = {"optimizers": [], "callbacks": [], "loggers": [], "precision_plugin": SimpleNamespace()}
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")), global_rank=0, **empty)
     audit = NeighborAudit(trainer, task)
     audit.observe()
     assert task.training_step([torch.randn(4, 3), Uncopied()], 0).isfinite()
