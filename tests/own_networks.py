@@ -97,6 +97,18 @@ class Odd(nn.Module):
         return out
 
 
+class Wrapped(nn.Module):
+    """Has its layers in an attribute of the name that LitResNet gives to the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = Odd()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.network(x)
+        return out
+
+
 class Broken(nn.Module):
     """Takes other images."""
 

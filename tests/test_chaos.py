@@ -20,6 +20,7 @@ from commands import TINY, launch, mode_flags
 from processes import marked
 
 from lit_cifar.data import Batch
+from lit_cifar.errors import ConfigError
 from lit_cifar.tools.chaos import trial as trial_module
 from lit_cifar.tools.chaos.audit import (
     LAUNCH,
@@ -52,6 +53,12 @@ def test_a_seed_means_one_plan_for_which_the_training_is_long_enough(
     plans = [training.faults(seed=seed) for seed in (3, 3, 4)]
     assert plans[0] == plans[1] != plans[2]
     assert all(2 * every + 2 <= fault.step < training.num_steps - 2 * every for fault in plans[0])
+
+
+@pytest.mark.parametrize("num_parts", [None, 4])
+def test_a_mode_of_one_process_is_not_replaced_by_one_device(num_parts: int | None) -> None:
+    with pytest.raises(ConfigError, match="--modes=ddp_mp has one process on 2 devices"):
+        chosen_modes(["ddp_mp"], devices=2, num_parts=num_parts)
 
 
 def test_a_plan_hits_with_every_kind_at_every_part_of_the_training() -> None:

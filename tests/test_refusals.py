@@ -139,6 +139,8 @@ WHOLE = {
     "bench trace --output=out --trainer.devices=4": "--trainer.devices itself",
     "chaos --faults=0": "--faults=0",
     "chaos --modes=single": "single",
+    "chaos --trainer.accumulate_grad_batches=2": "pass --trainer.accumulate_grad_batches=1",
+    "chaos --modes=fsdp2 --last_checkpoint.sharded=true": "pass --last_checkpoint.sharded=false",
     "chaos --modes=ddp_mp": "--devices 4",
     "chaos --devices=1": "--devices=1",
     "chaos --launcher=no_such_program": "'no_such_program' does not begin with a program",

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from commands import TINY as TINY_FIT
-from commands import callback, run_here
+from commands import callback, own_network, run_here
 from torch import Tensor, nn
 from verifying import settings
 
@@ -44,6 +44,7 @@ from lit_cifar.tools.verify.judge import (
     frozen_problems,
     logged_problems,
     logits_problems,
+    not_replayed,
     other_weights,
     replay_problems,
 )
@@ -90,6 +91,7 @@ def step(*, loss: float = 2.0, weight: float = 0.5, mean: float = 0.1, momentum:
         (torch.tensor([math.nan]), torch.tensor([1.0]), math.inf),
         (torch.tensor([1.0]), torch.tensor([math.nan]), math.inf),
         (torch.tensor([math.inf]), torch.tensor([1.0]), math.inf),
+        (torch.tensor([math.inf, 1.0]), torch.tensor([math.inf, 1.0]), 0.0),
     ],
 )
 def test_difference(found: Tensor, expected: Tensor, gap: float) -> None:
@@ -568,6 +570,27 @@ def test_what_a_replay_takes_is_wrong_without_own_callbacks(callbacks: list[str]
     assert problem.endswith(", and 1 more" if found == 2 else "differs")
 
 
+REPORT: dict[str, Any] = {"abstained": [], "error": None}
+
+
+@pytest.mark.parametrize(
+    ("reports", "reason"),
+    [
+        ([REPORT], None),
+        ([REPORT, REPORT | {"abstained": ["rank 0 does not get its own result again"]}], "does not get its own"),
+        ([REPORT | {"error": "the replay ended by KeyError"}], "ended by KeyError"),
+        (None, "left no report"),
+    ],
+)
+def test_steps_that_were_not_replayed_are_not_passed(reports: Any, reason: str | None, tmp_path: Path) -> None:
+    if reports is not None:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / RESULT).write_text(json.dumps(reports))
+    found = not_replayed(Record(tmp_path))
+    assert len(found) == (reason is not None)
+    assert all(str(reason) in problem for problem in found)
+
+
 @pytest.mark.parametrize(("weights", "wrong"), [((6 / 5, 4 / 5), 0), ((1.0, 1.0), 1)])
 def test_parts_of_a_ragged_batch_count_by_samples(weights: tuple[float, float], wrong: int, tmp_path: Path) -> None:
     (tmp_path / "trace").mkdir()
@@ -587,13 +610,12 @@ def recorded(folder: Path, *flags: str) -> Record:
     return Record(folder)
 
 
-ODD = ["--model.network=own_networks.Odd", *(flag for flag in TINY_FIT if not flag.startswith("--model"))]
-
-
-def test_tied_weights_and_what_is_not_saved_are_no_mistakes(tf32: list[Any], tmp_path: Path) -> None:
-    record = recorded(tmp_path, *ODD, "--data.num_train=48", "--trainer.max_epochs=-1", "--trainer.precision=64-true")
+@pytest.mark.parametrize("network", ["Odd", "Wrapped"])
+def test_tied_weights_and_what_is_not_saved_are_no_mistakes(network: str, tf32: list[Any], tmp_path: Path) -> None:
+    more = ["--data.num_train=48", "--trainer.max_epochs=-1", "--trainer.precision=64-true"]
+    record = recorded(tmp_path, *own_network(network), *more)
     config = settings(num_train=48, val_size=16).config
-    config["model"] |= {"network": {"class_path": "own_networks.Odd"}, "label_smoothing": 0.0, "test_views": 1}
+    config["model"] |= {"network": {"class_path": f"own_networks.{network}"}, "label_smoothing": 0.0, "test_views": 1}
     config["model"] |= {"arch": None, "stem": None}
     config["model"]["optimizer"] = {"class_path": "lit_cifar.NesterovSGD", "init_args": {"lr": 0.1}}
     own = Configuration((), config)
@@ -615,7 +637,7 @@ def test_the_first_wrong_sample_of_an_evaluation_is_named_with_its_process() -> 
 
 
 def test_where_a_callback_averages_weights_only_the_steps_are_judged(tf32: list[Any], tmp_path: Path) -> None:
-    record = recorded(tmp_path, *ODD, *callback("lightning.pytorch.callbacks.EMAWeightAveraging"))
+    record = recorded(tmp_path, *own_network("Odd"), *callback("lightning.pytorch.callbacks.EMAWeightAveraging"))
     assert "with EMA one device itself evaluates or saves other weights" in (other_weights(record, ["EMA"]) or "")
     assert other_weights(record, []) is None
 

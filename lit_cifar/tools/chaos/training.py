@@ -40,6 +40,17 @@ def configured(args: Sequence[str], *, folder: Path) -> tuple[tuple[str, ...], s
     refuse_owned(args, OWNED | {"virtual_replicas"}, command="chaos")
     flags = (*(() if names_config(args) else _SMALL), *args, *_OURS)
     config = resolved(flags, folder=folder)
+    if (accumulation := config["trainer"]["accumulate_grad_batches"]) > 1:
+        raise ConfigError(
+            f"--trainer.accumulate_grad_batches={accumulation}: BatchNorm would see other parts of a batch on fewer "
+            "processes, and chaos compares the ends",
+            remedy="pass --trainer.accumulate_grad_batches=1",
+        )
+    if config["last_checkpoint"]["sharded"]:
+        raise ConfigError(
+            "--last_checkpoint.sharded=true: chaos damages checkpoints of one file, and resizes to one process",
+            remedy="pass --last_checkpoint.sharded=false",
+        )
     every_n_steps = config["last_checkpoint"]["every_n_steps"] or _EVERY_N_STEPS
     return flags, str(config["trainer"]["precision"] or "32-true"), every_n_steps
 
@@ -128,15 +139,22 @@ def chosen_modes(names: Sequence[str], *, devices: int, num_parts: int | None = 
     if wrong := [name for name in names if name not in known]:
         problem = f"there is no mode {wrong[0]!r} that torchrun starts"
         raise ConfigError(problem, remedy=f"pass --modes with some of {','.join(known)}")
+    full = {
+        name: sized_modes(devices)[of if num_parts is None else name] for name, of in known.items() if name in names
+    }
+    for name, mode in full.items():
+        if mode.num_processes < 2:
+            problem = f"--modes={name} has one process on {mode.devices} devices"
+            raise ConfigError(problem, remedy=f"pass --devices {2 * mode.devices}")
     if num_parts is not None:
-        return [_with_same_bits(name, devices, num_parts) for name in known if name in names]
-    return [_mode(name, sized_modes(devices)[known[name]]) for name in known if name in names]
+        return [_with_same_bits(name, mode, devices, num_parts) for name, mode in full.items()]
+    return [_mode(name, mode) for name, mode in full.items()]
 
 
-def _with_same_bits(name: str, devices: int, num_parts: int) -> ResizedMode:
+def _with_same_bits(name: str, full: SizedMode, devices: int, num_parts: int) -> ResizedMode:
     """The mode resized to one process, and to twice as many in another mode where V can be divided so."""
     own, other = f"--virtual_replicas={num_parts}", "ddp" if name == "fsdp2" else "fsdp2"
-    full = sized_modes(devices)[name]  # `fit` refuses it if V cannot be divided so
+    # `fit` refuses the mode if V cannot be divided so.
     others = (sized_modes(2)["single"], sized_modes(2 * devices)[other])
     fitting = [mode for mode in others if num_parts % mode.num_processes == 0]
     flags = {mode.num_processes: (own, *mode.with_parts().flags) for mode in (full, *fitting)}
@@ -144,9 +162,6 @@ def _with_same_bits(name: str, devices: int, num_parts: int) -> ResizedMode:
 
 
 def _mode(name: str, mode: SizedMode) -> ResizedMode:
-    if mode.num_processes < 2:
-        problem = f"--modes={name} has one process on {mode.devices} devices"
-        raise ConfigError(problem, remedy=f"pass --devices {2 * mode.devices}")
     alone = ["--trainer.strategy=auto", "--trainer.devices=1"]
     if (chunks := mode.ghost_batches(accumulation=1)) != GhostBatches():
         alone += [f"--model.ghost_batchnorm.{name}={value}" for name, value in asdict(chunks).items()]

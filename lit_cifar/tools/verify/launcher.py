@@ -19,6 +19,7 @@ from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.options import GROUPS
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
+from lit_cifar.launch.rendezvous import as_list
 from lit_cifar.launch.signals import EXIT_REFUSED
 from lit_cifar.models.resnet import SHAPES
 from lit_cifar.task.callbacks import default_callbacks
@@ -129,7 +130,7 @@ class Configuration:
     def added_callbacks(self) -> list[str]:
         """Classes of the callbacks that are the user's choice."""
         known = {type(callback).__name__ for callback in default_callbacks()}
-        classes = [callback["class_path"] for callback in self.config["trainer"].get("callbacks") or []]
+        classes = [callback["class_path"] for callback in as_list(self.config["trainer"].get("callbacks"))]
         return [path for path in classes if path.rpartition(".")[2] not in known]
 
     def module(self, **kwargs: Any) -> LitResNet:

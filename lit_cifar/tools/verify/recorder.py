@@ -217,7 +217,7 @@ def held(trainer: Any, module: nn.Module) -> Iterator[tuple[str, str, Any]]:
     """Name, kind and value of all that this process itself trains: in a pipeline its own stages, elsewhere all."""
     own = {*module.parameters(), *module.buffers()} - mode_of(trainer.strategy).trained_elsewhere()
     yield from (found for found in _tensors(module) if found[2] in own)
-    names: dict[Tensor, str] = {parameter: _plain(name) for name, parameter in module.named_parameters()}
+    names: dict[Tensor, str] = {parameter: _plain(name, module) for name, parameter in module.named_parameters()}
     for optimizer in trainer.optimizers:
         for number, group in enumerate(optimizer.param_groups):
             settings = {**group, "params": [names.get(parameter, "a stranger") for parameter in group["params"]]}
@@ -232,12 +232,12 @@ def held(trainer: Any, module: nn.Module) -> Iterator[tuple[str, str, Any]]:
 def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     """Parameters, and the buffers that are saved; names lose the prefix that a LightningModule gives to its network."""
     saved = module.state_dict().keys()
-    yield from ((_plain(name), PARAMETERS, parameter) for name, parameter in module.named_parameters())
-    yield from ((_plain(name), BUFFERS, buffer) for name, buffer in module.named_buffers() if name in saved)
+    yield from ((_plain(name, module), PARAMETERS, parameter) for name, parameter in module.named_parameters())
+    yield from ((_plain(name, module), BUFFERS, buffer) for name, buffer in module.named_buffers() if name in saved)
 
 
-def _plain(name: str) -> str:
-    return name.removeprefix("network.")
+def _plain(name: str, module: nn.Module) -> str:
+    return name.removeprefix("network.") if isinstance(module, L.LightningModule) else name
 
 
 @torch.no_grad()
