@@ -544,6 +544,15 @@ def test_the_counts_of_an_epoch_within_which_the_training_ends_are_kept(tmp_path
     assert saved["metrics"]["train_loss"]["count"] == 16 * saved["position"]["step"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:the (training before had|schedule goes on)")
+def test_a_schedule_counts_the_steps_of_this_run_where_batches_are_others_from_an_epoch_on(tmp_path: Path) -> None:
+    """79 images are 5 steps an epoch, then 2: it stands behind 2 of 6 steps, and ends at 0."""
+    fit(tmp_path / "run", "--trainer.max_epochs=1")
+    fit(tmp_path / "run", "--trainer.max_epochs=3", "--data.batch_size=40", "--resume=auto")
+    schedule = last_checkpoint(tmp_path / "run")["lr_schedulers"][0]
+    assert (schedule["total_steps"], schedule["last_epoch"], schedule["_last_lr"]) == (6, 6, [0.0])
+
+
 def test_metrics_that_are_no_sums_begin_anew() -> None:
     metrics = torch.nn.ModuleDict({"loss": MeanLoss(), "most": MaxMetric(), "all": CatMetric(), "val_loss": MeanLoss()})
     assert [name for name, _ in _metrics(metrics)] == ["loss"]

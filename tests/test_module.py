@@ -10,11 +10,12 @@ from typing import Literal
 import pytest
 import torch
 from counting import Operators
+from lightning.pytorch.cli import ReduceLROnPlateau as OwnPlateau
 from short_fits import data, fit, short
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
-from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
@@ -73,6 +74,18 @@ def test_the_rate_follows_the_batch_and_the_schedule_the_run(tmp_path: Path, sca
     run = fit(module, tmp_path, images_of(), **settings)
     assert run.lr_scheduler_configs[0].scheduler.base_lrs == [pytest.approx(0.1 * factor)]
     assert run.global_step == run.lr_scheduler_configs[0].scheduler.total_steps == 10
+
+
+def test_the_rate_of_a_schedule_follows_the_batch_too_and_a_plateau_its_metric(tmp_path: Path) -> None:
+    schedule = partial(OneCycleLR, max_lr=0.1, total_steps=10)
+    module = LitResNet("tiny", stem="imagenet", lr_scaling="linear", base_batch_size=4, lr_scheduler=schedule)
+    settings = {"max_epochs": 2, "accumulate_grad_batches": 2, "limit_val_batches": 0}
+    run = fit(module, tmp_path, images_of(), **settings)
+    assert run.optimizers[0].param_groups[0]["max_lr"] == pytest.approx(0.4)
+    for plateau, metric in ((OwnPlateau, "train/loss"), (ReduceLROnPlateau, "val/loss")):
+        names = {"monitor": "train/loss"} if plateau is OwnPlateau else {}
+        module = LitResNet("tiny", stem="imagenet", lr_scheduler=partial(plateau, **names))
+        assert fit(module, tmp_path, max_epochs=1).lr_scheduler_configs[0].monitor == metric
 
 
 def batches_of(images: CIFAR10DataModule, augmentation: Augmentation, *, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:

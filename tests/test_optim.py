@@ -70,6 +70,27 @@ SCHEDULES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("schedule", "same", "name"),
+    [
+        (lr_scheduler.OneCycleLR, {"total_steps": 20}, "max_lr"),
+        (lr_scheduler.CyclicLR, {"max_lr": 5.0, "step_size_up": 4}, "base_lr"),
+    ],
+)
+def test_rates_that_a_schedule_brings_are_those_of_the_run(schedule: Any, same: dict[str, Any], name: str) -> None:
+    trained, plan, recipe = planned(schedule, 0.1, **same, **{name: 1.0})
+    take(5, trained, plan)
+    saved = deepcopy((trained.state_dict(), plan.state_dict(), recipe.settings()))
+    reference, its_plan, _ = planned(schedule, 0.1, **same, **{name: 2.0})
+    take(5, reference, its_plan)
+    optimizer, scheduler, own = planned(schedule, 0.1, **same, **{name: 2.0})
+    optimizer.load_state_dict(saved[0])
+    scheduler.load_state_dict(saved[1])
+    with pytest.warns(UserWarning, match="the training before had"):
+        own.resume(optimizer, scheduler, before=saved[2], step=5)
+    assert take(3, optimizer, scheduler) == pytest.approx(take(3, reference, its_plan))
+
+
 @pytest.mark.parametrize(("schedule", "before", "now"), SCHEDULES, ids=lambda value: getattr(value, "__name__", ""))
 def test_settings_of_the_run_hold_after_a_checkpoint_was_loaded(
     schedule: Any, before: dict[str, Any], now: dict[str, Any]

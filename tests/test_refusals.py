@@ -31,6 +31,7 @@ REFUSED = {
     "--trainer.limit_train_batches=0": ["--trainer.limit_train_batches=0 would train nothing"],
     "--trainer.accumulate_grad_batches=4 --trainer.limit_train_batches=6": ["=4 or --trainer.limit_train_batches=8"],
     "--trainer.accumulate_grad_batches=2 --trainer.val_check_interval=3": ["pass --trainer.val_check_interval=4"],
+    "--model.lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau --data.val_size=0": ["follows val/loss"],
     "--trainer.overfit_batches=2 --data.balanced=true": ["--data.balanced=true draws others"],
     "--trainer.accumulate_grad_batches=2 --trainer.overfit_batches=1": ["whole steps: --trainer.overfit_batches=2"],
     "--trainer.callbacks+=StochasticWeightAveraging --trainer.callbacks.swa_lrs=0.01": ["EMAWeightAveraging"],

@@ -42,7 +42,7 @@ from lit_cifar.mode.refusals import refuse
 from lit_cifar.models.blocks import check_network, unreached_parameters
 from lit_cifar.models.recomputed import check_recomputed
 from lit_cifar.task.module import LitResNet
-from lit_cifar.task.optim import check_ratio, check_total_steps
+from lit_cifar.task.optim import check_ratio, check_total_steps, followed_metric
 
 _MANY = 2**16  # upper bound for numbers of things that a list holds
 # The least and the largest value of numbers that nobody else checks before the first step.
@@ -292,6 +292,8 @@ def check_run(
         data.train_sampler().check()
         data.class_factors()
         check_total_steps(scheduler, _total_steps(trainer, _check_intervals(trainer, data)))
+        if isinstance(scheduler, ReduceLROnPlateau):
+            _check_followed(followed_metric(scheduler), trainer, data)
     if start.order is not None:
         with naming(asked.ckpt_path):
             _compare_images(start.order, order_settings(data), start)
@@ -373,6 +375,17 @@ def _total_steps(trainer: Trainer, num_batches: int) -> float:
     most = trainer.max_steps if trainer.max_steps >= 0 else math.inf
     epochs = math.inf if trainer.max_epochs == -1 else max(trainer.max_epochs or 1, 1)
     return min(most, -(-num_batches // trainer.accumulate_grad_batches) * epochs)
+
+
+def _check_followed(metric: str, trainer: Any, data: CIFAR10DataModule) -> None:
+    """Refuse a schedule that follows a validation which does not come in each epoch."""
+    every = trainer.check_val_every_n_epoch
+    if metric.startswith("val/") and (not data.val_size or not trainer.limit_val_batches or (every or 1) > 1):
+        raise ConfigError(
+            f"--model.lr_scheduler=ReduceLROnPlateau follows {metric} after each epoch, and not each is validated",
+            remedy="validate each (--data.val_size, --trainer.check_val_every_n_epoch=1), or follow the training:\n"
+            "--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau --model.lr_scheduler.monitor=train/loss",
+        )
 
 
 def _check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> int:

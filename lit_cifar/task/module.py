@@ -42,7 +42,15 @@ from lit_cifar.models.memory_format import follow_parameters, plain
 from lit_cifar.models.random_streams import RandomStreams
 from lit_cifar.models.recomputed import check_blocks, keep_activations, recompute_blocks
 from lit_cifar.task.metrics import ConfusionMatrix, EpochMeans, EvaluationMetrics, MeanLoss, TopAccuracy
-from lit_cifar.task.optim import NesterovSGD, Recipe, WarmupDecay, check_total_steps, keep_saved_types, scale_rates
+from lit_cifar.task.optim import (
+    NesterovSGD,
+    Recipe,
+    WarmupDecay,
+    check_total_steps,
+    followed_metric,
+    keep_saved_types,
+    scale_rates,
+)
 
 LRScaling = Literal["none", "linear", "sqrt"]
 _PREFIX = "network."  # what Lightning puts before the names of the plain network's tensors
@@ -426,10 +434,20 @@ class LitResNet(L.LightningModule):
             )
         keep_saved_types(optimizer)
         optimizer.register_load_state_dict_post_hook(follow_parameters)
-        self._scale_lr(optimizer)
+        factor = self._lr_factor()
+        for group in optimizer.param_groups:
+            group["lr"] *= factor
         self._recipe = Recipe(optimizer)
         scheduler = self.new_scheduler(optimizer)
-        when: dict[str, Any] = {"monitor": "val/loss"} if isinstance(scheduler, ReduceLROnPlateau) else {}
+        for number, group in enumerate(optimizer.param_groups):
+            scale_rates(scheduler, group, number=number, ratio=factor)
+        if self.lr_scaling != "none":
+            first = optimizer.param_groups[0]
+            peak = first.get("max_lr", first.get("initial_lr", first["lr"]))
+            rank_zero_info(f"learning rate x {factor:.4g} = {peak:.4g}: {self.lr_scaling} scaling by the global batch")
+        when: dict[str, Any] = {}
+        if isinstance(scheduler, ReduceLROnPlateau):
+            when = {"monitor": followed_metric(scheduler)}
         total_steps = self.trainer.estimated_stepping_batches
         check_total_steps(scheduler, total_steps)
         if isinstance(scheduler, WarmupDecay):
@@ -444,21 +462,20 @@ class LitResNet(L.LightningModule):
         if self._resumed is not None and self._recipe is not None:
             found, step, trainer = self._resumed.get(SETTINGS), self.trainer.global_step, self.trainer
             before = found if isinstance(found, dict) else None
-            self._recipe.resume(trainer.optimizers[0], self.lr_schedulers(), before=before, step=step)
+            taken = None
+            if trainer.lr_scheduler_configs[0].interval == "step" and trainer.max_steps == -1:
+                # Earlier epochs may have had other batches; the schedule is made of steps of this run.
+                progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+                batches = trainer.current_epoch * trainer.num_training_batches + progress.processed
+                taken = int(batches // trainer.accumulate_grad_batches)
+            self._recipe.resume(trainer.optimizers[0], self.lr_schedulers(), before=before, step=step, taken=taken)
         self._resumed = None
 
-    def _scale_lr(self, optimizer: Optimizer) -> None:
+    def _lr_factor(self) -> float:
         if self.lr_scaling == "none":
-            return
-        batch_size = self.trainer.datamodule.batch_size  # type: ignore[attr-defined]  # Lightning's own omission
-        ratio = batch_size / self.base_batch_size
-        factor = ratio if self.lr_scaling == "linear" else ratio**0.5
-        for group in optimizer.param_groups:
-            group["lr"] *= factor
-        rank_zero_info(
-            f"learning rate x {factor:.4g} = {optimizer.param_groups[0]['lr']:.4g}: {self.lr_scaling} scaling from a "
-            f"global batch of {self.base_batch_size} to {batch_size}"
-        )
+            return 1.0
+        ratio: float = self.trainer.datamodule.batch_size / self.base_batch_size  # type: ignore[attr-defined]
+        return ratio if self.lr_scaling == "linear" else ratio**0.5
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]

@@ -15,6 +15,8 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLR
 from lit_cifar.errors import ConfigError
 
 _OF_RATE = ("base_lrs", "_last_lr")  # learning rates in the state of a schedule
+# What OneCycleLR and CyclicLR keep in the groups alone. Checkpoints of earlier releases do not name these.
+_BY_SCHEDULE = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 # Entries of a parameter group that choose the kernels of a step, and do not change its result.
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 _PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # the progress of ReduceLROnPlateau
@@ -110,6 +112,11 @@ def scale_rates(scheduler: Any, group: dict[str, Any], *, number: int, ratio: fl
             group[name] *= ratio
 
 
+def followed_metric(scheduler: ReduceLROnPlateau) -> str:
+    """The metric that it follows: Lightning's own class names it, torch's does not."""
+    return str(getattr(scheduler, "monitor", "val/loss"))
+
+
 def check_ratio(scheduler: Any, optimizer: Optimizer, rates: Sequence[float]) -> None:
     """Refuse a schedule that has taken a step and given parameter groups rates of another ratio than they had."""
     first, *others = zip(optimizer.param_groups, rates, strict=True)
@@ -176,23 +183,43 @@ class Recipe:
         for number, group in enumerate(self._made):
             label = f"optimizer[{number}]" if number else "optimizer"
             found |= {f"{label}.{name}": value for name, value in group.items() if name not in _HOW}
+            planned = self._groups[number] if self._groups else {}
+            found |= {f"{label}.{name}": planned[name] for name in _BY_SCHEDULE if name in planned}
         return found
 
-    def resume(self, optimizer: Optimizer, scheduler: Any, *, before: Mapping[str, Any] | None, step: int) -> None:
+    def resume(
+        self,
+        optimizer: Optimizer,
+        scheduler: Any,
+        *,
+        before: Mapping[str, Any] | None,
+        step: int,
+        taken: int | None = None,
+    ) -> None:
         """Let these settings hold after a checkpoint's states were loaded, and say which the training had `before`.
 
-        The schedule stands where it would be if it had been this one from the first step on. If nothing has changed,
-        nothing is touched.
+        The schedule stands where it would be if it had been this one from the first step on: behind `taken` steps,
+        where earlier epochs may have had another number of them. If nothing has changed, nothing is touched.
         """
         own = self.settings()
-        changed = [name for name in own if before is not None and before.get(name) != own[name]]
-        if before is not None and not changed:
+        since = before or {}
+        changed = [
+            name
+            for name in own
+            if before is not None
+            and before.get(name) != own[name]
+            and (name in before or name.rpartition(".")[2] not in _BY_SCHEDULE)
+        ]
+        loaded = scheduler.state_dict()
+        is_elsewhere = taken not in (None, loaded["last_epoch"])
+        if before is not None and not changed and not is_elsewhere:
             return
-        if before is not None:
-            then, now = (", ".join(f"{name}={of.get(name)}" for name in changed) for of in (before, own))
+        if is_elsewhere:
+            rank_zero_warn(f"the schedule goes on behind {taken} steps of this run, not {loaded['last_epoch']}")
+        if changed:
+            then, now = (", ".join(f"{name}={of.get(name)}" for name in changed) for of in (since, own))
             rank_zero_warn(f"the training before had {then}; from optimizer step {step} on it has {now}")
         rates = [group["lr"] for group in optimizer.param_groups]
-        loaded = scheduler.state_dict()
         for group, fresh in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(fresh)
         if isinstance(scheduler, ReduceLROnPlateau):  # it follows a metric
@@ -205,7 +232,7 @@ class Recipe:
         scheduler.load_state_dict(deepcopy(self._schedule))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the optimizer takes no steps here
-            for _ in range(loaded["last_epoch"]):
+            for _ in range(loaded["last_epoch"] if taken is None else taken):
                 scheduler.step()
 
 
