@@ -225,7 +225,7 @@ size = relations.knob("evaluation_batch", int(sys.argv[1] if sys.argv[1:] else 5
 @torch.no_grad()
 def evaluate(model):
     losses = [((model.eval()(x) - x) ** 2).mean(1) for (x,) in DataLoader(data, size)]
-    return (sum(loss.mean() for loss in losses) if BUG == "sum of means" else torch.cat(losses).mean()).item()
+    return (sum(loss.mean() for loss in losses) if BUG == "sum of means" else torch.cat(losses).mean())
 
 
 class Training:
@@ -447,4 +447,22 @@ for epoch in range(3):
             (loss / (PARTS if BUG == "window of fewer" else len(window))).backward()
         optimizer.step()
         optimizer.zero_grad()
+""")
+
+# Two optimizers step together, each behind two batches. It looks at a batch before it trains.
+PAIR = script("""
+accumulate = relations.knob("accumulate", 2)
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(1)))
+model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+loader = DataLoader(data, 4)
+next(iter(loader))
+for epoch in range(3):
+    for number, (x,) in enumerate(loader, start=1):
+        (model(x).sub(1).square().mean() / (1 if BUG == "not divided" else accumulate)).backward()
+        if number % accumulate == 0:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
 """)

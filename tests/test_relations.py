@@ -16,15 +16,16 @@ import relation_scripts
 import torch
 from commands import TINY, graded, mode_flags, refused, run_here, said_by_tests_in
 from relation_scripts import AGAIN, CRITIC, CUDA, LIGHTNING, PLAIN
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from lit_cifar import relations
 from lit_cifar.checks.relations.judging import RELATIONS, judged
-from lit_cifar.checks.relations.loaders import is_divided
+from lit_cifar.checks.relations.loaders import Loaders, is_divided
 from lit_cifar.checks.relations.loading import same_orders, workers
 from lit_cifar.checks.relations.own_files import mirror
 from lit_cifar.checks.relations.plan import Plan, Target, Trace
 from lit_cifar.checks.relations.runs import Verdict, difference, first_apart, other_samples
+from lit_cifar.checks.relations.snapshot import snapshot
 from lit_cifar.checks.relations.watching import told_apart
 from lit_cifar.checks.repeated_step.batches import (
     SampleList,
@@ -32,6 +33,7 @@ from lit_cifar.checks.repeated_step.batches import (
     in_batches_of,
     joined,
     parted,
+    row_digests,
     with_sample_lists,
 )
 
@@ -157,6 +159,27 @@ def test_an_order_that_is_drawn_is_another_in_each_epoch(
 ) -> None:
     trace = Trace(orders=[(5, is_drawn, order) for order in orders])
     assert [verdict.outcome for verdict in same_orders(trace)] == expected
+
+
+def test_an_order_that_the_script_only_looks_at_is_no_epoch() -> None:
+    watched: Any = SimpleNamespace(plan=Plan(most_batches=4, most_epochs=2, most_steps=9), trace=Trace())
+    watched.phase = lambda: "train"
+    loaders = Loaders(watched)
+    sampler = BatchSampler(RandomSampler(range(8)), 4, False)
+    next(loaders._ordered(BatchSampler.__iter__, sampler))
+    for step in range(2):
+        assert [len(batch) for batch in loaders._ordered(BatchSampler.__iter__, sampler)] == [4, 4]
+        watched.trace.steps = step + 1
+    assert [len(order) for *_, order in watched.trace.orders] == [8, 8]
+
+
+def test_sparse_tensors_are_compared() -> None:
+    layer = torch.nn.Linear(2, 2)
+    layer.register_buffer("graph", torch.eye(3).to_sparse())
+    state = snapshot([layer], [], [], {})
+    assert {"buffers/graph.indices", "buffers/graph.values"} <= state.keys()
+    assert all(difference(value, value) == 0.0 for value in state.values())
+    assert len(row_digests(torch.eye(3).to_sparse())) == 3
 
 
 ONCE, TWICE = Counter({1: 1, 2: 1}), Counter({1: 2, 2: 2})
@@ -287,6 +310,7 @@ QUICK = [
     ),
     ("PADDED", "", "resume,accumulation", resumed({5: "pass", 11: "pass"}) | {"accumulation": "pass"}),
     ("SHORT", "window of fewer", "accumulation", {"accumulation": "fail"}),
+    ("PAIR", "", "accumulation", {"accumulation": "pass"}),
 ]
 SLOW = [
     ("PLAIN", "dropout stays on", "evaluation", {"evaluation": "note"}),
@@ -317,6 +341,7 @@ SLOW = [
     ("PADDED", "gradients forgotten", "resume", resumed({5: "fail", 11: "pass"})),
     ("PADDED", "parts of one weight", "accumulation", {"accumulation": "fail"}),
     ("SHORT", "", "accumulation", {"accumulation": "pass"}),
+    ("PAIR", "not divided", "accumulation", {"accumulation": "fail"}),
 ]
 
 
@@ -458,7 +483,7 @@ def test_the_command_says_what_differs_and_what_it_looked_at(tmp_path: Path, mon
 
 CLASSES = """
 import lightning.pytorch as pl, torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 class Module(pl.LightningModule):
     def __init__(self, width: int):

@@ -250,3 +250,18 @@ def test_batches_that_are_counted_as_more_samples_than_were_read_are_noted(is_gu
     assert report.outcome == "pass"
     text = "loss is weighted by batches of 12 samples in all, as Lightning guesses, and 2 are read: pass batch_size to"
     assert [note.startswith(text) for note in report.notes] == [True] * is_guessed
+
+
+@pytest.mark.parametrize("init_scale", [1024.0, 2.0**127])
+def test_a_fused_optimizer_is_told_the_scale_and_where_gradients_overflow(init_scale: float) -> None:
+    torch.manual_seed(5)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+    with replay(model, optimizer, steps=2) as its:
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale(100 * model(torch.randn(8, 4)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert its.report.outcome == "pass", its.report.findings

@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import (
@@ -47,6 +48,8 @@ class Loaders:
         self._datasets: list[Any] = []  # in the order in which loaders were made; Lightning makes a loader once more
         self._is_probing = False
         self._trained: list[Any] = []
+        # Of a sampler: its last order, and the number of steps before it.
+        self._last = WeakKeyDictionary[Any, tuple[Any, int]]()
         self._asked: int | None = None  # number of samples of the batch that was fetched last
 
     def patch(self) -> None:
@@ -96,7 +99,12 @@ class Loaders:
         order: list[int] = []
         if self._watched.phase() == "train" and isinstance(sampler.sampler, Sized):
             is_drawn = isinstance(sampler.sampler, RandomSampler | WeightedRandomSampler | DistributedSampler)
-            self._trace.orders.append((len(sampler.sampler), is_drawn, order))
+            last, steps = self._last.get(sampler, (None, -1))
+            if steps == self._trace.steps:  # the script has only looked at the last one
+                self._trace.orders[:] = [one for one in self._trace.orders if one is not last]
+            own = len(sampler.sampler), is_drawn, order
+            self._last[sampler] = own, self._trace.steps
+            self._trace.orders.append(own)
         for batch in begin(sampler):
             order += batch
             yield batch

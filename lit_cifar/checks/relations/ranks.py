@@ -147,10 +147,12 @@ def _are_same(one: list[list[int]], other: list[list[int]]) -> bool:
 
 
 def _divides_batches(runs: Runs, own: Trace, micro: int) -> bool:
-    """Whether the script makes its microbatches of each batch: then it has as many steps with them as without."""
-    if micro > 1:
-        return own.steps == own.batches
-    return runs.run(knobs=(("accumulate", 2),))[0].steps == own.steps
+    """Whether the script makes its microbatches of each batch: then a batch has as many steps with them as without.
+
+    Each of several optimizers makes steps, and a run may end by their number.
+    """
+    other = runs.run(knobs=(("accumulate", 1 if micro > 1 else 2),))[0]
+    return other.steps * own.batches == own.steps * other.batches
 
 
 def _reported(runs: Runs, verdict: Verdict, one: Trace, other: Trace, how: str) -> Iterator[Verdict]:

@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lit_cifar.checks.repeated_step.digests import dense
 from lit_cifar.checks.repeated_step.sharded import whole
 
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module)(?=\.)")
@@ -67,13 +68,16 @@ def _of_optimizer(optimizer: Optimizer, prefix: str, names: Mapping[int, str]) -
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return whole(tensor.detach()).cpu().clone()
+    return dense(whole(tensor.detach())).cpu().clone()
 
 
 def _add(found: dict[str, Any], name: str, value: Any, depth: int = 0) -> None:
     """Add tensors and numbers inside an object, a few levels deep."""
     if isinstance(value, Tensor):
-        if not value.is_meta:  # such as weights that another process trains
+        if value.layout is torch.sparse_coo:  # as a whole it may not fit into the memory
+            sparse = value.detach().coalesce()
+            found |= {f"{name}.indices": _copy(sparse.indices()), f"{name}.values": _copy(sparse.values())}
+        elif not value.is_meta:  # such as weights that another process trains
             found[name] = _copy(value)
     elif isinstance(value, Real):
         found[name] = float(value)
@@ -81,7 +85,7 @@ def _add(found: dict[str, Any], name: str, value: Any, depth: int = 0) -> None:
         _add(found, name, value.state_dict(), depth)
     elif isinstance(value, nn.Module):
         for own, tensor in (*value.named_parameters(), *value.named_buffers()):
-            found[f"{name}.{plain(own)}"] = _copy(tensor)
+            _add(found, f"{name}.{plain(own)}", tensor)
     elif depth <= _DEEPEST:
         for own, part in _parts_of(value):
             _add(found, f"{name}.{own}", part, depth + 1)

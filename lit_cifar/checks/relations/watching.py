@@ -1,6 +1,7 @@
 """What a process sees of the training in it: its batches, steps and calls, and what the script asks and tells."""
 
 from collections.abc import Callable
+from numbers import Real
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -81,7 +82,7 @@ class Watched:
         self.trace.saved = self.parts.snapshot()
 
     def report(self, values: dict[str, Any]) -> None:
-        numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+        numbers = {name: float(value) for name, value in values.items() if _is_number(value)}
         if numbers:
             self.trace.logged.append((self.trace.steps, numbers))
         self.parts.kept |= values
@@ -229,6 +230,13 @@ class Watched:
         self.trace.moved = sum(told(one) != was for one, was in zip(parts.made, first, strict=False))
         then = first, self._statistics, self._frozen
         self.trace.observed = [*observed(parts.made, *then, parts.roots, parts.optimizers)]
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one real number: Python's, NumPy's, or a tensor of one, such as a metric computes."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex() and not value.is_meta
+    return isinstance(value, Real)
 
 
 def told_apart(batch: Any) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, TypeGuard
 import torch
 from torch import Tensor
 
-from lit_cifar.checks.repeated_step.digests import digest
+from lit_cifar.checks.repeated_step.digests import dense, digest
 from lit_cifar.internals import tree_flatten, tree_leaves, tree_unflatten
 
 
@@ -125,6 +125,7 @@ def _rows(leaf: Any, start: int, end: int) -> Any:
 def row_digests(rows: Tensor | Samples) -> list[int]:
     """A digest of each sample, without zeros at its end: it may be padded with others in another batch."""
     if isinstance(rows, Tensor):
+        rows = dense(rows)
         return [digest(_without_padding(row)).bits for row in rows] if rows.dim() else [digest(rows).bits]
     return [hash(tuple(digest(leaf).bits for leaf in tree_leaves(sample))) for sample in rows]
 

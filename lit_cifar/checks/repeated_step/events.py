@@ -59,6 +59,7 @@ class Step:
     grads: Digests  # digests of the gradients that it has used
     values: Tensors  # these gradients themselves in the first replica, where they have changed since the backward pass
     after: Digests  # digests of parameters and optimizer state
+    scaling: Tensors  # what a GradScaler tells an optimizer with fused kernels for this step
 
 
 Event: TypeAlias = Call | Backward | Step

@@ -272,7 +272,9 @@ class Recorder:
         changed = [name for name, new in found.items() if name not in self._grads or new.bits != self._grads[name].bits]
         values = {name: grads[name].detach().clone() for name in changed} if self._in_first_replica else {}
         now = Surroundings.now(self._device)
-        self._step = next(self._numbers), Step(self._depth > 0, number, now, groups, found, values, {})
+        told = {name: getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")}
+        scaling = {name: value.detach().clone() for name, value in told.items() if isinstance(value, Tensor)}
+        self._step = next(self._numbers), Step(self._depth > 0, number, now, groups, found, values, {}, scaling)
 
     @torch.no_grad()
     def _after_step(self, number: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

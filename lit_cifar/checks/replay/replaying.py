@@ -481,8 +481,11 @@ class Replayer:
             self._found("optimizer", type(optimizer).__name__, f"has {event.groups}, on rank 0 {first.groups}")
         for group, recorded in zip(optimizer.param_groups, event.groups, strict=True):
             group.update(copy.deepcopy(recorded))
+        vars(optimizer).update(event.scaling)
         with event.surroundings.entered(self._device):
             optimizer.step()
+        for name in event.scaling:
+            delattr(optimizer, name)
         after = state_digests(optimizer, self._names)
         self.report.counts["states"] += len(event.after)
         self.report.counts["steps"] += int(self._rank == 0)
