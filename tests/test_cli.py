@@ -305,6 +305,16 @@ def test_no_training_starts_from_what_another_has_saved_at_an_exception(trained:
     assert not (tmp_path / "run").exists()
 
 
+def test_no_training_starts_from_what_lightning_has_saved_for_slurm(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(trained / "checkpoints" / "last.ckpt", tmp_path / "hpc_ckpt_1.ckpt")
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    refused("fit", *TINY, f"--run_dir={tmp_path / 'run'}", says=["hpc_ckpt_1.ckpt is there", "--ckpt_path to go on"])
+
+
 def test_a_run_folder_holds_everything(trained: Path) -> None:
     """The checkpoint plain keys, no code."""
     names = {path.name.split(".")[0] if "tfevents" in path.name else path.name for path in trained.iterdir()}

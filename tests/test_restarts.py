@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -13,6 +14,7 @@ from commands import TINY, callback, graded, launch, mode_flags
 from processes import is_running
 
 import lit_cifar.strategies  # noqa: F401  # registers their names
+from lit_cifar.cli.main import CLI
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.forked import ForkedRun
 from lit_cifar.launch.network_interfaces import LOOPBACK
@@ -155,3 +157,15 @@ def test_ranks_wait_for_the_first_one_to_listen(monkeypatch: pytest.MonkeyPatch)
         assert waiting.is_alive()
         listener.listen()
         waiting.join()
+
+
+@pytest.mark.parametrize("devices", ["1,2", [1, 2]])
+def test_what_is_left_of_named_devices_are_those(devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first of two GPUs computes wrong."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    data = SimpleNamespace(prepare_data=lambda: None, setup=lambda stage: None)
+    cli: Any = SimpleNamespace(datamodule=data, _subcommand="fit", _can_train=print, _parse_ckpt_path=lambda: None)
+    cli.config_init, cli._arguments = {"fit": SimpleNamespace()}, SimpleNamespace(ckpt_path=None)
+    config = {"strategy": "ddp", "devices": devices, "num_nodes": 1}
+    CLI._fork(cli, config, SimpleNamespace(fork=lambda *_: [1]))  # type: ignore[arg-type]
+    assert config["devices"] == [2]

@@ -164,6 +164,7 @@ LATE: list[tuple[int | None, list[Peer]]] = [
     (None, [peer(0, idle_s=11, waits=True), peer(1, idle_s=11, works=True, **FIRST)]),  # it may compile
     (None, [peer(0, idle_s=11, waits=True, **FIRST), peer(1, idle_s=11, waits=True, **FIRST)]),  # a GPU does
     (0, [peer(0, idle_s=11, waits=True, stack="a", **FIRST), peer(1, idle_s=11, waits=True, stack="b", **FIRST)]),
+    (0, [peer(0, idle_s=11, waits=True), peer(1, over=True, heard_at=99)]),  # which will never come
     (None, [peer(0, over=True), peer(1, over=True)]),
     (None, [peer(0, over=True, heard_at=99), peer(1, idle_s=11)]),  # nobody waits for it
     (None, [peer(0, over=True), peer(1, idle_s=30)]),  # it waited for one that has finished
@@ -954,3 +955,12 @@ def test_only_a_rank_whose_launcher_waits_ends_at_once(launched: bool, monkeypat
     watchdog._watch = cast(Any, SimpleNamespace(fail=lambda failure, quiet: SimpleNamespace(rank=1)))
     watchdog.on_exception(trainer, cast(Any, None), RuntimeError("another rank has closed its connection"))
     assert len(at_exit) == launched
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_a_process_whose_starter_lives_goes_on(method: str) -> None:
+    """The kernel's parent of the last is a fork server."""
+    process = multiprocessing.get_context(method).Process(target=startup.exit_with_parent)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0

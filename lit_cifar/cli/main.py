@@ -298,7 +298,9 @@ class CLI(LightningCLI):
             import_module(f"lit_cifar.checks.{name}")
         places = ranks.fork(num_ranks, partial(self._can_train, config))
         if len(places) < num_ranks:
-            of_all = as_list(config["devices"]) if isinstance(config["devices"], list) else range(num_ranks)
+            given = config["devices"]  # "1,2" from the command line, [1, 2] from a file, or a number
+            named = given.split(",") if isinstance(given, str) and "," in given else given
+            of_all = [*map(int, named)] if isinstance(named, list) else range(num_ranks)
             config["devices"] = [of_all[place] for place in places] if torch.cuda.is_available() else len(places)
         self._parse_ckpt_path()
         self.config_init[self._subcommand].ckpt_path = self._arguments.ckpt_path

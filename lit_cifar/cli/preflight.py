@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -200,7 +201,13 @@ def _settings(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_unasked_resume(trainer: Any) -> None:
-    """Refuse to start a training that Lightning would resume from the file that another saved at an exception."""
+    """Refuse to start a training that Lightning would resume from a file that another has left."""
+    left = sorted(Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt")) if SLURMEnvironment.detect() else []
+    if left:
+        raise ConfigError(
+            f"{left[-1]} is there, and in a job of SLURM Lightning would resume from it unasked",
+            remedy="move it, and pass it as --ckpt_path to go on from it",
+        )
     for callback in trainer.callbacks:
         if isinstance(callback, OnExceptionCheckpoint) and Path(callback.ckpt_path).exists():
             raise ConfigError(

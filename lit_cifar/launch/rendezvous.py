@@ -59,6 +59,10 @@ def resolve_world_size(config: dict[str, Any]) -> None:
     """
     strategy = _made(config["strategy"])
     if mode_of(strategy).is_single_process:  # the strategy itself refuses several processes
+        plugins = as_list(config["plugins"])
+        if SLURMEnvironment.detect() and not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
+            # Lightning's own would save in the middle of a step and start the job again from that.
+            config["plugins"] = [*plugins, SLURMEnvironment(auto_requeue=False)]
         return
     if TorchElasticEnvironment.detect():
         _follow_torchrun(config, strategy)

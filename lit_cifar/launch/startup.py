@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from functools import cache
+from typing import Any
 
 PARENT_PID = os.getppid()
 _PR_SET_PDEATHSIG = 1
@@ -52,9 +53,18 @@ def exit_with_parent() -> None:
     if (spawned_by := multiprocessing.parent_process()) is None:
         threading.Thread(target=_follow, args=(PARENT_PID,), name="watchdog-launcher", daemon=True).start()
         return
-    die_with_parent()
-    if os.getppid() != spawned_by.pid:
+    if os.getppid() == spawned_by.pid:
+        die_with_parent()
+    else:  # a fork server has started this process for that one, and may outlive it
+        threading.Thread(target=_end_after, args=(spawned_by,), name="watchdog-launcher", daemon=True).start()
+    if not spawned_by.is_alive():
         os._exit(1)
+
+
+def _end_after(starter: Any) -> None:
+    starter.join()
+    kill_workers()
+    os._exit(1)
 
 
 def die_with_parent() -> None:

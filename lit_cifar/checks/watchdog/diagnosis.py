@@ -117,7 +117,7 @@ def notice(peers: Mapping[int, Peer], *, now: float) -> Verdict | None:
     on.
     """
     watched = {rank: peer for rank, peer in peers.items() if not peer.beat.over}
-    if len(watched) < 2 or any(peer.beat.failure or peer.sight.state == "gone" for peer in watched.values()):
+    if len(peers) < 2 or not watched or any(p.beat.failure or p.sight.state == "gone" for p in watched.values()):
         return None
     silent = [peer for rank, peer in watched.items() if rank != JUDGE and now - peer.heard_at > NOTICE_S]
     if silent:
@@ -125,6 +125,10 @@ def notice(peers: Mapping[int, Peer], *, now: float) -> Verdict | None:
     if not _all_late(peers, NOTICE_S, first_time_s=0.0):
         return None
     culprit, why = _of_late(watched)
+    if (left := sorted(peers.keys() - watched.keys())) and all(peer.beat.waits for peer in watched.values()):
+        return _hangs("late", culprit, f"it waits, and rank {left[0]} has left the run")
+    if len(watched) < 2:
+        return None
     others_wait = any(peer.beat.waits or peer.beat.events > culprit.beat.events for peer in watched.values())
     first_time = culprit.beat.expected_s == FIRST_TIME_S and not _wait_apart(watched.values())
     if (culprit.beat.works and not others_wait) or (first_time and (culprit.beat.works or culprit.beat.waits)):
