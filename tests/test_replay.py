@@ -590,8 +590,19 @@ def test_a_sparse_gradient_is_not_judged(tmp_path: Path) -> None:
     trainer.fit(Words(), DataLoader(torch.arange(32) % 10, batch_size=8))
     assert trainer.global_step == 3
     assert [*watch.reports[0].abstained] == ["sparse gradients and tensors are not compared"]
-    values = torch.eye(3).to_sparse()
-    assert (digest(values), device_digest(values)) == (digest(torch.eye(3)), device_digest(torch.eye(3)))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.eye(3).to_sparse(), torch.eye(3)),
+        (torch.tensor([1 + 2j]).conj(), torch.tensor([1 - 2j])),
+        (torch.tensor([1 - 2j]).conj().imag, torch.tensor([2.0])),
+    ],
+    ids=["sparse", "conjugate", "negative"],
+)
+def test_a_digest_is_of_values_however_they_are_held(one: Tensor, other: Tensor) -> None:
+    assert (digest(one), device_digest(one)) == (digest(other), device_digest(other))
 
 
 class Counted(Logger):

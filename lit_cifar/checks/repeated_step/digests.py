@@ -35,8 +35,9 @@ def digest(value: Any) -> Digest:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a sparse one with its zeros."""
-    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+    """The tensor itself, with the zeros of a sparse one, and in memory what a complex one is the conjugate of."""
+    whole = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return whole.resolve_conj().resolve_neg()
 
 
 class _Checksum:
