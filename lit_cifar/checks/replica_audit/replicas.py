@@ -133,6 +133,8 @@ def device_digest(tensor: Tensor) -> Tensor:
     2**64. A flip changes an integer by a power of two, which an odd number does not divide.
     """
     flat = dense(tensor.detach()).reshape(-1)
+    if flat.stride(0) != 1:  # of a vector that is a part of another tensor
+        flat = flat.clone(memory_format=torch.contiguous_format)
     octets = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
     rest = len(octets) % 8
     if rest or octets.storage_offset() % 8:
