@@ -201,15 +201,9 @@ class Recipe:
         The schedule stands where it would be if it had been this one from the first step on: behind `taken` steps,
         where earlier epochs may have had another number of them. If nothing has changed, nothing is touched.
         """
-        own = self.settings()
-        since = before or {}
-        changed = [
-            name
-            for name in own
-            if before is not None
-            and before.get(name) != own[name]
-            and (name in before or name.rpartition(".")[2] not in _BY_SCHEDULE)
-        ]
+        own, known = self.settings(), before or {}
+        compared = [name for name in own if name in known or name.rpartition(".")[2] not in _BY_SCHEDULE]
+        changed = [] if before is None else [name for name in compared if known.get(name) != own[name]]
         loaded = scheduler.state_dict()
         is_elsewhere = taken not in (None, loaded["last_epoch"])
         if before is not None and not changed and not is_elsewhere:
@@ -217,7 +211,7 @@ class Recipe:
         if is_elsewhere:
             rank_zero_warn(f"the schedule goes on behind {taken} steps of this run, not {loaded['last_epoch']}")
         if changed:
-            then, now = (", ".join(f"{name}={of.get(name)}" for name in changed) for of in (since, own))
+            then, now = (", ".join(f"{name}={of.get(name)}" for name in changed) for of in (known, own))
             rank_zero_warn(f"the training before had {then}; from optimizer step {step} on it has {now}")
         rates = [group["lr"] for group in optimizer.param_groups]
         for group, fresh in zip(optimizer.param_groups, self._groups, strict=True):
