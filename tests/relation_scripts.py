@@ -466,3 +466,42 @@ for epoch in range(3):
                 optimizer.step()
                 optimizer.zero_grad()
 """)
+
+# Epochs are parts of one iteration, as timm and YOLO have them, and what was compiled is saved by its own name.
+ENDLESS = script("""
+class Again:
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        while True:
+            yield from self.sampler
+
+
+class Loader(DataLoader):
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        object.__setattr__(self, "batch_sampler", Again(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self):
+        return len(self.batch_sampler.sampler)
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+torch.manual_seed(0)
+loader = Loader(TensorDataset(torch.randn(48, 4)), 4, shuffle=True)
+model = torch.compile(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+accumulate = relations.knob("accumulate", 2)
+for epoch in range(3):
+    for number, (x,) in enumerate(loader, start=1):
+        (model(x).sub(1).square().mean() / accumulate).backward()
+        if number % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+model._orig_mod.state_dict()
+""")

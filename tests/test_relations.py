@@ -342,6 +342,7 @@ SLOW = [
     ("PADDED", "parts of one weight", "accumulation", {"accumulation": "fail"}),
     ("SHORT", "", "accumulation", {"accumulation": "pass"}),
     ("PAIR", "not divided", "accumulation", {"accumulation": "fail"}),
+    ("ENDLESS", "", "accumulation,epochs", {"accumulation": "pass", "order of epochs": "pass"}),
 ]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -22,7 +23,7 @@ from torch.utils.data import (
 from lit_cifar import internals
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Imposed
-from lit_cifar.checks.relations.watching import Watched, told_apart
+from lit_cifar.checks.relations.watching import Ended, Watched, told_apart
 from lit_cifar.checks.repeated_step.batches import (
     in_batches_of,
     joined,
@@ -141,14 +142,18 @@ class Loaders:
             self._watched.begins_batch(told_apart(batch), is_divided=UNDIVIDED not in self._trace.remarks)
             yield batch
             self._watched.fetches_batch()
+        if _goes_on(loader):
+            raise Ended
 
     def _batches(self, loader: Any, epoch: int, begin: Any) -> Iterator[Any]:
+        self._watched.seed("order")
+        own = begin(loader)  # which draws a number, of the generator that may make the model next
         if self._plan.imposed:
             return imposed_batches(self._plan.imposed, epoch, int(self._watched.folder.name))
-        self._watched.seed("order")
         # A plain loop over a stream may read more than an epoch, and ends with its steps.
         is_endless = isinstance(loader.dataset, IterableDataset) and not self._trace.is_lightning
-        return self._fetched(islice(begin(loader), None if is_endless else self._plan.most_batches))
+        most = None if is_endless or _goes_on(loader) else self._plan.most_batches
+        return self._fetched(islice(own, most))
 
     def _evaluated(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         self._watched.is_evaluating = True
@@ -175,6 +180,12 @@ class Loaders:
         """See whether workers of each loader that trained draw the same random numbers, or read the same samples."""
         self._is_probing = True
         self._trace.loaders += map(_seen, self._trained[:3])
+
+
+def _goes_on(loader: Any) -> bool:
+    """Whether its epochs are parts of one iteration without an end, as of timm's `MultiEpochsDataLoader`."""
+    has_own = type(loader).__iter__ is not DataLoader.__iter__
+    return has_own and loader.batch_sampler is not None and sized_len(loader.batch_sampler) is None
 
 
 def is_divided(loader: Any, batch: Any, asked: int | None) -> bool:

@@ -42,6 +42,8 @@ class Switches:
         self._trace.compiles = True
         if self._plan.compiled:
             return own(model, *args, **settings)
+        if isinstance(model, nn.Module):  # by this name scripts ask for what was compiled
+            vars(model)["_orig_mod"] = model
         return model if model is not None else lambda decorated: decorated
 
     def _checkpoint(self, recompute: Any, /, function: Any, *args: Any, **settings: Any) -> Any:
