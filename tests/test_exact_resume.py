@@ -192,7 +192,7 @@ class OwnData(CIFAR10DataModule):
 
 
 @short
-@pytest.mark.filterwarnings("ignore:the training before had lr_scheduler.total_steps")
+@pytest.mark.filterwarnings("ignore:the (training before had lr_scheduler.total_steps|schedule goes on)")
 @pytest.mark.parametrize(
     ("kind", "before", "after", "changed"),
     [

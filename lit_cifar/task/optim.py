@@ -184,7 +184,8 @@ class Recipe:
             label = f"optimizer[{number}]" if number else "optimizer"
             found |= {f"{label}.{name}": value for name, value in group.items() if name not in _HOW}
             planned = self._groups[number] if self._groups else {}
-            found |= {f"{label}.{name}": planned[name] for name in _BY_SCHEDULE if name in planned}
+            own = {name: planned[name] for name in _BY_SCHEDULE if planned.get(name) not in (None, group["lr"])}
+            found |= {f"{label}.{name}": value for name, value in own.items()}
         return found
 
     def resume(
