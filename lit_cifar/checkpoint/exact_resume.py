@@ -78,7 +78,7 @@ class Position:
     def of(cls, trainer: Trainer) -> "Position":
         """The position of `trainer`, which is at a step boundary, or after an epoch or the whole training."""
         epochs: Any = trainer.fit_loop.epoch_progress.current
-        batches = _batches_of_epoch(trainer)
+        batches = batches_of_epoch(trainer)
         in_epoch = batches // trainer.accumulate_grad_batches
         # A fit that `max_steps` ended in the middle of an epoch has run that epoch's last hooks too.
         complete = epochs.processed == epochs.started and batches >= trainer.num_training_batches
@@ -122,7 +122,7 @@ class ExactResume(Callback):
             logger.save()
         checkpoint[POSITION] = asdict(Position.of(trainer))
         checkpoint[METRICS] = _collect(trainer, pl_module) if self._counts is None else self._counts
-        if _batches_of_epoch(trainer) % trainer.accumulate_grad_batches:
+        if batches_of_epoch(trainer) % trainer.accumulate_grad_batches:
             rank_zero_warn(
                 "this checkpoint is written within an optimizer step: a run that goes on from it repeats the step's "
                 "batches, which BatchNorm's statistics and the means of the epoch then count twice"
@@ -166,7 +166,7 @@ class ExactResume(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Correct the loggers' step, and let ReduceLROnPlateau step if its metric is known."""
         self._correct_step(trainer)
-        if _batches_of_epoch(trainer) < trainer.num_training_batches:
+        if batches_of_epoch(trainer) < trainer.num_training_batches:
             self._counts = _collect(trainer, pl_module)
         monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
         if all(monitor in trainer.callback_metrics for monitor in monitors):
@@ -246,7 +246,7 @@ def _num_rows(trainer: Trainer) -> int:
         return sum(1 for _ in file) - 1
 
 
-def _batches_of_epoch(trainer: Trainer) -> int:
+def batches_of_epoch(trainer: Trainer) -> int:
     """Number of batches that were trained in the current epoch."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return int(progress.processed)

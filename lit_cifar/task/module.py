@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 from torchmetrics import Metric
 
-from lit_cifar.checkpoint.exact_resume import ExactResume
+from lit_cifar.checkpoint.exact_resume import ExactResume, batches_of_epoch
 from lit_cifar.checkpoint.files import read_checkpoint
 from lit_cifar.checkpoint.format import (
     SETTINGS,
@@ -465,8 +465,7 @@ class LitResNet(L.LightningModule):
             taken = None
             if trainer.lr_scheduler_configs[0].interval == "step" and trainer.max_steps == -1:
                 # Earlier epochs may have had other batches; the schedule is made of steps of this run.
-                progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-                batches = trainer.current_epoch * trainer.num_training_batches + progress.processed
+                batches = trainer.current_epoch * trainer.num_training_batches + batches_of_epoch(trainer)
                 taken = int(batches // trainer.accumulate_grad_batches)
             self._recipe.resume(trainer.optimizers[0], self.lr_schedulers(), before=before, step=step, taken=taken)
         self._resumed = None
