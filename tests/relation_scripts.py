@@ -494,8 +494,10 @@ class Loader(DataLoader):
 
 torch.manual_seed(0)
 loader = Loader(TensorDataset(torch.randn(48, 4)), 4, shuffle=True)
+held_out = Loader(TensorDataset(torch.randn(20, 4)), 8)
 model = torch.compile(nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 accumulate = relations.knob("accumulate", 2)
 for epoch in range(3):
     for number, (x,) in enumerate(loader, start=1):
@@ -503,5 +505,9 @@ for epoch in range(3):
         if number % accumulate == 0:
             optimizer.step()
             optimizer.zero_grad()
-model._orig_mod.state_dict()
+    schedule.step()
+    with torch.no_grad():
+        relations.report(val_mean=sum(model(x).sum().item() for (x,) in held_out) / 20)
+while hasattr(model, "_orig_mod"):
+    model = model._orig_mod
 """)

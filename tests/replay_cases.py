@@ -429,6 +429,18 @@ class ClipsByShard(Sharded):
             super().configure_gradient_clipping(optimizer, 0.1, "norm")
 
 
+class Fused(Task):
+    """A GradScaler leaves its scale to the kernel of the step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2, fused=True)
+
+
+class ClipsBeforeStep(Adversarial):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
 class Columns(Task):
     def configure_model(self) -> None:
         parallelize_module(
@@ -454,12 +466,15 @@ CASES: dict[str, tuple[type[pl.LightningModule], dict[str, Any]]] = {
     "talkative, unused": (Talkative, {"strategy": "ddp_find_unused_parameters_true"}),
     "bf16": (Task, {"precision": "bf16-mixed"}),
     "scaled": (Task, {"plugins": scaled, "gradient_clip_val": 0.05, "accumulate_grad_batches": 2}),
+    "scaled, fused": (Fused, {"plugins": scaled}),
     "overflowed": (Task, {"plugins": partial(scaled, 2.0**60)}),
     "accumulated": (Task, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
     "clipped after backward": (ClipsAfterBackward, {}),
     "clipped after backward, accumulated": (ClipsAfterBackward, {"accumulate_grad_batches": 2}),
     "by value": (Task, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "manual": (Adversarial, {"strategy": "ddp_find_unused_parameters_true"}),
+    "manual, clipped before a step": (ClipsBeforeStep, {"strategy": "ddp_find_unused_parameters_true"}),
+    "manual, scaled": (Adversarial, {"strategy": "ddp_find_unused_parameters_true", "plugins": scaled}),
     "later": (Task, {"at": [5]}),
     "sharded": (Sharded, FSDP),
     "sharded in bf16, accumulated": (Sharded, FSDP | {"precision": "bf16-mixed", "accumulate_grad_batches": 2}),
@@ -502,7 +517,7 @@ def report_of(module: type[pl.LightningModule], options: dict[str, Any], folder:
     options = {"strategy": "ddp", "at": [0], **options}
     options |= {name: value() for name, value in options.items() if callable(value)}
     watch = Replay(steps=2, at=options.pop("at"))
-    max_steps = 8 if module is not Adversarial else 16
+    max_steps = 16 if issubclass(module, Adversarial) else 8
     options["callbacks"] = [*options.get("callbacks", []), watch]
     trainer = pl.Trainer(**ON_TWO, max_steps=max_steps, default_root_dir=folder, **options)
     has_own_data = issubclass(module, OddBatches | Tokens)

@@ -11,6 +11,7 @@ from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -32,7 +33,7 @@ from lit_cifar.checks.repeated_step.attributes import Attributes
 from lit_cifar.checks.repeated_step.digests import checksum, digest
 from lit_cifar.checks.repeated_step.exchange import Exchange, problem
 from lit_cifar.checks.repeated_step.reduction import ExactMean, gamma
-from lit_cifar.checks.replay.epoch import Pass, ReadIds, is_order_of_epoch_0, judge_epoch, judge_resumed_epoch
+from lit_cifar.checks.replay.epoch import Pass, ReadIds, Reading, is_order_of_epoch_0, judge_epoch, judge_resumed_epoch
 from lit_cifar.checks.replay.states import judge_replicas
 from lit_cifar.checks.replay.verdict import COMPARED, Report
 from lit_cifar.checks.replica_audit.replicas import device_digest
@@ -65,6 +66,7 @@ WRONG = {
 ABSTAINED = {
     "sends": "exchange data inside a step by",
     "tensor parallel": "tensor parallelism adds up",
+    "manual, scaled": "manual optimization with a GradScaler",
     "overflowed": "no optimizer made a step",
     "unrepeatable": "two replays of a step differ",
     "uncopyable": "cannot be copied",
@@ -218,6 +220,14 @@ def test_the_samples_of_an_epoch(ids: list[list[int]], before: list[int], findin
     assert report.outcome == ("fail" if finding else "pass")
 
 
+def test_a_data_set_without_a_length_leaves_nothing_out() -> None:
+    report, order = Report("ddp", 2, "32-true", 0), ([3, 1], [2, 0, 2])
+    assert Reading([], SimpleNamespace(), [[3, 1]]).pass_of().size == 0
+    judge_epoch(report, [Pass(its, 0, [], 7, is_drawn=True, is_divided=False) for its in order], before=[])
+    assert not report.findings
+    assert "left out" not in " ".join(report.notes)
+
+
 def with_data_each(*of_ranks: tuple[int, Any]) -> list[Pass]:
     """Ranks that read all of a data set, which they have by themselves."""
     passes = ((size, checksum(data)) for size, data in of_ranks)
@@ -292,11 +302,14 @@ def test_other_projects_get_a_fixture(tmp_path: Path) -> None:
         "def test_right(replayed):\n"
         "    found = replayed('replay_cases.WithData', '--model.lr=0.1', '--steps=2')\n"
         "    assert (found['outcome'], found['num_steps'], found['exit_status']) == ('pass', 2, 0)\n"
+        "def test_longer_than_an_epoch(replayed):\n"
+        "    found = replayed('replay_cases.WithData', '--steps=17')\n"
+        "    assert (found['subject'], found['num_steps']) == ('', 17)\n"
         "def test_wrong(replayed):\n"
         "    replayed('replay_cases.Sends', '--steps=1')\n"
     )
     said = said_by_tests_in(tmp_path)
-    assert "1 failed, 1 passed" in said, said
+    assert "1 failed, 2 passed" in said, said
     assert "exit status" in said
 
 
@@ -702,6 +715,8 @@ def test_digests_see_every_bit_but_the_sign_of_zero() -> None:
     assert digest(value).bits == digest(torch.tensor([-0.0, 1.0])).bits
     assert digest(value).bits != digest(torch.tensor([0.0, 1.0 + 2**-23])).bits
     assert digest(value).bits != digest(value.double()).bits
+    assert digest(torch.tensor([3 + 4j])).norm == 5.0
+    assert digest(torch.tensor([complex(0.0, -0.0)])).bits == digest(torch.zeros(1, dtype=torch.complex64)).bits
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from torch.utils.data import (
 from lit_cifar import internals
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Imposed
-from lit_cifar.checks.relations.watching import Ended, Watched, told_apart
+from lit_cifar.checks.relations.watching import Watched, told_apart
 from lit_cifar.checks.repeated_step.batches import (
     in_batches_of,
     joined,
@@ -78,6 +78,9 @@ class Loaders:
         return next((number for number, own in enumerate(self._datasets) if own is loader.dataset), None)
 
     def _begin(self, begin: Any, loader: Any) -> Any:
+        if _goes_on(loader):  # its constructor begins it
+            _give_epochs(loader)
+            return begin(loader)
         if self._is_probing:
             return begin(loader)
         if self._watched.phase() == "train":
@@ -142,8 +145,6 @@ class Loaders:
             self._watched.begins_batch(told_apart(batch), is_divided=UNDIVIDED not in self._trace.remarks)
             yield batch
             self._watched.fetches_batch()
-        if _goes_on(loader):
-            raise Ended
 
     def _batches(self, loader: Any, epoch: int, begin: Any) -> Iterator[Any]:
         self._watched.seed("order")
@@ -152,8 +153,7 @@ class Loaders:
             return imposed_batches(self._plan.imposed, epoch, int(self._watched.folder.name))
         # A plain loop over a stream may read more than an epoch, and ends with its steps.
         is_endless = isinstance(loader.dataset, IterableDataset) and not self._trace.is_lightning
-        most = None if is_endless or _goes_on(loader) else self._plan.most_batches
-        return self._fetched(islice(own, most))
+        return self._fetched(islice(own, None if is_endless else self._plan.most_batches))
 
     def _evaluated(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         self._watched.is_evaluating = True
@@ -185,7 +185,14 @@ class Loaders:
 def _goes_on(loader: Any) -> bool:
     """Whether its epochs are parts of one iteration without an end, as of timm's `MultiEpochsDataLoader`."""
     has_own = type(loader).__iter__ is not DataLoader.__iter__
-    return has_own and loader.batch_sampler is not None and sized_len(loader.batch_sampler) is None
+    return has_own and hasattr(loader.batch_sampler, "sampler") and sized_len(loader.batch_sampler) is None
+
+
+def _give_epochs(loader: Any) -> None:
+    """Let each iteration be an epoch; the loader keeps its other methods."""
+    object.__setattr__(loader, "batch_sampler", loader.batch_sampler.sampler)
+    own = {"__iter__": DataLoader.__iter__, "__len__": DataLoader.__len__}
+    loader.__class__ = type(type(loader).__name__, (type(loader),), own)
 
 
 def is_divided(loader: Any, batch: Any, asked: int | None) -> bool:

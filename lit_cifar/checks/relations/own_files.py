@@ -5,6 +5,7 @@ other runs would share, is not written.
 """
 
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -77,15 +78,17 @@ class Guard:
         elif event == "os.mkdir" and isinstance(args[0], str) and not os.path.lexists(args[0]):
             self._check(args[0], Path(args[0]).absolute().resolve())
         elif event in _WRITES and isinstance(args[0], str | bytes | os.PathLike):
-            self._before_writing(os.fspath(args[0]))
+            name = os.fsdecode(args[0])
+            if not (name.startswith("file:") and "mode=ro" in name):  # a URI of SQLite's
+                self._before_writing(re.sub(r"^file:(?://[^/]*)?([^?#]*).*", r"\1", name))
         elif event in _CHANGES:
             for name in args[: 2 if event == "os.rename" else 1]:
                 if isinstance(name, str | os.PathLike):
                     path = Path(name).absolute()
                     self._check(str(name), path.parent.resolve() / path.name)
 
-    def _before_writing(self, name: str | bytes) -> None:
-        path = Path(os.fsdecode(name)).absolute()
+    def _before_writing(self, name: str) -> None:
+        path = Path(name).absolute()
         if path.is_symlink() and path.parent.resolve().is_relative_to(self._own.resolve()):
             source = path.resolve()
             path.unlink()

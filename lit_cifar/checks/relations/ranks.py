@@ -199,7 +199,7 @@ def _replicas(two: list[Trace]) -> Verdict:
 
 def _draws(runs: Runs, own: Trace) -> Iterator[Verdict]:
     """Both ranks draw other numbers, such as for dropout or noise."""
-    if own.own_ranks > 1:
+    if own.own_ranks > 1 or not own.is_lightning:
         first, second = (set(trace.drawn) for trace in runs.run(ranks=2))
         if first & second:
             text = "both ranks draw the same random numbers in a step: seed each by its rank"

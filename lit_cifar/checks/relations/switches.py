@@ -40,17 +40,15 @@ class Switches:
 
     def _compile(self, own: Any, model: Any = None, *args: Any, **settings: Any) -> Any:
         self._trace.compiles = True
-        if self._plan.compiled:
-            return own(model, *args, **settings)
-        if isinstance(model, nn.Module):  # by this name scripts ask for what was compiled
-            vars(model)["_orig_mod"] = model
-        return model if model is not None else lambda decorated: decorated
+        if not self._plan.compiled:  # torch's own wrapper then runs what was written
+            torch.compiler.set_stance("force_eager")
+        return own(model, *args, **settings)
 
     def _checkpoint(self, recompute: Any, /, function: Any, *args: Any, **settings: Any) -> Any:
         self._trace.recomputes = True
         if not self._plan.keep_activations:
             return recompute(function, *args, **settings)
-        own = inspect.signature(recompute).parameters
+        own = {*inspect.signature(recompute).parameters, "preserve_rng_state"}
         return function(*args, **{name: value for name, value in settings.items() if name not in own})
 
     def _make_scaler(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lit_cifar.checks.repeated_step.sharded import whole
+from lit_cifar.checks.repeated_step.tensors import as_real
 
 
 class Digest(NamedTuple):
@@ -26,10 +27,10 @@ def digest(value: Any) -> Digest:
     """Digest of a tensor's values, of all of them if ranks divide it; of any other value its `repr`."""
     if not isinstance(value, Tensor):
         return Digest(zlib.crc32(repr(value).encode()), 0.0)
-    plain = dense(whole(value).detach()).contiguous()
+    plain = as_real(dense(whole(value).detach())).contiguous()
     if plain.is_floating_point():
         plain = plain + 0.0
-    norm = float(torch.linalg.vector_norm(plain.double())) if not plain.is_complex() else 0.0
+    norm = float(torch.linalg.vector_norm(plain.double()))
     bits = zlib.crc32(plain.cpu().reshape(-1).view(torch.uint8).numpy().data)
     return Digest(zlib.crc32(repr((plain.dtype, plain.shape)).encode(), bits), norm)
 

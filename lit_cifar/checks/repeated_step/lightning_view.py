@@ -146,7 +146,7 @@ def has_own_backward(module: pl.LightningModule) -> bool:
 def before_step(module: pl.LightningModule, trainer: pl.Trainer, optimizer: Optimizer) -> None:
     """Do what Lightning does between the backward pass and the optimizer's step."""
     scale = module.trainer.loss_scale  # type: ignore[attr-defined]  # of a `TrainerView`
-    if scale != 1:
+    if scale != 1 and not optimizer.defaults.get("fused"):  # whose kernel takes the scale out
         inverse = torch.tensor(scale).double().reciprocal().float()  # a GradScaler computes the same
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None:

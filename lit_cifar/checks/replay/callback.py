@@ -328,6 +328,8 @@ def _new_report(trainer: Trainer, module: LightningModule) -> Report:
         report.abstained.append(f"{type(strategy).__name__} is not known here: docs/replay.md lists those that are")
     report.abstained += what_cannot_be_judged(module, autocast="mixed" in str(trainer.precision))
     report.abstained += not_replayed(trainer)
+    if not module.automatic_optimization and trainer.precision == "16-mixed":
+        report.abstained.append("manual optimization with a GradScaler is not replayed: pass precision=bf16-mixed")
     return report
 
 

@@ -24,11 +24,12 @@ def replayed(module: str, data: str | None, *, steps: int, args: Sequence[str]) 
     trainer: Any = cli.trainer
     trainer.callbacks.append(replay)
     trainer.fit(cli.model, datamodule=cli.datamodule)
-    if replay.reports:
-        return replay.reports[0].as_json()
+    reports: list[dict[str, Any]] = [report.as_json() for report in replay.reports]
     found = Path(trainer.default_root_dir, RESULT)
-    if not found.exists() or found.stat().st_mtime < started:  # processes of `ddp_spawn` would have written it
+    if not reports and found.exists() and found.stat().st_mtime >= started:  # by processes of `ddp_spawn`
+        reports = json.loads(found.read_text())
+    of_steps = [report for report in reports if not report["subject"]]  # an epoch may have ended among them
+    if not of_steps:
         problem = f"the training of {module} ended before its first step"
         raise ConfigError(problem, remedy="pass a --trainer.max_steps above 0, and data")
-    reports: list[dict[str, Any]] = json.loads(found.read_text())
-    return reports[0]
+    return of_steps[0]

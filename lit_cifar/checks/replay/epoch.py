@@ -49,7 +49,7 @@ class Reading:
         every = [*range(len(self.dataset))] if isinstance(self.dataset, Subset) else []
         return Pass(
             self.samples(num_batches),
-            sized_len(self.dataset) or len({*self.samples(num_batches)}),
+            sized_len(self.dataset) or 0,
             Reading(sampler, self.dataset, [every]).samples(),
             checksum(self.dataset),
             is_drawn=isinstance(sampler, RandomSampler) or hasattr(sampler, "set_epoch"),
@@ -62,7 +62,7 @@ class Pass:
     """One rank's reading of its data set in an epoch."""
 
     samples: list[int]
-    size: int  # size of the data set
+    size: int  # size of the data set; 0 if it does not tell
     subset: list[int]  # all samples of the data set, if it is a part of another
     checksum: int | None  # checksum of the data set, if it can be pickled
     is_drawn: bool  # whether each epoch should have an order of its own
@@ -134,7 +134,8 @@ def judge_epoch(
     samples = [[(rank * is_apart, number) for number in each.samples] for rank, each in enumerate(of_ranks)]
     times = Counter(sample for each in samples for sample in each)
     subsets = {frozenset(each.subset) for each in of_ranks}
-    num_samples = sum(each.size for each in of_ranks) if is_apart else len(frozenset().union(*subsets)) or own.size
+    size = sum(each.size for each in of_ranks) if is_apart else len(frozenset().union(*subsets)) or own.size
+    num_samples = size or len(times)
     shared = _num_shared(samples)
     repeated, left_out = sum(times.values()) - len(times), num_samples - len(times)
     if num_ranks > 1 and shared >= len(times) / 2:

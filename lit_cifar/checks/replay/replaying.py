@@ -451,7 +451,7 @@ class Replayer:
     def _step(self, event: Step) -> bool:
         _, first = self._next_shared(Step)
         optimizer = self.twin.optimizers[event.optimizer]
-        if self.twin.before_step is not None and not event.inside:
+        if self.twin.before_step is not None:
             self.twin.before_step(optimizer)
         if self.twin.before_step is None and first.values:
             self.report.note(f"gradients change between backward pass and step, {self._how(first)}: taken as they are")
