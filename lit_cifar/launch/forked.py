@@ -163,7 +163,7 @@ def run_module(module: str, words: Sequence[str], environment: Mapping[str, str]
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = [module, *words]
     # The imports have read these from the environment of the fork server.
-    startup.PARENT_PID = os.getppid()
+    startup.note_parent()
     rank_zero_only.rank = int(environment.get("RANK", 0))  # type: ignore[attr-defined]
     tempfile.tempdir = None
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))

@@ -23,6 +23,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 
 from lit_cifar import internals
 from lit_cifar.errors import Stopped, printable
+from lit_cifar.launch import startup
 
 EXIT_REFUSED = 2  # exit status after a mistake of the user
 EXIT_STOPPED = 128 + signal.SIGTERM
@@ -127,13 +128,14 @@ def end_together(trainer: Trainer, message: str, *, status: int) -> NoReturn:
 
 
 def launched_by_lightning(trainer: Trainer) -> bool:
-    """Whether Lightning's launcher has started this process as a copy of the user's."""
+    """Whether Lightning's launcher has started this process as a copy of the user's, and not the user's shell."""
     strategy = trainer.strategy
     return (
         isinstance(strategy, ParallelStrategy)
         and isinstance(strategy.launcher, internals.SubprocessScriptLauncher)
         and isinstance(strategy.cluster_environment, LightningEnvironment)
         and trainer.local_rank > 0
+        and startup.STARTED_BY_COPY
     )
 
 

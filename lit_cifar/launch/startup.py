@@ -13,11 +13,25 @@ import time
 from functools import cache
 from typing import Any
 
-PARENT_PID = os.getppid()
+PARENT_PID = 0  # of the process that has started this one
+# Whether that one has this file too, as one that starts copies of itself has; a shell has not, and may exit early.
+STARTED_BY_COPY = False
+_VARIABLE = "LIT_CIFAR_PID"
 _PR_SET_PDEATHSIG = 1
 
 # By then a watchdog has noticed that the parent is gone, and has reported more.
 _GRACE_S = 10.0
+
+
+def note_parent() -> None:
+    """Note who has started this process, and tell those that it starts who it is."""
+    global PARENT_PID, STARTED_BY_COPY
+    PARENT_PID = os.getppid()
+    STARTED_BY_COPY = os.environ.get(_VARIABLE) == str(PARENT_PID)
+    os.environ[_VARIABLE] = str(os.getpid())
+
+
+note_parent()
 
 
 def open_closed_streams() -> None:
