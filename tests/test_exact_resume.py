@@ -31,7 +31,7 @@ from torchmetrics import CatMetric, MaxMetric
 
 from lit_cifar import LitResNet
 from lit_cifar.checkpoint.atomic import LAST, write_checkpoint
-from lit_cifar.checkpoint.exact_resume import SameStart, StartingPoint, _collect, _metrics
+from lit_cifar.checkpoint.exact_resume import SameStart, StartingPoint, _collect, _metrics, steps_of
 from lit_cifar.checkpoint.files import DIGESTS, read_checkpoint, weights_digest
 from lit_cifar.checkpoint.format import check_optimizer, name_optimizer
 from lit_cifar.cli.main import CLI
@@ -546,11 +546,18 @@ def test_the_counts_of_an_epoch_within_which_the_training_ends_are_kept(tmp_path
 
 @pytest.mark.filterwarnings("ignore:the (training before had|schedule goes on)")
 def test_a_schedule_counts_the_steps_of_this_run_where_batches_are_others_from_an_epoch_on(tmp_path: Path) -> None:
-    """79 images are 5 steps an epoch, then 2: it stands behind 2 of 6 steps, and ends at 0."""
-    fit(tmp_path / "run", "--trainer.max_epochs=1")
-    fit(tmp_path / "run", "--trainer.max_epochs=3", "--data.batch_size=40", "--resume=auto")
+    """79 images are 5 steps an epoch, then 2: it stands behind 2 of 6 steps, and ends at 0, before `max_steps`."""
+    fit(tmp_path / "run", "--trainer.max_epochs=1", "--trainer.max_steps=1000")
+    more = ["--trainer.max_epochs=3", "--trainer.max_steps=1000", "--data.batch_size=40", "--resume=auto"]
+    fit(tmp_path / "run", *more)
     schedule = last_checkpoint(tmp_path / "run")["lr_schedulers"][0]
     assert (schedule["total_steps"], schedule["last_epoch"], schedule["_last_lr"]) == (6, 6, [0.0])
+
+
+@pytest.mark.parametrize(("batches", "steps"), [(0, 0), (1, 0), (2, 1), (4, 2), (5, 3)])
+def test_the_last_step_of_an_epoch_may_have_fewer_batches(batches: int, steps: int) -> None:
+    trainer: Any = SimpleNamespace(accumulate_grad_batches=2, num_training_batches=5)
+    assert steps_of(trainer, batches) == steps
 
 
 def test_metrics_that_are_no_sums_begin_anew() -> None:

@@ -1,10 +1,12 @@
 """Warm-up and decay as a table; `MuonSGD`: orthogonal steps for filters of convolutions, SGD's steps for all else."""
 
+import math
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.cli import ReduceLROnPlateau as OwnPlateau
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
@@ -77,18 +79,34 @@ SCHEDULES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         (lr_scheduler.CyclicLR, {"max_lr": 5.0, "step_size_up": 4}, "base_lr"),
     ],
 )
-def test_rates_that_a_schedule_brings_are_those_of_the_run(schedule: Any, same: dict[str, Any], name: str) -> None:
-    trained, plan, recipe = planned(schedule, 0.1, **same, **{name: 1.0})
+@pytest.mark.parametrize("lr", [0.1, 1.0, 2.0])
+def test_rates_that_a_schedule_brings_are_those_of_the_run(
+    schedule: Any, same: dict[str, Any], name: str, lr: float
+) -> None:
+    """Though one of them may be the optimizer's own."""
+    trained, plan, recipe = planned(schedule, lr, **same, **{name: 1.0})
     take(5, trained, plan)
     saved = deepcopy((trained.state_dict(), plan.state_dict(), recipe.settings()))
-    reference, its_plan, _ = planned(schedule, 0.1, **same, **{name: 2.0})
+    reference, its_plan, _ = planned(schedule, lr, **same, **{name: 2.0})
     take(5, reference, its_plan)
-    optimizer, scheduler, own = planned(schedule, 0.1, **same, **{name: 2.0})
+    optimizer, scheduler, own = planned(schedule, lr, **same, **{name: 2.0})
     optimizer.load_state_dict(saved[0])
     scheduler.load_state_dict(saved[1])
     with pytest.warns(UserWarning, match="the training before had"):
         own.resume(optimizer, scheduler, before=saved[2], step=5)
     assert take(3, optimizer, scheduler) == pytest.approx(take(3, reference, its_plan))
+
+
+def test_a_plateau_that_follows_another_metric_begins_anew() -> None:
+    trained, plan, recipe = planned(OwnPlateau, 0.1, monitor="val/loss")
+    plan.step(1.7)
+    saved = deepcopy((trained.state_dict(), plan.state_dict(), recipe.settings()))
+    optimizer, scheduler, own = planned(OwnPlateau, 0.1, monitor="val/acc", mode="max")
+    optimizer.load_state_dict(saved[0])
+    scheduler.load_state_dict(saved[1])
+    with pytest.warns(UserWarning, match="monitor=val/loss"):
+        own.resume(optimizer, scheduler, before=saved[2], step=5)
+    assert scheduler.best == -math.inf
 
 
 @pytest.mark.parametrize(("schedule", "before", "now"), SCHEDULES, ids=lambda value: getattr(value, "__name__", ""))

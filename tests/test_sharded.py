@@ -15,7 +15,7 @@ from checkpoints import assert_same_checkpoint
 from commands import TINY, last_checkpoint, launch, mode_flags, run_here
 from device_bytes import DEVICE, DeviceBytes
 from lightning.pytorch.strategies import DDPStrategy
-from own_networks import LayerScale
+from own_networks import LayerScale, Standardised
 from short_fits import data, fit, short
 from threads import on_ranks
 from torch import Tensor, nn
@@ -140,7 +140,8 @@ def test_what_computes_in_bfloat16_is_gathered_so(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("strategy", ["auto", "fsdp2"])
 def test_a_parameter_beside_layers_computes_as_on_one_device(strategy: str, tmp_path: Path) -> None:
-    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
+    """And a layer whose own `forward` computes with its parameters before autocast takes them."""
+    head = (Standardised(4, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
     network = nn.Sequential(nn.Conv2d(3, 4, kernel_size=3, stride=4), LayerScale(4), *head)
     LayerScale.seen.clear()
     fit(LitResNet(network=network), tmp_path, strategy=strategy, precision="bf16-mixed", max_steps=1)
@@ -148,28 +149,31 @@ def test_a_parameter_beside_layers_computes_as_on_one_device(strategy: str, tmp_
 
 
 class Learning(LitResNet):
-    """Learns a number that is no part of its network, and a penalty of its weights."""
+    """Learns a number that is no part of its network, a penalty of its weights, or from half of the loss."""
 
-    def __init__(self, *, penalty: bool) -> None:
+    def __init__(self, what: str) -> None:
         super().__init__("tiny", stem="imagenet")
-        self.penalty, self.temperature = penalty, nn.Parameter(torch.ones(()), requires_grad=not penalty)
+        self.what, self.temperature = what, nn.Parameter(torch.ones(()), requires_grad=what == "temperature")
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().training_step(*args, **kwargs)
-        return loss + sum(p.abs().sum() for p in self.network.parameters()) if self.penalty else loss * self.temperature
+        if self.what == "penalty":
+            return loss + sum(p.abs().sum() for p in self.network.parameters())
+        return loss / 2 if self.what == "half" else loss * self.temperature
 
 
 @pytest.mark.parametrize(
-    ("penalty", "mode", "says"),
+    ("what", "mode", "says"),
     [
-        (False, "fsdp2", "temperature is no part of the module's network"),
-        (False, "ddp_flat", "temperature is no part of the module's network"),
-        (True, "pp", "a pipeline trains by loss\\(\\) alone"),
+        ("temperature", "fsdp2", "temperature is no part of the module's network"),
+        ("temperature", "ddp_flat", "temperature is no part of the module's network"),
+        ("penalty", "pp", "a pipeline trains by loss\\(\\) alone"),
+        ("half", "pp", "a pipeline trains by loss\\(\\) alone"),
     ],
 )
-def test_what_a_mode_would_not_train_is_refused(penalty: bool, mode: str, says: str, tmp_path: Path) -> None:
+def test_what_a_mode_would_not_train_is_refused(what: str, mode: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=says):
-        fit(Learning(penalty=penalty), tmp_path, strategy=mode, max_steps=1)
+        fit(Learning(what), tmp_path, strategy=mode, max_steps=1)
 
 
 def test_a_failure_gives_the_plain_network_back(tmp_path: Path) -> None:

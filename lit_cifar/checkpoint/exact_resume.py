@@ -122,7 +122,8 @@ class ExactResume(Callback):
             logger.save()
         checkpoint[POSITION] = asdict(Position.of(trainer))
         checkpoint[METRICS] = _collect(trainer, pl_module) if self._counts is None else self._counts
-        if batches_of_epoch(trainer) % trainer.accumulate_grad_batches:
+        batches = batches_of_epoch(trainer)
+        if batches < trainer.num_training_batches and batches % trainer.accumulate_grad_batches:
             rank_zero_warn(
                 "this checkpoint is written within an optimizer step: a run that goes on from it repeats the step's "
                 "batches, which BatchNorm's statistics and the means of the epoch then count twice"
@@ -250,6 +251,12 @@ def batches_of_epoch(trainer: Trainer) -> int:
     """Number of batches that were trained in the current epoch."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return int(progress.processed)
+
+
+def steps_of(trainer: Trainer, batches: float) -> int:
+    """Number of optimizer steps of the first `batches` of an epoch, whose last step may have fewer than the others."""
+    steps, rest = divmod(batches, trainer.accumulate_grad_batches)
+    return int(steps) + (rest > 0 and batches == trainer.num_training_batches)
 
 
 def _completed(count: int) -> dict[str, int]:

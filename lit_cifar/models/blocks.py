@@ -113,7 +113,7 @@ def unreached_parameters(network: nn.Module, image_shape: Sequence[int]) -> tupl
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         images = torch.randn(2, *image_shape)
         for draw in range(1, 9):
-            torch.manual_seed(draw)
+            torch.default_generator.manual_seed(draw)  # not those of GPUs, which the fork does not bring back
             before = torch.get_rng_state()
             alone.zero_grad()
             alone(images).sum().backward()

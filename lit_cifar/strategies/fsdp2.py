@@ -329,7 +329,7 @@ def shard(network: nn.Module, mesh: DeviceMesh, device: torch.device, *, dtype: 
     for block in (blocks_of(network) or {}).values():
         place(_plain(block.parameters()), device)
         layers = [layer for layer in block.modules() if [*layer.parameters()] and not [*layer.children()]]
-        wide = [] if dtype is None else [layer for layer in layers if not isinstance(layer, NARROW)]
+        wide = [] if dtype is None else [layer for layer in layers if not computes_narrow(layer)]
         if wide:
             fully_shard(wide, mesh=mesh)
         # A ResNet's stem and head are chains of layers, not modules of the network.
@@ -340,6 +340,11 @@ def shard(network: nn.Module, mesh: DeviceMesh, device: torch.device, *, dtype: 
             fully_shard(rest if len(rest) > 1 else rest[0], mesh=mesh, mp_policy=own_policy)
     place(_plain(chain(network.parameters(), network.buffers())), device)
     fully_shard(network, mesh=mesh)
+
+
+def computes_narrow(layer: nn.Module) -> bool:
+    """Whether autocast narrows all that a layer does with its parameters: a `forward` of the user's may do more."""
+    return isinstance(layer, NARROW) and type(layer).forward.__module__.startswith("torch.")
 
 
 def has_parameters_beside_layers(block: nn.Module) -> bool:

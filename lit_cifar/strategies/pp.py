@@ -171,14 +171,22 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         self.module.use_forward_fn(lambda images: next(outputs))
         loss: Any = super().training_step(batch, *args, **kwargs)
         self.module.use_forward_fn(self.pipeline.evaluate)
-        if loss.requires_grad:
+        if loss.requires_grad or (args[0] == 0 and not self._is_trained_by(loss, logits, batch)):
             raise ConfigError(
-                "training_step adds to the loss what it computes from parameters: a pipeline trains by loss() alone",
-                remedy="leave it out, or pass --trainer.strategy=ddp",
+                "training_step returns another loss than the mean of loss(): a pipeline trains by loss() alone",
+                remedy="compute it in loss(), or pass --trainer.strategy=ddp",
             )
         loss.requires_grad_()  # Lightning's backward needs it, even for a stage without parameters
         with_gradients: Tensor = PrecomputedGradients.apply(loss, gradients, scale, *parameters)
         return with_gradients
+
+    def _is_trained_by(self, loss: Tensor, logits: Tensor, batch: Any) -> bool:
+        """Whether the pipeline trains by the module's `loss`, compared where a batch passes as a whole."""
+        if self.parts.one_by_one:
+            return True
+        with self.precision_plugin.train_step_context():
+            trained = self.module.loss(logits, batch.targets).mean() * batch.weight
+        return torch.allclose(loss.double(), trained.double(), rtol=1e-3, equal_nan=True)
 
     @override
     def on_one_device(self, network: nn.Module) -> ForwardFn:

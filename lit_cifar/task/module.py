@@ -16,11 +16,11 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 from torchmetrics import Metric
 
-from lit_cifar.checkpoint.exact_resume import ExactResume, batches_of_epoch
+from lit_cifar.checkpoint.exact_resume import ExactResume, batches_of_epoch, steps_of
 from lit_cifar.checkpoint.files import read_checkpoint
 from lit_cifar.checkpoint.format import (
     SETTINGS,
@@ -406,7 +406,7 @@ class LitResNet(L.LightningModule):
     def new_optimizer(self) -> Optimizer:
         """The user's optimizer before its first step."""
         try:
-            return self.make_optimizer(self.parameter_groups())
+            optimizer = self.make_optimizer(self.parameter_groups())
         except (AttributeError, TypeError) as error:
             if self.head_lr is None:
                 raise
@@ -414,6 +414,12 @@ class LitResNet(L.LightningModule):
                 f"--model.head_lr={self.head_lr}: the optimizer takes no groups of parameters ({error})",
                 remedy="leave it out, or pass another --model.optimizer",
             ) from error
+        if isinstance(optimizer, LBFGS):
+            raise ConfigError(
+                "--model.optimizer=LBFGS computes a batch several times in a step, and each time would be counted",
+                remedy="pass another --model.optimizer",
+            )
+        return optimizer
 
     def new_scheduler(self, optimizer: Optimizer) -> Any:
         """The user's schedule before its first step, whose rates have the ratio of `head_lr` to that of the others."""
@@ -463,10 +469,11 @@ class LitResNet(L.LightningModule):
             found, step, trainer = self._resumed.get(SETTINGS), self.trainer.global_step, self.trainer
             before = found if isinstance(found, dict) else None
             taken = None
-            if trainer.lr_scheduler_configs[0].interval == "step" and trainer.max_steps == -1:
+            ends_by_epochs = trainer.max_steps != trainer.estimated_stepping_batches
+            if trainer.lr_scheduler_configs[0].interval == "step" and ends_by_epochs:
                 # Earlier epochs may have had other batches; the schedule is made of steps of this run.
-                batches = trainer.current_epoch * trainer.num_training_batches + batches_of_epoch(trainer)
-                taken = int(batches // trainer.accumulate_grad_batches)
+                taken = trainer.current_epoch * steps_of(trainer, trainer.num_training_batches)
+                taken += steps_of(trainer, batches_of_epoch(trainer))
             self._recipe.resume(trainer.optimizers[0], self.lr_schedulers(), before=before, step=step, taken=taken)
         self._resumed = None
 

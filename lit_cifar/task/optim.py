@@ -10,7 +10,14 @@ from typing import Any, Literal
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+)
 
 from lit_cifar.errors import ConfigError
 
@@ -120,7 +127,9 @@ def followed_metric(scheduler: ReduceLROnPlateau) -> str:
 def check_ratio(scheduler: Any, optimizer: Optimizer, rates: Sequence[float]) -> None:
     """Refuse a schedule that has taken a step and given parameter groups rates of another ratio than they had."""
     first, *others = zip(optimizer.param_groups, rates, strict=True)
-    has_floor = isinstance(scheduler, ReduceLROnPlateau) and any(scheduler.min_lrs)  # which one step does not reach
+    # Which one step may not reach.
+    has_floor = isinstance(scheduler, ReduceLROnPlateau) and any(scheduler.min_lrs)
+    has_floor |= isinstance(scheduler, CosineAnnealingLR | CosineAnnealingWarmRestarts) and scheduler.eta_min > 0
     for group, rate in others:
         if has_floor or not math.isclose(group["lr"] * first[1], rate * first[0]["lr"], rel_tol=1e-6):
             raise ConfigError(
@@ -184,8 +193,8 @@ class Recipe:
             label = f"optimizer[{number}]" if number else "optimizer"
             found |= {f"{label}.{name}": value for name, value in group.items() if name not in _HOW}
             planned = self._groups[number] if self._groups else {}
-            own = {name: planned[name] for name in _BY_SCHEDULE if planned.get(name) not in (None, group["lr"])}
-            found |= {f"{label}.{name}": value for name, value in own.items()}
+            if {"max_lr", "max_lrs"} & {*planned, *self._schedule}:  # all others have the optimizer's rate
+                found |= {f"{label}.{name}": planned[name] for name in _BY_SCHEDULE if name in planned}
         return found
 
     def resume(
@@ -222,7 +231,9 @@ class Recipe:
                 label = f"optimizer[{number}].lr" if number else "optimizer.lr"
                 then = (before or own).get(label) or own[label]
                 group["lr"] = rate * own[label] / then if then else rate
-            scheduler.load_state_dict(self._schedule | {name: loaded[name] for name in _PLATEAU})
+            is_anew = {"lr_scheduler.monitor", "lr_scheduler.mode"} & {*changed}  # the best was another metric's
+            kept = ("last_epoch",) if is_anew else _PLATEAU
+            scheduler.load_state_dict(self._schedule | {name: loaded[name] for name in kept})
             return
         scheduler.load_state_dict(deepcopy(self._schedule))
         with warnings.catch_warnings():
