@@ -313,6 +313,9 @@ def test_no_training_starts_from_what_lightning_has_saved_for_slurm(
     for name, value in {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "1"}.items():
         monkeypatch.setenv(name, value)
     refused("fit", *TINY, f"--run_dir={tmp_path / 'run'}", says=["hpc_ckpt_1.ckpt is there", "--ckpt_path to go on"])
+    torch.save(read_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")["state_dict"], tmp_path / "weights.pth")
+    foreign = ["test", *TINY, "--ckpt_path=weights.pth", f"--run_dir={tmp_path / 'run'}"]
+    refused(*foreign, says=["hpc_ckpt_1.ckpt is there"])
 
 
 def test_a_run_folder_holds_everything(trained: Path) -> None:

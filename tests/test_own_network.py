@@ -209,6 +209,7 @@ MISTAKES = {
     "Unreached --trainer.strategy=ddp": "not depend on 2 of its parameters, the first is 0.unused.weight: ddp would "
     "wait for their gradients\n  pass --trainer.strategy=ddp_find_unused_parameters_true",
     "Skipping --trainer.strategy=fsdp2": "Skipping leaves out 1.layer.weight in some steps",
+    "Skipping --trainer.strategy=ddp_find_unused_parameters_true --virtual_replicas=2": "1.layer.weight in some steps",
     "Skipping --trainer.strategy=ddp": "Skipping leaves out 1.layer.weight in some steps",
     "Tied --trainer.strategy=pp": "0.weight = 3.weight is needed in two places, between which --tr",
     "Tied --model.network.reused=true --trainer.strategy=pp": "0.weight = 3.weight is needed",

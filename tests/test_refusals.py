@@ -32,6 +32,12 @@ REFUSED = {
     "--trainer.accumulate_grad_batches=4 --trainer.limit_train_batches=6": ["=4 or --trainer.limit_train_batches=8"],
     "--trainer.accumulate_grad_batches=2 --trainer.val_check_interval=3": ["pass --trainer.val_check_interval=4"],
     "--model.lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau --data.val_size=0": ["follows val/loss"],
+    "--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau --model.lr_scheduler.monitor=train/loss_step "
+    "--trainer.strategy=ddp --trainer.devices=2": ["pass --model.lr_scheduler.monitor=train/loss,"],
+    "--model.lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau --trainer.check_val_every_n_epoch=null "
+    "--trainer.val_check_interval=99": ["follows val/loss"],
+    "--trainer.val_check_interval=0.01": ["is less than one", "pass --trainer.val_check_interval=1"],
+    "--trainer.val_check_interval=00:00:10:00": ["by its own clock", "a number of batches"],
     "--trainer.overfit_batches=2 --data.balanced=true": ["--data.balanced=true draws others"],
     "--trainer.accumulate_grad_batches=2 --trainer.overfit_batches=1": ["whole steps: --trainer.overfit_batches=2"],
     "--trainer.callbacks+=StochasticWeightAveraging --trainer.callbacks.swa_lrs=0.01": ["EMAWeightAveraging"],
@@ -103,6 +109,7 @@ REFUSED = {
         "did you mean --trainer.strategy=PipelineStrategy?",
         "the modes: auto, dp, ",
     ],
+    "--model.optimizer=LBFGS": ["computes a batch several times", "pass another --model.optimizer"],
     "--model.optimizer=qqq": ["--model.optimizer=qqq: there is no such class", "--help"],
     "--model.num_classes=11": ["synthetic has 10", "--model.num_classes=10"],
     # What does not go together.
@@ -142,6 +149,7 @@ WHOLE = {
     "chaos --modes=single": "single",
     "chaos --trainer.accumulate_grad_batches=2": "pass --trainer.accumulate_grad_batches=1",
     "chaos --modes=fsdp2 --last_checkpoint.sharded=true": "pass --last_checkpoint.sharded=false",
+    "chaos --model.network=torchvision.models.MobileNetV2 --model.arch=null --model.stem=null": "--virtual_replicas=4",
     "chaos --modes=ddp_mp": "--devices 4",
     "chaos --devices=1": "--devices=1",
     "chaos --launcher=no_such_program": "'no_such_program' does not begin with a program",
@@ -157,7 +165,7 @@ WHOLE = {
     "export some.ckpt --format=torch --config=no_such.yaml": "--config=no_such.yaml is not a run's",
     "fit --resume=auto": "--run_dir",
     "fit --resume=auto --run_dir=run --ckpt_path=some.ckpt": "--ckpt_path",
-    "test --resume=auto --run_dir=run": "test",
+    "test --resume=auto --run_dir=run": "resumes a training, and this is test",
     "ray": "command",
     "ray fti": "'fti'",
     "ray --nodes=2:1 fit": "2:1",
@@ -178,7 +186,8 @@ WHOLE = {
     "verify --modes=ddp_spawn --launcher=python": "nothing for --launcher to start",
     "verify --launcher=python --module=my.Module": "torchrun --nproc-per-node=2 -m lit_cifar verify --module",
     "verify --json=/nowhere/at/all.json": "--json",
-    "verify --modes=tp --devices=3 --data.val_size=0": "3",
+    "verify --modes=fsdp2 --last_checkpoint.sharded=true": "pass --last_checkpoint.sharded=false",
+    "verify --modes=tp --devices=3 --data.val_size=0": "among 3 processes",
     f"verify --modes=ddp --devices=3 {' '.join(VERIFIED)} --data.batch_size=16": "3 replicas",
 }
 ALL = [
@@ -232,7 +241,7 @@ def test_an_environment_in_which_no_run_can_work_is_refused(
         monkeypatch.setenv(name, value)
     if "1" in variables.values():
         monkeypatch.setattr("lightning.pytorch.utilities.rank_zero_only.rank", 1)  # as Lightning's import finds it
-        monkeypatch.setattr("lit_cifar.cli.main.exit_with_parent", list)
+        monkeypatch.setattr("lit_cifar.launch.startup.exit_with_parent", list)
     refused("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}", says=words)
     assert not list(tmp_path.iterdir())
 

@@ -159,13 +159,18 @@ def test_ranks_wait_for_the_first_one_to_listen(monkeypatch: pytest.MonkeyPatch)
         waiting.join()
 
 
-@pytest.mark.parametrize("devices", ["1,2", [1, 2]])
-def test_what_is_left_of_named_devices_are_those(devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("accelerator", "devices", "left"),
+    [("auto", "1,2", [2]), ("gpu", "1,2,", [2]), ("gpu", [1, 2], [2]), ("cpu", 2, 1)],
+)
+def test_what_is_left_of_named_devices_are_those(
+    accelerator: str, devices: Any, left: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the first of two GPUs computes wrong."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     data = SimpleNamespace(prepare_data=lambda: None, setup=lambda stage: None)
     cli: Any = SimpleNamespace(datamodule=data, _subcommand="fit", _can_train=print, _parse_ckpt_path=lambda: None)
     cli.config_init, cli._arguments = {"fit": SimpleNamespace()}, SimpleNamespace(ckpt_path=None)
-    config = {"strategy": "ddp", "devices": devices, "num_nodes": 1}
+    config = {"strategy": "ddp", "accelerator": accelerator, "devices": devices, "num_nodes": 1}
     CLI._fork(cli, config, SimpleNamespace(fork=lambda *_: [1]))  # type: ignore[arg-type]
-    assert config["devices"] == [2]
+    assert config["devices"] == left

@@ -22,7 +22,7 @@ from lit_cifar.tools.terminal import say
 HERE = Path(__file__).parent
 RECIPES = HERE.parents[1] / "configs" / "recipes"
 TIMEOUT_S = 4 * 3600.0
-THREADS = os.cpu_count() or 1
+THREADS = len(os.sched_getaffinity(0))
 _WHOLE = ["--model.compile=false", "--trainer.limit_val_batches=1.0"]  # also if the training did not validate
 _COUNTS = {"correct": 1, "correct_flipped": 2}  # of the tests, in their order, with so many views of each image
 

@@ -111,7 +111,9 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", help="Default: all.")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="Begin with every Nth case.")
-    parser.add_argument("--at-once", type=int, default=os.cpu_count(), metavar="N", help="Cases beside each other.")
+    parser.add_argument(
+        "--at-once", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="Cases beside each other."
+    )
     options = parser.parse_args()
     cases = options.cases or sorted(path.name for path in (HERE / "cases").iterdir())
     cases = [case for first in range(options.every) for case in cases[first :: options.every]]

@@ -45,11 +45,11 @@ from lit_cifar.configured import made
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.datamodule import open_dataset
 from lit_cifar.errors import ConfigError
+from lit_cifar.launch import startup
 from lit_cifar.launch.rendezvous import as_list, check_processes, count_processes, resolve_world_size
 from lit_cifar.launch.restarts import ForkedRanks
 from lit_cifar.launch.signals import handlers_put_back, signals_to_spawned
 from lit_cifar.launch.srun import adopt_task
-from lit_cifar.launch.startup import exit_with_parent
 from lit_cifar.mode import Layout, mode_of
 from lit_cifar.models import DEFAULT_ARCH
 from lit_cifar.reporting.figures import EvaluationFigures
@@ -79,8 +79,8 @@ def main(args: Sequence[str] | None = None) -> None:
     not Lightning's, with their own status.
     """
     words = sys.argv[1:] if args is None else list(args)
-    if process_rank() or is_torchelastic_launched():
-        exit_with_parent()
+    if is_torchelastic_launched() or (process_rank() and startup.STARTED_BY_COPY):
+        startup.exit_with_parent()  # but not after a shell, in which a user has started the ranks
     # Loggers, warning filters, streams and signal handlers of this process are left as they were.
     with handlers_put_back(), without_banners(), redirect_stdout(sys.stdout), redirect_stderr(sys.stderr):
         outlast_streams()
@@ -299,9 +299,10 @@ class CLI(LightningCLI):
         places = ranks.fork(num_ranks, partial(self._can_train, config))
         if len(places) < num_ranks:
             given = config["devices"]  # "1,2" from the command line, [1, 2] from a file, or a number
-            named = given.split(",") if isinstance(given, str) and "," in given else given
+            named = given.strip(",").split(",") if isinstance(given, str) and "," in given else given
             of_all = [*map(int, named)] if isinstance(named, list) else range(num_ranks)
-            config["devices"] = [of_all[place] for place in places] if torch.cuda.is_available() else len(places)
+            on_gpus = torch.cuda.is_available() and config["accelerator"] != "cpu"
+            config["devices"] = [of_all[place] for place in places] if on_gpus else len(places)
         self._parse_ckpt_path()
         self.config_init[self._subcommand].ckpt_path = self._arguments.ckpt_path
 
@@ -350,8 +351,8 @@ class CLI(LightningCLI):
             start=self._start,
             replicas=self._replicas,
         )
-        if subcommand == "fit" and (self._arguments.ckpt_path is None or self._start.has_weights_alone):
-            check_unasked_resume(self.trainer)
+        if self._arguments.ckpt_path is None or self._start.has_weights_alone:
+            check_unasked_resume(self.trainer, trains=subcommand == "fit")
         if not self._arguments.trainer.fast_dev_run:
             check_saved_config(self._parser(subcommand), self._arguments)
 

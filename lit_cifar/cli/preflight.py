@@ -161,6 +161,11 @@ def check_arguments(trainer: Namespace, *, trains: bool) -> None:
             "--trainer.val_check_interval=0 is no interval",
             remedy="pass --trainer.val_check_interval=1.0 to validate after each epoch",
         )
+    if not isinstance(trainer.val_check_interval, int | float | None):
+        raise ConfigError(
+            f"--trainer.val_check_interval={trainer.val_check_interval}: each process would validate by its own clock",
+            remedy="pass a number of batches, or a share of them: --trainer.val_check_interval=0.5",
+        )
     for name, refused in (("logger", (False, [])), ("enable_checkpointing", (False,)), ("barebones", (True,))):
         if trainer[name] in refused:
             raise ConfigError(
@@ -200,16 +205,16 @@ def _settings(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def check_unasked_resume(trainer: Any) -> None:
-    """Refuse to start a training that Lightning would resume from a file that another has left."""
+def check_unasked_resume(trainer: Any, *, trains: bool) -> None:
+    """Refuse a run that Lightning would begin with a file that another has left."""
     left = sorted(Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt")) if SLURMEnvironment.detect() else []
     if left:
         raise ConfigError(
-            f"{left[-1]} is there, and in a job of SLURM Lightning would resume from it unasked",
+            f"{left[-1]} is there, and in a job of SLURM Lightning would load it unasked",
             remedy="move it, and pass it as --ckpt_path to go on from it",
         )
     for callback in trainer.callbacks:
-        if isinstance(callback, OnExceptionCheckpoint) and Path(callback.ckpt_path).exists():
+        if trains and isinstance(callback, OnExceptionCheckpoint) and Path(callback.ckpt_path).exists():
             raise ConfigError(
                 f"{callback.ckpt_path} is there, and with OnExceptionCheckpoint Lightning would resume from it unasked",
                 remedy="move it, and pass it as --ckpt_path to go on from it; or pass another "
@@ -280,7 +285,7 @@ def check_run(
         if replicas is not None:
             _check_matrices(optimizer)
         if module.header.network is not None and isinstance(trainer.strategy, DDPStrategy):
-            _check_reached(trainer.strategy, module)
+            _check_reached(trainer.strategy, module, has_parts=replicas is not None)
             mode = mode_of(trainer.strategy)
             if mode.is_spawned:  # torch does not send hooks to processes
                 from lit_cifar.strategies.base import check_gradient_hooks
@@ -298,9 +303,10 @@ def check_run(
     if subcommand == "fit":
         data.train_sampler().check()
         data.class_factors()
-        check_total_steps(scheduler, _total_steps(trainer, _check_intervals(trainer, data)))
+        num_batches = _check_intervals(trainer, data)
+        check_total_steps(scheduler, _total_steps(trainer, num_batches))
         if isinstance(scheduler, ReduceLROnPlateau):
-            _check_followed(followed_metric(scheduler), trainer, data)
+            _check_followed(followed_metric(scheduler), trainer, data, num_batches=num_batches)
     if start.order is not None:
         with naming(asked.ckpt_path):
             _compare_images(start.order, order_settings(data), start)
@@ -354,11 +360,12 @@ def _check_ghost_batches(asked: Any, layout: Layout, batch_size: int) -> None:
         )
 
 
-def _check_reached(strategy: DDPStrategy, module: LitResNet) -> None:
-    """Refuse parameters for whose gradients DistributedDataParallel would wait in vain."""
+def _check_reached(strategy: DDPStrategy, module: LitResNet, *, has_parts: bool) -> None:
+    """Refuse parameters for whose gradients DistributedDataParallel, or other virtual replicas, would wait in vain."""
     from lit_cifar.strategies.mesh import MeshStrategy
 
-    if strategy._ddp_kwargs.get("find_unused_parameters") or strategy._ddp_kwargs.get("static_graph"):
+    finds = strategy._ddp_kwargs.get("find_unused_parameters") or strategy._ddp_kwargs.get("static_graph")
+    if finds and not has_parts:
         return
     start = "" if strategy._start_method == "popen" else f"_{strategy._start_method}"
     other, kind = f"pass --trainer.strategy=ddp{start}_find_unused_parameters_true", type(module.network).__name__
@@ -367,9 +374,9 @@ def _check_reached(strategy: DDPStrategy, module: LitResNet) -> None:
         raise ConfigError(
             f"{kind} leaves out {sometimes[0]} in some steps, as it draws: replicas would mix each other's gradients, "
             "or wait for them",
-            remedy=f"{other}, or multiply by 0 in place of leaving it out",
+            remedy=("" if has_parts else f"{other}, or ") + "multiply by 0 in place of leaving it out",
         )
-    if never and not isinstance(strategy, MeshStrategy):
+    if never and not finds and not isinstance(strategy, MeshStrategy):
         raise ConfigError(
             f"the loss of {kind} does not depend on {len(never)} of its parameters, the first is {never[0]}: ddp would "
             "wait for their gradients",
@@ -384,10 +391,16 @@ def _total_steps(trainer: Trainer, num_batches: int) -> float:
     return min(most, -(-num_batches // trainer.accumulate_grad_batches) * epochs)
 
 
-def _check_followed(metric: str, trainer: Any, data: CIFAR10DataModule) -> None:
-    """Refuse a schedule that follows a validation which does not come in each epoch."""
-    every = trainer.check_val_every_n_epoch
-    if metric.startswith("val/") and (not data.val_size or not trainer.limit_val_batches or (every or 1) > 1):
+def _check_followed(metric: str, trainer: Any, data: CIFAR10DataModule, *, num_batches: int) -> None:
+    """Refuse a schedule that follows a validation which does not come in each epoch, or one rank's own batches."""
+    if metric in STEP_METRICS and mode_of(trainer.strategy).layout.data_parallel_size > 1:
+        raise ConfigError(
+            f"--model.lr_scheduler.monitor={metric} is of each process's own part of a batch: their rates would differ",
+            remedy=f"pass --model.lr_scheduler.monitor={metric.removesuffix('_step')}, the mean of an epoch",
+        )
+    every, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
+    is_seldom = (every or 1) > 1 or (isinstance(interval, int) and interval > num_batches)
+    if metric.startswith("val/") and (is_seldom or not data.val_size or not trainer.limit_val_batches):
         raise ConfigError(
             f"--model.lr_scheduler=ReduceLROnPlateau follows {metric} after each epoch, and not each is validated",
             remedy="validate each (--data.val_size, --trainer.check_val_every_n_epoch=1), or follow the training:\n"
@@ -417,7 +430,9 @@ def _check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> int:
             remedy="the nearest that are whole steps: " + " or ".join(nearest),
         )
     every = trainer.val_check_interval
-    every = every if isinstance(every, int) else int(counted * every) if isinstance(every, float) else 0
+    if data.val_size and trainer.limit_val_batches:
+        _check_share("--trainer.val_check_interval", every, counted)
+    every = every if isinstance(every, int) else int(counted * every)
     if every % accumulation and trainer.limit_val_batches and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         raise ConfigError(
             f"--trainer.val_check_interval={trainer.val_check_interval} validates and saves after {every} batches, and "

@@ -26,7 +26,11 @@ SOURCE = Path(__file__).resolve().parents[1]
 def environment(trainer: Trainer, *, data_name: str) -> dict[str, Any]:
     """The environment of a run whose processes have started, without names of the machine or its user."""
     return start_and_versions() | {
-        "cpu": {"model": cpu_model(), "cores": os.cpu_count(), "threads_per_process": torch.get_num_threads()},
+        "cpu": {
+            "model": cpu_model(),
+            "cores": len(os.sched_getaffinity(0)),
+            "threads_per_process": torch.get_num_threads(),
+        },
         "gpus": gpu_names(),
         "data": data_name,
         "strategy": mode_of(trainer.strategy).name,

@@ -137,4 +137,7 @@ def write_json(file: Path | None, content: dict[str, Any]) -> None:
 
 def about() -> dict[str, Any]:
     """The time, command, versions and hardware, for a record."""
-    return start_and_versions() | {"cpu": {"model": cpu_model(), "cores": os.cpu_count()}, "gpus": gpu_names()}
+    return start_and_versions() | {
+        "cpu": {"model": cpu_model(), "cores": len(os.sched_getaffinity(0))},
+        "gpus": gpu_names(),
+    }

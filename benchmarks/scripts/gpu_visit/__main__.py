@@ -65,7 +65,7 @@ def _visit(options: argparse.Namespace, work: Path) -> Visit:
         accelerator="cpu" if options.cpu else "cuda",
         num_gpus=0 if options.cpu else torch.cuda.device_count(),
         data=data,
-        jobs=min(_MAX_JOBS, os.cpu_count() or 1),
+        jobs=min(_MAX_JOBS, len(os.sched_getaffinity(0))),
         environment=dict(os.environ),
         patience=_PATIENCE_ON_CPU if options.cpu else 1.0,
     )

@@ -106,7 +106,7 @@ class Step:
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
             raise OutOfTimeError("no time is left for it")
-        threads = max(1, (os.cpu_count() or 1) // self.visit.jobs)
+        threads = max(1, len(os.sched_getaffinity(0)) // self.visit.jobs)
         environment = {"OMP_NUM_THREADS": str(threads)} | self.visit.environment
         log = self.work / f"{name}.log"
         ended = run(words, environment=environment, log=log, timeout_s=min(left_s, self.visit.patience * limit_s))

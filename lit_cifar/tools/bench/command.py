@@ -19,7 +19,7 @@ SECTIONS: dict[str, Callable[[Settings], list[Row]]] = {
 }
 _DESCRIPTION = """\
 Measure what training costs on this machine. Each row is a ratio or difference of things that were measured in turn, in
-the same run. `bench trace` shows where the time and the memory of one training step go; it has a --help of its own."""
+the same run. `bench trace` shows where the time of one training step goes; it has a --help of its own."""
 
 
 def main(args: list[str]) -> int:

@@ -56,9 +56,10 @@ def main(args: list[str]) -> int:
     rows = []
     with tempfile.TemporaryDirectory(prefix="lit_cifar-chaos-") as temporary:
         folder = kept or Path(temporary)
-        flags, precision, every = configured(rest, folder=folder)
+        parts = (options.faults, 0) if options.launcher or options.kills else shares(options.faults)
+        draws_alike = parts[1] > 0 and options.virtual_replicas is None
+        flags, precision, every = configured(rest, folder=folder, draws_alike=draws_alike)
         for mode in modes:
-            parts = (options.faults, 0) if options.launcher or options.kills else shares(options.faults)
             for name, number in zip(("equal-size", "resized"), parts, strict=True):
                 training = Training(
                     flags, precision, mode, number, every, name == "resized", options.launcher, options.kills

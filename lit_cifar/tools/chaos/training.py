@@ -10,6 +10,7 @@ from lit_cifar.tools.chaos.faults import Fault, schedule_faults
 from lit_cifar.tools.chaos.job import FIT
 from lit_cifar.tools.modes import SizedMode, sized_modes
 from lit_cifar.tools.terminal import names_config, refuse_owned, without_devices
+from lit_cifar.tools.verify.launcher import Configuration
 from lit_cifar.tools.verify.runs import OWNED, resolved
 
 _EVERY_N_STEPS = 4
@@ -35,8 +36,11 @@ _OURS = (
 )
 
 
-def configured(args: Sequence[str], *, folder: Path) -> tuple[tuple[str, ...], str, int]:
-    """The flags of `fit`, by default of a small training, their precision and the steps between saves."""
+def configured(args: Sequence[str], *, folder: Path, draws_alike: bool = False) -> tuple[tuple[str, ...], str, int]:
+    """The flags of `fit`, by default of a small training, their precision and the steps between saves.
+
+    A network that draws random numbers is refused where the training on one process must draw as on several.
+    """
     refuse_owned(args, OWNED | {"virtual_replicas"}, command="chaos")
     flags = (*(() if names_config(args) else _SMALL), *args, *_OURS)
     config = resolved(flags, folder=folder)
@@ -46,10 +50,10 @@ def configured(args: Sequence[str], *, folder: Path) -> tuple[tuple[str, ...], s
             "processes, and chaos compares the ends",
             remedy="pass --trainer.accumulate_grad_batches=1",
         )
-    if config["last_checkpoint"]["sharded"]:
+    if draws_alike and Configuration(flags, config).draws_random_numbers:
         raise ConfigError(
-            "--last_checkpoint.sharded=true: chaos damages checkpoints of one file, and resizes to one process",
-            remedy="pass --last_checkpoint.sharded=false",
+            "the network draws random numbers, as dropout does, and a resized job draws others",
+            remedy="pass --virtual_replicas=4, with which each number of processes draws the same; or --kills",
         )
     every_n_steps = config["last_checkpoint"]["every_n_steps"] or _EVERY_N_STEPS
     return flags, str(config["trainer"]["precision"] or "32-true"), every_n_steps

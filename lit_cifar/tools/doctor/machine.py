@@ -36,7 +36,7 @@ def look_at_machine(*, folder: Path) -> list[Check]:
     memory, found = psutil.virtual_memory(), versions()
     shown = ", ".join(f"{name} {found[name]}" for name in ("python", *PACKAGES) if name in found)
     return [
-        Check("processor", f"{cpu_model()}, {os.cpu_count()} cores"),
+        Check("processor", f"{cpu_model()}, {len(os.sched_getaffinity(0))} cores"),
         Check("memory", f"{size_of(memory.available)} of {size_of(memory.total)} free"),
         *(map(check_gpu, range(torch.cuda.device_count())) if torch.cuda.device_count() else [check_no_gpus()]),
         *check_mig(),

@@ -6,7 +6,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, as_completed
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -354,7 +353,7 @@ class Verifier:
     def abstained(self, mode: SizedMode) -> VerifiedMode | None:
         """The row of a mode whose random numbers differ from one device's, so that nothing would be known."""
         settings = self.launcher.settings
-        if settings.num_parts is not None or not self._draws_random_numbers:
+        if settings.num_parts is not None or not settings.draws_random_numbers:
             return None
         whole = GhostBatches.of(mode.layout(), accumulation=settings.accumulation) == GhostBatches()
         if whole and mode.num_processes == 1:  # a batch passes as on one device, with the same draws
@@ -365,14 +364,3 @@ class Verifier:
     def _normalises_batches(self) -> bool:
         """Whether the output for an image depends on the images that pass the network with it."""
         return normalises_batches(self.launcher.settings.module().network)
-
-    @cached_property
-    @torch.no_grad()
-    def _draws_random_numbers(self) -> bool:
-        """Whether a pass in training advances torch's generator: dropout does, and so does any code that samples."""
-        module = self.launcher.settings.module()
-        with torch.random.fork_rng(devices=[]):
-            before = torch.get_rng_state()
-            with suppress(Exception):  # the network may be the user's; `fit` reports its errors
-                module.network.train()(torch.zeros(4, *module.image_shape))
-            return not torch.equal(before, torch.get_rng_state())

@@ -4,6 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from os import sched_getaffinity
@@ -150,6 +151,17 @@ class Configuration:
     def plain_module(self) -> LitResNet:
         """A module to load checkpoints into: to draw the weights of a new one takes longer than to read them."""
         return self.module()
+
+    @cached_property
+    @torch.no_grad()
+    def draws_random_numbers(self) -> bool:
+        """Whether a pass in training advances torch's generator: dropout does, and so does any code that samples."""
+        module = self.module()
+        with torch.random.fork_rng(devices=[]):
+            before = torch.get_rng_state()
+            with suppress(Exception):  # the network may be the user's; `fit` reports its errors
+                module.network.train()(torch.zeros(4, *module.image_shape))
+            return not torch.equal(before, torch.get_rng_state())
 
     def data_module(self) -> CIFAR10DataModule:
         """The data module of `fit`, not set up."""
