@@ -40,7 +40,7 @@ def save(path: str | Path, epoch: int) -> None:
 
 first = 0
 if path := relations.resume():
-    saved = torch.load(path)
+    saved = torch.load(path, weights_only=True)
     first = saved["epoch"]
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])

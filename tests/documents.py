@@ -21,9 +21,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").glob("*.md")),
-    BENCHMARKS / "README.md",
-    BENCHMARKS / "articles" / "README.md",
-    *(record / "README.md" for record in RECORDS),
+    *sorted(BENCHMARKS.rglob("README.md")),
 ]
 
 

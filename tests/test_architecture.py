@@ -102,6 +102,7 @@ def assert_in_order(title: str, calls: Path) -> None:
     """The functions of a walk were called, each for the first time after the one before it."""
     called = [tuple(line.split()) for line in calls.read_text().splitlines()]
     steps = walk(title)
+    assert steps
     missing = [step for step in steps if step not in called]
     assert missing == []
     assert steps == sorted(steps, key=called.index)

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from commands import TINY, callback, graded, mode_flags
 from processes import is_running, marked
+from recorder import has_reached
 
 from lit_cifar.launch.forked import ForkedRun
 from lit_cifar.launch.signals import EXIT_STOPPED
@@ -138,9 +139,11 @@ def test_a_main_thread_that_hangs_is_found_and_shown(mode: str, rank: int, tmp_p
 
 @pytest.mark.parametrize(("mode", "asked"), graded(slow=[("ddp", 1)], exhaustive=[("ddp", 0), ("ddp_spawn", 1)]))
 def test_a_request_to_stop_is_answered_though_all_wait(mode: str, asked: int, tmp_path: Path) -> None:
-    with Run(tmp_path, *MODES[mode], *callback("recorder.MeetOn", rank=1, step=8), num_ranks=2) as run:
+    (tmp_path / "ids").mkdir()
+    meeting = [*callback("recorder.RecordIds", folder=tmp_path / "ids"), *callback("recorder.MeetOn", rank=1, step=8)]
+    with Run(tmp_path, *MODES[mode], *meeting, num_ranks=2) as run:
         pids = run.pids()
-        time.sleep(5)  # they come to wait meanwhile
+        assert wait_until(lambda: has_reached(tmp_path / "ids", 8), limit_s=60)
         os.kill(pids[asked], signal.SIGTERM)
         stderr = run.wait(60)
     assert "no rank can answer SIGTERM, so all end, and nothing is saved" in stderr
@@ -153,7 +156,7 @@ def test_no_spawned_rank_outlives_its_parent(tmp_path: Path) -> None:
     with Run(tmp_path, *MODES["ddp_spawn"], num_ranks=2) as run:
         run.pids()
         run.first.kill()
-        run.wait(1)
+        run.wait(10)
 
 
 @pytest.mark.parametrize("mode", graded(slow=["ddp", "pp"], exhaustive=["ddp_spawn"]))

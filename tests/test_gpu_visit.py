@@ -128,7 +128,7 @@ def test_the_commands_for_gpus_can_be_typed(visit: Visit, monkeypatch: pytest.Mo
 
     def run(step: Step, name: str, *words: str, limit_s: float = 0) -> processes.Ended:
         typed.append(words)
-        return processes.Ended(0, "", 0.0)
+        return processes.Ended(143 if any("Terminate" in word for word in words) else 0, "", 0.0)
 
     monkeypatch.setattr(Step, "run", run)
     report = Report(visit.out, [plan.title for plan in PLANS], about=ABOUT)

@@ -63,7 +63,9 @@ def check_command(words: Sequence[str]) -> None:
             check_program(["fit", *args])
         case ["jupyter", "lab", folder]:
             assert Path(folder).is_dir()
-        case ["python", script] if Path(script).parent == Path("examples"):
+        case ["python", script, *args] if script.startswith("benchmarks/silent_bugs/") or (
+            Path(script).parent == Path("examples") and not args
+        ):
             assert Path(script).exists()
         case ["python", "examples/sweep_optuna.py" | "examples/sweep_ray.py" as script, *args]:
             own = re.findall(r'"(--\w+)"', Path(script).read_text())

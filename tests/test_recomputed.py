@@ -25,8 +25,6 @@ from lit_cifar.models.recomputed import (
     keep_activations,
     recompute_blocks,
 )
-from tests.mutations.catalogue import on_python_path
-from tests.mutations.self_test import assert_found
 
 
 def network_of(name: str) -> nn.Module:
@@ -167,10 +165,3 @@ def test_a_run_that_is_resumed_within_an_epoch_may_change_it(first: str, second:
     assert stopped.status == 143
     run_here(*fitting, f"--run_dir={parts}", f"--model.recompute={second}", "--resume=auto")
     assert_same_end(parts, whole)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_running_statistics_that_are_counted_twice_are_found_by_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", on_python_path())
-    assert "running_mean" in assert_found("recomputed-batchnorm-counted-twice").problems[0]

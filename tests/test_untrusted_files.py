@@ -246,7 +246,8 @@ def test_every_load_of_the_project_reads_tensors_and_primitives_alone() -> None:
     """Nor is anything else in it that unpickles or runs a text."""
     for line in ("torch.load(path)", "from pickle import loads", "model.eval(); eval(text)", "yaml.load(file)"):
         assert DOUBTFUL.search(f"x = 1\n{line}\n"), line
-    paths = [path for folder in ("lit_cifar", "benchmarks", "configs") for path in (REPOSITORY / folder).rglob("*.py")]
+    folders = ("lit_cifar", "benchmarks", "examples", "notebooks")
+    paths = [path for folder in folders for path in (REPOSITORY / folder).rglob("*.py")]
     sources = {path: path.read_text() for path in paths}
     for path in (REPOSITORY / "notebooks").glob("*.ipynb"):
         cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]

@@ -135,11 +135,9 @@ def _schedule_per_process(site: Site, step: Any, schedule: WarmupDecay, *args: A
         step(schedule, *args)
 
 
-@mutation("the rate is multiplied by the world size", "ddp", MODULE, "_scale_lr")
-def _scaled_learning_rate(site: Site, scale: Any, optimizer: Any) -> None:
-    scale(optimizer)
-    for group in optimizer.param_groups:
-        group["lr"] *= site.trainer.world_size
+@mutation("the rate is multiplied by the world size", "ddp", MODULE, "_lr_factor")
+def _scaled_learning_rate(site: Site, factor: Any) -> float:
+    return float(factor() * site.trainer.world_size)
 
 
 @mutation("running statistics are the last replica's", "dp", EmulatedReplicas, "__call__")

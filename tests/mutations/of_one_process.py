@@ -88,11 +88,9 @@ def _other_decay(site: Site, configure: Any) -> Any:
     return configured
 
 
-@mutation("one process has another learning rate", "ddp_spawn", MODULE, "_scale_lr")
-def _other_rate(site: Site, scale: Any, optimizer: Any) -> None:
-    scale(optimizer)
-    for group in optimizer.param_groups:
-        group["lr"] *= 2
+@mutation("one process has another learning rate", "ddp_spawn", MODULE, "_lr_factor")
+def _other_rate(site: Site, factor: Any) -> float:
+    return float(factor() * 2)
 
 
 @mutation("one optimizer has a parameter of another network", "ddp", MODULE, "configure_optimizers")

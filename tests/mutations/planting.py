@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import lightning as L
 
+from lit_cifar.task.module import LitResNet
+
 Wrong = TypeVar("Wrong", bound=Callable[..., Any])
 
 
@@ -96,8 +98,9 @@ def planted(
                 found_owner = attrgetter(owner)(site) if isinstance(owner, str) else owner
                 site.replace(found_owner, method, partial(wrong, site))
 
-        if owner is not None and not isinstance(owner, str):
-            getattr(owner, method)  # a place that is gone is seen when this file is imported
+        place = LitResNet if owner == MODULE else owner
+        if place is not None and not isinstance(place, str):
+            getattr(place, method)  # a place that is gone is seen when this file is imported
         own_name = name or wrong.__name__.removeprefix("_").replace("_", "-")
         found.append(Mutation(own_name, imitates, mode, plant, args, devices))
         return wrong

@@ -14,7 +14,7 @@ from lit_cifar.tools.modes import SizedMode, sized_modes
 from lit_cifar.tools.verify.command import Case, Compared, Verifier
 from lit_cifar.tools.verify.judge import RESUMED
 from lit_cifar.tools.verify.launcher import EXACT, Configuration, Launcher
-from tests.mutations.catalogue import BY_NAME, OF_MODES, OF_PARTS, planting_flags
+from tests.mutations.catalogue import OF_MODES, OF_PARTS, planting_flags
 from tests.mutations.of_virtual_replicas import NO_PLACE
 from tests.mutations.planting import Mutation
 
@@ -177,12 +177,3 @@ def findings_table(findings: Sequence[Finding]) -> Table:
         verdict = f"[bold {'green' if finding.right else 'red'}]{finding.verdict}[/]"
         table.add_row(planted, finding.mode, escape(seen), caught_by, verdict)
     return table
-
-
-def assert_found(name: str) -> Finding:
-    """What became of this mistake: the comparison must find it, and pass the run without it."""
-    mistake = BY_NAME[name]
-    found = {finding.mutation: finding for finding in self_test([mistake])}
-    assert found[None].right, found[None].problems
-    assert (found[mistake].right, found[mistake].caught_by) == (True, COMPARISON), found[mistake].problems
-    return found[mistake]
