@@ -468,6 +468,26 @@ for epoch in range(3):
 """)
 
 # Epochs are parts of one iteration, as timm and YOLO have them, and what was compiled is saved by its own name.
+SPAWN = script("""
+def train(rank, world_size):
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(32, 4))
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        for (x,) in DataLoader(data, 4, sampler=DistributedSampler(data, world_size, rank, shuffle=False)):
+            optimizer.zero_grad()
+            model(x).sub(1).square().mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            dist.all_reduce(loss := model.module(torch.ones(8, 4)).mean())
+        relations.report(val_loss=loss.item() / world_size)
+
+
+torch.multiprocessing.spawn(train, args=(2,), nprocs=2)
+""")
+
 ENDLESS = script("""
 class Again:
     def __init__(self, sampler):

@@ -436,6 +436,26 @@ class Fused(Task):
         return torch.optim.SGD(self.parameters(), lr=1e-2, fused=True)
 
 
+class Descent(torch.optim.Optimizer):
+    """Has a rate of its own, and an object in its state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": None})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                self.state[parameter].setdefault("projector", object())
+                parameter.data.sub_(parameter.grad, alpha=0.1)
+        return loss
+
+
+class OwnRate(Task):
+    def configure_optimizers(self) -> Any:
+        return Descent(self.parameters())
+
+
 class ClipsBeforeStep(Adversarial):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         nn.utils.clip_grad_norm_(self.parameters(), 0.01)
@@ -475,6 +495,8 @@ CASES: dict[str, tuple[type[pl.LightningModule], dict[str, Any]]] = {
     "manual": (Adversarial, {"strategy": "ddp_find_unused_parameters_true"}),
     "manual, clipped before a step": (ClipsBeforeStep, {"strategy": "ddp_find_unused_parameters_true"}),
     "manual, scaled": (Adversarial, {"strategy": "ddp_find_unused_parameters_true", "plugins": scaled}),
+    "own rate": (OwnRate, {}),
+    "audited meanwhile": (Task, {"callbacks": [ReplicaAudit(every_n_steps=2)], "at": [2]}),
     "later": (Task, {"at": [5]}),
     "sharded": (Sharded, FSDP),
     "sharded in bf16, accumulated": (Sharded, FSDP | {"precision": "bf16-mixed", "accumulate_grad_batches": 2}),

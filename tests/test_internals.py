@@ -28,7 +28,10 @@ LEAVES = {name for _, name, _ in internals.each()} | {"_get_init_p2p_neighbors_o
 # What neither torch nor Lightning has, or what they document.
 OTHERS = {
     **dict.fromkeys(["_abc_impl", "_current_frames", "_exit", "_getframe", "_is_protocol"], "Python's"),
-    **dict.fromkeys(["_parent_process", "_run_exitfuncs"], "Python's, of a process that is forked"),
+    **dict.fromkeys(
+        ["_parent_process", "_run_exitfuncs", "_forkserver", "_forkserver_alive_fd"],
+        "Python's, of a process that is forked",
+    ),
     **dict.fromkeys(["_actions", "_choices_actions", "_option_string_actions", "_HelpAction"], "argparse's"),
     "_replace": "a NamedTuple's, documented",
     "_backward_cls": "made by torch for each autograd.Function",

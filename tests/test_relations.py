@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
+import numpy as np
 import pytest
 import relation_scripts
 import torch
@@ -19,6 +20,8 @@ from relation_scripts import AGAIN, CRITIC, CUDA, LIGHTNING, PLAIN
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from lit_cifar import relations
+from lit_cifar.checks.relations.draws import Draws
+from lit_cifar.checks.relations.in_lightning import _settings
 from lit_cifar.checks.relations.judging import RELATIONS, judged
 from lit_cifar.checks.relations.loaders import Loaders, is_divided
 from lit_cifar.checks.relations.loading import same_orders, workers
@@ -203,6 +206,19 @@ def test_workers_are_judged_where_there_are_some(seen: dict[str, Any], has_worke
     assert [verdict.outcome for verdict in workers(runs)] == [outcome]
 
 
+def test_a_draw_is_known_by_the_generator_that_makes_it() -> None:
+    found = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(0)
+        np.random.seed(seed)
+        draws = Draws(trace := Trace())
+        draws.begin(None)
+        np.random.rand()
+        draws.note()
+        found.append(trace.drawn)
+    assert found[0] == found[2] != found[1]
+
+
 WRITER = """
 import os, sqlite3, torch
 from pathlib import Path
@@ -216,7 +232,7 @@ script.save("runs/model.pt")
 os.truncate("runs/cut.txt", 0)
 with sqlite3.connect("runs/study.db") as trials:
     trials.execute("create table trials (value)")
-with sqlite3.connect("file:runs/uri.db?mode=rwc", uri=True) as trials:
+with sqlite3.connect((Path.cwd() / "runs" / "my uri.db").as_uri() + "?mode=rwc", uri=True) as trials:
     trials.execute("create table trials (value)")
 for write in (
     lambda: (outside / "a").write_text("x"),
@@ -239,7 +255,7 @@ def test_no_file_of_the_user_is_changed_and_others_are_seen(tmp_path: Path) -> N
     user, outside = tmp_path / "user", tmp_path / "outside"
     (user / "runs").mkdir(parents=True)
     outside.mkdir()
-    own_files = [user / "runs" / name for name in ("log.txt", "model.pt", "cut.txt", "study.db", "uri.db")]
+    own_files = [user / "runs" / name for name in ("log.txt", "model.pt", "cut.txt", "study.db", "my uri.db")]
     for file in own_files:
         file.write_text("mine" if file.suffix != ".db" else "")
     (user / "data").symlink_to(outside)
@@ -275,6 +291,35 @@ def test_a_right_training_holds_every_relation(outcomes: Outcomes, tmp_path: Pat
         "effect of unused": "note",
     }
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_result_that_is_not_reported_again_is_that_of_the_first_half(outcomes: Outcomes) -> None:
+    script = PLAIN.replace("    relations.report(", "    if epoch == 0:\n        relations.report(")
+    assert script != PLAIN
+    assert outcomes(script, only="resume") == {"run": "pass"} | resumed({2: "pass", 4: "pass"})
+
+
+def test_a_loss_of_rank_0_is_a_note(outcomes: Outcomes) -> None:
+    script = PLAIN.replace("report(val_loss", "report(train_loss=loss.item(), val_loss")
+    assert script != PLAIN
+    assert outcomes(script, only="ranks") == {"run": "pass"} | EQUAL | SHUFFLED | {"reports of ranks": "note"}
+
+
+def test_a_script_may_write_beside_itself(outcomes: Outcomes, tmp_path: Path) -> None:
+    begin = "import os, pathlib\nos.chdir(os.path.dirname(__file__))\n"
+    begin += "(pathlib.Path(__file__).resolve().parent / 'out').mkdir()\n"
+    assert outcomes(begin + PLAIN, only="scale") == {"run": "pass"}
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "ranks"),
+    [("ddp", "auto", 2), ("ddp_spawn", -1, 2), ("auto", "0,1", 2), ("ddp", "2", 2), ("auto", "auto", 1)],
+)
+def test_all_devices_are_several_ranks(strategy: str, devices: Any, ranks: int) -> None:
+    watched: Any = SimpleNamespace(plan=Plan(most_batches=4, most_epochs=2, most_steps=9), trace=Trace())
+    _settings(watched, {"strategy": strategy, "devices": devices})
+    assert watched.trace.own_ranks == ranks
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [([], "pass"), (["--forget-schedule"], "fail")])
@@ -345,6 +390,7 @@ SLOW = [
     ("PADDED", "parts of one weight", "accumulation", {"accumulation": "fail"}),
     ("SHORT", "", "accumulation", {"accumulation": "pass"}),
     ("PAIR", "not divided", "accumulation", {"accumulation": "fail"}),
+    ("SPAWN", "", "ranks", EQUAL),
     (
         "ENDLESS",
         "",
@@ -452,6 +498,11 @@ def test_a_mistake_is_found_with_lightning(bug: str, only: str, relation: str, o
 BAD_SCRIPTS = {
     "ends by an error": ("raise ValueError('no such file')", "crash", "ValueError: no such file"),
     "trains nothing": ("print('hello')", "abstain", "no step of an optimizer was seen"),
+    "searches first": (
+        "import lightning.pytorch as pl\nfrom lightning.pytorch.tuner import Tuner\nTuner(pl.Trainer()).lr_find(None)",
+        "crash",
+        "Tuner.lr_find trains before the training",
+    ),
     "takes too long": ("import time; time.sleep(600)", "crash", "a limit of 3 s"),
     "exits": ("raise SystemExit(3)", "crash", "SystemExit: 3"),
     "reads stdin": ("input()", "crash", "EOFError"),

@@ -313,6 +313,15 @@ def test_other_projects_get_a_fixture(tmp_path: Path) -> None:
     assert "exit status" in said
 
 
+@pytest.mark.filterwarnings("ignore")  # dynamo looks at gradients of what has none
+def test_a_module_compiled_as_a_whole_is_left_alone(tmp_path: Path) -> None:
+    module, watch = Task(), Replay(2)
+    trainer = pl.Trainer(accelerator="cpu", max_steps=3, callbacks=[watch], default_root_dir=tmp_path, **SILENT)
+    trainer.fit(torch.compile(module, backend="eager"), DataLoader(Pictures(), batch_size=4))  # type: ignore[arg-type]
+    assert "compiled" in watch.reports[0].abstained[0]
+    assert module.net[1].num_batches_tracked == 3
+
+
 @each_of(["tokens", "tokens in bf16"])
 def test_means_over_unlike_numbers_are_noted_with_their_size(name: str, reports: dict[str, Any]) -> None:
     pl.seed_everything(1, verbose=False)

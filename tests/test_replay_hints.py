@@ -242,6 +242,14 @@ def test_a_mean_that_is_no_number_is_logged_as_such(logged: str, value: str, is_
     assert report.not_looked_at == ["whether each logged value is a mean over samples, whatever the size of batches"]
 
 
+def test_what_is_logged_at_the_end_is_said_not_to_be_looked_at() -> None:
+    """And what is logged of one of several loaders, whose number is in the name."""
+    report = Report("ddp", 2, "32-true", 0, subject="evaluation")
+    seen = [Seen({"loss": Logged(1.0, 1.0, 4, 1)}, [], {}, {"acc"})] * 2
+    judge_evaluation(report, seen, {"loss/dataloader_idx_0": torch.tensor(0.25)}, [])
+    assert report.not_looked_at[0].startswith("acc, loss, ")
+
+
 @pytest.mark.parametrize("is_guessed", [True, False])
 def test_batches_that_are_counted_as_more_samples_than_were_read_are_noted(is_guessed: bool) -> None:
     report = Report("ddp", 2, "32-true", 0, subject="evaluation")

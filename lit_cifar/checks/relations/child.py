@@ -63,7 +63,7 @@ def _prepare(watched: Watched, loaders: Loaders) -> None:
     _join(watched)
     note_cuda(watched.trace)
     if plan.without_gpu:
-        stay_on_cpu()
+        stay_on_cpu(plan.ranks)
     Switches(plan, watched.trace).patch()
     if plan.quiet:
         make_quiet(watched.trace.remarks.add)
@@ -82,7 +82,7 @@ def _run(target: Target, watched: Watched, loaders: Loaders) -> None:
         else:
             sys.path.insert(0, str(Path(target.program).absolute().parent))
             main = sys.modules["__main__"] = ModuleType("__main__")  # its classes are needed after its end
-            main.__file__ = target.program
+            main.__file__ = str(Path(target.program).absolute())
             exec(compile(Path(target.program).read_bytes(), target.program, "exec"), vars(main))
     except Ended:
         pass
@@ -108,7 +108,8 @@ def _join(watched: Watched) -> None:
     def call_here(_: Any, fn: Any, args: tuple[Any, ...] = (), nprocs: int = 1, *_how: Any, **how: Any) -> None:
         """Every process of the run is one of those that the script would start."""
         watched.trace.own_ranks = nprocs
-        fn(watched.rank, *args)
+        is_told = bool(args) and type(args[0]) is int and args[0] == nprocs  # as by custom the first says how many
+        fn(watched.rank, *((ranks, *args[1:]) if is_told else args))
 
     def leave(destroy: Any, *args: Any, **settings: Any) -> None:
         if watched.trace.norms:

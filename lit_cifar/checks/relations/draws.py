@@ -40,9 +40,10 @@ class Draws:
 
     def note(self) -> None:
         """Note whether numbers were drawn since the beginning."""
-        if self._before is not None and self._before != states():
+        used = [] if self._before is None else [a for a, b in zip(self._before, states(), strict=True) if a != b]
+        if used:
             self._trace.remarks.add(IN_STEP)
-            if (before := zlib.crc32(self._before[0])) not in self._trace.drawn:
+            if (before := zlib.crc32(repr(used).encode())) not in self._trace.drawn:
                 self._trace.drawn.append(before)
 
     def key(self) -> tuple[int, list[int]] | None:

@@ -25,7 +25,7 @@ def seed_all(*numbers: object) -> None:
 def states() -> tuple[Any, ...]:
     """The states of the generators of torch, NumPy and Python, which tell whether numbers were drawn."""
     of_numpy = np.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), of_numpy[1].tobytes(), of_numpy[2], random.getstate()  # type: ignore[index]
+    return torch.get_rng_state().numpy().tobytes(), (of_numpy[1].tobytes(), of_numpy[2]), random.getstate()  # type: ignore[index]
 
 
 def draw_by_sample(key: Callable[[], tuple[int, Sequence[int]] | None], remark: Callable[[], None]) -> None:

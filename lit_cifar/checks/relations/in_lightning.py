@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner.tuning import Tuner
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -105,6 +106,12 @@ class _Logger(CSVLogger):
     def experiment(self) -> Any:
         return _Experiment(super().experiment)
 
+    def __getattr__(self, name: str) -> Any:
+        """Such as `log_image`, of other loggers."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
 
 class _Experiment:
     """Ignores what a file of numbers cannot do, such as adding a picture."""
@@ -121,13 +128,23 @@ def patch(watched: Watched) -> None:
     sys.meta_path.insert(0, _OneLightning())
     patched(pl.Trainer, "__init__", partial(_make, watched))
     patched(pl.Trainer, "fit", partial(_fit, watched))
+    for name in ("lr_find", "scale_batch_size"):
+        patched(Tuner, name, _refuse)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+def _refuse(search: Any, *_: Any, **__: Any) -> None:
+    raise RuntimeError(f"Tuner.{search.__name__} trains before the training: leave it out here")
 
 
 def _make(watched: Watched, make: Any, trainer: pl.Trainer, *args: Any, **own: Any) -> None:
     make(trainer, *args, **_settings(watched, own))
     trainer.callbacks.append(Follower(watched))  # type: ignore[attr-defined]
+    _follow(watched, trainer)
+
+
+def _follow(watched: Watched, trainer: pl.Trainer) -> None:
     watched.phase = lambda: "train" if trainer.training else "evaluate"
 
 
@@ -139,6 +156,7 @@ def _fit(
     if isinstance(settings.get("train_dataloaders"), pl.LightningDataModule):  # as Lightning's own `fit` takes it
         settings["datamodule"] = settings.pop("train_dataloaders")
     plan = watched.plan
+    _follow(watched, trainer)  # another may have been made since
     watched.trace.is_lightning = True
     watched.parts.roots[:] = [model]
     data = {"dataloaders": settings.get("val_dataloaders"), "datamodule": settings.get("datamodule")}
@@ -158,10 +176,14 @@ def _fit(
 def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
     """Arguments of the Trainer: the script's own, but for lengths, devices, precision and what prints."""
     plan, trace = watched.plan, watched.trace
-    devices, strategy = own.get("devices", 1), own.get("strategy", "auto")
+    devices, strategy = own.get("devices", "auto"), own.get("strategy", "auto")
     if isinstance(strategy, str):
         strategy = _STARTED.sub("", strategy)
-    trace.own_ranks = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 1
+    named = devices if isinstance(devices, list) else [*filter(None, str(devices).split(","))]
+    if str(devices) in ("auto", "-1"):  # all that there are: several, if the strategy is one of several
+        trace.own_ranks = 2 if "ddp" in str(strategy).lower() else 1
+    else:
+        trace.own_ranks = int(devices) if str(devices).isdigit() else len(named)
     trace.own_accumulation = own.get("accumulate_grad_batches") or 1
     callbacks = own.get("callbacks") or []
     callbacks = [callbacks] if isinstance(callbacks, pl.Callback) else callbacks

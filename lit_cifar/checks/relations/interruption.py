@@ -176,7 +176,10 @@ class _Interruption:
         """The verdict of the first rank whose halves are not equal to its whole, or that of rank 0."""
         verdicts = []
         for rank, (of_whole, begun, ended) in enumerate(zip(whole, first, second, strict=True)):
-            one = replace(ended, samples=_samples(of_whole, begun, ended), norms=[*begun.norms, *ended.norms])
+            reported = {f"kept/{name}" for _, values in begun.logged for name in values}  # and perhaps not again
+            state = {name: value for name, value in begun.state.items() if name in reported} | ended.state
+            samples = _samples(of_whole, begun, ended)
+            one = replace(ended, state=state, samples=samples, norms=[*begun.norms, *ended.norms])
             said = f"rank {rank}: " if rank else ""
             verdict = self.runs.judge(self.name, of_whole, one, leave_out=_LEFT_OUT, said=said)
             others = f"it trains {of_whole.models} models, and {ended.models} after it was resumed"

@@ -185,7 +185,8 @@ class Loaders:
 def _goes_on(loader: Any) -> bool:
     """Whether its epochs are parts of one iteration without an end, as of timm's `MultiEpochsDataLoader`."""
     has_own = type(loader).__iter__ is not DataLoader.__iter__
-    return has_own and hasattr(loader.batch_sampler, "sampler") and sized_len(loader.batch_sampler) is None
+    repeated = getattr(loader.batch_sampler, "sampler", None)
+    return has_own and isinstance(repeated, BatchSampler) and sized_len(loader.batch_sampler) is None
 
 
 def _give_epochs(loader: Any) -> None:

@@ -12,6 +12,7 @@ import tempfile
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import torch
 
@@ -44,6 +45,8 @@ def mirror(folder: Path, place: Path) -> Path:
             path = Path(origin, name).absolute()
             if path.is_dir() and not path.is_symlink():
                 (here / name).mkdir()
+            elif path.suffix == ".py" and path.is_file():  # it may ask where it is, behind links too
+                shutil.copyfile(path, here / name)
             else:  # a file, or such as a link to data on another disk
                 (here / name).symlink_to(path)
     return target
@@ -80,7 +83,8 @@ class Guard:
         elif event in _WRITES and isinstance(args[0], str | bytes | os.PathLike):
             name = os.fsdecode(args[0])
             if not (name.startswith("file:") and "mode=ro" in name):  # a URI of SQLite's
-                self._before_writing(re.sub(r"^file:(?://[^/]*)?([^?#]*).*", r"\1", name))
+                uri = re.match(r"file:(?://[^/]*)?([^?#]*)", name)
+                self._before_writing(unquote(uri[1]) if uri else name)
         elif event in _CHANGES:
             for name in args[: 2 if event == "os.rename" else 1]:
                 if isinstance(name, str | os.PathLike):

@@ -66,9 +66,8 @@ class Parts:
         self.roots.append(module)
 
     def keep_beside(self, module: nn.Module) -> None:
-        """Keep a module, such as an average, that has no parameter of a trained one, as long as the script does."""
-        trained = {id(parameter) for root in self.roots for parameter in root.parameters()}
-        if trained.isdisjoint(map(id, module.parameters())) and not any(module is other() for other in self._beside):
+        """Keep a module, such as an average, as long as the script does."""
+        if not any(module is other() for other in self._beside):
             self._beside.append(weakref.ref(module))
 
     def keep_scaler(self, scaler: GradScaler) -> None:
@@ -77,7 +76,9 @@ class Parts:
     def snapshot(self) -> dict[str, Any]:
         places = {id(one): place for place, one in enumerate(self.made)}
         roots = sorted(self.roots, key=lambda root: min(places.get(id(p), len(places)) for p in root.parameters()))
+        trained = {id(parameter) for root in self.roots for parameter in root.parameters()}
         alive = [one for own in self._beside if (one := own()) is not None]
+        alive = [one for one in alive if trained.isdisjoint(map(id, one.parameters()))]
         beside = {f"{BESIDE.partition('/')[2]}{number}": one for number, one in enumerate(alive)}
         return snapshot(roots, self.optimizers, self.schedules, self.kept | beside)
 

@@ -14,7 +14,7 @@ from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import Difference, NotJudgedError, Runs, Verdict, difference, other_samples, unused
 
 _NO_LOADER = "it reads no DataLoader of torch"
-_LEFT_OUT = ("kept/metric", "kept/val", "kept/loss")
+_LEFT_OUT = ("kept/metric", "kept/val", "kept/loss", "kept/train")
 _REPORTED = 1e-6  # relative: of numbers that may have been rounded for print
 _FEWEST_WINDOWS = 2  # of microbatches
 _MOST_SHARED = 0.5  # of an epoch's samples that two ranks may both read

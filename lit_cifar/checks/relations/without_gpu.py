@@ -47,10 +47,10 @@ def note_cuda(trace: Trace) -> None:
         patched(torch.cuda, name, asked)
 
 
-def stay_on_cpu() -> None:
-    """Let one device of CUDA be there, which is the CPU."""
+def stay_on_cpu(ranks: int) -> None:
+    """Let a device of CUDA be there for each rank, which is the CPU."""
     ExitStack().enter_context(_OnCpu())  # up to the end of the process
-    answers: dict[str, Any] = {"is_available": True, "device_count": 1, "current_device": 0, "memory_allocated": 0}
+    answers: dict[str, Any] = {"is_available": True, "device_count": ranks, "current_device": 0, "memory_allocated": 0}
     answers |= dict.fromkeys(_IDLE) | {"max_memory_allocated": 0, "get_device_name": "the CPU"}
     for name, answer in answers.items():
         patched(torch.cuda, name, partial(_answer, answer))

@@ -69,6 +69,9 @@ def what_cannot_be_judged(module: nn.Module, *, autocast: bool) -> list[str]:
     if absent := [error.problem for error in internals.missing(internals.REPLAY)]:
         return absent
     reasons = [*what_is_not_replayed(module, autocast=autocast)]
+    in_place = any(part._compiled_call_impl is not None for part in module.modules())
+    if in_place or getattr(module, "_compiler_ctx", None):  # a copy would lose it, or call the module itself
+        reasons.append("what is compiled cannot be copied: write self.net = torch.compile(self.net), for a part of it")
     if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in module.parameters()):
         reasons.append("a lazy layer has no parameters yet")
     embeddings = (part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))

@@ -120,6 +120,10 @@ class Replay(Callback):
             self._epochs.close()
             self._epochs = None
 
+    def writes_down(self, trainer: Trainer) -> bool:
+        """Whether the step that begins is, or may be, written down: nobody else should repeat one meanwhile."""
+        return self._window is not None or trainer.global_step in self.at
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._weights is not None:
             self._compare_with_checkpoint(trainer, pl_module)

@@ -32,4 +32,4 @@ def replayed(module: str, data: str | None, *, steps: int, args: Sequence[str]) 
     if not of_steps:
         problem = f"the training of {module} ended before its first step"
         raise ConfigError(problem, remedy="pass a --trainer.max_steps above 0, and data")
-    return of_steps[0]
+    return next((report for report in reports if report["outcome"] == "fail"), of_steps[0])

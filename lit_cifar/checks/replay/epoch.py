@@ -340,7 +340,7 @@ class Epochs:
         if of_ranks:
             judge_evaluation(report, of_ranks, self.trainer.callback_metrics, read, self._offered())
         report = self.trainer.strategy.broadcast(report)
-        if report.counts["metrics"] or report.notes:
+        if report.counts["metrics"] or report.notes or report.not_looked_at:
             self._tell(report)
 
     def close(self) -> None:

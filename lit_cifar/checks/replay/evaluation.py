@@ -1,7 +1,7 @@
 """Findings about evaluations: whether a logged metric is one of the whole set, and of one model."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -42,6 +42,7 @@ class Evaluation:
     module: pl.LightningModule
     logged: dict[str, Logged] = field(default_factory=dict)
     batch: Any = None  # the batch that is evaluated now
+    beside: set[str] = field(default_factory=set)  # names of values that are no means over its batches
 
     def __post_init__(self) -> None:
         self._counts = self._updates()
@@ -54,7 +55,8 @@ class Evaluation:
     def seen(self) -> "Seen":
         """The result for this rank, after all batches."""
         kept = [name for name, number in self._updates().items() if number > self._counts.get(name, 0) > 0]
-        return Seen(self.logged, kept, {name: digest(buffer).bits for name, buffer in self.module.named_buffers()})
+        buffers = {name: digest(buffer).bits for name, buffer in self.module.named_buffers()}
+        return Seen(self.logged, kept, buffers, self.beside)
 
     def _updates(self) -> dict[str, int]:
         """Number of batches that each metric has counted."""
@@ -67,6 +69,8 @@ class Evaluation:
             logged = self.logged.setdefault(name, Logged())
             logged.is_guessed |= size is None
             logged.add(float(value), size or extract_batch_size(self.batch))
+        elif plain:
+            self.beside.add(name)
         log(name, value, *args, **kwargs)
 
 
@@ -75,6 +79,7 @@ class Seen:
     logged: dict[str, Logged]
     kept: list[str]  # metrics that have counted before the evaluation and in it
     buffers: dict[str, int]  # bits of their digests
+    beside: Collection[str] = ()
 
 
 def judge_evaluation(
@@ -109,6 +114,9 @@ def judge_evaluation(
             report.note(f"{text}, and {num_read} are read: pass batch_size to self.log")
     if report.counts["metrics"]:
         report.not_looked_at.append("whether each logged value is a mean over samples, whatever the size of batches")
+    if beside := {*seen[0].beside} | {name for name in of_ranks[0] if name not in metrics}:
+        what = "which are logged at the end, of one of several loaders, or not as means"
+        report.not_looked_at.append(f"{', '.join(sorted(beside))}, {what}")
     distinct = {sample for ids in read for sample in ids}
     if repeated := sum(map(len, read)) - len(distinct):
         report.note(f"{repeated} of {len(distinct)} samples are evaluated again: a sampler's padding")

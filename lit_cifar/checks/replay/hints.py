@@ -51,7 +51,7 @@ class Hints:
         """Look at learning rates when a call begins: they belong to a step and not to a microbatch."""
         self._versions = self._versions_now()
         for optimizer in optimizers:
-            rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+            rates = [float(group.get("lr") or 0.0) for group in optimizer.param_groups]
             if self._rates.setdefault(optimizer, rates) != rates:
                 self._add("a learning rate changes between the microbatches of a step")
 

@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lit_cifar.checks.repeated_step.attributes import Attributes
+from lit_cifar.checks.repeated_step.attributes import Attributes, is_plain
 from lit_cifar.checks.repeated_step.digests import Digest, Surroundings, digest
 from lit_cifar.checks.repeated_step.events import Backward, Call, Digests, Event, Start, Step
 from lit_cifar.checks.repeated_step.exchange import (
@@ -327,5 +327,12 @@ def state_digests(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Digests:
     found = {names[parameter]: digest(parameter) for parameter in parameters_of(optimizer) if parameter in names}
     for parameter, state in optimizer.state.items():
         if parameter in names:
-            found |= {f"{names[parameter]}: {key}": digest(value) for key, value in state.items()}
+            found |= {f"{names[parameter]}: {key}": _state_digest(value) for key, value in state.items()}
     return found
+
+
+def _state_digest(value: Any) -> Digest:
+    """Digest of the tensors and plain values that it holds: the `repr` of an object may contain its address."""
+    if isinstance(value, Tensor) or is_plain(value):
+        return digest(value)
+    return digest([digest(leaf).bits for leaf in tree_leaves(value) if isinstance(leaf, Tensor) or is_plain(leaf)])
