@@ -53,7 +53,7 @@ def test_the_plain_loop_computes_what_fit_computes(
     network, twin = Small(), Small()
     twin.load_state_dict(network.state_dict())
     schedule = {"lr_scheduler": lambda optimizer: StepLR(optimizer, 1000)}
-    module = LitResNet(network=network, optimizer=lambda params: SGD(params, lr=0.1), **schedule)
+    module = LitResNet(network=network, optimizer=lambda params: SGD(params, lr=0.1), label_smoothing=0.2, **schedule)
     module.compiles = compiles
     images = data()
     images.setup("fit")

@@ -19,6 +19,7 @@ from commands import TINY, launch, run_here
 from documents import ROOT
 from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
+from test_srun import TASK
 
 from lit_cifar import LitResNet
 from lit_cifar.errors import ConfigError
@@ -27,7 +28,15 @@ from lit_cifar.tools.doctor import ALL_MODES, COPY_MODES, PROCESS_MODES, Check, 
 from lit_cifar.tools.doctor.command import Examination, placed, print_page
 from lit_cifar.tools.doctor.measurement import OPERATIONS, Measurement, fault, inputs, pattern
 from lit_cifar.tools.doctor.modes import ModeRow, cores_and_gpus, judge_modes, mode_table
-from lit_cifar.tools.doctor.ranks import Ranks, examine_ranks, lost_messages, probe_ranks, slow_ranks, wrong_results
+from lit_cifar.tools.doctor.ranks import (
+    Ranks,
+    _without_gpu,
+    examine_ranks,
+    lost_messages,
+    probe_ranks,
+    slow_ranks,
+    wrong_results,
+)
 
 CPU = torch.device("cpu")
 
@@ -111,20 +120,33 @@ WHOLE = Ranks(accelerator="cuda", measurements=[Measurement(rank=0, device="X")]
 LOST = replace(WHOLE, measurements=[Measurement(rank=0, device="X", faults=[(1024, "1 of 256 values")])])
 
 
-@pytest.mark.parametrize(("without", "mend"), [(WHOLE, "export NCCL_P2P_DISABLE=1"), (LOST, "turn off the IOMMU")])
+def test_of_the_gpus_of_a_machine_only_the_wrong_one_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert _without_gpu(1) == "export CUDA_VISIBLE_DEVICES=0,2,3"
+
+
+@pytest.mark.parametrize(
+    ("tries", "mend"),
+    [
+        ([LOST, WHOLE, LOST], "export NCCL_P2P_DISABLE=1"),
+        ([LOST, LOST], "turn off the IOMMU"),
+        ([LOST, WHOLE, WHOLE], "python -m lit_cifar doctor"),
+    ],
+)
 def test_what_nccl_loses_is_tried_without_copies_from_gpu_to_gpu(
-    without: Ranks, mend: str, monkeypatch: pytest.MonkeyPatch
+    tries: list[Ranks], mend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings: list[object] = []
 
     def pretend(*_: object, **given: object) -> Ranks:
         settings.append(given.get("settings"))
-        return without if given else LOST
+        return tries[len(settings) - 1]
 
     monkeypatch.setattr("lit_cifar.tools.doctor.ranks.probe_ranks", pretend)
     _, (finding,) = examine_ranks(2, "cuda")
     assert finding.mend.startswith(mend)
-    assert settings == [None, {"NCCL_P2P_DISABLE": "1"}]
+    assert settings == [None, {"NCCL_P2P_DISABLE": "1"}, None][: len(tries)]
     assert finding.modes == PROCESS_MODES
 
 
@@ -241,6 +263,12 @@ def test_variables_are_named(
     assert finding.problem.startswith(problem)
     assert mend in finding.mend
     assert finding.modes == modes
+
+
+def test_a_task_of_srun_is_no_fault(bare: pytest.MonkeyPatch) -> None:
+    for name, value in TASK.items():
+        bare.setenv(name, value)
+    assert around() == []
 
 
 def test_ports(bare: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from processes import is_running
 
 from lit_cifar.launch import forked
 from lit_cifar.launch.forked import ForkedRun, _rank_environments
+from lit_cifar.tools.chaos.job import wait_until
 
 
 def start(folder: Path, program: str, *, num_ranks: int = 1) -> ForkedRun:
@@ -35,6 +36,23 @@ def test_an_exit_status_is_not_read_while_another_process_starts(tmp_path: Path)
         assert statuses == []
     waiting.join()
     assert statuses == [0]
+
+
+def test_a_run_ends_with_the_process_that_has_started_it_though_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    owner = (
+        "import os, sys, time; from pathlib import Path; from lit_cifar.launch.forked import ForkedRun; "
+        "folder = Path(sys.argv[1]); streams = {'stdout': folder / 'out', 'stderr': folder / 'err'}; "
+        "environment = os.environ | {'PYTHONPATH': str(folder)}; "
+        "run = ForkedRun([], environment=environment, num_ranks=2, module='program', **streams); time.sleep(600)"
+    )
+    (tmp_path / "out").touch()
+    with subprocess.Popen([sys.executable, "-c", owner, str(tmp_path)]) as starter:
+        assert wait_until(lambda: len((tmp_path / "out").read_text().split()) == 2, limit_s=60)
+        ranks = [psutil.Process(int(pid)) for pid in (tmp_path / "out").read_text().split()]
+        starter.kill()
+    psutil.wait_procs(ranks, timeout=10)
+    assert not any(map(is_running, ranks))
 
 
 def test_a_command_of_another_program_has_the_environment_and_its_own_status(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Runs over two nodes of a Ray cluster: as without Ray, also when a worker is killed or a node is lost."""
 
+import argparse
 import json
 import os
 import signal
@@ -20,8 +21,9 @@ from processes import is_running
 from recorder import global_steps
 
 from lit_cifar.launch.node import NodeProcesses
-from lit_cifar.launch.signals import EXIT_STOPPED
+from lit_cifar.launch.signals import EXIT_STOPPED, handlers_put_back
 from lit_cifar.tools.chaos.job import wait_until
+from lit_cifar.tools.ray import RayRun
 
 EPOCHS = 3
 LONG = [
@@ -31,6 +33,16 @@ LONG = [
     "--trainer.callbacks.seconds=0.7",
     "--trainer.strategy=ddp",
 ]
+
+
+def test_nohup_is_heard_and_a_signal_that_comes_twice_is_one() -> None:
+    with handlers_put_back():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        run = RayRun(None, argparse.Namespace())
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        assert run.num_stops == 1
 
 
 def test_without_ray_the_command_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ REFUSED = {
     "--model.lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau --trainer.check_val_every_n_epoch=null "
     "--trainer.val_check_interval=99": ["follows val/loss"],
     "--trainer.val_check_interval=0.01": ["is less than one", "pass --trainer.val_check_interval=1"],
-    "--trainer.val_check_interval=00:00:10:00": ["by its own clock", "a number of batches"],
+    "--trainer.val_check_interval=00:00:10:00": ["by the clock", "a number of batches"],
     "--trainer.overfit_batches=2 --data.balanced=true": ["--data.balanced=true draws others"],
     "--trainer.accumulate_grad_batches=2 --trainer.overfit_batches=1": ["whole steps: --trainer.overfit_batches=2"],
     "--trainer.callbacks+=StochasticWeightAveraging --trainer.callbacks.swa_lrs=0.01": ["EMAWeightAveraging"],
@@ -171,6 +171,7 @@ WHOLE = {
     "ray --nodes=2:1 fit": "2:1",
     "ray fit --trainer.devices=2": "--trainer.devices itself",
     "ray --max_failures=3 fit": "--resume=auto",
+    "ray --max_failures=3 fit --config=some.yaml": "--resume=auto",
     "ray --max_failures=-1 fit": "-1 is not a whole number from 0",
     "verify --data=my.Data": "add --module=CLASS",
     "verify --module=my.Module --devices=2": "pass --trainer.strategy=ddp --trainer.devices=2",

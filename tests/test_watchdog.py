@@ -28,11 +28,14 @@ import psutil
 import pytest
 import torch
 from commands import graded
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
 from processes import is_running
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader, Dataset
 
 import lit_cifar
+from lit_cifar import internals
 from lit_cifar.checks.watchdog import HELPER, activity
 from lit_cifar.checks.watchdog import heartbeat as process
 from lit_cifar.checks.watchdog import monitor as watch_module
@@ -61,9 +64,11 @@ from lit_cifar.checks.watchdog.stacks import (
     trace_file,
 )
 from lit_cifar.checks.watchdog.store import HeartbeatStore, News, prepare
+from lit_cifar.cli.main import main
 from lit_cifar.data import Batch
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch import startup
+from lit_cifar.launch.signals import launched_by_lightning
 from lit_cifar.tools.chaos.job import wait_until
 
 TIMEOUT_S = 20.0
@@ -948,6 +953,20 @@ def test_a_rank_outlasts_the_shell_in_which_it_was_started(by_shell: bool) -> No
     starter = f"import lit_cifar, subprocess; subprocess.run({command!r})"
     run = subprocess.run([sys.executable, "-c", starter], capture_output=True, text=True, check=True)
     assert run.stdout == f"{not by_shell}\n"
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_only_a_copy_of_a_rank_follows_it(is_copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[None] = []
+    monkeypatch.setattr(startup, "STARTED_BY_COPY", is_copy)
+    monkeypatch.setattr(startup, "exit_with_parent", lambda: followed.append(None))
+    monkeypatch.setattr("lightning.pytorch.utilities.rank_zero_only.rank", 1)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert len(followed) == is_copy
+    strategy = DDPStrategy(cluster_environment=LightningEnvironment())
+    strategy._launcher = internals.SubprocessScriptLauncher(LightningEnvironment(), 2, 1)
+    assert launched_by_lightning(cast(Any, SimpleNamespace(strategy=strategy, local_rank=1))) == is_copy
 
 
 @pytest.mark.parametrize("launched", [True, False])

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_cifar.checkpoint.atomic import LAST, best_of, carried_hash, content_hash, index_of, newest_valid
 from lit_cifar.checkpoint.exact_resume import StartingPoint
-from lit_cifar.checkpoint.files import read_checkpoint
+from lit_cifar.checkpoint.files import read_checked, read_checkpoint
 from lit_cifar.checkpoint.format import (
     POSITION,
     TrainedOn,
@@ -122,6 +122,7 @@ class StartingCheckpoint:
         if self.has_weights_alone:
             from lit_cifar.checkpoint.pretrained import take_weights
 
+            content = read_checked(Path(self._config.ckpt_path))
             fits = self._subcommand == "fit"
             told = take_weights(module.network, content, num_classes=len(data.classes) if fits else None)
             rank_zero_info(f"{self._config.ckpt_path}: {told}")

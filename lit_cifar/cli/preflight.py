@@ -161,9 +161,10 @@ def check_arguments(trainer: Namespace, *, trains: bool) -> None:
             "--trainer.val_check_interval=0 is no interval",
             remedy="pass --trainer.val_check_interval=1.0 to validate after each epoch",
         )
-    if not isinstance(trainer.val_check_interval, int | float | None):
+    if trains and not isinstance(trainer.val_check_interval, int | float | None):
         raise ConfigError(
-            f"--trainer.val_check_interval={trainer.val_check_interval}: each process would validate by its own clock",
+            f"--trainer.val_check_interval={trainer.val_check_interval}: by the clock, a validation comes elsewhere in "
+            "each process, and when a run is repeated",
             remedy="pass a number of batches, or a share of them: --trainer.val_check_interval=0.5",
         )
     for name, refused in (("logger", (False, [])), ("enable_checkpointing", (False,)), ("barebones", (True,))):
@@ -284,8 +285,10 @@ def check_run(
             refuse("--trainer.callbacks+=EMAWeightAveraging", mode_of(trainer.strategy))
         if replicas is not None:
             _check_matrices(optimizer)
-        if module.header.network is not None and isinstance(trainer.strategy, DDPStrategy):
+        is_ddp = isinstance(trainer.strategy, DDPStrategy)
+        if module.header.network is not None and (is_ddp or replicas is not None):
             _check_reached(trainer.strategy, module, has_parts=replicas is not None)
+        if module.header.network is not None and is_ddp:
             mode = mode_of(trainer.strategy)
             if mode.is_spawned:  # torch does not send hooks to processes
                 from lit_cifar.strategies.base import check_gradient_hooks
@@ -360,17 +363,18 @@ def _check_ghost_batches(asked: Any, layout: Layout, batch_size: int) -> None:
         )
 
 
-def _check_reached(strategy: DDPStrategy, module: LitResNet, *, has_parts: bool) -> None:
+def _check_reached(strategy: Any, module: LitResNet, *, has_parts: bool) -> None:
     """Refuse parameters for whose gradients DistributedDataParallel, or other virtual replicas, would wait in vain."""
     from lit_cifar.strategies.mesh import MeshStrategy
 
-    finds = strategy._ddp_kwargs.get("find_unused_parameters") or strategy._ddp_kwargs.get("static_graph")
+    is_ddp = isinstance(strategy, DDPStrategy)
+    finds = not is_ddp or strategy._ddp_kwargs.get("find_unused_parameters") or strategy._ddp_kwargs.get("static_graph")
     if finds and not has_parts:
         return
-    start = "" if strategy._start_method == "popen" else f"_{strategy._start_method}"
+    start = f"_{strategy._start_method}" if is_ddp and strategy._start_method != "popen" else ""
     other, kind = f"pass --trainer.strategy=ddp{start}_find_unused_parameters_true", type(module.network).__name__
     never, sometimes = unreached_parameters(module.network, module.image_shape)
-    if sometimes and mode_of(strategy).layout.data_parallel_size > 1:
+    if sometimes and (has_parts or mode_of(strategy).layout.data_parallel_size > 1):
         raise ConfigError(
             f"{kind} leaves out {sometimes[0]} in some steps, as it draws: replicas would mix each other's gradients, "
             "or wait for them",

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -144,7 +145,10 @@ def _rank_environments(environment: Mapping[str, str], num_ranks: int) -> Iterat
 def _run(
     module: str | None, words: list[str], environment: Mapping[str, str], stdout: str, stderr: str, folder: str
 ) -> None:
-    """Turn a forked process into one that a user starts."""
+    """Turn a forked process into one that a user starts, and that ends with the process that has started it."""
+    # The fork server ends when nobody has this pipe but the process that it serves; and then this one does.
+    startup.die_with_parent()
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     os.setsid()
     for name, stream in ((stdout, 1), (stderr, 2)):
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -159,11 +163,10 @@ def _run(
 def run_module(module: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
     """Run `python -m MODULE WORDS` in a process that has just been forked from one with the imports."""
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update({**environment, startup.VARIABLE: str(os.getpid())})
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = [module, *words]
     # The imports have read these from the environment of the fork server.
-    startup.note_parent()
     rank_zero_only.rank = int(environment.get("RANK", 0))  # type: ignore[attr-defined]
     tempfile.tempdir = None
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))

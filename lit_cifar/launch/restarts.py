@@ -98,7 +98,6 @@ class ForkedRanks:
         Path("/proc/self/comm").write_text(f"rank {rank}")  # its name in ps and top
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
         torch.set_num_threads(self._num_threads)
-        startup.note_parent()
         return 0
 
     def _wait(self, running: dict[int, int], signals: set[signal.Signals]) -> int:

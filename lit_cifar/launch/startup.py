@@ -16,7 +16,7 @@ from typing import Any
 PARENT_PID = 0  # of the process that has started this one
 # Whether that one has this file too, as one that starts copies of itself has; a shell has not, and may exit early.
 STARTED_BY_COPY = False
-_VARIABLE = "LIT_CIFAR_PID"
+VARIABLE = "_LIT_CIFAR_PID"
 _PR_SET_PDEATHSIG = 1
 
 # By then a watchdog has noticed that the parent is gone, and has reported more.
@@ -27,11 +27,12 @@ def note_parent() -> None:
     """Note who has started this process, and tell those that it starts who it is."""
     global PARENT_PID, STARTED_BY_COPY
     PARENT_PID = os.getppid()
-    STARTED_BY_COPY = os.environ.get(_VARIABLE) == str(PARENT_PID)
-    os.environ[_VARIABLE] = str(os.getpid())
+    STARTED_BY_COPY = os.environ.get(VARIABLE) == str(PARENT_PID)
+    os.environ[VARIABLE] = str(os.getpid())
 
 
 note_parent()
+os.register_at_fork(after_in_child=note_parent)
 
 
 def open_closed_streams() -> None:

@@ -20,8 +20,8 @@ from typing import Any
 
 from lit_cifar.errors import ConfigError, one_line
 from lit_cifar.launch.node import NodeProcesses
-from lit_cifar.launch.signals import EXIT_REFUSED, EXIT_STOPPED, handlers_put_back
-from lit_cifar.tools.terminal import CommandParser, names_config, positive, refuse_owned, say, whole
+from lit_cifar.launch.signals import EXIT_REFUSED, EXIT_STOPPED, Keystrokes, handlers_put_back, stop_signals
+from lit_cifar.tools.terminal import CommandParser, positive, refuse_owned, say, whole
 
 _LAST_CALL_S = 30  # wait for more nodes when the smallest number may be there
 _GRACE_S = 100.0  # wait after SIGTERM for the current step or validation, and for saving
@@ -37,8 +37,7 @@ def main(args: list[str]) -> int:
     """Run the command; return the exit status of the workers."""
     options = ray_parser().parse_args(args)
     refuse_owned(options.flags, {"trainer.devices", "trainer.num_nodes"}, command="ray")
-    resumes = names_config(options.flags) or any(flag.startswith("--resume") for flag in options.flags)
-    if options.max_failures and options.command == "fit" and not resumes:
+    if options.max_failures and options.command == "fit" and "--resume=auto" not in options.flags:
         problem = f"--max_failures={options.max_failures}, but a training that starts again would not resume"
         raise ConfigError(problem, remedy="add --resume=auto and --run_dir=FOLDER, which every node can read")
     with _connected(options.address) as ray, handlers_put_back():
@@ -63,12 +62,13 @@ class RayRun:
 
     def __init__(self, ray: Any, options: argparse.Namespace) -> None:
         self.ray, self.options = ray, options
-        self.num_stops = 0  # number of times that the user has asked the run to end
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        self.num_stops = 0  # 1 if the user has asked the run to end, 2 after another Ctrl-C
+        self._keystrokes = Keystrokes()
+        for number in stop_signals():
             signal.signal(number, self._stop)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        self.num_stops += 1
+        self.num_stops = max(self.num_stops, 1 + self._keystrokes.insist(number))
 
     def run(self) -> int:
         for restarts in range(self.options.max_failures + 1):

@@ -205,6 +205,7 @@ class PlainLoop:
         self._mean, self._std = (
             255 * torch.tensor(each, device=device)[:, None, None] for each in (source.mean, source.std)
         )
+        self._smoothing = module.label_smoothing
         self._loss = torch.zeros((), device=device)
         self._right = torch.zeros((), dtype=torch.int64, device=device)
         self._images = self._steps = 0
@@ -220,7 +221,7 @@ class PlainLoop:
         self.optimizer.zero_grad()  # CUDA graphs need this before the forward pass
         with self._precision():
             logits = self._forward(images.contiguous(memory_format=self._layout))
-            loss = F.cross_entropy(logits, labels)
+            loss = F.cross_entropy(logits, labels, label_smoothing=self._smoothing)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.scheduler.step()

@@ -16,6 +16,7 @@ from lit_cifar import internals
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.network_interfaces import LOOPBACK, addresses, loopback_interface
 from lit_cifar.launch.rendezvous import cluster_environment, given_port
+from lit_cifar.launch.srun import task_variables
 from lit_cifar.reporting.environment import PACKAGES, cpu_model, versions
 from lit_cifar.strategies.device_copies import copy_faults
 from lit_cifar.tools.doctor import ALL_MODES, COPY_MODES, PROCESS_MODES, Check, MachineFinding, size_of
@@ -180,6 +181,8 @@ def _port() -> list[MachineFinding]:
 
 def _launcher() -> list[MachineFinding]:
     """Whether a run would take itself for a part of another run, or the cluster's variables would refuse it."""
+    if task_variables(os.environ):
+        return []  # `srun` has started this process, and `fit` would train as one of its tasks
     try:
         cluster_environment()
     except ConfigError as error:

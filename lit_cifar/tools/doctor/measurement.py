@@ -25,7 +25,6 @@ from torch.nn import functional as F
 
 from lit_cifar.launch.rendezvous import LocalEnvironment
 from lit_cifar.launch.signals import destroy_process_group_at_exit
-from lit_cifar.launch.startup import exit_with_parent
 
 OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "matmul": torch.matmul,
@@ -148,7 +147,6 @@ def _all_reduce(found: Measurement, device: Device, num_bytes: int, *, world_siz
 
 def main(make_device: Callable[[torch.device, int], Device] = lambda device, rank: Device(device)) -> None:
     """Meet the other ranks, measure as the rank that the environment names, and write the results to a file."""
-    exit_with_parent()
     accelerator, folder = sys.argv[1], Path(sys.argv[2])
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     phase = folder / f"rank{rank}.phase"

@@ -78,6 +78,8 @@ def examine_ranks(num_ranks: int, accelerator: str) -> tuple[Ranks, list[Machine
             mend = "turn off the IOMMU or PCIe ACS in the BIOS, or boot with iommu=pt   # NCCL_P2P_DISABLE did not help"
         if not probe_ranks(num_ranks, accelerator, settings={"NCCL_P2P_DISABLE": "1"}).is_transport_faulty:
             mend = "export NCCL_P2P_DISABLE=1   # with it everything arrived"
+            if not probe_ranks(num_ranks, accelerator).is_transport_faulty:
+                mend = "python -m lit_cifar doctor   # again: at the third try everything arrived as it is"
     return ranks, [*wrong_results(ranks), *lost_messages(ranks, mend=mend), *slow.values()]
 
 
@@ -86,7 +88,7 @@ def wrong_results(ranks: Ranks) -> list[MachineFinding]:
         MachineFinding(
             f"Rank {each.rank} ({each.device}) computes wrongly: its {name} was wrong in "
             f"{len(wrong)} of {len(each.seconds[name]) + 1} repeats ({wrong[0]}).",
-            _without_gpu(each.rank, ranks) if ranks.accelerator == "cuda" else _ANOTHER,
+            _without_gpu(each.rank) if ranks.accelerator == "cuda" else _ANOTHER,
             ALL_MODES,
         )
         for each in ranks.measurements
@@ -95,10 +97,10 @@ def wrong_results(ranks: Ranks) -> list[MachineFinding]:
     ]
 
 
-def _without_gpu(rank: int, ranks: Ranks) -> str:
+def _without_gpu(rank: int) -> str:
     """The command that hides a rank's GPU."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = given.split(",") if given else [str(index) for index in range(len(ranks.measurements))]
+    names = given.split(",") if given else [str(index) for index in range(torch.cuda.device_count())]
     return f"export CUDA_VISIBLE_DEVICES={','.join(name for index, name in enumerate(names) if index != rank)}"
 
 
@@ -134,7 +136,7 @@ def slow_ranks(ranks: Ranks) -> dict[int, MachineFinding]:
 def _slow(found: Measurement, operation: str, ratio: float, ranks: Ranks) -> MachineFinding:
     mend = "top   # shows which other programs use its cores"
     if ranks.accelerator == "cuda":
-        hide = _without_gpu(found.rank, ranks)
+        hide = _without_gpu(found.rank)
         mend = f"nvidia-smi   # shows who else uses it, its clock and its temperature; without it: {hide}"
     took = f"Rank {found.rank} ({found.device}) takes {ratio:.1f} times as long as the others for the same {operation}"
     return MachineFinding(f"{took}: every step waits for it.", mend, PROCESS_MODES)
