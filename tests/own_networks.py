@@ -279,6 +279,26 @@ class Gain(nn.Sequential):
         return out
 
 
+class Normed(nn.Sequential):
+    """Is given the class of a layer."""
+
+    def __init__(self, norm: type[nn.Module] = nn.BatchNorm2d) -> None:
+        super().__init__(nn.Conv2d(3, 8, 3), norm(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+
+
+class Viewed(nn.Module):
+    """Flattens in a way that takes no empty batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 4, kernel_size=3, stride=16), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        out: Tensor = self.head(x.view(x.size(0), -1))
+        return out
+
+
 class LayerScale(nn.Module):
     """A block with a parameter beside its layers; notes the types in which it computes with it."""
 

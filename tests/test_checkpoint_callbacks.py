@@ -23,6 +23,7 @@ from lit_cifar.checkpoint.atomic import (
     BEST,
     LAST,
     PREVIOUS,
+    best_of,
     newest_valid,
     save_error,
     verify_checkpoint,
@@ -31,7 +32,7 @@ from lit_cifar.checkpoint.atomic import (
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint, StepBoundary
 from lit_cifar.checkpoint.files import CheckpointFiles, read_checkpoint
 from lit_cifar.checks.watchdog import HELPER
-from lit_cifar.errors import SaveError
+from lit_cifar.errors import CheckpointError, SaveError
 
 STEPS = 3  # of an epoch of TinyData
 _LIMIT_S = 30.0
@@ -390,6 +391,21 @@ def test_names_do_not_depend_on_the_disk(disk: Disk, tmp_path: Path) -> None:
     assert names == {"best.ckpt": 9, "best-v1.ckpt": 6}
     checkpoint: Any = trainer.checkpoint_callback
     assert Path(checkpoint.best_model_path).name == "best.ckpt"
+
+
+def test_of_several_best_files_none_is_taken_by_its_name(tmp_path: Path) -> None:
+    fit(tmp_path, BestCheckpoint(save_top_k=-1), scores=(0.1, 0.2))
+    with pytest.raises(CheckpointError, match="keeps 2 of the best checkpoints"):
+        best_of(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("kept", [2, 3, -1])
+def test_a_resume_that_keeps_fewer_knows_the_best(kept: int, tmp_path: Path) -> None:
+    fit(tmp_path, BestCheckpoint(save_top_k=kept), LastCheckpoint(), scores=(0.9, 0.3))
+    last = tmp_path / "checkpoints" / LAST
+    fit(tmp_path, BestCheckpoint(), LastCheckpoint(), scores=(0.9, 0.3, 0.5), ckpt_path=last)
+    assert steps_in(tmp_path)[BEST] == STEPS
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")

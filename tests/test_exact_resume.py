@@ -23,6 +23,7 @@ import yaml
 from checkpoints import assert_same_checkpoint
 from commands import TINY, Result, callback, last_checkpoint, launch, logged, mode_flags, own_network, refused, run_here
 from library_fits import Watch, ends_alike, make
+from lightning.pytorch import Callback, Trainer
 from short_fits import data, losses, short
 from short_fits import fit as fit_script
 from threads import on_ranks
@@ -552,6 +553,30 @@ def test_a_schedule_counts_the_steps_of_this_run_where_batches_are_others_from_a
     fit(tmp_path / "run", *more)
     schedule = last_checkpoint(tmp_path / "run")["lr_schedulers"][0]
     assert (schedule["total_steps"], schedule["last_epoch"], schedule["_last_lr"]) == (6, 6, [0.0])
+
+
+class Validations(Callback):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.steps.append(trainer.global_step)
+
+
+@short
+def test_a_validation_that_was_due_when_it_was_saved_is_made(tmp_path: Path) -> None:
+    file, first, again = tmp_path / "within.ckpt", Validations(), Validations()
+    how: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0, "limit_train_batches": 2}
+    fit_script(make("own"), tmp_path, callbacks=[Watch(file, 2), first], **how)
+    fit_script(make("own"), tmp_path, callbacks=[again], resume=file, **how)
+    assert first.steps == again.steps == [2, 4]
+
+
+@short
+def test_a_checkpoint_after_a_shorter_last_step_warns(tmp_path: Path) -> None:
+    sizes = {"accumulate_grad_batches": 2, "limit_train_batches": 3}
+    with pytest.warns(UserWarning, match="within an optimizer step"):
+        fit_script(make("own"), tmp_path, callbacks=[Watch(tmp_path / "within.ckpt", 2)], **sizes)
 
 
 @pytest.mark.parametrize(("batches", "steps"), [(0, 0), (1, 0), (2, 1), (4, 2), (5, 3)])

@@ -209,6 +209,7 @@ MISTAKES = {
     "Unreached --trainer.strategy=ddp": "not depend on 2 of its parameters, the first is 0.unused.weight: ddp would "
     "wait for their gradients\n  pass --trainer.strategy=ddp_find_unused_parameters_true",
     "Skipping --trainer.strategy=fsdp2": "Skipping leaves out 1.layer.weight in some steps",
+    "Skipping --virtual_replicas=4": "1.layer.weight in some steps",
     "Skipping --trainer.strategy=ddp_find_unused_parameters_true --virtual_replicas=2": "1.layer.weight in some steps",
     "Skipping --trainer.strategy=ddp": "Skipping leaves out 1.layer.weight in some steps",
     "Tied --trainer.strategy=pp": "0.weight = 3.weight is needed in two places, between which --tr",
@@ -255,6 +256,10 @@ def test_a_network_that_a_function_builds(words: list[str], kind: str, tmp_path:
     for mode, says in {"pp": "ResNet does not say which it has", "tp": "does not say which can be split"}.items():
         refused("fit", *whole, *mode_flags(mode), f"--run_dir={tmp_path / 'x'}", says=[says])
     refused("fit", *whole, "--model.network.width=3", says=["did you mean --model.network.dict_kwargs.width?"])
+
+
+def test_a_rank_without_images_evaluates_none() -> None:
+    assert LitResNet(network=own_networks.Viewed()).eval()(torch.zeros(0, 3, 32, 32)).shape == (0, 10)
 
 
 def test_tied_weights_cannot_be_on_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:

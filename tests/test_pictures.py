@@ -232,6 +232,10 @@ RANGES = {
         png(32, 8, 2, png_rows(colours(SCALED), "u1"), colours(SCALED[9]).astype(">u2").tobytes()),
         9,
     ),
+    "4-bit PNG, a grey is transparent": (
+        png(32, 4, 0, (b"\0" + bytes(17 * number for number in range(16))) * 32, struct.pack(">H", 8)),
+        np.where(np.arange(32) // 2 == 8, 255, np.arange(32) // 2 * 17),
+    ),
     "16-bit PGM": (b"P5 32 32 65535\n" + rows_of(RAMP, ">u2"), SCALED),
     "12-bit PGM": (b"P5 32 32 4095\n" + rows_of(RAMP >> 4, ">u2"), SCALED),
     "16-bit PGM in letters": (b"P2 32 32 65535\n" + b" ".join(b"%d" % value for value in [*RAMP] * 32), SCALED),

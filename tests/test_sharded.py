@@ -14,6 +14,7 @@ import torch.distributed as dist
 from checkpoints import assert_same_checkpoint
 from commands import TINY, last_checkpoint, launch, mode_flags, run_here
 from device_bytes import DEVICE, DeviceBytes
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from own_networks import LayerScale, Standardised
 from short_fits import data, fit, short
@@ -33,6 +34,7 @@ from lit_cifar.models.blocks import blocks_of, num_tensor_parts
 from lit_cifar.strategies import ShardedStrategy, fsdp2, tp
 from lit_cifar.strategies.mesh import make_mesh
 from lit_cifar.strategies.state_dicts import local_slice
+from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 from lit_cifar.tools.modes import SILENT
 
 pytestmark = [short, pytest.mark.usefixtures("one_process")]
@@ -159,7 +161,7 @@ class Learning(LitResNet):
         loss = super().training_step(*args, **kwargs)
         if self.what == "penalty":
             return loss + sum(p.abs().sum() for p in self.network.parameters())
-        return loss / 2 if self.what == "half" else loss * self.temperature
+        return loss / 2 if "half" in self.what else loss * self.temperature
 
 
 @pytest.mark.parametrize(
@@ -169,11 +171,42 @@ class Learning(LitResNet):
         ("temperature", "ddp_flat", "temperature is no part of the module's network"),
         ("penalty", "pp", "a pipeline trains by loss\\(\\) alone"),
         ("half", "pp", "a pipeline trains by loss\\(\\) alone"),
+        ("half of parts", "pp", "a pipeline trains by loss\\(\\) alone"),
     ],
 )
 def test_what_a_mode_would_not_train_is_refused(what: str, mode: str, says: str, tmp_path: Path) -> None:
+    callbacks = [VirtualReplicas(4)] if "parts" in what else []
     with pytest.raises(ConfigError, match=says):
-        fit(Learning(what), tmp_path, strategy=mode, max_steps=1)
+        fit(Learning(what), tmp_path, strategy=mode, max_steps=1, callbacks=callbacks)
+
+
+@pytest.mark.parametrize("mode", ["pp", "ddp_flat", "fsdp2", "tp"])
+def test_a_script_may_not_average_parts_of_weights(mode: str, tmp_path: Path) -> None:
+    average = EMAWeightAveraging()
+    with pytest.raises(ConfigError, match="averages weights, of which a process has parts"):
+        fit(LitResNet("tiny", stem="imagenet"), tmp_path, strategy=mode, max_steps=1, callbacks=[average])
+
+
+@pytest.mark.parametrize("strategy", ["auto", "pp"])
+def test_backward_computes_in_the_types_of_forward(strategy: str, tmp_path: Path) -> None:
+    seen: list[bool] = []
+    network = nn.Sequential(nn.Conv2d(3, 4, 3, stride=4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
+
+    def watch(layer: nn.Module, given: Any, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda _: seen.append(torch.is_autocast_enabled("cpu")))  # type: ignore[no-untyped-call]
+
+    network[3].register_forward_hook(watch)
+    fit(LitResNet(network=network), tmp_path, strategy=strategy, precision="bf16-mixed", max_steps=1)
+    assert {*seen} == {False}
+
+
+def test_a_training_step_need_not_take_the_number_of_its_batch(tmp_path: Path) -> None:
+    class Plain(LitResNet):
+        def training_step(self, batch: Any) -> Tensor:  # type: ignore[override]
+            return super().training_step(batch, 0)
+
+    fit(Plain("tiny", stem="imagenet"), tmp_path, strategy="pp", max_steps=1)
 
 
 def test_a_failure_gives_the_plain_network_back(tmp_path: Path) -> None:

@@ -170,7 +170,13 @@ def content_hash(path: Path) -> str:
 
 def best_of(run_folder: Path) -> Path:
     """The best checkpoint of a run, or its last one: without validation images none is the best."""
-    found = [path for name in (BEST, LAST) if (path := run_folder / "checkpoints" / name).exists()]
+    folder = run_folder / "checkpoints"
+    found = [path for name in (BEST, LAST) if (path := folder / name).exists()]
+    if (number := len([*folder.glob("best*.ckpt")])) > 1:
+        raise CheckpointError(
+            f"{folder} keeps {number} of the best checkpoints, and their names do not say which is the best",
+            remedy=f"pass --config={run_folder}/config.yaml --ckpt_path=FILE; the training has printed the best one",
+        )
     if not found:
         raise CheckpointError(
             f"{run_folder} is no run folder with a checkpoint", remedy="name the folder of a fit, or pass --ckpt_path"

@@ -111,6 +111,10 @@ class BestCheckpoint(ModelCheckpoint):
         scores = {self._here(path): score for path, score in state["best_k_models"].items()}
         if trainer.strategy.broadcast(all(Path(path).exists() for path in scores)):
             paths = {key: self._here(state[key]) for key in ("best_model_path", "kth_best_model_path")}
+            if 0 < self.save_top_k <= len(scores):  # the training before may have kept more
+                ranked = sorted(scores, key=lambda path: float(scores[path]), reverse=self.mode == "max")
+                scores = {path: scores[path] for path in ranked[: self.save_top_k]}
+                paths["kth_best_model_path"] = ranked[self.save_top_k - 1]
             state |= {"dirpath": self.dirpath, "best_k_models": scores, **paths}
 
     def _here(self, path: str) -> str:

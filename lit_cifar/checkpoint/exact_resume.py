@@ -73,11 +73,13 @@ class Position:
     started: bool  # whether the current epoch has begun
     global_step: int  # optimizer steps taken in all epochs
     rows: int = 0  # lines of `metrics.csv` written so far, without its header
+    validates: bool = False  # whether a validation that is due after the newest batch is still to come
 
     @classmethod
     def of(cls, trainer: Trainer) -> "Position":
         """The position of `trainer`, which is at a step boundary, or after an epoch or the whole training."""
         epochs: Any = trainer.fit_loop.epoch_progress.current
+        newest: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         batches = batches_of_epoch(trainer)
         in_epoch = batches // trainer.accumulate_grad_batches
         # A fit that `max_steps` ended in the middle of an epoch has run that epoch's last hooks too.
@@ -88,6 +90,7 @@ class Position:
             started=epochs.started > 0 and not complete,
             global_step=trainer.global_step,
             rows=_num_rows(trainer),
+            validates=newest.completed < newest.processed,
         )
 
     def write(self, loops: dict[str, Any], *, accumulation: int) -> None:
@@ -103,8 +106,10 @@ class Position:
             "current": _completed(self.step * accumulation),
             "is_last_batch": False,
         }
-        loops["epoch_loop.val_loop.batch_progress"] |= {"total": _completed(0), "current": _completed(0)}
-        loops["epoch_loop.state_dict"] = {"_batches_that_stepped": self.global_step}
+        # Lightning makes a validation that has begun and made no batch, if one is due; it then counts the step.
+        begun = _completed(0) | dict.fromkeys(("ready", "started"), int(self.validates))
+        loops["epoch_loop.val_loop.batch_progress"] |= {"total": begun, "current": _completed(0)}
+        loops["epoch_loop.state_dict"] = {"_batches_that_stepped": self.global_step - self.validates}
         loops["state_dict"] = {}
 
 
@@ -120,10 +125,10 @@ class ExactResume(Callback):
         """Write position, counts, and the logs, which belong to a checkpoint, to the disk."""
         for logger in trainer.loggers:
             logger.save()
-        checkpoint[POSITION] = asdict(Position.of(trainer))
+        position = Position.of(trainer)
+        checkpoint[POSITION] = asdict(position)
         checkpoint[METRICS] = _collect(trainer, pl_module) if self._counts is None else self._counts
-        batches = batches_of_epoch(trainer)
-        if batches < trainer.num_training_batches and batches % trainer.accumulate_grad_batches:
+        if position.started and batches_of_epoch(trainer) % trainer.accumulate_grad_batches:
             rank_zero_warn(
                 "this checkpoint is written within an optimizer step: a run that goes on from it repeats the step's "
                 "batches, which BatchNorm's statistics and the means of the epoch then count twice"

@@ -42,6 +42,11 @@ def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     return _read_all(path) if path.is_dir() else read_file(path, mapped=mapped)
 
 
+def read_checked(path: Path) -> dict[str, Any]:
+    """Read a checkpoint of any program; if the file carries a hash, its content must match."""
+    return read_verified(path) if path.is_file() and carried_hash(path) else read_checkpoint(path)
+
+
 def read_whole(path: Path) -> dict[str, Any]:
     """Verify and read a checkpoint. Raise a `CheckpointError` if its content is not what was written."""
     return _read_all(path) if path.is_dir() else read_verified(path)
@@ -150,9 +155,7 @@ class CheckpointFiles(CheckpointIO):
             )
         path = Path(path)
         self.settle()
-        return read_by_first(
-            lambda: read_verified(path) if path.is_file() and carried_hash(path) else read_checkpoint(path)
-        )
+        return read_by_first(lambda: read_checked(path))
 
     @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:

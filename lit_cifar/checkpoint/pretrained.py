@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lit_cifar.checkpoint.files import read_checkpoint
+from lit_cifar.checkpoint.files import read_checked
 from lit_cifar.checkpoint.format import COUNTER, SAVE_ALONE, check_shapes, is_own, naming
 from lit_cifar.errors import CheckpointError, printable
 
@@ -32,7 +32,7 @@ def start_from_file(network: nn.Module, path: Path, *, num_classes: int) -> None
     Raises:
         CheckpointError: The file cannot be read, or as for `take_weights`.
     """
-    content = read_checkpoint(path, mapped=True)
+    content = read_checked(path)
     with naming(path):
         told = take_weights(network, content, num_classes=num_classes, partly=True)
     rank_zero_info(f"{path}: {told}")

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from lit_cifar.data.images import ImageSet
 from lit_cifar.errors import DataError
 
-FORMAT = 2  # version of the file's content; it changes when `read_image` makes different pixels
+FORMAT = 3  # version of the file's content; it changes when `read_image` makes different pixels
 UNREADABLE = 2**64 - 1  # stands in place of a hash
 _CHUNK = 64  # pictures that a worker decodes at a time
 HASH = np.dtype("<u8")

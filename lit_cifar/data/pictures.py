@@ -279,6 +279,8 @@ def _scale_colours(image: Image.Image) -> None:
     if isinstance(image, PngImageFile) and isinstance(transparent, tuple) and image.tile[0].args == "RGB;16B":
         # The pixels lose their low bytes.
         image.info["transparency"] = tuple(value >> 8 for value in transparent)
+    if isinstance(image, PngImageFile) and isinstance(transparent, int) and image.mode == "L":
+        image.info["transparency"] = transparent * {"L;2": 85, "L;4": 17}.get(str(image.tile[0].args), 1)
 
 
 def _grey_scale(image: Image.Image) -> tuple[int, bool]:

@@ -101,7 +101,7 @@ def check_recomputed(network: nn.Module, image_shape: tuple[int, ...]) -> None:
         if twice:
             recompute_blocks(alone)
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             try:
                 alone(images).square().sum().backward()
             except Exception as error:  # the network is the user's own code

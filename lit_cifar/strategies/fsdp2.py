@@ -343,8 +343,9 @@ def shard(network: nn.Module, mesh: DeviceMesh, device: torch.device, *, dtype: 
 
 
 def computes_narrow(layer: nn.Module) -> bool:
-    """Whether autocast narrows all that a layer does with its parameters: a `forward` of the user's may do more."""
-    return isinstance(layer, NARROW) and type(layer).forward.__module__.startswith("torch.")
+    """Whether autocast narrows all that a layer does with its parameters: a hook or a user's `forward` may do more."""
+    is_plain = type(layer).forward.__module__.startswith("torch.") and not layer._forward_pre_hooks
+    return isinstance(layer, NARROW) and is_plain
 
 
 def has_parameters_beside_layers(block: nn.Module) -> bool:

@@ -5,7 +5,7 @@ that is not full, are passed from stage to stage here, and so is every batch of 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, partial
 from typing import Any, Literal
@@ -220,10 +220,14 @@ class Pipeline:
         with self.span("forward", stage, microbatch), self.parts.own_statistics(moved):
             yield
 
-    def span(self, kind: WorkKind, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Return the recorder's context for a stage's work on a microbatch."""
+    @contextmanager
+    def span(self, kind: WorkKind, stage: int, microbatch: int) -> Iterator[None]:
+        """Return the recorder's context for a stage's work on a microbatch. Backward has the types of forward."""
         worker = f"process {dist.get_rank()}"
-        return self.recorder.span(kind, stage=stage, microbatch=microbatch, worker=worker, device=self.device)
+        types = nullcontext() if kind == "forward" else torch.autocast(self.device.type, enabled=False)
+        what: dict[str, Any] = {"stage": stage, "microbatch": microbatch, "worker": worker, "device": self.device}
+        with types, self.recorder.span(kind, **what):
+            yield
 
     def _callable(self, index: int, num_samples: int) -> Any:
         return self._compiled[index].for_batch(num_samples) if self._compiled else self.stages[index]
@@ -343,17 +347,14 @@ class InTurn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, outputs: Sequence[Tensor], *parameters: nn.Parameter) -> Tensor:
         ctx.outputs, ctx.parameters = outputs, parameters
-        kind = outputs[0].device.type
-        ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         return torch.cat([output.detach() for output in outputs])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         totals: dict[Tensor, Tensor] = {}
-        with torch.autocast(*ctx.autocast):
-            for output, its in zip(ctx.outputs, torch.split(grad, [*map(len, ctx.outputs)]), strict=True):
-                found = torch.autograd.grad(output, ctx.parameters, its, allow_unused=True)
-                for parameter, gradient in zip(ctx.parameters, found, strict=True):
-                    if gradient is not None:
-                        totals[parameter] = totals[parameter] + gradient if parameter in totals else gradient
+        for output, its in zip(ctx.outputs, torch.split(grad, [*map(len, ctx.outputs)]), strict=True):
+            found = torch.autograd.grad(output, ctx.parameters, its, allow_unused=True)
+            for parameter, gradient in zip(ctx.parameters, found, strict=True):
+                if gradient is not None:
+                    totals[parameter] = totals[parameter] + gradient if parameter in totals else gradient
         return None, *(totals.get(parameter) for parameter in ctx.parameters)

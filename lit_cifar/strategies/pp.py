@@ -171,7 +171,9 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         self.module.use_forward_fn(lambda images: next(outputs))
         loss: Any = super().training_step(batch, *args, **kwargs)
         self.module.use_forward_fn(self.pipeline.evaluate)
-        if loss.requires_grad or (args[0] == 0 and not self._is_trained_by(loss, logits, batch)):
+        last = slice(-sizes[-1], None) if self.parts.one_by_one else slice(None)  # the part whose loss is returned
+        compared = logits[last], labels[last], weights[-1]
+        if loss.requires_grad or (not any(args[:1]) and not self._is_trained_by(loss, *compared)):
             raise ConfigError(
                 "training_step returns another loss than the mean of loss(): a pipeline trains by loss() alone",
                 remedy="compute it in loss(), or pass --trainer.strategy=ddp",
@@ -180,12 +182,10 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         with_gradients: Tensor = PrecomputedGradients.apply(loss, gradients, scale, *parameters)
         return with_gradients
 
-    def _is_trained_by(self, loss: Tensor, logits: Tensor, batch: Any) -> bool:
-        """Whether the pipeline trains by the module's `loss`, compared where a batch passes as a whole."""
-        if self.parts.one_by_one:
-            return True
+    def _is_trained_by(self, loss: Tensor, logits: Tensor, targets: Tensor, weight: float) -> bool:
+        """Whether the pipeline trains by the loss that `training_step` returns."""
         with self.precision_plugin.train_step_context():
-            trained = self.module.loss(logits, batch.targets).mean() * batch.weight
+            trained = self.module.loss(logits, targets).mean() * weight
         return torch.allclose(loss.double(), trained.double(), rtol=1e-3, equal_nan=True)
 
     @override

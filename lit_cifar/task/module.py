@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 from torchmetrics import Metric
 
 from lit_cifar.checkpoint.exact_resume import ExactResume, batches_of_epoch, steps_of
-from lit_cifar.checkpoint.files import read_checkpoint
+from lit_cifar.checkpoint.files import read_checked
 from lit_cifar.checkpoint.format import (
     SETTINGS,
     Header,
@@ -237,6 +237,11 @@ class LitResNet(L.LightningModule):
 
             start_from_file(self.network, Path(path), num_classes=self.header.num_classes)
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load tensors, as those that spawned processes send back: the file of `weights` would overwrite them."""
+        self.weights = None
+        return super().load_state_dict(*args, **kwargs)
+
     def setup(self, stage: str) -> None:
         """Take the given weights, and whiten by the training images, in a network that does; reset the metrics.
 
@@ -272,6 +277,9 @@ class LitResNet(L.LightningModule):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (n, num_classes) of normalised images (n, 3, height, width)."""
+        if not len(images):  # many networks cannot take none, as where they flatten by `x.view(len(x), -1)`
+            none: Tensor = self(images.new_zeros(1, *images.shape[1:]))[:0]
+            return none
         if self.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         logits: Tensor = self.network(images) if self._forward_fn is None else self._forward_fn(images)
@@ -495,7 +503,7 @@ class LitResNet(L.LightningModule):
         Raises:
             CheckpointError: The file cannot be read, or holds a different network.
         """
-        content = read_checkpoint(Path(checkpoint_path))
+        content = read_checked(Path(checkpoint_path))
         header = Header.of(content)
         if header.network is not None and "network" not in kwargs:
             raise CheckpointError(
