@@ -8,6 +8,7 @@ import multiprocessing
 import signal
 import subprocess
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from lit_cifar.tools.chaos.audit import (
     effective,
     metric_problems,
 )
+from lit_cifar.tools.chaos.command import _train_baseline
 from lit_cifar.tools.chaos.faults import EQUAL_SIZE, Fault, schedule_faults, shares
 from lit_cifar.tools.chaos.job import FIT, Job, wait_until
 from lit_cifar.tools.chaos.training import Training, chosen_modes
@@ -295,6 +297,15 @@ class PretendedJob:
 
     def last_words(self) -> list[str]:
         return ["RuntimeError: the address is in use"]
+
+
+def test_a_training_that_ends_early_by_itself_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sample_log").mkdir()
+    job = PretendedJob(tmp_path / "sample_log", begins=[0], statuses=(0,))
+    monkeypatch.setattr("lit_cifar.tools.chaos.command._job", lambda *_, **__: nullcontext(job))
+    training = Training((), "32-true", chosen_modes(["ddp"], devices=2)[0], 1)
+    with pytest.raises(ConfigError, match="ends a run after 12 of 24 steps"):
+        _train_baseline(training, tmp_path)
 
 
 def trial_of(job: Any) -> Trial:

@@ -166,14 +166,14 @@ def test_own_network_and_pictures(tmp_path: Path) -> None:
     draw_pictures(pictures / "dog", 8, seed=1)
     flags = ["--data.dataset=folder", f"--data.root={pictures}", "--data.image_size=24", "--data.batch_size=8"]
     own = ["--model.network=own_networks.Chain", "--model.network.width=4", "--trainer.precision=64-true"]
-    sizes = ["--data.num_train=null", "--data.num_test=null", "--data.val_size=2"]
+    sizes = ["--data.num_train=null", "--data.num_test=null", "--data.val_size=2", "--model.test_views=2"]
     run_here("fit", *own_network("Chain"), *flags, *own, *sizes, f"--run_dir={run}")
     path, config = run / "checkpoints" / "last.ckpt", f"--config={run / 'config.yaml'}"
 
     root = f"--data.root={pictures}"
     refused("export", path, TORCH, root, says=("no code is run because a checkpoint names it", "own_networks.Chain"))
     moved = pictures.rename(tmp_path / "moved")
-    run_here("export", path, TORCH, config)
+    assert "means over 2 views of an image, and a file computes one" in run_here("export", path, TORCH, config).stdout
     assert json.loads((run / "export" / "export.json").read_text())["classes"] == ["cat", "dog"]
     (moved / "dog").rename(moved / "fox")
     words = (

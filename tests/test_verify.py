@@ -21,6 +21,7 @@ from lit_cifar.checks.replay.verdict import TAKEN, Finding
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import Mode
+from lit_cifar.models.ghost_batchnorm import normalises_batches
 from lit_cifar.task.metrics import BalancedAccuracy, ConfusionMatrix, MeanLoss, TopAccuracy
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.modes import chosen, sized_modes
@@ -39,6 +40,7 @@ from lit_cifar.tools.verify.command import (
 from lit_cifar.tools.verify.judge import (
     Verdict,
     VerifiedMode,
+    _equal,
     checkpoint_problems,
     digest_problems,
     frozen_problems,
@@ -289,6 +291,27 @@ def test_random_networks_are_judged_where_one_device_draws_the_same(
     assert {row.outcome for row in rows.values() if row is not None} <= {"abstained"}
     verifier = Verifier(Launcher(settings(num_parts=4), 3, tmp_path))
     assert verifier.abstained(sized_modes(2)["ddp"]) is None
+
+
+def test_an_own_network_is_made_as_fit_makes_it() -> None:
+    config = settings().config
+    own = {"class_path": "own_networks.Normed", "init_args": {"norm": "torch.nn.BatchNorm2d"}}
+    config["model"] |= {"network": own, "arch": None, "stem": None}
+    assert normalises_batches(Configuration((), config).module().network)
+
+
+def test_a_limit_of_loader_batches_is_as_many_steps_on_one_device() -> None:
+    own = settings()
+    own.config["trainer"] |= {"limit_train_batches": 4, "accumulate_grad_batches": 2}
+    assert "--trainer.limit_train_batches=4" in own.length_flags(steps=4, accumulation=2)
+    assert "--trainer.limit_train_batches=2" in own.length_flags(steps=4, accumulation=1)
+
+
+@pytest.mark.parametrize(("bound", "equal"), [(math.inf, True), (1e-5, False), (0.0, False)])
+def test_a_float_of_a_checkpoint_may_round_where_a_tensor_may(bound: float, equal: bool) -> None:
+    """As the best loss of a ReduceLROnPlateau."""
+    assert _equal(2.3025851, 2.3025853, bound=bound) == equal
+    assert not _equal(2.5, 2, bound=bound)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def settings(*, num_parts: int | None = None, **data: int) -> Configuration:
             "accumulate_grad_batches": 1,
             "precision": "64-true",
             "limit_val_batches": None,
+            "overfit_batches": 0.0,
         },
         "model": {"arch": "resnet10", "stem": "imagenet", "num_classes": 10, "network": None, "image_size": None},
         "data": {"dataset": "synthetic", "num_train": 96, "val_size": 0, "batch_size": 16} | data,

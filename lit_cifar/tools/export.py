@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 import yaml  # type: ignore[import-untyped]
-from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from lit_cifar.checkpoint.atomic import best_of, index_of
 from lit_cifar.checkpoint.files import read_whole
 from lit_cifar.checkpoint.format import Header, TrainedOn, naming
+from lit_cifar.configured import own_network
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError, ConfigError, DataError
@@ -63,6 +63,8 @@ def main(args: list[str]) -> int:
     module, data = open_checkpoint(path, network=network, dataset=config["data"].get("dataset"), root=root)
     found = export(module, data, formats, folder=folder, checkpoint=path)
     lines = [f"{file}: logits within {gap:.0e} of the checkpoint's" for file, gap in found.items()]
+    if (views := config["model"].get("test_views", 1)) > 1:
+        lines.append(f"the run's val/ and test/ are means over {views} views of an image, and a file computes one")
     if all(gap <= BOUND for gap in found.values()):
         print(*lines, f"exported to {folder}; {RECORD} there says what goes in and out", sep="\n")
         return 0
@@ -98,17 +100,6 @@ class Classifier(nn.Module):
         """Logits, float32 (n, num_classes), of images, uint8 (n, 3, height, width)."""
         logits: Tensor = self.network((images.to(torch.float32) - self.mean) / self.std)
         return logits
-
-
-def own_network(configured: dict[str, Any] | None) -> nn.Module | None:
-    """The user's own network in a run's `config.yaml`, made as by `fit`; None for a network of this package."""
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--network", type=nn.Module | None)
-    try:
-        network: nn.Module | None = parser.instantiate_classes(parser.parse_object({"network": configured})).network
-    except (ArgumentError, ImportError, TypeError, ValueError) as error:
-        raise ConfigError(str(error), remedy=f"let Python find the class, and pass {_CONFIG}") from error
-    return network
 
 
 def _configuration(file: str | None) -> dict[str, dict[str, Any]]:
@@ -230,7 +221,7 @@ def export(
     """
     random, ids = torch.Generator().manual_seed(0), torch.arange(_NUM_IMAGES)
     images = torch.randint(256, (_NUM_IMAGES, *module.image_shape), generator=random).to(torch.uint8)
-    expected = module(data.on_after_batch_transfer(Batch(images, ids, ids, 1.0), 0).images)  # `test` computes the same
+    expected = module(data.on_after_batch_transfer(Batch(images, ids, ids, 1.0), 0).images)  # as `test`, of each view
     program = trace(Classifier(module.network, mean=data.source.mean, std=data.source.std), module.image_shape)
     with _draft(folder) as draft:
         found: dict[str, float] = {}

@@ -150,7 +150,13 @@ def _train_baseline(training: Training, folder: Path) -> None:
                 f"{name} does not train {training.num_steps} steps within {_BASELINE_LIMIT_S:.0f} s without faults",
                 remedy="pass fewer --faults, a smaller network or smaller batches",
             )
-    if (started := len({line.rank for line in _read(folder).lines})) != training.mode.num_processes:
+    lines = _read(folder).lines
+    if (num_steps := len({line.step for line in lines})) < training.num_steps:
+        raise ConfigError(
+            f"the configuration ends a run after {num_steps} of {training.num_steps} steps",
+            remedy="leave out what does, e.g. --trainer.max_time, --trainer.fast_dev_run or an EarlyStopping",
+        )
+    if (started := len({line.rank for line in lines})) != training.mode.num_processes:
         problem = f"--launcher has started {started} processes, and {name} here has {training.mode.num_processes}"
         raise ConfigError(problem, remedy="have it start as many, or pass other --devices")
     terminal.say(f"{name}: {training.num_steps} steps without faults")

@@ -14,7 +14,7 @@ from typing import Any, Final
 import lightning as L
 import torch
 
-from lit_cifar.configured import made
+from lit_cifar.configured import own_network
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.options import GROUPS
@@ -140,7 +140,7 @@ class Configuration:
         return LitResNet(
             model["arch"],
             stem=model["stem"],
-            network=None if model["network"] is None else made(model["network"]),
+            network=own_network(model["network"]),
             num_classes=model["num_classes"] or len(data.classes),
             image_size=model["image_size"] or data.image_size,
             **{name: model.get(name) for name in ("freeze", "unfreeze_at", "head_lr")},
@@ -200,6 +200,8 @@ class Configuration:
         """
         flags = [f"--trainer.max_steps={steps}", "--trainer.max_epochs=-1", "--trainer.log_every_n_steps=1"]
         flags += [f"--trainer.accumulate_grad_batches={accumulation}", f"--last_checkpoint.every_n_steps={steps - 1}"]
+        if isinstance(limit := self.config["trainer"].get("limit_train_batches"), int):  # of the loader, not steps
+            flags.append(f"--trainer.limit_train_batches={limit * accumulation // self.accumulation}")
         if self.data_module().val_size > 0 and self.config["trainer"]["limit_val_batches"] != 0:
             every = max(every for every in range(1, steps) if steps % every == 0)  # half of them, if possible
             flags += ["--trainer.check_val_every_n_epoch=null", f"--trainer.val_check_interval={every * accumulation}"]
@@ -317,7 +319,8 @@ def evaluated_alone(step: Step, settings: Configuration) -> tuple[Evaluated, dic
     module = settings.module(label_smoothing=model["label_smoothing"], test_views=model["test_views"])
     filled(module.network, step)
     callback = Logits()
-    trainer_settings = {name: settings.config["trainer"][name] for name in ("accelerator", "limit_val_batches")}
+    names = ("accelerator", "limit_val_batches", "overfit_batches")
+    trainer_settings = {name: settings.config["trainer"][name] for name in names}
     trainer = L.Trainer(devices=1, precision=EXACT, callbacks=[callback], **SILENT, **trainer_settings)
     trainer.validate(module, settings.data_module(), verbose=False)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
