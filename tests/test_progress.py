@@ -32,7 +32,7 @@ def fit(folder: Path, bar: ProgressBar, **settings: Any) -> None:
     ("bar", "settings", "begins"),
     [
         ({}, {}, ["epoch 1/2  done", "epoch 2/2  done"]),
-        ({}, {"max_epochs": -1, "max_steps": 4}, ["epoch 1  done", "epoch 2  done"]),
+        ({}, {"max_epochs": -1, "max_steps": 4}, ["epoch 1  done", "epoch 2   33%"]),
         ({"line_every_s": 0}, {"max_epochs": 1}, [f"epoch 1/1  {done}" for done in (" 33%", " 67%", "100%", "done")]),
         ({"refresh_rate": 0}, {}, []),
     ],
@@ -45,9 +45,14 @@ def test_a_log_file_gets_a_line_per_epoch_and_in_long_ones(
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert all(line.startswith(begin) for line, begin in zip(lines, begins, strict=True))
-    if begins:
+    if begins and "done" in begins[-1]:
         assert re.search(r"done  loss [\d.]+  val [\d.]+  img/s \d+  \d+ s$", lines[-1])
     assert "\r" not in out + err
+
+
+def test_no_epoch_shows_the_validation_of_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, ProgressBar(), max_epochs=3, check_val_every_n_epoch=2)
+    assert [" val " in line for line in capsys.readouterr().out.splitlines()] == [False, True, False]
 
 
 @pytest.fixture

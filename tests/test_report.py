@@ -157,6 +157,27 @@ def test_curves_are_over_epochs_or_steps_without_digests(run: Path) -> None:
     assert page._curves({"": read_run(run)})[0].axes[0].lines[0].get_xydata().tolist() == [[10, 1.75], [20, 1.5]]
 
 
+def ends_of_epochs(run: Path) -> list[float]:
+    return [x for x, _ in page._curves({"": read_run(run)})[0].axes[0].lines[0].get_xydata()]  # type: ignore[misc]
+
+
+def test_epochs_may_have_unlike_numbers_of_steps(run: Path) -> None:
+    """As after a resume with another batch size. The last may have ended within, the first be in another folder."""
+    (run / "metrics.csv").write_text(METRICS.replace("19", "14"))
+    (run / "sample_audit.csv").unlink()
+    for number, steps in enumerate((10, 5)):
+        write_epoch(run, number, steps, 1280, "d")
+    assert ends_of_epochs(run) == [1, 2]
+    (run / "sample_audit.csv").unlink()
+    for number, samples in enumerate((1280, 640)):
+        write_epoch(run, number, 10 - 5 * number, samples, "d")
+    assert ends_of_epochs(run) == [1, 1.5]
+    (run / "sample_audit.csv").unlink()
+    write_epoch(run, 2, 5, 1280, "d")
+    assert Page(page_of([run])).after("training") == "3 epochs, 15 steps"
+    assert ends_of_epochs(run)[-1] == 3
+
+
 def test_an_evaluation_has_no_curve(run: Path) -> None:
     other = write_run(run.parent / "second", command="lit-cifar validate --ckpt_path=a.ckpt")
     (other / "metrics.csv").write_text("epoch,step,val/acc,val/loss\n0,0,0.5,1.75\n")
@@ -165,6 +186,16 @@ def test_an_evaluation_has_no_curve(run: Path) -> None:
     assert any(words.endswith("first, val/loss") for words in text)
     assert not any(words.endswith("second, val/loss") for words in text)
     assert str(other)[-40:] in text  # below the title of its confusion matrix
+
+
+def test_fits_that_began_with_other_weights_differ(run: Path) -> None:
+    other = write_run(run.parent / "second", command="lit-cifar fit --ckpt_path=w.pt")
+    assert different_settings([read_run(run), read_run(other)]) == {"ckpt_path": [None, "w.pt"]}
+
+
+def test_of_the_gpus_of_a_machine_those_of_the_run_are_counted(run: Path) -> None:
+    other = write_run(run.parent / "second", device="cuda", gpus=["H100"] * 8, num_devices=1)
+    assert Page(page_of([other])).after("hardware") == "1 x H100"
 
 
 def test_runs_are_told_apart(run: Path) -> None:
@@ -257,7 +288,7 @@ def test_arguments_that_a_function_takes_by_kwargs_are_settings(tmp_path: Path) 
         ("python -m lit_cifar fit --run_dir=a", 2, "python -m lit_cifar fit --config {}"),
         ("lit-cifar fit", "auto", "python -m lit_cifar fit --config {} --trainer.devices=2"),
         ("lit-cifar fit --ckpt_path 'my w.pt' --x=1", 2, "python -m lit_cifar fit --config {} --ckpt_path 'my w.pt'"),
-        ("lit-cifar fit --ckpt_path=w.pt", 2, "python -m lit_cifar fit --config {} --ckpt_path=w.pt"),
+        ("lit-cifar fit --ckpt_path=w.pt", 2, "python -m lit_cifar fit --config {} --ckpt_path w.pt"),
         ("lit-cifar test --ckpt_path=w.pt", 2, "python -m lit_cifar test --config {}"),  # it is in config.yaml
         ("train.py --epochs 3", 2, None),
     ],

@@ -62,6 +62,12 @@ def test_environment_says_what_ran_and_not_where(tmp_path: Path) -> None:
     assert str(Path.home()) not in text
 
 
+def test_a_resumed_run_replaces_its_environment(tmp_path: Path) -> None:
+    (tmp_path / "environment.json").write_text("{}")
+    fit(tmp_path)
+    assert "world_size" in json.loads((tmp_path / "environment.json").read_text())
+
+
 def test_a_failed_fit_promises_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Failing(TinyTask):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

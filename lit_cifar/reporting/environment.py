@@ -37,6 +37,7 @@ def environment(trainer: Trainer, *, data_name: str) -> dict[str, Any]:
         "device": trainer.strategy.root_device.type,
         "world_size": trainer.world_size,
         "num_nodes": trainer.num_nodes,
+        "num_devices": trainer.num_devices * trainer.num_nodes,
         "layout": asdict(mode_of(trainer.strategy).layout),
         "precision": str(trainer.precision),
     }

@@ -167,7 +167,11 @@ class ProgressBar(TQDMProgressBar):
         self.train_progress_bar.leave = False
         self.train_progress_bar.close()
         if self._writes_lines or self.is_enabled:
-            self._write_line(trainer, _short(trainer.callback_metrics, EPOCH_NAMES), "done", 1.0)
+            metrics = _short(trainer.callback_metrics, EPOCH_NAMES)
+            done = (trainer.fit_loop.epoch_loop.batch_idx + 1) / trainer.num_training_batches
+            if done < 1 or (trainer.current_epoch + 1) % (trainer.check_val_every_n_epoch or 1):
+                metrics.pop("val", None)  # of an epoch before
+            self._write_line(trainer, metrics, "done" if done >= 1 else f"{done:4.0%}", done)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         # These values are of this step, while the run logs them at its log points only.

@@ -68,8 +68,18 @@ class RunReport(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._started_at = perf_counter()
         self._folder = run_folder(trainer)
-        if not trainer.is_global_zero or self._folder is None or (self._folder / FILE_NAME).exists():
-            return  # an existing file belongs to the run's first stage
+        self._resumes = self._folder is not None and (self._folder / FILE_NAME).exists()
+        if not self._resumes:  # an existing file belongs to the run's first stage
+            self._write_environment(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Replace the environment at the first step of a resumed run, as its settings are."""
+        if self._resumes:
+            self._write_environment(trainer)
+
+    def _write_environment(self, trainer: Trainer) -> None:
+        if not trainer.is_global_zero or self._folder is None:
+            return
         self._folder.mkdir(parents=True, exist_ok=True)
         found = environment(trainer, data_name=trainer.datamodule.name)  # type: ignore[attr-defined]
         if self.candidates:
@@ -179,7 +189,7 @@ def next_steps(folder: Path, stage: str, *, checkpoint: Path | None = None) -> l
         lines.append(_line("report", f"python -m lit_cifar report {shown(folder)}"))
     if checkpoint is not None:
         config, ours = folder / CONFIG, folder / "checkpoints"
-        if config.exists() and checkpoint.parent == ours:
+        if config.exists() and checkpoint.parent == ours and len([*ours.glob("best*.ckpt")]) == 1:
             words = shown(folder)
         else:
             words = (f"--config {shown(config)} " if config.exists() else "") + f"--ckpt_path {shown(checkpoint)}"

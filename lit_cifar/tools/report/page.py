@@ -5,6 +5,8 @@ import math
 import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from lit_cifar.reporting.progress import METRIC as THROUGHPUT
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, pooled
 from lit_cifar.reporting.run_report import counted, shown
 from lit_cifar.tools.report.charts import Bar, Line, bar_chart, image_of, line_chart
-from lit_cifar.tools.report.run_reader import Confusion, RunContents, read_run
+from lit_cifar.tools.report.run_reader import Confusion, Epoch, RunContents, read_run
 from lit_cifar.tools.terminal import CommandParser, say
 
 Runs = Mapping[str, RunContents]  # runs by name
@@ -104,6 +106,8 @@ def different_settings(runs: Sequence[RunContents]) -> dict[str, list[str | None
     parts = set.intersection(*({key.partition(".")[0] for key in run.settings} for run in runs))
     keys = dict.fromkeys(key for run in runs for key in run.settings if key.partition(".")[0] in parts)
     rows = {key: [run.settings.get(key) for run in runs] for key in keys}
+    if any(map(_began_with, runs)):
+        rows["ckpt_path"] = [_began_with(run) or run.settings.get("ckpt_path") for run in runs]
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
@@ -139,7 +143,7 @@ def _accuracy(run: RunContents, split: str) -> str | None:
 
 def _extent(run: RunContents) -> str:
     last = max(logged[-1][0] for name, logged in run.metrics.items() if name.startswith("train/"))
-    epochs = f"{counted(len(run.epochs), 'epoch')}, " if run.epochs else ""
+    epochs = f"{counted(run.epochs[-1].number + 1, 'epoch')}, " if run.epochs else ""
     return f"{epochs}{counted(last + 1, 'step')}"
 
 
@@ -152,7 +156,7 @@ def _network(settings: Mapping[str, str]) -> str | None:
 
 def _hardware(about: Mapping[str, Any]) -> str:
     if about["device"] == "cuda" and about["gpus"]:
-        return f"{len(about['gpus'])} x {about['gpus'][0]}"
+        return f"{about.get('num_devices', len(about['gpus']))} x {about['gpus'][0]}"
     return f"{about['cpu'].get('model')}, {counted(about['cpu'].get('cores', 0), 'core')}"
 
 
@@ -166,17 +170,23 @@ def repeat_command(run: RunContents) -> str | None:
 
     The file names neither the checkpoint that a fit began with, nor a number of devices that was left to the machine.
     """
-    command, about, words = command_of(run), run.environment, _words(run)
+    command, about = command_of(run), run.environment
     if command is None:
         return None
     flags = [f"--config {shown(run.folder / 'config.yaml')}"]
     if run.settings.get("trainer.devices") == "auto" and about["world_size"] > 1 == about.get("num_nodes"):
         flags.append(f"--trainer.devices={about['world_size']}")
-    for index, word in enumerate(words):
-        if command == "fit" and word.partition("=")[0] == "--ckpt_path":
-            flags.append(shlex.join(words[index : index + (1 if "=" in word else 2)]))
+    if path := _began_with(run):
+        flags.append(shlex.join(["--ckpt_path", path]))
     checkout = f"git checkout {about['git']['commit']}\n" if about["git"] else ""
     return f"{checkout}python -m lit_cifar {command} {' '.join(flags)}"
+
+
+def _began_with(run: RunContents) -> str | None:
+    """The checkpoint that a fit began with."""
+    words = [*_words(run), ""] if command_of(run) == "fit" else []
+    given = [one.partition("=")[2] or after for one, after in pairwise(words) if one.partition("=")[0] == "--ckpt_path"]
+    return given[-1] if given else None
 
 
 def _words(run: RunContents) -> list[str]:
@@ -197,10 +207,21 @@ def _lines(runs: Runs, metric: str, *, dashed: bool = False) -> list[Line]:
     found = []
     for place, (name, run) in enumerate(runs.items()):
         if run.trained and metric in run.metrics:
-            steps = run.epochs[0].steps if _by_epoch(runs) else 1
-            points = [((step + 1) / steps, value) for step, value in run.metrics[metric]]
+            place_of = partial(_epochs_done, run.epochs) if _by_epoch(runs) else float
+            points = [(place_of(step + 1), value) for step, value in run.metrics[metric]]
             found.append(Line(metric if len(runs) == 1 else f"{name}, {metric}", place, points, dashed))
     return found
+
+
+def _epochs_done(epochs: Sequence[Epoch], steps: int) -> float:
+    """Epochs after so many optimizer steps of a training: after a resume one may have other steps, the last be cut."""
+    steps -= epochs[0].number * epochs[0].steps  # of epochs in another folder
+    for epoch in epochs[:-1]:
+        if steps <= epoch.steps:
+            return epoch.number + steps / epoch.steps
+        steps -= epoch.steps
+    last = epochs[-1]
+    return last.number + steps / last.steps * last.samples / max(epoch.samples for epoch in epochs)
 
 
 def _by_epoch(runs: Runs) -> bool:

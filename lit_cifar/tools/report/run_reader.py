@@ -26,7 +26,7 @@ _OF_EVERY_RUN: dict[str, Any] = {
     **dict.fromkeys(("started", "command", "data", "strategy", "device", "precision"), str),
     **{"git": dict | None, "versions": dict, "cpu": dict, "gpus": list, "world_size": int},
 }
-_TYPES = {**_OF_EVERY_RUN, "git.commit": str, "cpu.cores": int, "num_nodes": int}
+_TYPES = {**_OF_EVERY_RUN, "git.commit": str, "cpu.cores": int, "num_nodes": int, "num_devices": int}
 _COMMIT = re.compile("[0-9a-f]{7,64}")
 _CLASS = "class "  # before the name of a class
 Row = TypeVar("Row")
