@@ -189,7 +189,7 @@ def next_steps(folder: Path, stage: str, *, checkpoint: Path | None = None) -> l
         lines.append(_line("report", f"python -m lit_cifar report {shown(folder)}"))
     if checkpoint is not None:
         config, ours = folder / CONFIG, folder / "checkpoints"
-        if config.exists() and checkpoint.parent == ours and len([*ours.glob("best*.ckpt")]) == 1:
+        if config.exists() and checkpoint.parent == ours and len([*ours.glob("best*.ckpt")]) < 2:
             words = shown(folder)
         else:
             words = (f"--config {shown(config)} " if config.exists() else "") + f"--ckpt_path {shown(checkpoint)}"
