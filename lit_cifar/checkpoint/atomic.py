@@ -26,6 +26,7 @@ from lit_cifar.checkpoint.format import holds_training, parts_of, read_file
 from lit_cifar.errors import CheckpointError, SaveError
 from lit_cifar.internals import tree_map_only
 from lit_cifar.reporting.files import sync
+from lit_cifar.reporting.run_folder import best_files
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 INDEX = "index.ckpt"  # a file of a checkpoint in parts, which is a folder, see `sharded.py`
@@ -172,7 +173,7 @@ def best_of(run_folder: Path) -> Path:
     """The best checkpoint of a run, or its last one: without validation images none is the best."""
     folder = run_folder / "checkpoints"
     found = [path for name in (BEST, LAST) if (path := folder / name).exists()]
-    if (number := len([*folder.glob("best*.ckpt")])) > 1:
+    if (number := len(best_files(run_folder))) > 1:
         raise CheckpointError(
             f"{folder} keeps {number} of the best checkpoints, and their names do not say which is the best",
             remedy=f"pass --config={run_folder}/config.yaml --ckpt_path=FILE; the training has printed the best one",

@@ -23,7 +23,6 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     ThroughputMonitor,
     Timer,
-    WeightAveraging,
 )
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
@@ -39,7 +38,7 @@ from lit_cifar.data.dataset import Dataset
 from lit_cifar.data.sample_order import OrderSettings, check_held_out, check_rest_of_epoch, order_settings
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.mode import Layout, mode_of
-from lit_cifar.mode.refusals import refuse
+from lit_cifar.mode.refusals import refuse, refuse_averages
 from lit_cifar.models.blocks import check_network, unreached_parameters
 from lit_cifar.models.recomputed import check_recomputed
 from lit_cifar.task.module import LitResNet
@@ -281,8 +280,7 @@ def check_run(
             remedy = "leave out --data.augment.small_size and --data.augment.small_epochs"
             check_network(module.network, (3, side, side), num_classes=len(data.classes), remedy=remedy)
         optimizer, scheduler = _try_optimizer(module)
-        if any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            refuse("--trainer.callbacks+=EMAWeightAveraging", mode_of(trainer.strategy))
+        refuse_averages(trainer, mode_of(trainer.strategy))
         if replicas is not None:
             _check_matrices(optimizer)
         is_ddp = isinstance(trainer.strategy, DDPStrategy)

@@ -135,6 +135,11 @@ def run_folder(trainer: Trainer) -> Path | None:
     return Path(log_dir) if log_dir is not None and trainer.loggers else None
 
 
+def best_files(folder: Path) -> list[Path]:
+    """The best checkpoints that the run in `folder` keeps; the names of several do not say which is the best."""
+    return [*folder.glob("checkpoints/best*.ckpt")]
+
+
 def process_rank() -> int:
     """This process's rank, known from the launcher's environment variables before the process group exists."""
     return int(getattr(rank_zero_only, "rank", 0))

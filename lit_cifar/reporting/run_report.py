@@ -15,7 +15,7 @@ from lit_cifar.mode import Layout, mode_of
 from lit_cifar.reporting.environment import environment
 from lit_cifar.reporting.evaluation_tables import PREDICTIONS
 from lit_cifar.reporting.output import leave_out_banners, outlast_streams
-from lit_cifar.reporting.run_folder import CONFIG, run_folder
+from lit_cifar.reporting.run_folder import CONFIG, best_files, run_folder
 
 FILE_NAME = "environment.json"
 
@@ -31,6 +31,7 @@ class RunReport(Callback):
     def __init__(self) -> None:
         self.candidates: dict[str, float] = {}  # seconds of a step with each, if `--autotune=true` has timed them
         self._folder: Path | None = None
+        self._resumes = False  # whether the folder is of a run that has begun before
         self._tests = False  # whether the run trains on data that have images to test on
         self._is_synthetic = False
         self._started_at = 0.0
@@ -189,7 +190,7 @@ def next_steps(folder: Path, stage: str, *, checkpoint: Path | None = None) -> l
         lines.append(_line("report", f"python -m lit_cifar report {shown(folder)}"))
     if checkpoint is not None:
         config, ours = folder / CONFIG, folder / "checkpoints"
-        if config.exists() and checkpoint.parent == ours and len([*ours.glob("best*.ckpt")]) < 2:
+        if config.exists() and checkpoint.parent == ours and len(best_files(folder)) < 2:
             words = shown(folder)
         else:
             words = (f"--config {shown(config)} " if config.exists() else "") + f"--ckpt_path {shown(checkpoint)}"

@@ -17,7 +17,6 @@ from typing import Any, cast
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -32,7 +31,7 @@ from typing_extensions import override
 from lit_cifar import internals
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import StartMethod
-from lit_cifar.mode.refusals import refuse
+from lit_cifar.mode.refusals import refuse_averages
 from lit_cifar.mode.tensors import local_part, parameters_of, squares
 from lit_cifar.strategies.base import CustomForwardStrategy, check_gradient_hooks
 
@@ -121,8 +120,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     @override
     def setup(self, trainer: L.Trainer) -> None:
         """Set up like Lightning's `ddp`, with the forward function in place of the wrapper."""
-        if any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            refuse("--trainer.callbacks+=EMAWeightAveraging", self)
+        refuse_averages(trainer, self)
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)

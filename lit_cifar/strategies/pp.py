@@ -171,9 +171,9 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         self.module.use_forward_fn(lambda images: next(outputs))
         loss: Any = super().training_step(batch, *args, **kwargs)
         self.module.use_forward_fn(self.pipeline.evaluate)
-        last = slice(-sizes[-1], None) if self.parts.one_by_one else slice(None)  # the part whose loss is returned
-        compared = logits[last], labels[last], weights[-1]
-        if loss.requires_grad or (not any(args[:1]) and not self._is_trained_by(loss, *compared)):
+        is_first = not any(args[:1])  # of an epoch, or its number is not told
+        number = sizes[-1] if self.parts.one_by_one else len(labels)  # of samples whose loss is returned
+        if loss.requires_grad or (is_first and not self._is_trained_by(loss, logits, labels, number, weights[-1])):
             raise ConfigError(
                 "training_step returns another loss than the mean of loss(): a pipeline trains by loss() alone",
                 remedy="compute it in loss(), or pass --trainer.strategy=ddp",
@@ -182,10 +182,10 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         with_gradients: Tensor = PrecomputedGradients.apply(loss, gradients, scale, *parameters)
         return with_gradients
 
-    def _is_trained_by(self, loss: Tensor, logits: Tensor, targets: Tensor, weight: float) -> bool:
-        """Whether the pipeline trains by the loss that `training_step` returns."""
+    def _is_trained_by(self, loss: Tensor, logits: Tensor, targets: Tensor, number: int, weight: float) -> bool:
+        """Whether the pipeline trains by the loss that `training_step` returns, of so many samples at the end."""
         with self.precision_plugin.train_step_context():
-            trained = self.module.loss(logits, targets).mean() * weight
+            trained = self.module.loss(logits[-number:], targets[-number:]).mean() * weight
         return torch.allclose(loss.double(), trained.double(), rtol=1e-3, equal_nan=True)
 
     @override

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
@@ -34,6 +34,20 @@ def load_step_states(trainer: pl.Trainer, states: list[Any]) -> None:
 
 def _with_step_state(trainer: pl.Trainer) -> list[Any]:
     return [callback for callback in trainer.callbacks if hasattr(callback, "step_state")]  # type: ignore[attr-defined]
+
+
+@runtime_checkable
+class WritesSteps(Protocol):
+    """A callback that writes steps down, which nobody else should repeat meanwhile."""
+
+    def writes_down(self, trainer: pl.Trainer) -> bool:
+        """Whether the step that begins is, or may be, written down."""
+
+
+def is_written_down(trainer: pl.Trainer) -> bool:
+    """Whether a callback writes down the step that begins."""
+    writers = (each for each in trainer.callbacks if isinstance(each, WritesSteps))  # type: ignore[attr-defined]
+    return any(each.writes_down(trainer) for each in writers)
 
 
 def progress_of(trainer: pl.Trainer) -> dict[str, Any]:

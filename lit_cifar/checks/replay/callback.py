@@ -121,7 +121,7 @@ class Replay(Callback):
             self._epochs = None
 
     def writes_down(self, trainer: Trainer) -> bool:
-        """Whether the step that begins is, or may be, written down: nobody else should repeat one meanwhile."""
+        """Whether the step that begins is, or may be, written down."""
         return self._window is not None or trainer.global_step in self.at
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

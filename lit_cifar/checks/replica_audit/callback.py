@@ -71,10 +71,12 @@ class ReplicaAudit(Callback):
             rank_zero_info(f"{what} are not compared: {reason}")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if self._gradients is None or not self._is_due(trainer, since=self._repeated):
+            return
+        from lit_cifar.checks.repeated_step.lightning_view import is_written_down  # one process needs no repeats
+
         # `Replay` would take the gradients of a repeat for those of the step: an audit that is due waits for it.
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        waits = any(each.writes_down(trainer) for each in callbacks if hasattr(each, "writes_down"))
-        if self._gradients is not None and not waits and self._is_due(trainer, since=self._repeated):
+        if not is_written_down(trainer):
             self._gradients.observe()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -57,8 +57,8 @@ def main(args: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="lit_cifar-chaos-") as temporary:
         folder = kept or Path(temporary)
         parts = (options.faults, 0) if options.launcher or options.kills else shares(options.faults)
-        draws_alike = parts[1] > 0 and options.virtual_replicas is None
-        flags, precision, every = configured(rest, folder=folder, draws_alike=draws_alike)
+        must_draw_alike = parts[1] > 0 and options.virtual_replicas is None
+        flags, precision, every = configured(rest, folder=folder, must_draw_alike=must_draw_alike)
         for mode in modes:
             for name, number in zip(("equal-size", "resized"), parts, strict=True):
                 training = Training(

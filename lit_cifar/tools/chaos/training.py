@@ -36,7 +36,7 @@ _OURS = (
 )
 
 
-def configured(args: Sequence[str], *, folder: Path, draws_alike: bool = False) -> tuple[tuple[str, ...], str, int]:
+def configured(args: Sequence[str], *, folder: Path, must_draw_alike: bool = False) -> tuple[tuple[str, ...], str, int]:
     """The flags of `fit`, by default of a small training, their precision and the steps between saves.
 
     A network that draws random numbers is refused where the training on one process must draw as on several.
@@ -50,7 +50,7 @@ def configured(args: Sequence[str], *, folder: Path, draws_alike: bool = False) 
             "processes, and chaos compares the ends",
             remedy="pass --trainer.accumulate_grad_batches=1",
         )
-    if draws_alike and Configuration(flags, config).draws_random_numbers:
+    if must_draw_alike and Configuration(flags, config).draws_random_numbers:
         raise ConfigError(
             "the network draws random numbers, as dropout does, and a resized job draws others",
             remedy="pass --virtual_replicas=4, with which each number of processes draws the same; or --kills",
