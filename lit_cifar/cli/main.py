@@ -30,6 +30,7 @@ from lit_cifar.checkpoint.files import CheckpointFiles
 from lit_cifar.checks.replica_audit import ReplicaAudit
 from lit_cifar.checks.watchdog.callback import Watchdog
 from lit_cifar.cli.checkpoint_selection import StartingCheckpoint, spelled_out
+from lit_cifar.cli.gone import refuse_words
 from lit_cifar.cli.help import COMMON, SUBCOMMANDS, replace_texts
 from lit_cifar.cli.preflight import (
     check_arguments,
@@ -90,6 +91,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _run(words: list[str]) -> None:
     """Run the command that `words` name."""
+    refuse_words(words)
     if words and words[0] in COMMANDS:
         raise SystemExit(COMMANDS[words[0]](words[1:]))
     adopt_task()

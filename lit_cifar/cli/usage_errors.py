@@ -20,8 +20,8 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lit_cifar.cli.gone import refuse_settings
 from lit_cifar.cli.help import HelpAction
-from lit_cifar.cli.moved import in_new_places, new_flag
 from lit_cifar.errors import ConfigError, SaveError, nearest, printable
 from lit_cifar.reporting.run_folder import process_rank
 from lit_cifar.tools.commands import COMMANDS
@@ -68,10 +68,8 @@ class Parser(LightningArgumentParser):
         if found := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
             # Options are long and begin alike, so the cutoff is higher than for single words.
             near = get_close_matches(found[1], self._option_string_actions, n=1, cutoff=0.75)
-            guess = new_flag(found[1]) or (near[0] if near else None)
+            guess = near[0] if near else None
         guess = _open_argument(problem) or guess
-        if found := re.search(r"[Oo]ption '(\w+)'", message):
-            guess = new_flag(found[1]) or guess
         help = f"see {_program()} --help"
         refuse(problem, remedy=help if guess is None else f"did you mean {guess}? {help}")
 
@@ -85,8 +83,9 @@ class Parser(LightningArgumentParser):
             ) from error
 
     def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Any:
-        """Parse the settings of a file like jsonargparse, also those of an older version."""
-        return super().parse_string(in_new_places(content), *args, **kwargs)
+        """Parse the settings of a file like jsonargparse, with a short error for those that have gone."""
+        refuse_settings(content)
+        return super().parse_string(content, *args, **kwargs)
 
 
 def check_command(words: Sequence[str]) -> None:

@@ -1,0 +1,82 @@
+"""What the release before had and this one has not: each is refused in one line, with what serves instead.
+
+The table is for this release alone.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import yaml  # type: ignore[import-untyped]
+
+from lit_cifar.errors import ConfigError
+
+# By command, by flag (which is a setting of a YAML file too, with all below it), by a command's own flag, or by class.
+INSTEAD: dict[str, str] = {
+    # Checks.
+    #
+    #
+    # Commands.
+    #
+    #
+    # Data.
+    #
+    #
+    # Training, checkpoints and ranks.
+    #
+    #
+}
+
+
+def refuse_words(words: Sequence[str]) -> None:
+    """Raise a `ConfigError` for a word of the command line that names what has gone."""
+    command = words[0] if words else ""
+    if command in INSTEAD:
+        _refuse(command, what="the command")
+    for word in words[1:]:
+        flag, _, value = word.partition("=")
+        _refuse_setting(flag.rstrip("+"), command=command)
+        _refuse_class(value or word)
+
+
+def refuse_settings(text: str) -> None:
+    """Raise a `ConfigError` for a key or class in the YAML `text` that has gone; other mistakes are left to others."""
+    try:
+        settings = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return
+    for name, value in _flat(settings):
+        _refuse_setting(f"--{name}")
+        _refuse_setting(f"--{name.partition('.')[2]}")  # below the name of a command
+        if isinstance(value, str):
+            _refuse_class(value)
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Each setting in `value` by the name that its flag has, and its value."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(item, f"{name}.{key}".lstrip("."))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _flat(item, name)
+    else:
+        yield name, value
+
+
+def _refuse_setting(flag: str, *, command: str = "") -> None:
+    parts = flag.split(".")
+    for length in range(len(parts), 0, -1):
+        name = ".".join(parts[:length])
+        for key in (f"{command} {name}", name):
+            if key in INSTEAD:
+                _refuse(key)
+
+
+def _refuse_class(value: str) -> None:
+    for name in INSTEAD:
+        if not name.startswith("--") and "." in name and value in (name, name.rpartition(".")[2]):
+            _refuse(name)
+
+
+def _refuse(name: str, *, what: str = "") -> NoReturn:
+    raise ConfigError(f"{what} {name} has gone".strip(), remedy=f"instead: {INSTEAD[name]}")

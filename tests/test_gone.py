@@ -1,0 +1,45 @@
+"""What has gone: a command, a flag, a key of a file or a class is refused in one line that says what serves instead."""
+
+from pathlib import Path
+
+import pytest
+from commands import refused
+
+from lit_cifar.cli import gone
+
+
+@pytest.fixture(autouse=True)
+def _table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of each kind, whatever the release has."""
+    rows = {"dance": "walk", "--model.wings": "legs", "verify --song": "silence", "lit_cifar.Bird": "a plane"}
+    monkeypatch.setattr(gone, "INSTEAD", rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["dance", "--help"], "the command dance has gone\n  instead: walk"),
+        (["fit", "--model.wings=2"], "--model.wings has gone\n  instead: legs"),
+        (["fit", "--model.wings.left", "2"], "--model.wings has gone\n  instead: legs"),
+        (["verify", "--song=1"], "verify --song has gone\n  instead: silence"),
+        (["fit", "--trainer.callbacks+=lit_cifar.Bird"], "lit_cifar.Bird has gone\n  instead: a plane"),
+        (["fit", "--trainer.callbacks+=Bird"], "lit_cifar.Bird has gone\n  instead: a plane"),
+    ],
+)
+def test_words_that_have_gone(words: list[str], said: str) -> None:
+    assert said in refused(*words)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: {wings: 2}", "--model.wings"),
+        ("fit: {model: {wings: {left: 2}}}", "--model.wings"),
+        ("trainer: {callbacks: [{class_path: lit_cifar.Bird}]}", "lit_cifar.Bird"),
+    ],
+)
+def test_keys_of_a_file_that_have_gone(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "old.yaml").write_text(text)
+    message = refused("fit", f"--config={tmp_path / 'old.yaml'}", f"--run_dir={tmp_path / 'run'}")
+    assert f"{said} has gone" in message
+    assert not (tmp_path / "run").exists()
