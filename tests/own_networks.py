@@ -217,54 +217,6 @@ class HookAtStart(Callback):
         pl_module.network[6].weight.register_hook(lambda gradient: gradient * 0.5)
 
 
-class DrawingBlock(nn.Module):
-    """Draws between BatchNorm layers."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(width, width, kernel_size=3, padding=1), nn.BatchNorm2d(width)
-        self.draws, self.second = nn.Sequential(nn.Dropout(0.2), Noise()), nn.Conv2d(width, width, kernel_size=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.second(self.draws(self.norm(self.first(x))).relu())
-        return out
-
-
-class DrawingBlocks(nn.Sequential):
-    """A chain of blocks of several layers, which draw."""
-
-    def __init__(self) -> None:
-        stem, head = nn.Conv2d(3, 8, kernel_size=3, stride=4), nn.Linear(8, 10)
-        blocks = [DrawingBlock(8) for _ in range(2)]
-        super().__init__(stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
-
-
-class InPlace(nn.Sequential):
-    """A block that changes its input."""
-
-    def __init__(self) -> None:
-        block = nn.Sequential(nn.SiLU(inplace=True), nn.Conv2d(4, 4, kernel_size=3), nn.SiLU())
-        super().__init__(nn.Conv2d(3, 4, kernel_size=3, stride=4), nn.BatchNorm2d(4), block, nn.AdaptiveAvgPool2d(1))
-        self.extend([nn.Flatten(), nn.Linear(4, 10)])
-
-
-class Remembering(nn.Sequential):
-    """A block whose output depends on how often it has been called."""
-
-    def __init__(self) -> None:
-        block = nn.Sequential(nn.Conv2d(4, 4, kernel_size=3), Counted(), nn.SiLU())
-        super().__init__(nn.Conv2d(3, 4, kernel_size=3, stride=4), block, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        self.append(nn.Linear(4, 10))
-
-
-class Counted(nn.Module):
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x * self.calls
-
-
 class Gain(nn.Sequential):
     """Has a parameter without a dim."""
 

@@ -25,7 +25,7 @@ WITHOUT_COMMIT = {
         str(file.relative_to(BENCHMARKS))
         for folder in (
             *("gpu/2026-11-26", "recipes/2026-11-26-gpu", "recipes/2026-11-26-default"),
-            *("recipes/2026-11-27-default", "recipes/2026-11-27-augmentation", "recompute/2026-11-27-gpu"),
+            *("recipes/2026-11-27-default", "recipes/2026-11-27-augmentation"),
             "gpu/2026-11-27",
         )
         for file in (BENCHMARKS / folder).rglob("*.json")

@@ -341,16 +341,6 @@ def same_bits() -> Values:
     return values
 
 
-def recomputed() -> Values:
-    """What computing activations twice saves and costs."""
-    rows = {row["arch"]: row for row in read("recompute/2026-11-27/recompute.json")}
-    names = ("memory_ratio", "time_ratio", "time_ratio_largest")
-    ratios = sorted(row["time_ratio"] for row in read("recompute/2026-11-27-gpu/recompute.json"))
-    return {
-        f"recompute-{arch}-{name.replace('_', '-')}": f"{row[name]:.2f}" for arch, row in rows.items() for name in names
-    } | {"recompute-gpu-time": f"{ratios[0]:.1f} to {ratios[-1]:.1f}"}
-
-
 def options() -> Values:
     """Which options work in which mode: the table of refusals."""
 
@@ -385,7 +375,6 @@ def main(*, check: bool) -> int:
         | silent_bugs()
         | related()
         | right_trainings()
-        | recomputed()
         | chaos()
         | audited()
         | paused()

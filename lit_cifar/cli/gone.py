@@ -22,8 +22,7 @@ INSTEAD: dict[str, str] = {
     #
     #
     # Training, checkpoints and ranks.
-    #
-    #
+    "--model.recompute": "--trainer.accumulate_grad_batches or --trainer.precision=bf16-mixed take less memory",
 }
 
 

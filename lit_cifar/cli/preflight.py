@@ -40,7 +40,6 @@ from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.mode import Layout, mode_of
 from lit_cifar.mode.refusals import refuse, refuse_averages
 from lit_cifar.models.blocks import check_network, unreached_parameters
-from lit_cifar.models.recomputed import check_recomputed
 from lit_cifar.task.module import LitResNet
 from lit_cifar.task.optim import check_ratio, check_total_steps, followed_metric
 
@@ -274,8 +273,6 @@ def check_run(
     if module.header.network is not None:
         check_network(module.network, module.image_shape, num_classes=len(data.classes))
     if subcommand == "fit":
-        if module.recompute and module.header.network is not None:
-            check_recomputed(module.network, module.image_shape)
         if data.augmentation is not None and (side := data.augmentation.small_size):
             remedy = "leave out --data.augment.small_size and --data.augment.small_epochs"
             check_network(module.network, (3, side, side), num_classes=len(data.classes), remedy=remedy)

@@ -16,7 +16,6 @@ NAMES = tuple("single_device" if row.name == "single" else row.name for row in M
 # Options that no mode refuses, as docs/gpu-options.md says.
 OTHERS = (
     "--model.channels_last=true",
-    "--model.recompute=true",
     "--trainer.precision=bf16-mixed",
     "--trainer.precision=16-mixed",
     "--trainer.precision=bf16-true",

@@ -40,7 +40,6 @@ from lit_cifar.models.fine_tuning import Frozen, head_of
 from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.memory_format import follow_parameters, plain
 from lit_cifar.models.random_streams import RandomStreams
-from lit_cifar.models.recomputed import check_blocks, keep_activations, recompute_blocks
 from lit_cifar.task.metrics import ConfusionMatrix, EpochMeans, EvaluationMetrics, MeanLoss, TopAccuracy
 from lit_cifar.task.optim import (
     NesterovSGD,
@@ -102,9 +101,6 @@ class LitResNet(L.LightningModule):
         compile: Compile the network with torch.compile, which takes a minute or more at the first step. Batches
             smaller than the largest so far run uncompiled. With "cuda_graphs", for one device and `ddp`, a GPU gets all
             kernels of a forward or backward pass at once, so that it does not wait for the host.
-        recompute: Keep the input alone of each block of several layers, such as a residual block, and compute its other
-            activations again in backward: less memory, more time, the same bits. A network of your own must say its
-            blocks.
         optimizer: Optimizer, a class name with its arguments: --model.optimizer=SGD --model.optimizer.lr=0.1.
         lr_scheduler: Learning rate schedule, a class name with its arguments. `WarmupDecay`, `OneCycleLR` and
             `CyclicLR` step after every optimizer step, all others after every epoch.
@@ -135,7 +131,6 @@ class LitResNet(L.LightningModule):
         ghost_batchnorm: GhostBatches | None = None,
         channels_last: bool = False,
         compile: bool | Literal["cuda_graphs"] = False,
-        recompute: bool = False,
         optimizer: OptimizerCallable = lambda params: NesterovSGD(params, lr=0.1),
         lr_scheduler: LRSchedulerCallable = lambda optimizer: WarmupDecay(optimizer, warmup=0.2, decay="linear"),
         test_views: Literal[1, 2, 6] = 1,
@@ -176,9 +171,6 @@ class LitResNet(L.LightningModule):
         self.channels_last = channels_last
         self.compiles = bool(compile)
         self.cuda_graphs = compile == "cuda_graphs"
-        if recompute:
-            check_blocks(network, compile=compile)
-        self.recompute = recompute
         self.make_optimizer = optimizer
         self.make_lr_scheduler = lr_scheduler
         self.test_views = test_views
@@ -257,15 +249,12 @@ class LitResNet(L.LightningModule):
             if isinstance(metric, Metric):
                 metric.reset()
         self._newest = self._logged_epoch = self._resumed = None
-        if self.recompute and stage == "fit":
-            recompute_blocks(self.network)
         if self.compiles:  # a strategy may later replace it by its own function
             self.use_forward_fn(Compiled(self.network, cuda_graphs=self.cuda_graphs))
 
     def teardown(self, stage: str) -> None:
         """Let `forward` run the plain network again, on batches of any size without compiling."""
         self.use_forward_fn(None)
-        keep_activations(self.network)
 
     def use_forward_fn(self, forward_fn: Callable[[Tensor], Tensor] | None) -> None:
         """Let `forward` call `forward_fn`, which runs `self.network`, or with None the network itself again.

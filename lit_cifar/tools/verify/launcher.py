@@ -264,7 +264,6 @@ class Launcher:
         """
         flags = self.settings.length_flags(steps=self.steps, accumulation=1)
         flags += ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.sync_batchnorm=false"]
-        flags.append("--model.recompute=false")  # modes may recompute, and equal it
         if self.settings.num_parts is None:  # otherwise the same kernels must run
             flags += ["--model.channels_last=false", "--model.compile=false"]  # modes may use these, and equal it
         if chunks != GhostBatches():
