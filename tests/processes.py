@@ -2,7 +2,8 @@
 
 import ctypes
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
@@ -69,3 +70,13 @@ def is_running(process: psutil.Process) -> bool:
         return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def wait_until(condition: Callable[[], bool], *, limit_s: float, poll_s: float = 0.002) -> bool:
+    """Whether the condition holds within `limit_s` seconds."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(poll_s)
+    return True

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from machines import REPOSITORY, Machine
 from machines import why_not as why_no_machines
-
-from lit_cifar.tools.chaos.job import wait_until
+from processes import wait_until
 
 NODES = "node1", "node2"
 _PROGRAMS = "slurmctld", "slurmd", "munged", "sbatch", "srun"

@@ -12,12 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 from commands import TINY, callback, graded, mode_flags
-from processes import is_running, marked
+from processes import is_running, marked, wait_until
 from recorder import has_reached
 
 from lit_cifar.launch.forked import ForkedRun
 from lit_cifar.launch.signals import EXIT_STOPPED
-from lit_cifar.tools.chaos.job import wait_until
 
 LONG = ["--trainer.max_epochs=1000", "--trainer.check_val_every_n_epoch=1000"]
 MODES = {mode: mode_flags(mode) for mode in ("ddp", "ddp_spawn", "pp")}

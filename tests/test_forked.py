@@ -10,11 +10,10 @@ from threading import Thread
 
 import psutil
 import pytest
-from processes import is_running
+from processes import is_running, wait_until
 
 from lit_cifar.launch import forked
 from lit_cifar.launch.forked import ForkedRun, _rank_environments
-from lit_cifar.tools.chaos.job import wait_until
 
 
 def start(folder: Path, program: str, *, num_ranks: int = 1) -> ForkedRun:

@@ -17,12 +17,11 @@ import psutil
 import pytest
 from commands import TINY, launch, mode_flags, refused
 from documents import ROOT
-from processes import is_running
+from processes import is_running, wait_until
 from recorder import global_steps
 
 from lit_cifar.launch.node import NodeProcesses
 from lit_cifar.launch.signals import EXIT_STOPPED, handlers_put_back
-from lit_cifar.tools.chaos.job import wait_until
 from lit_cifar.tools.ray import RayRun
 
 EPOCHS = 3

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from commands import TINY, callback, launch, mode_flags
 from machines import two_machines
+from processes import wait_until
 from recorder import has_reached
 from slurm_cluster import NODES, Cluster, why_not
 
 from lit_cifar.launch.signals import EXIT_STOPPED
-from lit_cifar.tools.chaos.job import wait_until
 
 SCRIPT = "configs/cluster/slurm.sh"
 EPOCHS = 3

@@ -9,9 +9,8 @@ import psutil
 import pytest
 from commands import TINY, callback
 from machines import REPOSITORY, Machine, two_machines, why_not
+from processes import wait_until
 from recorder import global_steps, has_reached
-
-from lit_cifar.tools.chaos.job import wait_until
 
 SLOW = callback("stopping.SlowSteps", seconds=0.3)
 NUM_TRAIN, BATCH_SIZE = 80, 16  # of TINY

@@ -30,7 +30,7 @@ import torch
 from commands import graded
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
-from processes import is_running
+from processes import is_running, wait_until
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader, Dataset
 
@@ -69,7 +69,6 @@ from lit_cifar.data import Batch
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch import startup
 from lit_cifar.launch.signals import launched_by_lightning
-from lit_cifar.tools.chaos.job import wait_until
 
 TIMEOUT_S = 20.0
 DEFAULT = Patience(TIMEOUT_S, waiting_s=1800.0)
