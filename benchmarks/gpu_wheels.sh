@@ -14,7 +14,7 @@ mkdir -p "$folder"
 packages=(
     'jsonargparse>=4.53' docstring-parser typeshed-client importlib-resources 'typing-extensions>=4.13' 'pyyaml>=6.0.1'
     'matplotlib>=3.10.8' contourpy cycler fonttools kiwisolver packaging pyparsing python-dateutil six tzdata 'pillow>=11.0'
-    'jinja2>=3.1.6' markupsafe 'psutil>=6.0' 'rich>=13.9' markdown-it-py mdurl pygments
+    'psutil>=6.0' 'rich>=13.9' markdown-it-py mdurl pygments
     'pytest>=8.3' iniconfig pluggy 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' execnet 'pytest-randomly>=3.16' 'pytest-split>=0.11'
 )
 platforms=()

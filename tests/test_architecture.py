@@ -33,7 +33,7 @@ LAYERS = [
     {"strategies"},
     {"checks.pytest_plugin", "tools.modes", "tools.terminal"},
     {"tools.export", "tools.relations", "tools.verify"},
-    {"tools.chaos", "tools.doctor", "tools.ray", "tools.report"},
+    {"tools.chaos", "tools.doctor", "tools.ray"},
     {"tools.bench"},
     {"tools.commands"},
     {"cli"},

@@ -346,7 +346,6 @@ def test_the_printed_commands_work(tmp_path: Path) -> None:
     assert lines["result"].startswith("best val/acc 0.")
     assert shlex.split(lines["run folder"]) == [str(run)]
     assert shlex.split(lines["look at it"]) == ["tensorboard", "--logdir", str(run), "--host", "localhost"]
-    assert shlex.split(lines["report"]) == ["python", "-m", "lit_cifar", "report", str(run)]
     arguments = shlex.split(lines["test it"])[3:]
     tested = run_here(*arguments, f"--run_dir={tmp_path / 'test'}").stdout
     assert f"{run}/checkpoints/best.ckpt" in tested

@@ -18,7 +18,12 @@ from torch import Tensor
 
 from lit_cifar.data.pictures import FolderImages
 from lit_cifar.mode import Layout, Mode
-from lit_cifar.reporting.evaluation_tables import PerRankAccuracy, PredictionWriter, write_per_rank
+from lit_cifar.reporting.evaluation_tables import (
+    PerRankAccuracy,
+    PredictionWriter,
+    write_confusion,
+    write_per_rank,
+)
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, log_chance, pooled
 
 # ---------------------------------------------------------------- accuracy of every rank
@@ -139,6 +144,15 @@ def test_a_split_replaces_its_rows_and_a_failed_write_none(tmp_path: Path, monke
         "val,0,0,0,nan",
         "val,all,0,0,nan",
     ]
+
+
+def test_a_class_that_is_new_drops_the_rows_of_other_classes(tmp_path: Path) -> None:
+    for split, hits in (("val", 1), ("test", 2), ("val", 3)):
+        write_confusion(tmp_path, split, ["cat", "dog"], [[hits, 0], [0, hits]])
+    rows = ["split,class,cat,dog", "test,cat,2,0", "test,dog,0,2", "val,cat,3,0", "val,dog,0,3"]
+    assert (tmp_path / "confusion.csv").read_text().splitlines() == rows
+    write_confusion(tmp_path, "test", ["cow"], [[5]])
+    assert (tmp_path / "confusion.csv").read_text().splitlines() == ["split,class,cow", "test,cow,5"]
 
 
 # ---------------------------------------------------------------- intervals and flags

@@ -24,7 +24,6 @@ from lit_cifar.tools.export import export_parser
 from lit_cifar.tools.modes import sized_modes
 from lit_cifar.tools.ray import ray_parser
 from lit_cifar.tools.relations import relations_parser
-from lit_cifar.tools.report.page import report_parser
 from lit_cifar.tools.verify.command import verify_parser
 from tests.mutations.__main__ import parser as mutations_parser
 
@@ -111,8 +110,6 @@ def check_program(args: list[str]) -> None:
             parser_of("fit").parse_args([options.command, *options.flags])
         case "relations":
             relations_parser().parse_args(args[1 : args.index("--") if "--" in args else None])
-        case "report":
-            report_parser().parse_args(args[1:])
         case "verify":
             _, rest = verify_parser().parse_known_args(args[1:])
             parser_of("fit").parse_args(["fit", *rest])

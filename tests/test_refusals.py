@@ -175,8 +175,6 @@ WHOLE = {
     "ray --max_failures=-1 fit": "-1 is not a whole number from 0",
     "verify --data=my.Data": "add --module=CLASS",
     "verify --module=my.Module --devices=2": "pass --trainer.strategy=ddp --trainer.devices=2",
-    "report": "report --help",
-    "report no": "does not exist",
     "verify --modes=dpp": "dpp",
     "verify --devices=1": "--devices=1",
     f"verify --devices={10**12}": "--devices 2",

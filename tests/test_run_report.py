@@ -134,7 +134,6 @@ def test_folders_elsewhere_stay_absolute(tmp_path: Path, monkeypatch: pytest.Mon
     assert next_steps(tmp_path / "there", "test") == [
         f"run folder  {tmp_path}/there",
         f"look at it  tensorboard --logdir {tmp_path}/there --host localhost",
-        f"report      python -m lit_cifar report {tmp_path}/there",
     ]
     assert next_steps(Path(), "predict") == ["run folder  .", "predictions predictions.csv"]
 

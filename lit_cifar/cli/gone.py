@@ -17,6 +17,7 @@ INSTEAD: dict[str, str] = {
     #
     # Commands.
     #
+    "report": "tensorboard --logdir runs, or the notebooks",
     #
     # Data.
     #

@@ -76,7 +76,6 @@ _COMMANDS = {
     "inspect": {
         "modes": "Which modes run on this machine, and how to start them.",
         "bench": "What training costs on this machine.",
-        "report": "Write an HTML page about runs, to compare or to send.",
         "export": "Write a checkpoint's network as torch.export and ONNX.",
     },
 }

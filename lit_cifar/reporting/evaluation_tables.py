@@ -20,9 +20,9 @@ from lit_cifar.reporting.run_folder import run_folder
 
 Split = Literal["val", "test"]
 PER_RANK, CONFUSION, PREDICTIONS = "per_rank.csv", "confusion.csv", "predictions.csv"
-PER_RANK_COLUMNS = ("split", "rank", "correct", "total", "accuracy")
-CONFUSION_COLUMNS = ("split", "class")  # the names of the classes follow
-PREDICTION_COLUMNS = ("file", "class", "confidence", "error")
+_PER_RANK_COLUMNS = ("split", "rank", "correct", "total", "accuracy")
+_CONFUSION_COLUMNS = ("split", "class")  # the names of the classes follow
+_PREDICTION_COLUMNS = ("file", "class", "confidence", "error")
 
 
 class EvaluationCallback(Callback):
@@ -131,7 +131,7 @@ def write_per_rank(folder: Path, split: str, counts: list[AccuracyCount]) -> Non
     """Replace this split's rows in `folder/per_rank.csv`, and keep those of other splits."""
     named = [*((str(rank), count) for rank, count in enumerate(counts)), ("all", pooled(counts))]
     rows = [[rank, c.correct, c.total, f"{c.accuracy:.6f}"] for rank, c in named]
-    replace_split(folder / PER_RANK, PER_RANK_COLUMNS, split, rows)
+    replace_split(folder / PER_RANK, _PER_RANK_COLUMNS, split, rows)
 
 
 class ConfusionCounts(EvaluationCallback):
@@ -157,7 +157,7 @@ class ConfusionCounts(EvaluationCallback):
 def write_confusion(folder: Path, split: str, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> None:
     """Replace this split's rows of counts, true by predicted class, in `confusion.csv`; keep those of other splits."""
     rows = ([name, *row] for name, row in zip(classes, counts, strict=True))
-    replace_split(folder / CONFUSION, [*CONFUSION_COLUMNS, *classes], split, rows)
+    replace_split(folder / CONFUSION, [*_CONFUSION_COLUMNS, *classes], split, rows)
 
 
 class PredictionWriter(Callback):
@@ -198,7 +198,7 @@ class PredictionWriter(Callback):
         ]
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            replace_csv(folder / PREDICTIONS, [PREDICTION_COLUMNS, *self.rows])
+            replace_csv(folder / PREDICTIONS, [_PREDICTION_COLUMNS, *self.rows])
 
 
 def _predicted(table: Tensor, classes: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:

@@ -27,7 +27,7 @@ from lit_cifar.reporting.loggers import log_to_tensorboard, logged_step, tensorb
 _IMAGE_SIDE = 160  # side in pixels at which an image of any size is drawn
 _MOST_CLASSES = 20  # more classes get no numbers and not all names: their texts would take minutes
 _LONGEST = 16  # most characters of a name
-SPLIT_WORDS: dict[Split, str] = {"val": "validation", "test": "test"}
+_SPLIT_WORDS: dict[Split, str] = {"val": "validation", "test": "test"}
 
 
 class WrongImage(NamedTuple):
@@ -87,7 +87,7 @@ class EvaluationFigures(EvaluationCallback):
         if writer is None:  # on every rank but 0, and without TensorBoard
             return
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
-        step, title = logged_step(trainer), f"{datamodule.name}, {SPLIT_WORDS[split]}"
+        step, title = logged_step(trainer), f"{datamodule.name}, {_SPLIT_WORDS[split]}"
         if trainer.state.fn == "fit":
             title += f", epoch {trainer.current_epoch + 1}"
         accuracies = class_accuracies(confusion, datamodule.classes)
@@ -197,7 +197,7 @@ def confusion_figure(confusion: Tensor, classes: Sequence[str], *, title: str) -
     # Square cells would make the layout push the name of the axis over the edge.
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     named = range(0, num_classes, math.ceil(num_classes / _MOST_CLASSES))
-    names = [shortened(classes[label]) for label in named]
+    names = [_shortened(classes[label]) for label in named]
     axes.set_xticks(named, names, rotation=45, ha="right", rotation_mode="anchor", parse_math=False)
     axes.set_yticks(named, names, parse_math=False)
     right, total = int(np.trace(counts)), int(counts.sum())
@@ -227,7 +227,7 @@ def wrong_images_figure(wrong: Sequence[WrongImage], *, title: str) -> Figure:
         # BOX takes means of a larger image, and repeats pixels of a smaller one.
         pixels = np.asarray(image.resize((_IMAGE_SIDE, _IMAGE_SIDE), Image.Resampling.BOX))
         figure.figimage(pixels, left, top - _IMAGE_SIDE)
-        truth, prediction = shortened(item.truth), shortened(item.prediction)
+        truth, prediction = _shortened(item.truth), _shortened(item.prediction)
         label = f"is {truth}\ntaken for {prediction}\n{item.confidence:.1%} sure"
         middle = left + _IMAGE_SIDE / 2
         place = middle / width, (top + 5) / height
@@ -235,7 +235,7 @@ def wrong_images_figure(wrong: Sequence[WrongImage], *, title: str) -> Figure:
     return figure
 
 
-def shortened(name: str) -> str:
+def _shortened(name: str) -> str:
     """The beginning of a long name, without what would steer a terminal or break a file."""
     name = printable(name)
     return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}\N{HORIZONTAL ELLIPSIS}"

@@ -187,7 +187,6 @@ def next_steps(folder: Path, stage: str, *, checkpoint: Path | None = None) -> l
         lines.append(_line("predictions", shown(folder / PREDICTIONS)))
     else:
         lines.append(_line("look at it", f"tensorboard --logdir {shown(folder)} --host localhost"))
-        lines.append(_line("report", f"python -m lit_cifar report {shown(folder)}"))
     if checkpoint is not None:
         config, ours = folder / CONFIG, folder / "checkpoints"
         if config.exists() and checkpoint.parent == ours and len(best_files(folder)) < 2:

@@ -13,7 +13,6 @@ _MODULES = {
     "modes": "doctor.modes",
     "ray": "ray",
     "relations": "relations",
-    "report": "report.page",
     "verify": "verify.command",
 }
 

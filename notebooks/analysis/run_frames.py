@@ -13,7 +13,6 @@ from lit_cifar.checkpoint.files import DIGESTS
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.evaluation_tables import PER_RANK
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, pooled
-from lit_cifar.tools.report import run_reader
 
 BLUE, RED, GREY = "#1f6fb4", "#c8321e", "#666666"
 OF_FIT = "python -m lit_cifar fit writes one; its run folder is printed at the end"
@@ -25,11 +24,9 @@ def read_metrics(run: str | Path) -> pd.DataFrame:
     Files of earlier versions have several rows for a step, which become one here.
 
     Raises:
-        ConfigError: If the folder has no such file, or it is damaged.
+        ConfigError: If the folder has no such file.
     """
-    columns = run_reader.read_metrics(file_of(run, run_reader.METRICS, remedy=OF_FIT))
-    frame = pd.DataFrame({name: pd.Series(values, dtype=float) for name, values in columns.items()})
-    return frame.sort_index().rename_axis("step").reset_index()
+    return pd.read_csv(file_of(run, "metrics.csv", remedy=OF_FIT)).groupby("step", as_index=False).last()
 
 
 def read_digests(run: str | Path) -> "pd.Series[str]":
@@ -54,14 +51,15 @@ def read_per_rank(run: str | Path, *, split: str) -> pd.DataFrame:
         (differs from the other ranks beyond chance; see `lit_cifar.reporting.rank_statistics.deviates`).
 
     Raises:
-        ConfigError: If the folder has no such file, it is damaged, or has no such split.
+        ConfigError: If the folder has no such file, or it has no such split.
     """
     command = "validate" if split == "val" else split
     remedy = f"python -m lit_cifar {command} --ckpt_path CHECKPOINT writes one into its run folder"
     path = file_of(run, PER_RANK, remedy=remedy)
-    counts = run_reader.read_ranks(path).get(split)
-    if counts is None:
+    rows = pd.read_csv(path, dtype={"rank": str}).query("split == @split and rank != 'all'")
+    if rows.empty:
         raise ConfigError(f"{path} has no rows of split={split}", remedy=remedy)
+    counts = [AccuracyCount(*row) for row in rows[["correct", "total"]].to_numpy().tolist()]
     return per_rank_frame(counts, split=split, whole=pooled(counts))
 
 

@@ -1,5 +1,6 @@
 """The speed that `fit` logs in each mode, over that of one process with all threads."""
 
+import csv
 import tempfile
 from functools import partial
 from os import sched_getaffinity
@@ -8,7 +9,6 @@ from pathlib import Path
 from lit_cifar.models import Stem
 from lit_cifar.reporting.progress import METRIC
 from lit_cifar.tools.bench import Row, Settings, fit, interleaved
-from lit_cifar.tools.report.run_reader import METRICS, read_metrics
 
 _ONE_PROCESS = "auto"
 _MODES = {_ONE_PROCESS: 1, "dp": 1, "mp": 1, "ddp": 2, "pp": 2, "fsdp2": 2, "tp": 2}  # number of processes by strategy
@@ -46,5 +46,6 @@ def speed_of_mode(mode: str, stem: Stem, batch_size: int, settings: Settings) ->
         folder = Path(name)
         words.append(f"--run_dir={folder / 'run'}")
         fit(words, folder=folder, threads=max(1, len(sched_getaffinity(0)) // ranks), num_ranks=ranks)
-        (speed,) = read_metrics(folder / "run" / METRICS)[METRIC].values()
-    return speed
+        with (folder / "run" / "metrics.csv").open(newline="") as file:
+            (speed,) = (row[METRIC] for row in csv.DictReader(file) if row[METRIC])
+    return float(speed)

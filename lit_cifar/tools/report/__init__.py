@@ -1,1 +1,0 @@
-"""`python -m lit_cifar report`: one HTML page about finished runs."""
