@@ -11,7 +11,8 @@ from lit_cifar.cli import gone
 @pytest.fixture(autouse=True)
 def _table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of each kind, whatever the release has."""
-    rows = {"dance": "walk", "--model.wings": "legs", "verify --song": "silence", "lit_cifar.Bird": "a plane"}
+    rows = {"dance": "walk", "--model.wings": "legs", "lit_cifar.Bird": "a plane"}
+    rows |= {"verify --song": "silence", "verify --modes=fly": "ddp"}
     monkeypatch.setattr(gone, "INSTEAD", rows)
 
 
@@ -22,6 +23,7 @@ def _table(monkeypatch: pytest.MonkeyPatch) -> None:
         (["fit", "--model.wings=2"], "--model.wings has gone\n  instead: legs"),
         (["fit", "--model.wings.left", "2"], "--model.wings has gone\n  instead: legs"),
         (["verify", "--song=1"], "verify --song has gone\n  instead: silence"),
+        (["verify", "--modes=pp,fly"], "verify --modes=fly has gone\n  instead: ddp"),
         (["fit", "--trainer.callbacks+=lit_cifar.Bird"], "lit_cifar.Bird has gone\n  instead: a plane"),
         (["fit", "--trainer.callbacks+=Bird"], "lit_cifar.Bird has gone\n  instead: a plane"),
     ],

@@ -10,9 +10,15 @@ import yaml  # type: ignore[import-untyped]
 
 from lit_cifar.errors import ConfigError
 
-# By command, by flag (which is a setting of a YAML file too, with all below it), by a command's own flag, or by class.
+# By command, by flag (which is a setting of a YAML file too, with all below it), by a command's own flag or one of its
+# values, or by class.
 INSTEAD: dict[str, str] = {
     # Checks.
+    "relations --only=autocast": "compare types and steps with and without it in a test of your own",
+    "relations --only=compile": "torch.testing.assert_close between a module and what torch.compile makes of it",
+    "relations --only=effects": "--also=PACKAGE.FUNCTION, a relation of your own",
+    "relations --only=groups": "--also=PACKAGE.FUNCTION, a relation of your own",
+    "relations --only=recomputation": "--same=ARGUMENTS that turn your checkpointing of activations off",
     #
     #
     # Commands.
@@ -35,6 +41,9 @@ def refuse_words(words: Sequence[str]) -> None:
     for word in words[1:]:
         flag, _, value = word.partition("=")
         _refuse_setting(flag.rstrip("+"), command=command)
+        for key in (f"{command} {flag}={one}" for one in value.split(",")):
+            if key in INSTEAD:
+                _refuse(key)
         _refuse_class(value or word)
 
 

@@ -7,7 +7,6 @@ from lit_cifar.checks.relations.generators import states
 from lit_cifar.checks.relations.plan import Trace
 
 IN_STEP = "a step draws random numbers for its batch: draw them in the data set"
-IN_OPTIMIZER = "the optimizer draws random numbers, one parameter after another"
 IN_EVALUATION = "the evaluation draws random numbers from a generator of its own"
 BESIDE_EVALUATION = "the same, before or after it reads a loader, such as for the data themselves"
 IN_MODEL = "the model draws random numbers in the evaluation, such as noise, or by dropout that is left on"

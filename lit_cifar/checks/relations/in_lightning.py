@@ -208,9 +208,7 @@ def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
     if isinstance(strategy, str) and strategy in _IN_ONE_PROCESS:
         trace.own_ranks = 1
         changed |= {"devices": devices, "strategy": strategy}
-    mixed = "mixed" in str(own.get("precision"))
-    trace.autocasts |= mixed
-    if plan.double or (mixed and not plan.autocast):
+    if plan.double or "mixed" in str(own.get("precision")):
         changed |= {"precision": "64-true" if plan.double else "32-true", "plugins": None}
     return own | changed | dict(plan.trainer)
 

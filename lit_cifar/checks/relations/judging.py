@@ -11,7 +11,7 @@ from typing import TypeAlias
 from lit_cifar.checks.relations.evaluation import evaluation, rescored
 from lit_cifar.checks.relations.interruption import resumed
 from lit_cifar.checks.relations.loading import epochs, workers
-from lit_cifar.checks.relations.neutral import autocast, compiled, effects, groups, often, recomputation, scale
+from lit_cifar.checks.relations.neutral import often, scale
 from lit_cifar.checks.relations.plan import Plan, Target
 from lit_cifar.checks.relations.ranks import accumulation, ranks
 from lit_cifar.checks.relations.runs import NotJudgedError, RunError, Runs, Verdict
@@ -28,12 +28,7 @@ RELATIONS: dict[str, Relation] = {
     "epochs": epochs,
     "workers": workers,
     "often": often,
-    "recomputation": recomputation,
     "scale": scale,
-    "autocast": autocast,
-    "compile": compiled,
-    "groups": groups,
-    "effects": effects,
     "trained": trained,
 }
 

@@ -60,11 +60,7 @@ class Plan:
     evaluation_batch: int | None = None  # samples of a batch where no gradient is made; 0 for all
     validate: str | None = None  # in place of training: "weights" as they are made, or a checkpoint
     variants: bool = False  # validate in several ways after the training
-    keep_activations: bool = False  # no recomputation
-    compiled: bool = False  # what the script compiles by `torch.compile` is; otherwise it runs as it is written
-    autocast: bool = False  # what the script computes under `torch.autocast` is, in float32; otherwise it is off
     scale: float = 1.0  # of the first scale of the loss, that the script chooses
-    regroup: bool = False  # groups of parameters in another order
     probe_loaders: bool = False
     seed: int = 0
     repetition: int = 0
@@ -101,7 +97,6 @@ class Trace:
     orders: list[tuple[int, bool, list[int]]] = field(default_factory=list)
     owned: int = 0  # parameters of optimizers
     models: int = 0  # that are trained
-    groups: int = 0  # of parameters, of the optimizer with most of them
     moved: int = 0  # parameters that have changed
     observed: list[str] = field(default_factory=list)  # in words, what looks like a mistake in a single run
     stale: int = 0  # steps that began with gradients of the step before
@@ -110,9 +105,6 @@ class Trace:
     is_lightning: bool = False
     wants_cuda: bool = False  # the script names it, or asks whether it is there
     is_distributed: bool = False  # the script has made a process group
-    recomputes: bool = False
-    compiles: bool = False
-    autocasts: bool = False
     scales: bool = False  # the loss, by a `GradScaler`
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)  # of each way to validate
     failed: dict[str, str] = field(default_factory=dict)  # errors of ways to validate

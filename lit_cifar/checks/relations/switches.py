@@ -1,6 +1,5 @@
-"""What a run turns on or off in torch: precision, compilation, recomputation, the scale of the loss, groups, seeds."""
+"""What a run turns on or off in torch: precision, compilation, the scale of the loss, seeds."""
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,8 +8,6 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.optim import Optimizer
-from torch.utils import checkpoint
 
 from lit_cifar.checks.relations.generators import ROUNDED
 from lit_cifar.checks.relations.patching import patched
@@ -26,30 +23,14 @@ class Switches:
         self._plan, self._trace = plan, trace
 
     def patch(self) -> None:
-        patched(torch, "compile", self._compile)
-        patched(nn.Module, "compile", self._compile)
-        patched(checkpoint, "checkpoint", self._checkpoint)
+        patched(torch, "compile", _leave_eager)
+        patched(nn.Module, "compile", _leave_eager)
         patched(GradScaler, "__init__", self._make_scaler)
-        patched(torch.autocast, "__init__", self._make_autocast)
-        if self._plan.regroup:
-            patched(Optimizer, "__init__", _make_regrouped)
+        patched(torch.autocast, "__init__", _make_without_effect)
         if self._plan.double:
             _compute_in_double(self._trace.remarks.add)
         if self._plan.seed:
             patched(torch, "manual_seed", lambda manual_seed, seed: manual_seed(int(seed) + self._plan.seed))
-
-    def _compile(self, own: Any, model: Any = None, *args: Any, **settings: Any) -> Any:
-        self._trace.compiles = True
-        if not self._plan.compiled:  # torch's own wrapper then runs what was written
-            torch.compiler.set_stance("force_eager")
-        return own(model, *args, **settings)
-
-    def _checkpoint(self, recompute: Any, /, function: Any, *args: Any, **settings: Any) -> Any:
-        self._trace.recomputes = True
-        if not self._plan.keep_activations:
-            return recompute(function, *args, **settings)
-        own = {*inspect.signature(recompute).parameters, "preserve_rng_state"}
-        return function(*args, **{name: value for name, value in settings.items() if name not in own})
 
     def _make_scaler(
         self, make: Any, scaler: GradScaler, device: str = "cuda", init_scale: float = 2.0**16, *args: Any, **own: Any
@@ -57,19 +38,16 @@ class Switches:
         make(scaler, "cpu", init_scale * self._plan.scale, *args, **own)
         self._trace.scales |= scaler.is_enabled()
 
-    def _make_autocast(
-        self, make: Any, own: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
-    ) -> None:
-        self._trace.autocasts |= enabled
-        make(own, "cpu", dtype, enabled and self._plan.autocast, cache_enabled)
+
+def _leave_eager(own: Any, *args: Any, **settings: Any) -> Any:
+    torch.compiler.set_stance("force_eager")  # torch's own wrapper then runs what was written
+    return own(*args, **settings)
 
 
-def _make_regrouped(make: Any, optimizer: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
-    """Groups in reverse order; the parameters of a single one."""
-    params = [*params][::-1]
-    if len(params) == 1 and isinstance(params[0], dict):
-        params = [params[0] | {"params": [*params[0]["params"]][::-1]}]
-    make(optimizer, params, defaults)
+def _make_without_effect(
+    make: Any, autocast: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
+) -> None:
+    make(autocast, "cpu", dtype, False, cache_enabled)
 
 
 def _compute_in_double(remark: Callable[[str], None]) -> None:

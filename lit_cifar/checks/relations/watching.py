@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, swa_utils
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lit_cifar.checks.relations.draws import BESIDE_EVALUATION, IN_EVALUATION, IN_MODEL, IN_OPTIMIZER, IN_STEP, Draws
+from lit_cifar.checks.relations.draws import BESIDE_EVALUATION, IN_EVALUATION, IN_MODEL, IN_STEP, Draws
 from lit_cifar.checks.relations.generators import seed_all, states, still
 from lit_cifar.checks.relations.parts import PARTS, Parts
 from lit_cifar.checks.relations.patching import patched
@@ -45,7 +45,6 @@ class Watched:
         self._called_now: nn.Module | None = None
         self._has_trained = self._is_saved = self._is_in_batch = False
         self._batch_of_step = 0
-        self._before_optimizer: tuple[Any, ...] | None = None  # the states of generators
         self._statistics: dict[int, tuple[int, ...]] = {}  # of frozen layers
         self._frozen: set[int] = set()
         # Of optimizers whose gradients no backward has found to be 0 since their step: whether one has added to them.
@@ -93,7 +92,6 @@ class Watched:
         patched(nn.Module, "__call__", self._called)
         patched(torch.Tensor, "backward", self._backward)
         patched(swa_utils, "update_bn", self._as_it_is)
-        register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
 
     def _as_it_is(self, evaluate: Any, *args: Any, **settings: Any) -> Any:
@@ -114,15 +112,10 @@ class Watched:
                     del self._is_stale[optimizer]
         backward(*args, **settings)
 
-    def _before_step(self, *_: Any) -> None:
-        self._before_optimizer = states()
-
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self.trace.first and all(group.get("lr") == 0 for group in optimizer.param_groups):
             return  # torch makes the states of an optimizer so, before it loads a checkpoint into them
         self.draws.note()
-        if self._before_optimizer != states():
-            self.trace.remarks.add(IN_OPTIMIZER)
         self.trace.steps += 1
         self.trace.stale += self._is_stale.get(optimizer, False)
         self._is_stale[optimizer] = False
@@ -224,7 +217,6 @@ class Watched:
         self.trace.state = self.trace.state or self.parts.snapshot()
         self.trace.owned = len(owned := owned_by(parts.optimizers))
         self.trace.models = len(outermost(parts.roots))
-        self.trace.groups = max((len(optimizer.param_groups) for optimizer in parts.optimizers), default=0)
         if any(isinstance(parameter, DTensor) for parameter in owned):
             self.trace.remarks.add(PARTS)
         self.trace.moved = sum(told(one) != was for one, was in zip(parts.made, first, strict=False))
