@@ -11,7 +11,6 @@ from lit_cifar.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lit_cifar.checks import relations
-    from lit_cifar.checks.replay import Replay, ReplayError, replay
     from lit_cifar.checks.replica_audit import ReplicaAudit
     from lit_cifar.checks.watchdog.callback import Watchdog
     from lit_cifar.data import CIFAR10DataModule
@@ -28,12 +27,9 @@ _PLACES = {
     "LitResNet": "lit_cifar.task.module",
     "MuonSGD": "lit_cifar.task.muon",
     "NesterovSGD": "lit_cifar.task.optim",
-    "Replay": "lit_cifar.checks.replay",
-    "ReplayError": "lit_cifar.checks.replay",
     "ReplicaAudit": "lit_cifar.checks.replica_audit",
     "WarmupDecay": "lit_cifar.task.optim",
     "Watchdog": "lit_cifar.checks.watchdog.callback",
-    "replay": "lit_cifar.checks.replay",
 }
 __all__ = [
     "CIFAR10DataModule",
@@ -43,13 +39,10 @@ __all__ = [
     "LitResNet",
     "MuonSGD",
     "NesterovSGD",
-    "Replay",
-    "ReplayError",
     "ReplicaAudit",
     "WarmupDecay",
     "Watchdog",
     "relations",
-    "replay",
 ]
 
 

@@ -17,7 +17,7 @@ from lit_cifar.errors import ConfigError
 
 # The newest releases with which the tests ran.
 _TRIED = "pip install torch==2.15.0 torchvision==0.29.2 lightning==2.6.6 torchmetrics==1.9.0 jsonargparse==4.53.0"
-RUN, MODES, WATCHDOG, REPLAY = "every run", "every mode of lit_cifar", "the watchdog", "Replay"
+RUN, MODES, WATCHDOG, AUDIT = "every run", "every mode of lit_cifar", "the watchdog", "the replica audit"
 RELATIONS = "relations"
 # By who needs them, in a user's words. Those that begin with a dot are where the one before them is. A torch of the
 # release after "<", and later ones, have and need the name no more.
@@ -55,23 +55,12 @@ NAMES = {
         torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops<2.15 .backward_one_chunk
         .backward_weight_one_chunk .forward_one_chunk""",
     "--trainer.strategy=fsdp2": "torch.nn.Module._forward_pre_hooks torch.nn.modules.conv._ConvNd",
-    "host_gloo": "torch.distributed.ProcessGroup._register_backend",
+    "host_gloo": "torch.distributed.ProcessGroup._allgather_base ._reduce_scatter_base ._register_backend",
     "synchronised BatchNorm": """lightning.pytorch.LightningModule._trainer torch.nn.modules.batchnorm._BatchNorm
         ._NormBase torch.nn.modules.batchnorm._BatchNorm._check_input_dim""",
     "averaging, and MuonSGD,": "torch._foreach_add ._foreach_add_ ._foreach_copy_ ._foreach_mul_",
-    REPLAY: """lightning.pytorch.LightningModule._compiler_ctx ._device_mesh ._fabric
-        ._trainer lightning.pytorch.strategies.DDPStrategy._model_averager torch.Tensor._backward_hooks ._version
-        torch._C._current_graph_task_id torch.distributed.ProcessGroup._allgather_base ._reduce_scatter_base .allgather
-        .allgather_coalesced .allgather_into_tensor_coalesced .allreduce .allreduce_coalesced .alltoall .alltoall_base
-        .broadcast .gather .rank .recv .recv_anysource .reduce .reduce_scatter .reduce_scatter_tensor_coalesced .scatter
-        .send torch.distributed.distributed_c10d._world torch.distributed.distributed_c10d._World.pg_map
-        torch.distributed.fsdp.FSDPModule._get_fsdp_state
-        torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group torch.nn.Module._backward_hooks
-        ._backward_pre_hooks ._compiled_call_impl ._forward_hooks ._forward_pre_hooks
-        torch.nn.parallel.DistributedDataParallel._comm_hooks
-        ._join_config torch.nn.parallel.distributed._DDPSink torch.utils.data.DataLoader._index_sampler
-        torch.utils.data.dataloader._BaseDataLoaderIter torch.utils.data.dataloader._BaseDataLoaderIter._dataset
-        ._index_sampler ._next_index""",
+    AUDIT: """lightning.pytorch.strategies.DDPStrategy._model_averager
+        torch.nn.parallel.DistributedDataParallel._comm_hooks""",
     RELATIONS: """torch.cuda._lazy_init torch.utils.data.dataloader._BaseDataLoaderIter
         torch.utils.data.dataloader._BaseDataLoaderIter._next_index""",
     "--autotune": "torch.ops.mkldnn._is_mkldnn_bf16_supported",

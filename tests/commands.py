@@ -5,8 +5,6 @@ import csv
 import io
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -90,20 +88,6 @@ def launch(*args: str | Path, timeout_s: float = 110, check: bool = True, ranks:
     if check and status:
         raise AssertionError(f"exit status {status}\n{stdout[-2000:]}\n{stderr[-4000:]}")
     return Result(status, stdout, stderr)
-
-
-def said_by_tests_in(folder: Path) -> str:
-    """The output of pytest on another project's `test_theirs.py`, with the fixtures of this package alone."""
-    alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "lit_cifar.checks.pytest_plugin", "-q", "test_theirs.py"],
-        cwd=folder,
-        env=os.environ | alone | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    return done.stdout + done.stderr
 
 
 def counts(run: Path, split: str = "test") -> dict[str, tuple[int, int]]:

@@ -64,18 +64,6 @@ class FlipBit(L.Callback):
             held.view(-1).view(torch.int32)[0] ^= 1
 
 
-class WrongGradient(L.Callback):
-    """Makes a gradient of `rank` another one in one step of the first start, before it is averaged."""
-
-    def __init__(self, step: int, rank: int) -> None:
-        self.step, self.rank = step, rank
-
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
-        first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        if first and (trainer.global_step, trainer.global_rank) == (self.step, self.rank):
-            handle = pl_module.network.fc.bias.register_hook(lambda its: (handle.remove(), its * 1.0001)[1])
-
-
 class SlowSteps(L.Callback):
     """Every step takes at least `seconds`: time for a test to do something to the run."""
 

@@ -419,14 +419,14 @@ SELDOM = ("lit_cifar.checkpoint.pretrained", "lit_cifar.checkpoint.sharded", "li
     ("flags", "rooms", "loaded"),
     [
         ([], ("lit_cifar.strategies", "lit_cifar.checks.watchdog", *SELDOM), WATCHDOG),
-        (mode_flags("ddp"), ("lit_cifar.checks.replay",), []),
+        (mode_flags("ddp"), ("lit_cifar.checks.relations",), []),
     ],
     ids=["one device", "ddp"],
 )
 def test_a_fit_imports_what_it_needs(
     flags: list[str], rooms: tuple[str, ...], loaded: list[str], tmp_path: Path
 ) -> None:
-    """On one device no strategy and no monitor; on two no Replay."""
+    """On one device no strategy and no monitor; on two no relations."""
     script = tmp_path / "script.py"
     script.write_text(f"""import os, sys
 from lit_cifar.cli.main import main

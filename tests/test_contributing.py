@@ -51,17 +51,6 @@ def test_what_is_added_is_verified(title: str, modes: int, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_an_added_mode_is_judged_by_replay(tmp_path: Path) -> None:
-    added("A mode", tmp_path)
-    flags = [flag for flag in TINY if not flag.startswith("--trainer.max_epochs")]
-    flags += ["--trainer.strategy=ddp_scatter", "--trainer.devices=2", "--trainer.callbacks+=lit_cifar.Replay"]
-    words = ["-m", "lit_cifar", "fit", *flags, "--trainer.max_epochs=1", f"--run_dir={tmp_path / 'run'}"]
-    said = succeeds(tmp_path, *words)
-    assert "ScatterStrategy on 2 processes, 32-true: PASS" in said
-
-
-@pytest.mark.slow
 def test_an_added_data_set_is_trained_on(tmp_path: Path) -> None:
     command = added("A data set", tmp_path)
     reader = tmp_path / "lit_cifar" / "data" / "cifar10.py"

@@ -15,11 +15,13 @@ import lightning.pytorch.loops.training_epoch_loop as epoch_loops
 import lightning.pytorch.overrides.distributed as overrides
 import pytest
 import torch.distributed as dist
-from commands import TINY, callback, mode_flags, refused, run_here
+from commands import TINY, mode_flags, refused
+from torch import nn
 from torch.distributed import ProcessGroup
 
 import lit_cifar
 from lit_cifar import Watchdog, internals
+from lit_cifar.checks.replica_audit.replicas import what_is_not_held_twice
 from lit_cifar.errors import ConfigError
 from lit_cifar.tools.doctor.machine import check_internals
 
@@ -56,16 +58,6 @@ def test_a_function_that_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ddp" not in finding.modes
 
 
-def test_a_method_that_is_patched(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The training goes on, and Replay says why it judges nothing."""
-    monkeypatch.delattr(ProcessGroup, "alltoall_base")
-    flags = [*callback("lit_cifar.Replay"), f"--run_dir={tmp_path / 'run'}", "--trainer.max_steps=2"]
-    run_here("fit", *TINY, *flags)
-    assert "has no torch.distributed.ProcessGroup.alltoall_base, which Replay needs" in caplog.text
-
-
 def test_an_attribute_of_objects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It is assigned here, and nobody would read it."""
     monkeypatch.setattr(epoch_loops, "_TrainingEpochLoop", renamed(epoch_loops._TrainingEpochLoop))
@@ -89,6 +81,12 @@ def test_the_watchdog_says_that_it_does_not_watch(monkeypatch: pytest.MonkeyPatc
     trainer: Any = SimpleNamespace(world_size=2)
     with pytest.warns(UserWarning, match="not watched: torch .* has no torch.distributed.ProcessGroup._get_backend"):
         Watchdog().setup(trainer, trainer, "fit")
+
+
+def test_replicas_are_not_compared_where_a_hook_could_not_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.nn.parallel.DistributedDataParallel", nn.Module)
+    trainer: Any = None
+    assert "has no torch.nn.parallel.DistributedDataParallel._comm_hooks" in what_is_not_held_twice(trainer)
 
 
 # Private names in the package are ours, or on the list ----------------------------------------------------------------

@@ -84,7 +84,7 @@ def works(*endings: str) -> list[Any]:
 def test_modes_with_an_option_train_what_one_device_trains_without(
     option: str, modes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16 too, where their steps are replayed before they are compared in float64."""
+    """In bfloat16 too, before they are compared in float64."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     flags = [*CUT, "--model.arch=tiny", *option.split()]
     if "compile" in option:

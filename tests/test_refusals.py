@@ -114,7 +114,6 @@ REFUSED = {
     "--model.num_classes=11": ["synthetic has 10", "--model.num_classes=10"],
     # What does not go together.
     "--max_restarts=1": ["would not resume", "add --resume=auto and --run_dir="],
-    "--replica_audit.exclude=true": ["nothing starts the processes again", "add --max_restarts=3"],
     "--max_restarts=1 --autotune=true": ["not with --autotune"],
     "--trainer.strategy=ddp --trainer.devices=2 --trainer.sync_batchnorm=true --model.compile=true": [
         "the communication in every BatchNorm layer"
@@ -173,8 +172,6 @@ WHOLE = {
     "ray --max_failures=3 fit": "--resume=auto",
     "ray --max_failures=3 fit --config=some.yaml": "--resume=auto",
     "ray --max_failures=-1 fit": "-1 is not a whole number from 0",
-    "verify --data=my.Data": "add --module=CLASS",
-    "verify --module=my.Module --devices=2": "pass --trainer.strategy=ddp --trainer.devices=2",
     "verify --modes=dpp": "dpp",
     "verify --devices=1": "--devices=1",
     f"verify --devices={10**12}": "--devices 2",
@@ -183,7 +180,6 @@ WHOLE = {
     "verify --ckpt_path=last.ckpt": "--ckpt_path",
     "verify --trainer.precision=bf16-true": "bf16-true",
     "verify --modes=ddp_spawn --launcher=python": "nothing for --launcher to start",
-    "verify --launcher=python --module=my.Module": "torchrun --nproc-per-node=2 -m lit_cifar verify --module",
     "verify --json=/nowhere/at/all.json": "--json",
     "verify --modes=fsdp2 --last_checkpoint.sharded=true": "pass --last_checkpoint.sharded=false",
     "verify --modes=tp --devices=3 --data.val_size=0": "among 3 processes",

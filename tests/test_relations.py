@@ -15,11 +15,20 @@ import numpy as np
 import pytest
 import relation_scripts
 import torch
-from commands import TINY, graded, mode_flags, refused, run_here, said_by_tests_in
+from commands import TINY, graded, mode_flags, refused, run_here
 from relation_scripts import AGAIN, CRITIC, CUDA, LIGHTNING, PLAIN
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from lit_cifar import relations
+from lit_cifar.checks.relations.batches import (
+    SampleList,
+    SampleTuple,
+    in_batches_of,
+    joined,
+    parted,
+    row_digests,
+    with_sample_lists,
+)
 from lit_cifar.checks.relations.draws import Draws
 from lit_cifar.checks.relations.in_lightning import _settings
 from lit_cifar.checks.relations.judging import RELATIONS, judged
@@ -30,15 +39,6 @@ from lit_cifar.checks.relations.plan import Plan, Target, Trace
 from lit_cifar.checks.relations.runs import Verdict, difference, first_apart, other_samples
 from lit_cifar.checks.relations.snapshot import snapshot
 from lit_cifar.checks.relations.watching import told_apart
-from lit_cifar.checks.repeated_step.batches import (
-    SampleList,
-    SampleTuple,
-    in_batches_of,
-    joined,
-    parted,
-    row_digests,
-    with_sample_lists,
-)
 
 Verdicts: TypeAlias = Callable[..., list[Verdict]]
 Outcomes: TypeAlias = Callable[..., dict[str, str]]
@@ -557,13 +557,6 @@ def test_a_module_and_its_data_stand_for_a_script(tmp_path: Path, monkeypatch: p
     words = ("--module=mine.Module", "--data=mine.Data", "--only=accumulation", "--", "--model.width=3")
     result = run_here("relations", *words)
     assert re.search(r"^PASS +accumulation .*12 steps, 48 samples", result.stdout, flags=re.M)
-
-
-def test_other_projects_get_a_fixture(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("print('trains nothing')")
-    (tmp_path / "test_theirs.py").write_text("def test_wrong(related):\n    related('train.py', '--only=resume')\n")
-    said = said_by_tests_in(tmp_path)
-    assert "relations train.py --only=resume: exit status 3" in said, said
 
 
 @pytest.mark.parametrize(

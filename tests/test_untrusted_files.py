@@ -250,19 +250,8 @@ def test_every_load_of_the_project_reads_tensors_and_primitives_alone() -> None:
     for path in (REPOSITORY / "notebooks").glob("*.ipynb"):
         cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
         sources[path] = "\n".join("".join(cell["source"]) for cell in cells)
-    # The ranks of one run write these, where only their user can write or to one another, and read them a moment later.
-    repeated = REPOSITORY / "lit_cifar" / "checks" / "repeated_step"
-    for name in ("events.py", "attributes.py"):
-        del sources[repeated / name]
     # The runs of a relation write these into a temporary folder, which only their user can open.
     for name in ("loaders.py", "runs.py", "child.py"):
         del sources[REPOSITORY / "lit_cifar" / "checks" / "relations" / name]
-    # They send one another a batch, as a process group sends objects.
-    audit = REPOSITORY / "lit_cifar" / "checks" / "replica_audit" / "gradients.py"
-    sources[audit] = sources[audit].replace("torch.load(io.BytesIO(sent)", "", 1)
-    # It writes pickles only, and keeps none.
-    sources[repeated / "digests.py"] = sources[repeated / "digests.py"].replace(
-        "from pickle import HIGHEST_PROTOCOL, Pickler", ""
-    )
     found = [f"{path}: {match[0]}" for path, source in sources.items() for match in DOUBTFUL.finditer(source)]
     assert not found, "\n".join(found)

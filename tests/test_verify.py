@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +16,6 @@ from commands import callback, own_network, run_here
 from torch import Tensor, nn
 from verifying import settings
 
-from lit_cifar.checks.replay.callback import RESULT
-from lit_cifar.checks.replay.verdict import TAKEN, Finding
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import Mode
@@ -46,9 +44,7 @@ from lit_cifar.tools.verify.judge import (
     frozen_problems,
     logged_problems,
     logits_problems,
-    not_replayed,
     other_weights,
-    replay_problems,
 )
 from lit_cifar.tools.verify.launcher import DEFAULTS, Configuration, Launcher, evaluated_alone
 from lit_cifar.tools.verify.record import (
@@ -355,7 +351,7 @@ def test_runs_that_are_to_have_the_same_bits_have_as_many_threads(
 
 
 @pytest.mark.timeout(400)
-def test_a_mode_in_float32_is_judged_by_its_replay_and_in_float64(
+def test_a_mode_in_float32_is_judged_in_float64_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cheap = ["--model.arch=tiny", "--data.val_size=0", "--trainer.precision=32-true"]
@@ -367,8 +363,8 @@ def test_a_mode_in_float32_is_judged_by_its_replay_and_in_float64(
         patch.setattr("lit_cifar.tools.verify.launcher.EXACT_BOUND", 0.0)  # as if it were wrong
         (row,) = verify(["dp"], steps=2, args=cheap)
     assert (row.outcome, row.problems[0].startswith("step ")) == ("failed", True)
-    said = [["replay: step 1: fc.bias differs"]]  # in float32 alone
-    monkeypatch.setattr("lit_cifar.tools.verify.judge.replay_problems", lambda *args: said.pop() if said else [])
+    said = [["frozen"]]  # in float32 alone
+    monkeypatch.setattr("lit_cifar.tools.verify.judge.frozen_problems", lambda *args: said.pop() if said else [])
     (row,) = verify(["dp"], steps=2, args=cheap)
     assert (row.outcome, row.tolerance) == ("failed", {})
     assert "float64" not in capsys.readouterr().out.rpartition("reference")[2]
@@ -581,37 +577,6 @@ def test_a_batch_that_is_counted_twice_shows_in_the_metrics_themselves() -> None
     for metric in [*metrics.values(), *metrics.values()]:
         metric.update(*([torch.ones(3)] if isinstance(metric, MeanLoss) else [torch.eye(3), torch.arange(3)]))
     assert counted(metrics) == dict.fromkeys(metrics, 6)
-
-
-@pytest.mark.parametrize(("callbacks", "found"), [([], 2), (["my_package.Average"], 1)])
-def test_what_a_replay_takes_is_wrong_without_own_callbacks(callbacks: list[str], found: int, tmp_path: Path) -> None:
-    finding = asdict(Finding("optimizer", 1, 0, "fc.bias", "differs"))
-    notes = [f"something beside the optimizer changes fc.bias between steps: {TAKEN}", "ranks have 3, 2 samples"]
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / RESULT).write_text(json.dumps([{"findings": [finding], "notes": notes}]))
-    (problem,) = replay_problems(Record(tmp_path), callbacks)
-    assert problem.endswith(", and 1 more" if found == 2 else "differs")
-
-
-REPORT: dict[str, Any] = {"abstained": [], "error": None}
-
-
-@pytest.mark.parametrize(
-    ("reports", "reason"),
-    [
-        ([REPORT], None),
-        ([REPORT, REPORT | {"abstained": ["rank 0 does not get its own result again"]}], "does not get its own"),
-        ([REPORT | {"error": "the replay ended by KeyError"}], "ended by KeyError"),
-        (None, "left no report"),
-    ],
-)
-def test_steps_that_were_not_replayed_are_not_passed(reports: Any, reason: str | None, tmp_path: Path) -> None:
-    if reports is not None:
-        (tmp_path / "run").mkdir()
-        (tmp_path / "run" / RESULT).write_text(json.dumps(reports))
-    found = not_replayed(Record(tmp_path))
-    assert len(found) == (reason is not None)
-    assert all(str(reason) in problem for problem in found)
 
 
 @pytest.mark.parametrize(("weights", "wrong"), [((6 / 5, 4 / 5), 0), ((1.0, 1.0), 1)])

@@ -1,1 +1,1 @@
-"""What serves anybody's training: Replay, the replica audit and the watchdog. The trainer of this package uses them."""
+"""What serves anybody's training: the replica audit, the watchdog and relations."""

@@ -19,8 +19,9 @@ INSTEAD: dict[str, str] = {
     "relations --only=effects": "--also=PACKAGE.FUNCTION, a relation of your own",
     "relations --only=groups": "--also=PACKAGE.FUNCTION, a relation of your own",
     "relations --only=recomputation": "--same=ARGUMENTS that turn your checkpointing of activations off",
-    #
-    #
+    "verify --module": "relations --module=CLASS --data=CLASS -- FLAGS",
+    "--replica_audit.exclude": "nothing; replicas that differ end the run (--replica_audit.stop)",
+    "lit_cifar.Replay": "python -m lit_cifar relations train.py",
     # Commands.
     #
     "report": "tensorboard --logdir runs, or the notebooks",

@@ -205,11 +205,6 @@ class CLI(LightningCLI):
         check_arguments(self._arguments.trainer, trains=self._subcommand == "fit")
         if self._arguments.autotune and self._subcommand != "fit":
             raise ConfigError("--autotune=true is for training", remedy="leave it out, or use the fit subcommand")
-        if self._subcommand == "fit" and self._arguments.replica_audit.exclude and not self._arguments.max_restarts:
-            raise ConfigError(
-                "--replica_audit.exclude=true, but nothing starts the processes again",
-                remedy="add --max_restarts=3 --resume=auto --run_dir=FOLDER",
-            )
         model, data = self._arguments.model, self._arguments.data
         source = open_dataset(data.dataset, data.root, image_size=data.image_size)
         if self._subcommand == "predict":
@@ -296,7 +291,7 @@ class CLI(LightningCLI):
         num_ranks = count_processes(config)
         self.datamodule.prepare_data()
         self.datamodule.setup(self._subcommand)
-        for name in ("watchdog.monitor", "replica_audit.gradients"):  # every rank needs them
+        for name in ("watchdog.monitor", "replica_audit.replicas"):  # every rank needs them
             import_module(f"lit_cifar.checks.{name}")
         places = ranks.fork(num_ranks, partial(self._can_train, config))
         if len(places) < num_ranks:

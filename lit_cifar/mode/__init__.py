@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 # What takes the network's place: logits (n, C) from images (n, ...).
@@ -70,10 +70,6 @@ class Mode:
 
     is_own = True  # whether it is one of this package, whose page says what it does
     is_single_process = False  # whether it is one process on one machine by itself
-    # `on_one_device(network)` returns what one device computes in the place of all, from a whole copy of the network.
-    # None where one device computes the module's own step.
-    on_one_device: Callable[[nn.Module], ForwardFn] | None = None
-    has_own_step = False  # whether it computes gradients in its `training_step`, around the module's
     recorder: NoRecorder | None = None  # receives what stages report of their work; None where there are no stages
 
     @property
@@ -151,12 +147,6 @@ class Mode:
     def synchronises_batchnorm(self) -> bool:
         """Whether `--trainer.sync_batchnorm=true` is given."""
         return getattr(self.strategy, "_layer_sync", None) is not None
-
-    @property
-    def averages_gradients(self) -> bool:
-        """Whether the current backward pass ends with the average over all replicas."""
-        model = self.strategy.model
-        return isinstance(model, DistributedDataParallel) and bool(model.require_backward_grad_sync)
 
     @property
     def averages_by_hook(self) -> bool:

@@ -62,18 +62,11 @@ class RandomStreams(Callback):
         _now.distance = accumulation * size
         begin_part()
 
-    def step_state(self) -> dict[str, Any]:
-        """The position from which the draws of a step follow. `Replay` restores it to repeat the step."""
-        return dict(vars(_now))
-
-    def load_step_state(self, state: dict[str, Any]) -> None:
-        vars(_now).update(state)
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self.load_step_state(vars(_Now()))
+        vars(_now).update(vars(_Now()))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Who catches the exception may use the network again, with draws of their own."""

@@ -17,7 +17,6 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.mode import ForwardFn, Mode, NoRecorder
 from lit_cifar.mode.refusals import refuse
 from lit_cifar.models.blocks import Partition, blocks_of
-from lit_cifar.models.random_streams import begin_part
 from lit_cifar.strategies.device_copies import refuse_faulty_copies
 from lit_cifar.strategies.parts import Parts, WholeBatch
 
@@ -99,10 +98,6 @@ class CustomForwardStrategy(Mode, ParallelStrategy, ABC):
     @abstractmethod
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         """The callable to use in place of `network`, which is on the device where `model_to_device` has put it."""
-
-    def on_one_device(self, network: nn.Module) -> ForwardFn:
-        """Return what one device runs in place of the processes: here the network as it is."""
-        return network
 
     @property
     def module(self) -> RunsNetwork:
@@ -211,14 +206,6 @@ class CutStrategy(CustomForwardStrategy, ABC):
         self.partition = Partition.of(network, self.module.image_shape, num_stages=num_stages, cuts=self.cuts)
         if not may_share:
             check_untied(network, self.partition.modules(network), strategy=self.strategy_name)
-
-    def run_in_turn(self, network: nn.Module, images: Tensor) -> list[Tensor]:
-        """The outputs of one microbatch after the other. A mode's own code would repeat its mistakes in a replay."""
-        outputs = []
-        for number, piece in enumerate(images.tensor_split(self.num_microbatches)):
-            begin_part(number)
-            outputs.append(network(piece))
-        return outputs
 
 
 class SingleProcessStrategy(CustomForwardStrategy, ABC):

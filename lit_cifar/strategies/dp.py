@@ -148,22 +148,6 @@ class DataParallelStrategy(SingleProcessStrategy):
 
         return run
 
-    @override
-    def on_one_device(self, network: nn.Module) -> ForwardFn:
-        """Run the chunks one after the other, without `EmulatedReplicas`, whose mistakes would be repeated."""
-
-        def run(images: Tensor) -> Tensor:
-            before = {name: buffer.clone() for name, buffer in network.named_buffers()}
-            outputs = []
-            for replica, chunk in enumerate(images.chunk(self.local_replicas)):
-                if replica:
-                    begin_part(replica)
-                buffers = {name: buffer.clone() for name, buffer in before.items()} if replica else {}
-                outputs.append(functional_call(network, buffers, (chunk,)))
-            return torch.cat(outputs)
-
-        return run
-
     @property
     @override
     def copying_devices(self) -> list[list[torch.device]]:

@@ -235,11 +235,6 @@ class AveragingStrategy(MeshStrategy):
         finally:
             self._average = True
 
-    @property
-    @override
-    def averages_gradients(self) -> bool:
-        return self._average and self.layout.data_parallel_size > 1 and not self.parts.one_by_one
-
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Have autograd average the gradients before it returns, as with DistributedDataParallel."""
@@ -248,7 +243,7 @@ class AveragingStrategy(MeshStrategy):
             handle.remove()
             torch.autograd.Variable._execution_engine.queue_callback(self.average_gradients)
 
-        if self.averages_gradients:
+        if self._average and self.layout.data_parallel_size > 1 and not self.parts.one_by_one:
             handle = closure_loss.register_hook(begin)  # type: ignore[no-untyped-call]
 
     def average_gradients(self) -> None:

@@ -167,10 +167,6 @@ class StagedStrategy(CutStrategy, ABC):
         )
 
     @override
-    def on_one_device(self, network: nn.Module) -> ForwardFn:
-        return lambda images: torch.cat(self.run_in_turn(network, images))
-
-    @override
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)
         # Lightning has moved the first state of optimizers, such as Adagrad's sums, to the root device.

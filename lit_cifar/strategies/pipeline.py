@@ -336,25 +336,3 @@ class PrecomputedGradients(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         factor = grad / ctx.scale
         return None, None, None, *(None if gradient is None else gradient * factor for gradient in ctx.gradients)
-
-
-class InTurn(torch.autograd.Function):
-    """Joins the outputs of microbatches. Backward goes through one after the other, as in a pipeline.
-
-    So gradients add up in that order. Autograd by itself would begin with the last one.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, outputs: Sequence[Tensor], *parameters: nn.Parameter) -> Tensor:
-        ctx.outputs, ctx.parameters = outputs, parameters
-        return torch.cat([output.detach() for output in outputs])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        totals: dict[Tensor, Tensor] = {}
-        for output, its in zip(ctx.outputs, torch.split(grad, [*map(len, ctx.outputs)]), strict=True):
-            found = torch.autograd.grad(output, ctx.parameters, its, allow_unused=True)
-            for parameter, gradient in zip(ctx.parameters, found, strict=True):
-                if gradient is not None:
-                    totals[parameter] = totals[parameter] + gradient if parameter in totals else gradient
-        return None, *(totals.get(parameter) for parameter in ctx.parameters)

@@ -17,7 +17,6 @@ from lit_cifar.strategies.base import CutStrategy, compiles
 from lit_cifar.strategies.mesh import AveragingStrategy, loss_scale
 from lit_cifar.strategies.parts import Parts
 from lit_cifar.strategies.pipeline import (
-    InTurn,
     Pipeline,
     PrecomputedGradients,
     Schedule,
@@ -52,7 +51,6 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
     pipeline: Pipeline  # this process's part of its pipeline; known from `setup` to `teardown`
     registered: ClassVar[dict[str, dict[str, Any]]] = {"pp": {}, "ddp_pp": {"num_stages": 2}}
     needs: ClassVar[list[str]] = [*CutStrategy.needs, "loss"]
-    has_own_step = True
 
     def __init__(
         self,
@@ -187,17 +185,6 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         with self.precision_plugin.train_step_context():
             trained = self.module.loss(logits[-number:], targets[-number:]).mean() * weight
         return torch.allclose(loss.double(), trained.double(), rtol=1e-3, equal_nan=True)
-
-    @override
-    def on_one_device(self, network: nn.Module) -> ForwardFn:
-        """Run the microbatches one after the other, forward and then backward."""
-        parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
-
-        def run(images: Tensor) -> Tensor:
-            logits: Tensor = InTurn.apply(self.run_in_turn(network, images), *parameters)
-            return logits
-
-        return run
 
     @override
     def trained_elsewhere(self) -> set[Tensor]:

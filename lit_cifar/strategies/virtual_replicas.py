@@ -45,8 +45,6 @@ class VirtualReplicas(Callback):
         num_parts: V, a power of two that the global batch can be divided by.
     """
 
-    not_replayed = "virtual replicas add gradients in an order of their own, which verify --virtual_replicas compares"
-
     def __init__(self, num_parts: int) -> None:
         self.num_parts = num_parts
         self._parts = Parts(num_parts)

@@ -54,7 +54,7 @@ def share(batch: T) -> T:
     """This rank's rows of a batch that all ranks have made alike: tensors in any tree, divided along dimension 0."""
     import torch.distributed as dist  # a script that never calls this should not have to wait for it
 
-    from lit_cifar.checks.repeated_step.batches import parted
+    from lit_cifar.checks.relations.batches import parted
 
     knob("share", None)  # the checker learns that it was asked for
     if not dist.is_initialized():

@@ -21,10 +21,7 @@ from torch.utils.data import (
 )
 
 from lit_cifar import internals
-from lit_cifar.checks.relations.patching import patched
-from lit_cifar.checks.relations.plan import Imposed
-from lit_cifar.checks.relations.watching import Watched, told_apart
-from lit_cifar.checks.repeated_step.batches import (
+from lit_cifar.checks.relations.batches import (
     in_batches_of,
     joined,
     num_samples,
@@ -32,6 +29,9 @@ from lit_cifar.checks.repeated_step.batches import (
     tensors_in,
     with_sample_lists,
 )
+from lit_cifar.checks.relations.patching import patched
+from lit_cifar.checks.relations.plan import Imposed
+from lit_cifar.checks.relations.watching import Watched, told_apart
 
 UNDIVIDED = "the batches are neither divided along dimension 0 nor lists of samples"
 UNDIVIDED_EVALUATION = f"{UNDIVIDED} where no gradient is made"

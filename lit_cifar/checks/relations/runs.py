@@ -14,7 +14,7 @@ import torch
 
 from lit_cifar.checks.relations.parts import BESIDE
 from lit_cifar.checks.relations.plan import Imposed, Plan, Target, Trace
-from lit_cifar.checks.repeated_step.tensors import as_real
+from lit_cifar.checks.tensors import as_real
 from lit_cifar.launch.forked import ForkedRun
 
 Outcome: TypeAlias = Literal["pass", "fail", "note", "abstain", "crash"]

@@ -11,8 +11,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lit_cifar.checks.repeated_step.digests import dense
-from lit_cifar.checks.repeated_step.sharded import whole
+from lit_cifar.checks.tensors import dense, whole
 
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module)(?=\.)")
 _DEEPEST, _LONGEST = 3, 300  # of the objects that a script keeps

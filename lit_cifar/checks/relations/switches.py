@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
+from lit_cifar.checks.relations.batches import Samples
 from lit_cifar.checks.relations.generators import ROUNDED
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Plan, Trace
-from lit_cifar.checks.repeated_step.batches import Samples
 from lit_cifar.internals import tree_map
 
 

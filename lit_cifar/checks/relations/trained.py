@@ -7,7 +7,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lit_cifar.checks.relations.runs import Runs, Verdict
-from lit_cifar.checks.repeated_step.digests import digest
+from lit_cifar.checks.tensors import digest
 
 NAME = "what is trained"
 _SHOWN = 3  # names
@@ -34,7 +34,7 @@ def owned_by(optimizers: Sequence[Optimizer]) -> list[Tensor]:
 
 def told(tensor: Tensor | None) -> int:
     """A digest; 0 of what this process does not hold."""
-    return 0 if tensor is None or tensor.is_meta or is_lazy(tensor) else digest(tensor).bits
+    return 0 if tensor is None or tensor.is_meta or is_lazy(tensor) else digest(tensor)
 
 
 def statistics(roots: Sequence[nn.Module]) -> dict[int, tuple[int, ...]]:

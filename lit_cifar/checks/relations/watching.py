@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lit_cifar.checks.relations.batches import has_rows, row_digests, tensors_in
 from lit_cifar.checks.relations.draws import BESIDE_EVALUATION, IN_EVALUATION, IN_MODEL, IN_STEP, Draws
 from lit_cifar.checks.relations.generators import seed_all, states, still
 from lit_cifar.checks.relations.parts import PARTS, Parts
@@ -20,8 +21,7 @@ from lit_cifar.checks.relations.plan import Plan, Trace
 from lit_cifar.checks.relations.snapshot import outermost
 from lit_cifar.checks.relations.switches import in_double
 from lit_cifar.checks.relations.trained import observed, owned_by, statistics, told
-from lit_cifar.checks.repeated_step.batches import has_rows, row_digests, tensors_in
-from lit_cifar.checks.repeated_step.tensors import as_real
+from lit_cifar.checks.tensors import as_real
 from lit_cifar.internals import tree_leaves
 
 CHECKPOINT = "checkpoint"  # in the folder of the run, for all ranks; a script may add to the name

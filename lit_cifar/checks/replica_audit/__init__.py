@@ -1,4 +1,4 @@
-"""Audits of a training's replicas: of their tensors, and of their computations."""
+"""An audit of a training's replicas: whether their tensors are equal."""
 
 from lit_cifar.checks.replica_audit.callback import ReplicaAudit
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lit_cifar import internals
-from lit_cifar.checks.repeated_step.digests import dense
+from lit_cifar.checks.tensors import dense
 from lit_cifar.mode import mode_of
 
 _CHUNK = 2**18  # words that are added at a time: 2 MiB of each of two intermediate results
@@ -36,6 +36,8 @@ class Difference:
 
 def what_is_not_held_twice(trainer: Trainer) -> str:
     """The reason why the processes of a run have nothing to compare; "" if they have."""
+    for error in internals.missing(internals.AUDIT):
+        return error.problem
     if any(isinstance(parameter, DTensor) for parameter in trainer.lightning_module.parameters()):
         return "the processes hold parts of the parameters"
     mode = mode_of(trainer.strategy)

@@ -20,7 +20,6 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.launch.signals import EXIT_REFUSED
 from lit_cifar.models.ghost_batchnorm import normalises_batches
 from lit_cifar.reporting.output import without_banners
-from lit_cifar.reporting.run_folder import process_rank
 from lit_cifar.tools import terminal
 from lit_cifar.tools.modes import SizedMode, chosen
 from lit_cifar.tools.terminal import say
@@ -36,16 +35,11 @@ logits of evaluations, checkpoints, and the same run resumed before its last ste
 values are compared bit for bit.
 Every other argument is passed on to `fit`, e.g. --config FILE, --model.arch=resnet34, --trainer.precision=bf16-mixed.
 Without --config it is `tiny`, a narrow ResNet, on synthetic images in float64, where nothing may differ by more than
-1e-9. In float32 and bfloat16, where rounding could explain a difference, steps are replayed on one device instead, and
-the modes run once more in float64.
-
-With --module, a training of your own: its first steps are replayed on one device, and compared bit for bit. Every other
-argument is then one of LightningCLI, e.g. --trainer.strategy=ddp --trainer.devices=2 --model.width=64."""
+1e-9. In float32 and bfloat16, where rounding could explain a difference, numbers are compared in a run in float64."""
 _EPILOG = """\
 examples:
   python -m lit_cifar verify --modes=ddp,pp,tp
   python -m lit_cifar verify --modes=fsdp2 --devices=4 --config=RUN_FOLDER/config.yaml
-  python -m lit_cifar verify --module=my_package.MyModule --data=my_package.MyData --trainer.strategy=ddp
 
 exit status:
   0  at least one mode was compared, and all that were have passed
@@ -75,50 +69,25 @@ ILL_CONDITIONED = (
     "{:.0e}, as where BatchNorm normalises few values; pass a larger --data.batch_size, or larger images"
 )
 
-NOT_IN_FLOAT64 = "not judged beyond a replay of its steps, because it does not run in float64"
+NOT_IN_FLOAT64 = "its numbers are not judged, because it does not run in float64"
 
 
 def main(args: list[str]) -> int:
     """Verify, print, and return the exit status, which `--help` lists."""
     options, rest = verify_parser().parse_known_args(args)
-    _refuse_unused(options)
-    target = terminal.writable(options.json) if process_rank() == 0 else None  # with --module every rank runs this
+    target = terminal.writable(options.json)
     record = terminal.about() | {"rules": RULES}
     terminal.exit_orderly_when_terminated()
-    if options.module is not None:
-        from lit_cifar.checks.replay.command import replayed  # for a user's own training
-
-        report = replayed(options.module, options.data, steps=options.steps, args=rest)
-        status = {"pass": 0, "fail": 1}.get(report["outcome"], NO_VERDICT)
-        terminal.write_json(target, record | report | {"exit_status": status})
-        return status
     torch.set_num_threads(1)  # the other cores are for the runs
     content = _verified(options, rest)
     terminal.write_json(target, record | content)
     return int(content["exit_status"])
 
 
-def _refuse_unused(options: argparse.Namespace) -> None:
-    """Raise a `ConfigError` for a flag of the other way to verify."""
-    if options.module is not None and options.launcher:
-        raise ConfigError(
-            "--module is started as a whole, so --launcher has nothing to start",
-            remedy="let the launcher start it: torchrun --nproc-per-node=2 -m lit_cifar verify --module CLASS",
-        )
-    how, of_other = "with", ["modes", "devices", "virtual_replicas"]
-    remedy = "pass --trainer.strategy=ddp --trainer.devices=2"
-    if options.module is None:
-        how, of_other = "without", ["data"]
-        remedy = "add --module=CLASS; pictures of yours are --data.dataset=folder --data.root=FOLDER"
-    for name in of_other:
-        if (value := getattr(options, name)) is not None:
-            raise ConfigError(f"--{name}={value} has no effect {how} --module", remedy=remedy)
-
-
 def verify_parser() -> argparse.ArgumentParser:
     parser = terminal.CommandParser("verify", description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("--modes", metavar="A,B", help="Modes to verify (default: all).")
-    parser.add_argument("--devices", type=int, metavar="N", help="Devices of each mode (default: 2).")
+    parser.add_argument("--modes", default="all", metavar="A,B", help="Modes to verify (default: all).")
+    parser.add_argument("--devices", type=int, default=2, metavar="N", help="Devices of each mode (default: 2).")
     parser.add_argument("--steps", type=int, default=4, metavar="K", help="Optimizer steps of each run (default: 4).")
     parser.add_argument(
         "--virtual_replicas", type=int, metavar="V", help="Compare bit for bit: V parts of a batch in every mode."
@@ -130,8 +99,6 @@ def verify_parser() -> argparse.ArgumentParser:
         metavar="COMMAND",
         help='Have it start the processes of each mode, e.g. "python -m lit_cifar ray --nodes=2".',
     )
-    parser.add_argument("--module", metavar="CLASS", help="Replay your own LightningModule, e.g. my_package.MyModule.")
-    parser.add_argument("--data", metavar="CLASS", help="Its LightningDataModule, if it has one.")
     parser.add_argument("--json", metavar="FILE", help="Write all results, versions and hardware to this file.")
     return parser
 
@@ -139,9 +106,8 @@ def verify_parser() -> argparse.ArgumentParser:
 def _verified(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     if options.virtual_replicas is not None:
         rest = [*rest, f"--virtual_replicas={options.virtual_replicas}"]
-    names = ("all" if options.modes is None else options.modes).split(",")
-    sizes = {"devices": 2 if options.devices is None else options.devices, "steps": options.steps}
-    rows = verify(names, **sizes, args=rest, launcher=options.launcher)
+    sizes = {"devices": options.devices, "steps": options.steps}
+    rows = verify(options.modes.split(","), **sizes, args=rest, launcher=options.launcher)
     out = terminal.console()
     out.print(verdict_table(rows, title=f"{options.steps} steps, compared one by one"))
     for row in rows:
@@ -258,8 +224,8 @@ class Verifier:
     def compare(self, cases: Sequence[Case]) -> Iterator[Compared]:
         """Run and judge each case, and yield results as they are known.
 
-        In float32 and bfloat16 rounding is magnified from step to step, and could explain any difference. There steps
-        are replayed, and a case in which nothing was wrong is run once more in float64, whose numbers it then has.
+        In float32 and bfloat16 rounding is magnified from step to step, and could explain any difference. A case in
+        which nothing else was wrong is run once more in float64, whose numbers it then has.
         """
         settings = self.launcher.settings
         right: dict[int, Compared] = {}
@@ -277,8 +243,6 @@ class Verifier:
             for again in in_float64._compare([cases[number] for number in numbers]):
                 before = right.pop(numbers[again.number])
                 again.row.seconds += before.row.seconds
-                if before.row.outcome == "abstained" and again.row.outcome == "passed":
-                    again.row.outcome, again.row.problems = "abstained", before.row.problems
                 yield replace(again, number=before.number)
         except ConfigError as error:  # one device cannot
             for compared in right.values():

@@ -1,7 +1,6 @@
 """Judges a mode, also resumed, by comparing what its runs write with the single-device computation that it equals."""
 
 import csv
-import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,9 +16,6 @@ from torch.optim import Optimizer
 from lit_cifar.checkpoint.atomic import BEST
 from lit_cifar.checkpoint.files import DIGESTS, read_checkpoint, weights_digest
 from lit_cifar.checkpoint.format import POSITION
-from lit_cifar.checks.replay.callback import RESULT
-from lit_cifar.checks.replay.states import KEY as OF_REPLAY
-from lit_cifar.checks.replay.verdict import TAKEN, Finding
 from lit_cifar.configured import made
 from lit_cifar.errors import CheckpointError
 from lit_cifar.reporting.evaluation_tables import CONFUSION, PER_RANK
@@ -49,18 +45,15 @@ RESUMED = "resumed"
 _SAME_METRICS = dict.fromkeys(("train/", "val/", "lr-", "epoch"), 0.0)  # bounds by the beginnings of their names
 
 # Entries of a checkpoint that need not be those of the one device, and why.
-NOT_REPLAYED = ("tp", "fsdp2-tp")  # ranks hold parts of one sum: these are judged in float64 alone
 MAY_DIFFER = {
     "state_dict": "each checkpoint's is compared with the steps of its own run",
     "optimizer_states": "likewise",
     "epoch_loop.val_loop.batch_progress": "depends on the number of processes, and nothing reads it",
-    OF_REPLAY: "digests of all that a resumed run begins with, which only runs that are replayed have",
 }
 OF_ACCUMULATION = {"loops": "Lightning counts the batches of the loader, and an accumulated step has several"}
 OF_RESUME = {
     "current_score": "Lightning forgets the last score of the best checkpoint, and nothing reads it",
     "epoch_loop.val_loop.batch_progress": "a resumed run counts them from 0",
-    OF_REPLAY: "a resumed run is not replayed",
 }
 
 # "failed": compared, and wrong. "abstained": it could not be judged. "crashed": its run ended by an error.
@@ -105,7 +98,6 @@ def judge(row: VerifiedMode, outcome: Outcome, record: Record, reference: Record
         return
     row.processes, row.nodes = record.size
     row.problems += _compare_steps(row, record, reference)
-    row.problems += replay_problems(record, settings.added_callbacks)
     row.problems += record.sample_problems(reference)
     if (reason := other_weights(reference, settings.added_callbacks)) is not None:
         row.outcome = "failed" if row.problems else "crashed" if outcome.status else "abstained"
@@ -119,9 +111,6 @@ def judge(row: VerifiedMode, outcome: Outcome, record: Record, reference: Record
     crashed = outcome.status != 0 and not row.problems
     row.problems += [f"{RESUMED}: {problem}" for problem in _resumed_problems(outcome, record, settings)]
     row.outcome = "crashed" if crashed else "failed" if row.problems else "passed"
-    if row.outcome == "passed" and not settings.is_exact and row.mode not in NOT_REPLAYED:
-        row.problems = not_replayed(record)
-        row.outcome = "abstained" if row.problems else "passed"
 
 
 def _compare_steps(row: VerifiedMode, record: Record, reference: Record) -> list[str]:
@@ -137,29 +126,6 @@ def _compare_steps(row: VerifiedMode, record: Record, reference: Record) -> list
                 row.differences[kind] = max(row.differences.get(kind, 0.0), value)
         problems += step_problems(found, row.tolerance, step=number)
     return problems
-
-
-def not_replayed(record: Record) -> list[str]:
-    """Why steps were not replayed in their own precision, in which nothing else is compared; empty if they were."""
-    path = record.run / RESULT
-    none: dict[str, Any] = {"abstained": ["it left no report"], "error": None}
-    reports: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else [none]
-    reasons = [reason for report in reports for reason in (*report["abstained"], report["error"]) if reason]
-    return first([f"not replayed in its own precision: {reason}" for reason in reasons])
-
-
-def replay_problems(record: Record, added_callbacks: Sequence[str]) -> list[str]:
-    """The findings of a replay of the same steps in the same precision; none where the mode has no replay.
-
-    Without callbacks of the user's nothing happens in `fit` that a replay has to take as it is. A replay that passes
-    proves nothing about the order of the data and their augmentation.
-    """
-    path = record.run / RESULT
-    reports = json.loads(path.read_text()) if path.exists() else []
-    findings = [str(Finding(**finding)) for report in reports for finding in report["findings"]]
-    if not added_callbacks:
-        findings += [note for report in reports for note in report["notes"] if note.endswith(TAKEN)]
-    return first([f"replay: {finding}" for finding in findings])
 
 
 def frozen_problems(record: Record, settings: Configuration) -> list[str]:

@@ -239,10 +239,7 @@ class Launcher:
         """Run the mode, then resume it before its last step. The outcome is of the first that failed, or the last."""
         flags = self.settings.length_flags(steps=self.steps, accumulation=self.settings.accumulation)
         flags += [*mode.flags, *more]
-        replay = []
-        if not self.settings.is_exact:
-            replay = ["--trainer.callbacks+=lit_cifar.Replay", f"--trainer.callbacks.steps={self.steps}"]
-        first = self._fit(title, folder, [*flags, *replay], mode)
+        first = self._fit(title, folder, flags, mode)
         if first.status != 0:
             return first
         record = Record(folder)

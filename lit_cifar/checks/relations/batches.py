@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, TypeGuard
 import torch
 from torch import Tensor
 
-from lit_cifar.checks.repeated_step.digests import dense, digest
+from lit_cifar.checks.tensors import dense, digest
 from lit_cifar.internals import tree_flatten, tree_leaves, tree_unflatten
 
 
@@ -126,8 +126,8 @@ def row_digests(rows: Tensor | Samples) -> list[int]:
     """A digest of each sample, without zeros at its end: it may be padded with others in another batch."""
     if isinstance(rows, Tensor):
         rows = dense(rows)
-        return [digest(_without_padding(row)).bits for row in rows] if rows.dim() else [digest(rows).bits]
-    return [hash(tuple(digest(leaf).bits for leaf in tree_leaves(sample))) for sample in rows]
+        return [digest(_without_padding(row)) for row in rows] if rows.dim() else [digest(rows)]
+    return [hash(tuple(digest(leaf) for leaf in tree_leaves(sample))) for sample in rows]
 
 
 def _without_padding(row: Tensor) -> Tensor:
