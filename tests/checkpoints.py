@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lit_cifar.checkpoint.files import read_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
 
 
 def state(step: int) -> dict[str, Any]:

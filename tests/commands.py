@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lit_cifar.checkpoint.files import read_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.cli.main import main
 from lit_cifar.launch.forked import ForkedRun
 

@@ -30,7 +30,8 @@ from lit_cifar.checkpoint.atomic import (
     write_checkpoint,
 )
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint, StepBoundary
-from lit_cifar.checkpoint.files import CheckpointFiles, read_checkpoint
+from lit_cifar.checkpoint.files import CheckpointFiles
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checks.watchdog import HELPER
 from lit_cifar.errors import CheckpointError, SaveError
 

@@ -24,12 +24,12 @@ from lit_cifar.checkpoint.atomic import (
     LAST,
     PREVIOUS,
     newest_valid,
-    read_verified,
+    read_checked,
     verify_checkpoint,
     write_checkpoint,
 )
-from lit_cifar.checkpoint.files import DIGESTS, CheckpointFiles, note_epoch, read_checkpoint, weights_digest
-from lit_cifar.checkpoint.format import Header, TrainedOn
+from lit_cifar.checkpoint.files import DIGESTS, CheckpointFiles, note_epoch, weights_digest
+from lit_cifar.checkpoint.format import Header, TrainedOn, read_checkpoint
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError
 from lit_cifar.models import build_resnet
 from lit_cifar.reporting.files import make_folder, replace_csv
@@ -126,7 +126,7 @@ def test_lightning_reads_no_damaged_file_and_runs_no_code(saved: Path) -> None:
 def test_the_first_process_reads_for_all(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the others have found; they raise what it raises."""
     read: list[Path] = []
-    monkeypatch.setattr(checkpoint_files, "read_verified", lambda path: read.append(path) or read_verified(path))
+    monkeypatch.setattr(checkpoint_files, "read_checked", lambda path: read.append(path) or read_checked(path))
 
     def load(rank: int) -> Any:
         try:

@@ -22,7 +22,7 @@ from lightning.pytorch import Callback
 
 import lit_cifar
 from lit_cifar import __version__
-from lit_cifar.checkpoint.files import read_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checks.watchdog import monitor
 from lit_cifar.cli.main import CLI, MAY_NAME_STRATEGY, main
 from lit_cifar.launch import startup
@@ -412,7 +412,7 @@ def test_strategies_are_known_where_they_may_be_asked_for(words: list[str], load
 
 
 WATCHDOG = [f"lit_cifar.checks.watchdog{name}" for name in ("", ".callback")]
-SELDOM = ("lit_cifar.checkpoint.pretrained", "lit_cifar.checkpoint.sharded", "lit_cifar.models.autotune")
+SELDOM = ("lit_cifar.checkpoint.pretrained", "lit_cifar.models.autotune")
 
 
 @pytest.mark.parametrize(

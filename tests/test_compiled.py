@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lit_cifar import LitResNet
 from lit_cifar.checkpoint.exact_resume import ExactResume, Position
-from lit_cifar.checkpoint.files import read_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data import Augment
 from lit_cifar.models import compiled
 from lit_cifar.models.compiled import Compiled

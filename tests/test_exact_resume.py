@@ -33,8 +33,8 @@ from torchmetrics import CatMetric, MaxMetric
 from lit_cifar import LitResNet
 from lit_cifar.checkpoint.atomic import LAST, write_checkpoint
 from lit_cifar.checkpoint.exact_resume import SameStart, StartingPoint, _collect, _metrics, steps_of
-from lit_cifar.checkpoint.files import DIGESTS, read_checkpoint, weights_digest
-from lit_cifar.checkpoint.format import check_optimizer, name_optimizer
+from lit_cifar.checkpoint.files import DIGESTS, weights_digest
+from lit_cifar.checkpoint.format import check_optimizer, name_optimizer, read_checkpoint
 from lit_cifar.cli.main import CLI
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import CheckpointError

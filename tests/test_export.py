@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from commands import TINY, graded, launch, own_network, refused, run_here
+from commands import TINY, graded, own_network, refused, run_here
 from data_files import draw_pictures
 from torch import Tensor, nn
 
 from lit_cifar import ConfigError, LitResNet
-from lit_cifar.checkpoint.files import read_checkpoint
 from lit_cifar.data.synthetic import Synthetic
 from lit_cifar.models import build_network
 from lit_cifar.tools.export import FORMATS, Classifier, trace
@@ -57,23 +56,6 @@ def test_each_file_computes_by_itself_what_the_checkpoint_does(checkpoint: Path)
         assert 0.0 <= entry["largest_difference"] <= 1e-4
         assert entry["sha256"] == sha256((folder / kind.file).read_bytes()).hexdigest()
     refused("export", checkpoint, TORCH, says=(f"{folder} is not an empty folder", "--output FOLDER"))
-
-
-def test_a_checkpoint_in_parts_is_exported_and_loaded(tmp_path: Path) -> None:
-    parts = ["--trainer.strategy=fsdp2", "--trainer.devices=1", "--last_checkpoint.sharded=true"]
-    launch("fit", *TINY, *parts, f"--run_dir={tmp_path / 'run'}")
-    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
-    assert path.is_dir()
-    assert "network.pt2: logits within " in run_here("export", path, TORCH).stdout
-    record = json.loads((tmp_path / "run" / "export" / "export.json").read_text())
-    assert record["checkpoint"] == {
-        "file": "last.ckpt",
-        "sha256": sha256((path / "index.ckpt").read_bytes()).hexdigest(),
-    }
-    loaded = LitResNet.load_from_checkpoint(path).network.state_dict()
-    assert all(tensor.equal(loaded[name]) for name, tensor in read_checkpoint(path)["state_dict"].items())
-    (path / "rank0.ckpt").write_bytes(b"damaged")
-    refused("export", path, TORCH, f"--output={tmp_path / 'x'}", says=["rank0.ckpt", "carries no hash", "best.ckpt"])
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"the extra `export` is not installed: {', '.join(MISSING)}")

@@ -147,7 +147,6 @@ WHOLE = {
     "chaos --faults=0": "--faults=0",
     "chaos --modes=single": "single",
     "chaos --trainer.accumulate_grad_batches=2": "pass --trainer.accumulate_grad_batches=1",
-    "chaos --modes=fsdp2 --last_checkpoint.sharded=true": "pass --last_checkpoint.sharded=false",
     "chaos --model.network=torchvision.models.MobileNetV2 --model.arch=null --model.stem=null": "--virtual_replicas=4",
     "chaos --modes=ddp_mp": "--devices 4",
     "chaos --devices=1": "--devices=1",
@@ -181,7 +180,6 @@ WHOLE = {
     "verify --trainer.precision=bf16-true": "bf16-true",
     "verify --modes=ddp_spawn --launcher=python": "nothing for --launcher to start",
     "verify --json=/nowhere/at/all.json": "--json",
-    "verify --modes=fsdp2 --last_checkpoint.sharded=true": "pass --last_checkpoint.sharded=false",
     "verify --modes=tp --devices=3 --data.val_size=0": "among 3 processes",
     f"verify --modes=ddp --devices=3 {' '.join(VERIFIED)} --data.batch_size=16": "3 replicas",
 }

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from recorder import global_steps
 
 from lit_cifar.checkpoint.callbacks import StepBoundary
-from lit_cifar.checkpoint.files import read_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.errors import Stopped
 from lit_cifar.launch.signals import signals_to_spawned, stop_signals
 from lit_cifar.reporting.run_report import RunReport

@@ -24,7 +24,8 @@ from torchvision.datasets import CIFAR10
 import lit_cifar
 from lit_cifar.checkpoint import atomic
 from lit_cifar.checkpoint.atomic import LAST, PREVIOUS, newest_valid, verify_checkpoint, write_checkpoint
-from lit_cifar.checkpoint.files import CheckpointFiles, read_checkpoint
+from lit_cifar.checkpoint.files import CheckpointFiles
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data import cifar10
 from lit_cifar.data.pictures import FORMATS, read_image
 from lit_cifar.errors import CheckpointError, DataError, printable

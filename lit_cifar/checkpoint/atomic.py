@@ -12,7 +12,6 @@ import io
 import os
 import re
 import shlex
-import shutil
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,14 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_cifar.checkpoint.format import holds_training, parts_of, read_file
+from lit_cifar.checkpoint.format import holds_training, read_checkpoint
 from lit_cifar.errors import CheckpointError, SaveError
 from lit_cifar.internals import tree_map_only
 from lit_cifar.reporting.files import sync
 from lit_cifar.reporting.run_folder import best_files
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
-INDEX = "index.ckpt"  # a file of a checkpoint in parts, which is a folder, see `sharded.py`
 _OTHER = "use another checkpoint of the run"
 _TENSORS_ALONE = "put nothing but tensors and primitives into a checkpoint, in `on_save_checkpoint` and `state_dict`"
 _DISK = (errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
@@ -56,35 +54,20 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
         SaveError: There is no space, no permission or no folder, the disk is faulty, or the content is more than
             tensors and primitives. Earlier files are unchanged and no draft is left.
     """
-    with saving(path):
-        write_file(checkpoint, path)
-
-
-def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Write like `write_checkpoint`, but raise the errors as they are."""
     draft = path.with_name(f"{path.name}.part")
-    try:
-        _write_synced(draft, _serialise(checkpoint))
-        _read_back(draft, path)
-        put_in_place(draft, path)
-    finally:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
-
-
-def put_in_place(draft: Path, path: Path) -> None:
-    """Rename the file or folder `draft` to `path`. A resumable `last.ckpt` there becomes `previous.ckpt`."""
-    if path.name == LAST and _is_resumable(path):
-        previous = path.with_name(PREVIOUS)
-        if path.is_dir() or previous.is_dir():  # a file cannot replace a folder, nor a folder a file
-            remove(previous)
-        are_files = draft.is_file() and path.is_file() and not path.is_symlink()
-        if not (are_files and _has_second_name(path, previous)):
-            path.replace(previous)
-    elif path.is_dir() or draft.is_dir():
-        remove(path)
-    draft.replace(path)
-    sync(path.parent)
+    with saving(path):
+        try:
+            _write_synced(draft, _serialise(checkpoint))
+            _read_back(draft, path)
+            if path.name == LAST and _is_resumable(path):
+                previous = path.with_name(PREVIOUS)
+                if path.is_symlink() or not _has_second_name(path, previous):
+                    path.replace(previous)
+            draft.replace(path)
+            sync(path.parent)
+        finally:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
 
 
 def _has_second_name(path: Path, name: Path) -> bool:
@@ -100,38 +83,11 @@ def _has_second_name(path: Path, name: Path) -> bool:
     return True
 
 
-def remove(path: Path) -> None:
-    """Remove a file or a folder, if it exists."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def index_of(path: Path) -> Path:
-    """The index of a checkpoint in parts; `path` for one that is a file."""
-    return path / INDEX if path.is_dir() else path
-
-
-def part_file(folder: Path, rank: int) -> Path:
-    """The file that `rank` writes of a checkpoint in parts."""
-    return folder / f"rank{rank}.ckpt"
-
-
-def check_part(file: Path, digest: str) -> None:
-    """Raise a `CheckpointError` unless a file carries the hash that the index has of it; its content is not read."""
-    try:
-        found = carried_hash(file)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}", remedy=_OTHER) from error
-    if found != digest:
-        raise CheckpointError(f"{file} is not of the same save as {INDEX} beside it", remedy=_OTHER)
-
-
-def read_verified(path: Path) -> dict[str, Any]:
-    """Verify and read a file. Raise a `CheckpointError` if its content is not what was written."""
-    verify_checkpoint(path)
-    return read_file(path)
+def read_checked(path: Path) -> dict[str, Any]:
+    """Read a file of any program; if it carries a hash, its content must match, or a `CheckpointError` is raised."""
+    if path.is_file() and carried_hash(path):
+        verify_checkpoint(path)
+    return read_checkpoint(path)
 
 
 def verify_checkpoint(path: Path) -> None:
@@ -189,8 +145,7 @@ def newest_valid(folder: Path, *, whole: bool = True) -> tuple[Path | None, list
     """`last.ckpt`, else `previous.ckpt` of a run's `checkpoints/`, else None; and why newer ones were refused, a line
     each.
 
-    Without `whole` a file is opened and not read, so that damage to its tensors is not found. Damage to a checkpoint in
-    parts is found when they are read; a part that is missing or of a different save is found here.
+    Without `whole` a file is opened and not read, so that damage to its tensors is not found.
     """
     refused = []
     for path in (folder / LAST, folder / PREVIOUS):
@@ -208,11 +163,8 @@ def newest_valid(folder: Path, *, whole: bool = True) -> tuple[Path | None, list
 def _check_resumable(path: Path, *, whole: bool = True) -> None:
     """Raise a `CheckpointError` if a training cannot go on from `path`."""
     if whole:
-        verify_checkpoint(index_of(path))
-    content = read_file(index_of(path), mapped=True)
-    for rank, digest in enumerate(parts_of(content)):
-        check_part(part_file(path, rank), digest)
-    if not holds_training(content):
+        verify_checkpoint(path)
+    if not holds_training(read_checkpoint(path, mapped=True)):
         raise CheckpointError(
             f"{path} holds weights and no state of an optimizer, so that no training can go on from it",
             remedy="start a new one: " + shlex.quote(f"--ckpt_path={path}"),
@@ -250,7 +202,8 @@ def _write_synced(path: Path, content: bytes) -> None:
 
 def _read_back(draft: Path, path: Path) -> None:
     try:
-        read_verified(draft)
+        verify_checkpoint(draft)
+        read_checkpoint(draft)
     except CheckpointError as error:
         draft.stat()  # raises the real error if the folder was removed meanwhile
         raise SaveError(

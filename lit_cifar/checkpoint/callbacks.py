@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn
@@ -28,7 +28,6 @@ from lit_cifar.checkpoint.files import CheckpointFiles
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError
 from lit_cifar.launch.signals import EXIT_STOPPED, Keystrokes, end_together, stop_signals
-from lit_cifar.mode import mode_of
 from lit_cifar.mode.tensors import local_part
 from lit_cifar.reporting.run_folder import run_folder
 
@@ -149,8 +148,6 @@ class LastCheckpoint(callbacks.Checkpoint):
         every_n_epochs: Save after every n epochs. With 0 the number of epochs is no reason to save.
         every_n_steps: Save after every n optimizer steps. With null the number of steps is no reason to save.
         every_n_seconds: Save when n seconds have passed since the last checkpoint. With null time is no reason to save.
-        sharded: Under `fsdp2`, let each process write its part into a folder of that name. With false rank 0 writes a
-            file of all, which any mode reads.
 
     Attributes:
         newest: The file that this run saved last, or the one it was resumed from; None if there is neither. It is
@@ -163,13 +160,11 @@ class LastCheckpoint(callbacks.Checkpoint):
         every_n_epochs: int = 1,
         every_n_steps: int | None = None,
         every_n_seconds: float | None = None,
-        sharded: bool = False,
     ) -> None:
         super().__init__()
         self.every_n_epochs = every_n_epochs
         self.every_n_steps = every_n_steps
         self.every_n_seconds = every_n_seconds
-        self.sharded = sharded
         self.newest: Path | None = None
         self._folder = Path()
         self._saved_step = 0
@@ -207,8 +202,7 @@ class LastCheckpoint(callbacks.Checkpoint):
         """
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        in_parts = mode_of(trainer.strategy).saving_in_parts() if self.sharded else nullcontext()
-        with failing_together(trainer, behind=True), in_parts:
+        with failing_together(trainer, behind=True):
             trainer.save_checkpoint(self._folder / LAST)
         self.newest = self._folder / LAST
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()

@@ -1,4 +1,4 @@
-"""Reading a checkpoint, be it a file or a folder, and the plugin that reads and writes those of a run."""
+"""The plugin that reads and writes the checkpoints of a run."""
 
 import hashlib
 import os
@@ -19,14 +19,13 @@ from typing_extensions import override
 
 from lit_cifar.checkpoint.atomic import (
     LAST,
-    carried_hash,
-    read_verified,
+    read_checked,
     save_error,
     saving,
     snapshot,
     write_checkpoint,
 )
-from lit_cifar.checkpoint.format import POSITION, read_file
+from lit_cifar.checkpoint.format import POSITION
 from lit_cifar.checks.watchdog import HELPER
 from lit_cifar.errors import CheckpointError, ConfigError, printable
 from lit_cifar.internals import tree_flatten, tree_unflatten
@@ -35,27 +34,6 @@ from lit_cifar.reporting.files import make_folder, replacing, sync
 DIGESTS = "weights.sha256"  # a file of the run folder: a line for each epoch, to compare two runs by eye
 _DIGEST_LINE = re.compile(r"[0-9a-f]{64}  epoch (\d+)")
 _LARGE_BYTES = 1 << 20  # a tensor of this size or more is sent alone
-
-
-def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """Read a file with `read_file`, as it is, or all parts of a folder, each verified."""
-    return _read_all(path) if path.is_dir() else read_file(path, mapped=mapped)
-
-
-def read_checked(path: Path) -> dict[str, Any]:
-    """Read a checkpoint of any program; if the file carries a hash, its content must match."""
-    return read_verified(path) if path.is_file() and carried_hash(path) else read_checkpoint(path)
-
-
-def read_whole(path: Path) -> dict[str, Any]:
-    """Verify and read a checkpoint. Raise a `CheckpointError` if its content is not what was written."""
-    return _read_all(path) if path.is_dir() else read_verified(path)
-
-
-def _read_all(path: Path) -> dict[str, Any]:
-    from lit_cifar.checkpoint.sharded import read_all  # most runs have no checkpoint in parts
-
-    return read_all(path)
 
 
 def read_by_first(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -197,16 +175,11 @@ class CheckpointFiles(CheckpointIO):
         if folder not in self._folders:
             make_folder(folder)
         if path.name == LAST:
-            sync_tables(folder.parent)
+            for table in (*folder.parent.glob("*.csv"), folder.parent):  # they belong to it
+                sync(table)
             note_epoch(checkpoint, folder.parent)
         write_checkpoint(checkpoint, path)
         self._folders.add(folder)
-
-
-def sync_tables(folder: Path) -> None:
-    """Put the tables of the run folder, which belong to a checkpoint, onto the disk before the checkpoint."""
-    for each in (*folder.glob("*.csv"), folder):
-        sync(each)
 
 
 def _remove(path: Path) -> None:

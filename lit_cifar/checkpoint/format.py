@@ -25,7 +25,6 @@ _KEY = "lit_cifar"
 _OPTIMIZER, _SCHEDULE = "optimizer", "lr_scheduler"
 SETTINGS = "settings"  # entry of the settings of optimizer and schedule
 POSITION, METRICS = "position", "metrics"  # the entries of `exact_resume`
-PARTS = "parts"  # the entry of an index, see `sharded.py`
 COUNTER = "num_batches_tracked"
 SAVE_ALONE = "save those of one network alone: torch.save(network.state_dict(), 'weights.pth')"
 _DATA = "trained_on"
@@ -171,17 +170,6 @@ def holds_training(checkpoint: Mapping[str, Any]) -> bool:
     return "optimizer_states" in checkpoint
 
 
-def parts_of(checkpoint: Mapping[str, Any]) -> list[str]:
-    """The hash of each file of a checkpoint in parts, by rank; none for a checkpoint that is not in parts."""
-    found = checkpoint.get(PARTS, [])
-    if not isinstance(found, list):
-        raise CheckpointError(
-            "the index of this checkpoint says nothing of its parts but their number",
-            remedy="resume it with the version of lit_cifar that wrote it",
-        )
-    return found
-
-
 def is_own(checkpoint: Mapping[str, Any]) -> bool:
     """Whether `fit` wrote a checkpoint."""
     return _KEY in checkpoint
@@ -238,7 +226,7 @@ def _class_path(part: Any) -> str:
     return f"{package if exported else kind.__module__}.{kind.__qualname__}"
 
 
-def read_file(path: Path, *, mapped: bool = False) -> dict[str, Any]:
+def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     """Open a checkpoint file with `weights_only=True`, on the CPU; raises a `CheckpointError` if torch cannot.
 
     If it is `mapped`, a tensor is read only where it is looked at; torch cannot do so with files of its first releases.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lit_cifar.checkpoint.files import read_checked
+from lit_cifar.checkpoint.atomic import read_checked
 from lit_cifar.checkpoint.format import COUNTER, SAVE_ALONE, check_shapes, is_own, naming
 from lit_cifar.errors import CheckpointError, printable
 

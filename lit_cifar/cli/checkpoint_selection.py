@@ -8,9 +8,8 @@ from typing import Any
 from jsonargparse import Namespace
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lit_cifar.checkpoint.atomic import LAST, best_of, carried_hash, content_hash, index_of, newest_valid
+from lit_cifar.checkpoint.atomic import LAST, best_of, carried_hash, content_hash, newest_valid, read_checked
 from lit_cifar.checkpoint.exact_resume import StartingPoint
-from lit_cifar.checkpoint.files import read_checked, read_checkpoint
 from lit_cifar.checkpoint.format import (
     POSITION,
     TrainedOn,
@@ -19,6 +18,7 @@ from lit_cifar.checkpoint.format import (
     holds_training,
     is_own,
     naming,
+    read_checkpoint,
 )
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
@@ -64,13 +64,12 @@ class StartingCheckpoint:
             )
 
     def _read(self, path: Path, *, resumes: bool) -> None:
-        index = index_of(path)
-        self._content = read_checkpoint(index, mapped=True)
+        self._content = read_checkpoint(path, mapped=True)
         step = self._content.get("global_step")
         at = f" after {step} optimizer steps" if isinstance(step, int) else ""
-        last = index_of(path.with_name(LAST))
+        last = path.with_name(LAST)
         newest = carried_hash(last) if resumes and last.is_file() else None
-        self.start = StartingPoint(carried_hash(index) or content_hash(index), f"{path}{at}", newest)
+        self.start = StartingPoint(carried_hash(path) or content_hash(path), f"{path}{at}", newest)
         fits = self._subcommand == "fit"
         own = is_own(self._content)
         self.has_weights_alone = not own or (fits and not holds_training(self._content))

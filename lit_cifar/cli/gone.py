@@ -30,6 +30,7 @@ INSTEAD: dict[str, str] = {
     #
     #
     # Training, checkpoints and ranks.
+    "--last_checkpoint.sharded": "fsdp2 writes one file, which every mode reads",
     "--model.recompute": "--trainer.accumulate_grad_batches or --trainer.precision=bf16-mixed take less memory",
 }
 

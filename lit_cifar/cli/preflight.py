@@ -289,8 +289,6 @@ def check_run(
                 from lit_cifar.strategies.base import check_gradient_hooks
 
                 check_gradient_hooks(module, strategy=f"ddp_{mode.start_method}")
-        if asked.last_checkpoint.sharded:
-            refuse("--last_checkpoint.sharded=true", mode_of(trainer.strategy))
     trainer.strategy.connect(module)  # a strategy that splits the network does so here
     data.trainer = trainer
     data.prepare_data()

@@ -158,10 +158,6 @@ class Mode:
         """Parameters and buffers that only other processes train. The copies here may be old."""
         return set()
 
-    def saving_in_parts(self) -> AbstractContextManager[None]:
-        """Let each process write its own part of the checkpoints that are saved within, if the mode can."""
-        return nullcontext()
-
     def split_lines(self) -> list[str]:
         """Lines that say which process holds what of the network. They need no other process, and no `setup`."""
         return []

@@ -105,12 +105,6 @@ TABLE = (
         remedy="leave it out, or pass --trainer.strategy=fsdp2",
     ),
     Refusal(
-        option="--last_checkpoint.sharded=true",
-        all_but=("fsdp2",),
-        problem="{option}: only --trainer.strategy=fsdp2 has parts of a network in its processes",
-        remedy="leave it out",
-    ),
-    Refusal(
         option="--trainer.callbacks+=EMAWeightAveraging",
         modes=("ddp_spawn", "ddp_flat", "pp", "ddp_pp", "fsdp2", "tp", "fsdp2-tp"),
         problem="a callback averages weights, of which a process has parts here, or cannot be sent to spawned "

@@ -8,10 +8,8 @@ are never gathered. Both together are torch's documented composition of the two.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import lightning as L
@@ -26,9 +24,6 @@ from torch.optim import SGD, Adagrad, Optimizer
 from typing_extensions import override
 
 from lit_cifar import internals
-from lit_cifar.checkpoint.atomic import index_of
-from lit_cifar.checkpoint.files import sync_tables
-from lit_cifar.checkpoint.sharded import read_parts, save_parts
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import ForwardFn
 from lit_cifar.mode.refusals import refuse
@@ -73,7 +68,6 @@ class ShardedStrategy(MeshStrategy):
         self.tensor_parallel_size = tensor_parallel_size
         self.strategy_name = "tp" if data_parallel_size == 1 else "fsdp2"
         self._whole: nn.Module | None = None
-        self._saving_in_parts = False
 
     @property
     @override
@@ -89,15 +83,6 @@ class ShardedStrategy(MeshStrategy):
         if self.data_parallel_size != 1 and self.tensor_parallel_size != 1:
             return "fsdp2-tp"
         return self.strategy_name
-
-    @contextmanager
-    @override
-    def saving_in_parts(self) -> Iterator[None]:
-        self._saving_in_parts = True
-        try:
-            yield
-        finally:
-            self._saving_in_parts = False
 
     @override
     def check(self) -> None:
@@ -253,29 +238,9 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return whole tensors, unless the checkpoint is to be in parts; every process must call this."""
+        """Return whole tensors; every process must call this."""
         self.use_first_buffers()
-        state = super().lightning_module_state_dict()
-        return state if self._saving_in_parts else full(state)
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        if not self._saving_in_parts:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        sync_tables(Path(filepath).parent.parent)
-        save_parts(checkpoint, Path(filepath))
-
-    @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        load = super().load_checkpoint
-        if self.tensor_parallel_size != 1:
-            return load(checkpoint_path, weights_only)
-        folder = self.broadcast(Path(checkpoint_path))  # the first process knows it
-        read_index = lambda: load(index_of(folder), weights_only)  # noqa: E731
-        return read_parts(read_index, folder, network=self.module.network, optimizers=self.optimizers)
+        return full(super().lightning_module_state_dict())
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -285,8 +250,7 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state = super().optimizer_state(optimizer)
-        return state if self._saving_in_parts else full(state)
+        return full(super().optimizer_state(optimizer))
 
     @override
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:

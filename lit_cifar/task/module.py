@@ -5,7 +5,6 @@ With `--virtual_replicas` a callback passes each batch through in parts; nothing
 
 from collections.abc import Callable
 from inspect import signature
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -20,8 +19,8 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 from torchmetrics import Metric
 
+from lit_cifar.checkpoint.atomic import read_checked
 from lit_cifar.checkpoint.exact_resume import ExactResume, batches_of_epoch, steps_of
-from lit_cifar.checkpoint.files import read_checked
 from lit_cifar.checkpoint.format import (
     SETTINGS,
     Header,
@@ -501,11 +500,7 @@ class LitResNet(L.LightningModule):
             )
         arguments = header.arguments() | kwargs
         arguments.pop("weights_only", None)  # weights alone, always
-        source: Any = checkpoint_path
-        if Path(checkpoint_path).is_dir():  # a checkpoint in parts, which Lightning cannot read
-            torch.save(content, source := BytesIO())
-            source.seek(0)
-        return super().load_from_checkpoint(source, map_location, weights_only=True, **arguments)
+        return super().load_from_checkpoint(checkpoint_path, map_location, weights_only=True, **arguments)
 
     def _data(self) -> CIFAR10DataModule | None:
         """The data module of the run, if it is ours: others do not name their classes."""

@@ -18,8 +18,7 @@ import yaml  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from lit_cifar.checkpoint.atomic import best_of, index_of
-from lit_cifar.checkpoint.files import read_whole
+from lit_cifar.checkpoint.atomic import best_of, read_checked
 from lit_cifar.checkpoint.format import Header, TrainedOn, naming
 from lit_cifar.configured import own_network
 from lit_cifar.data import CIFAR10DataModule
@@ -123,7 +122,7 @@ def open_checkpoint(
     set, and is needed where the classes are folders that the checkpoint does not name.
     """
     try:
-        content = read_whole(path)
+        content = read_checked(path)
     except CheckpointError as error:
         remedy = "export another of the run's checkpoints, e.g. RUN_FOLDER/checkpoints/best.ckpt"
         raise CheckpointError(error.problem, remedy=remedy) from error
@@ -235,7 +234,7 @@ def export(
             files[form.file] = {"sha256": _digest(file), "images_compared": _NUM_IMAGES, "largest_difference": gap}
         if all(difference <= BOUND for difference in found.values()):
             content = {
-                "checkpoint": {"file": checkpoint.name, "sha256": _digest(index_of(checkpoint))},
+                "checkpoint": {"file": checkpoint.name, "sha256": _digest(checkpoint)},
                 "data": data.name,
                 "network": str(module.header),
                 "classes": data.classes,

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from gpu_visit.step import FailedError
-from lit_cifar.checkpoint.files import read_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.tools.verify.record import EXACT_BOUND, KINDS, differences, largest, step_problems
 
 _LOSSES = ("train/loss", "val/loss")  # of all samples of an epoch; that of a step is of this process alone

@@ -14,7 +14,7 @@ from statistics import median
 from rich.table import Table
 
 from lit_cifar.checkpoint.atomic import LAST
-from lit_cifar.checkpoint.files import read_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checkpoint.sample_audit import AuditRecord
 from lit_cifar.errors import ConfigError
 from lit_cifar.tools import terminal

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_cifar.checkpoint.atomic import BEST
-from lit_cifar.checkpoint.files import DIGESTS, read_checkpoint, weights_digest
-from lit_cifar.checkpoint.format import POSITION
+from lit_cifar.checkpoint.files import DIGESTS, weights_digest
+from lit_cifar.checkpoint.format import POSITION, read_checkpoint
 from lit_cifar.configured import made
 from lit_cifar.errors import CheckpointError
 from lit_cifar.reporting.evaluation_tables import CONFUSION, PER_RANK

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lit_cifar.checkpoint.atomic import LAST
-from lit_cifar.checkpoint.files import read_checkpoint
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.tools.verify.recorder import Piece, Pieces, Snapshot, State, is_shared, short_digest
 
 Step: TypeAlias = Mapping[str, Mapping[str, Tensor]]

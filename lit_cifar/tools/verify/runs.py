@@ -120,14 +120,7 @@ def refuse_if_invalid(outcome: Outcome) -> None:
 
 
 def resolved(flags: Sequence[str], *, folder: Path) -> dict[str, Any]:
-    """Every setting of `fit` with its value, after defaults and files. Refuse checkpoints of several files."""
+    """Every setting of `fit` with its value, after defaults and files."""
     outcome = run("fit", *flags, "--print_config", folder=folder)
     refuse_if_invalid(outcome)
-    config: dict[str, Any] = yaml.safe_load(outcome.stdout)
-    if config["last_checkpoint"]["sharded"]:
-        raise ConfigError(
-            "--last_checkpoint.sharded=true: checkpoints of one file are compared and damaged here, and go on on one "
-            "process",
-            remedy="pass --last_checkpoint.sharded=false",
-        )
-    return config
+    return dict(yaml.safe_load(outcome.stdout))
