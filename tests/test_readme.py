@@ -119,7 +119,7 @@ def check_program(args: list[str]) -> None:
             parser_of(args[0]).parse_args([arg.replace("RUN/config.yaml", "configs/quickstart.yaml") for arg in args])
 
 
-_TRAIN = {"articles", "recipes", "same_bits", "trials"}
+_TRAIN = {"articles", "recipes", "trials"}
 
 
 def check_benchmark(script: str, args: list[str]) -> None:

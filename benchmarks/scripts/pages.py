@@ -236,7 +236,6 @@ def trained() -> Values:
         losses = [f"{float(row['train/loss']):.2f}" for row in table(f"{run}/fit/metrics.csv") if row["train/loss"]]
         values[f"articles-{name}-losses"] = " ".join(losses[:6])
         values[f"articles-{name}"] = f"{int(table(f'{run}/test/per_rank.csv')[-1]['correct']) / 100:.2f}"
-    values["default"] = f"{int(table('recipes/2026-11-20-default/test/per_rank.csv')[-1]['correct']) / 100:.1f}"
     for mode in ("single", "ddp"):
         rows = table(f"modes/2026-11-20-epoch/{mode}/fit/metrics.csv")
         speeds = [float(row["train/images_per_s"]) for row in rows if row["train/images_per_s"]]
@@ -331,11 +330,11 @@ def on_one_h200() -> Values:
 def same_bits() -> Values:
     """What virtual replicas cost."""
     values: Values = {}
-    for row in read("same-bits/2026-11-22/price.json"):
+    for row in read("same-bits/2026-11-23-epoch/price.json"):
         if (row["parts"] or 0) > 1:
             price = f"{statistics.median(row['price']):.2f}"
             values[f"same-bits-price-{row['processes']}-{row['parts']}"] = price
-    for row in read("same-bits/2026-11-22/memory.json"):
+    for row in read("same-bits/2026-11-23-epoch/memory.json"):
         if row["processes"] == 2 and row["parts"] in (None, 8):
             values[f"same-bits-peak-2-{row['parts'] or 0}"] = f"{row['peak_mib'][0]:.0f}"
     return values

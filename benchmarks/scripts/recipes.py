@@ -28,7 +28,7 @@ _COUNTS = {"correct": 1, "correct_flipped": 2}  # of the tests, in their order, 
 
 
 def trained(
-    recipe: str | None,
+    recipe: str,
     flags: list[str],
     *,
     seed: int,
@@ -38,8 +38,6 @@ def trained(
 ) -> dict[str, Any]:
     """Train once, and evaluate with so many views of each image as `counts` says.
 
-    Without a recipe it is what `fit` trains without a configuration.
-
     Returns:
         seed; total, and by the names in `counts` how many of these are right; epochs; each_s (of each epoch); epoch_s
         (median of an epoch, checkpoint included); train_s (all epochs, without compiling and without the last saving);
@@ -47,8 +45,7 @@ def trained(
     """
     with tempfile.TemporaryDirectory(prefix="recipe-") as folder:
         clock = Path(folder) / "epochs.json"
-        words = [f"--config={RECIPES / recipe}.yaml"] if recipe else []
-        words += [f"--seed_everything={seed}", f"--data.seed={seed}", *flags]
+        words = [f"--config={RECIPES / recipe}.yaml", f"--seed_everything={seed}", f"--data.seed={seed}", *flags]
         words += ["--trainer.callbacks+=epoch_clock.EpochClock", f"--trainer.callbacks.path={clock}"]
         tests = [[*_WHOLE, f"--model.test_views={views}"] for views in counts.values()]
         threads = max(1, THREADS // at_once)

@@ -1,12 +1,9 @@
-"""Try changes of a recipe on held-out images: `python benchmarks/scripts/trials.py RECIPE OUTPUT [FLAGS]`.
+"""Try changes of a recipe on held-out images: `python benchmarks/scripts/trials.py OUTPUT [FLAGS]`.
 
-RECIPE is "muon_12_epochs", "fast_9_epochs", "unequal", which is the same network on a folder of `unequal.py`, or
-"default": what `fit` trains without a configuration.
-
-FLAGS go to `fit`, e.g. `--data.root=/datasets`. Of the training images 5,000 are held out, others for each seed, and
-counted after the last epoch with one view, two and six; the test images are not looked at. All trials have a first
-seed before one has a second. The results are written as JSON after every run; if OUTPUT is there already, only what it
-lacks is trained.
+The recipe is `muon_12_epochs`. FLAGS go to `fit`, e.g. `--data.root=/datasets`. Of the training images 5,000 are held
+out, others for each seed, and counted after the last epoch with two views and with six; the test images are not looked
+at. All trials have a first seed before one has a second. The results are written as JSON after every run; if OUTPUT is
+there already, only what it lacks is trained.
 """
 
 import argparse
@@ -23,24 +20,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lit_cifar.tools.terminal import say
 
-VIEWS = {
-    "muon_12_epochs": {"correct_flipped": 2, "correct_six_views": 6},
-    "fast_9_epochs": {"correct": 1, "correct_flipped": 2},
-    "unequal": {"correct": 1, "correct_flipped": 2},
-    "default": {"correct": 1, "correct_flipped": 2},
-}
-FILES = {"default": None, "unequal": "fast_9_epochs"}
-_ALL_VIEWS = {count: views for counts in VIEWS.values() for count, views in counts.items()}
+RECIPE = "muon_12_epochs"
+VIEWS = {"correct_flipped": 2, "correct_six_views": 6}
 _HELD_OUT = ["--data.val_size=5000", "--trainer.limit_val_batches=0"]
-_OF_FOLDER = ["--data.val_size=null", "--trainer.limit_val_batches=0"]  # it has its own images to validate on
 _MOMENTUM, _RATE = "--model.optimizer.momentum=0.6", "--model.optimizer.lr=0.24"
 _SCHEDULE = "--model.lr_scheduler"
 _AVERAGE = "--trainer.callbacks"
-_SGD = ["--model.optimizer=torch.optim.SGD", "--model.optimizer.momentum=0.9", "--model.optimizer.nesterov=true"]
 
 # Of airbench94 and airbench96 (https://github.com/KellerJordan/cifar10-airbench), but for the averages in place of its
 # lookahead, and the smaller images. The masked batches of airbench96 are not among them.
-_MUON = {
+TRIALS = {
     "the recipe": [],
     "small images in 7 epochs": ["--data.augment.small_epochs=7", "--data.augment.small_size=24"],
     "no warm-up": [f"{_SCHEDULE}=lit_cifar.WarmupDecay", f"{_SCHEDULE}.warmup=0", f"{_SCHEDULE}.decay=linear"],
@@ -57,57 +46,7 @@ _MUON = {
         f"{_AVERAGE}.device={'cuda' if torch.cuda.is_available() else 'cpu'}",
     ],
 }
-_MUON["all of these"] = [flag for flags in _MUON.values() for flag in flags]
-
-_FLIPS = ["--data.augment.alternate_flips=true", "--data.augment.reflect=true"]
-_DECAY = [*_SGD, "--model.optimizer.lr=0.05", "--model.optimizer.weight_decay=2e-3"]
-_MORE_DECAY = [*_SGD, "--model.optimizer.lr=0.05", "--model.optimizer.weight_decay=4e-3"]
-_SMOOTH = ["--model.label_smoothing=0.1"]
-_DEFAULT = {
-    "the recipe": [],
-    "label smoothing 0.1": _SMOOTH,
-    "identity blocks": ["--model.zero_init_residual=true"],
-    "rate 0.05": ["--model.optimizer.lr=0.05"],
-    "rate 0.2": ["--model.optimizer.lr=0.2"],
-    "weight decay 1e-3": [*_SGD, "--model.optimizer.lr=0.1", "--model.optimizer.weight_decay=1e-3"],
-    "rate 0.05, weight decay 1e-3": [*_SGD, "--model.optimizer.lr=0.05", "--model.optimizer.weight_decay=1e-3"],
-    "rate 0.05, weight decay 2e-3": _DECAY,
-    "batch 64, rate 0.05": ["--data.batch_size=64", "--model.optimizer.lr=0.05"],
-    "cutout 8": ["--data.augment.cutout=8"],
-    "alternating flips, reflected borders": _FLIPS,
-    "Muon": [
-        "--model.optimizer=lit_cifar.MuonSGD",
-        "--model.optimizer.lr=0.05",
-        "--model.optimizer.lr_others=0.3",
-        "--model.label_smoothing=0.2",
-        "--model.zero_init_residual=true",
-    ],
-}
-_EARLY = [f"{_SCHEDULE}=lit_cifar.WarmupDecay", f"{_SCHEDULE}.warmup=0.05", f"{_SCHEDULE}.decay=linear"]
-_DEFAULT |= {
-    "decay, smoothing, flips, borders": [*_DECAY, *_SMOOTH, *_FLIPS],
-    "Muon, flips, borders": [*_DEFAULT["Muon"], *_FLIPS],
-    "decay 4e-3, smoothing, flips, borders": [*_MORE_DECAY, *_SMOOTH, *_FLIPS],
-    "decay 4e-3, smoothing, flips, borders, short warm-up": [*_MORE_DECAY, *_SMOOTH, *_FLIPS, *_EARLY],
-    "decay, smoothing, flips, borders, short warm-up": [*_DECAY, *_SMOOTH, *_FLIPS, *_EARLY],
-}
-_FAST = {
-    "the recipe": [],
-    "TrivialAugmentWide": ["--data.augment.policy=trivial_augment_wide"],
-    "RandAugment": ["--data.augment.policy=rand_augment"],
-    "random erasing 0.25": ["--data.augment.erasing=0.25"],
-    "colour jitter 0.4": ["--data.augment.jitter=0.4"],
-    "mixup 0.2": ["--data.mixup=0.2"],
-    "CutMix 1.0": ["--data.cutmix=1.0"],
-    "mixup 0.2, CutMix 1.0": ["--data.mixup=0.2", "--data.cutmix=1.0"],
-}
-_FAST |= {f"{name}, 30 epochs": [*flags, "--trainer.max_epochs=30"] for name, flags in _FAST.items()}
-_UNEQUAL = {
-    "the recipe": [],
-    "class weights": ["--data.class_weights=balanced"],
-    "balanced epochs": ["--data.balanced=true"],
-}
-TRIALS = {"default": _DEFAULT, "muon_12_epochs": _MUON, "fast_9_epochs": _FAST, "unequal": _UNEQUAL}
+TRIALS["all of these"] = [flag for flags in TRIALS.values() for flag in flags]
 
 
 class BatchNormMomentum(L.Callback):
@@ -132,9 +71,7 @@ def _line(name: str, rows: list[dict[str, Any]]) -> str:
     own = {row["seed"]: row for row in rows if row["trial"] == name}
     recipe = {row["seed"]: row for row in rows if row["trial"] == "the recipe"}
     shown = []
-    for count, views in _ALL_VIEWS.items():
-        if count not in rows[0]:
-            continue
+    for count, views in VIEWS.items():
         right = {seed: 100 * row[count] / row["total"] for seed, row in own.items()}
         gains = [right[seed] - 100 * recipe[seed][count] / recipe[seed]["total"] for seed in own if seed in recipe]
         gain = f" ({fmean(gains):+.2f})" if gains else ""
@@ -142,24 +79,20 @@ def _line(name: str, rows: list[dict[str, Any]]) -> str:
     return f"{name}: {', '.join(shown)}, {fmean(row['train_s'] for row in own.values()):.1f} s, n = {len(own)}"
 
 
-def main(
-    recipe: str, output: Path, flags: list[str], *, seeds: int, at_once: int = 1, only: list[str] | None = None
-) -> None:
+def main(output: Path, flags: list[str], *, seeds: int, at_once: int = 1, only: list[str] | None = None) -> None:
     """One after the other unless `at_once` says otherwise, so that their times are their own."""
     prepare()
 
     def train(case: tuple[int, str]) -> dict[str, Any]:
         seed, name = case
-        held_out = _OF_FOLDER if recipe == "unequal" else _HELD_OUT
-        words = [*held_out, *TRIALS[recipe][name], *flags]
-        file = FILES.get(recipe, recipe)
-        return {"trial": name} | trained(file, words, seed=seed, at_once=at_once, counts=VIEWS[recipe], split="val")
+        words = [*_HELD_OUT, *TRIALS[name], *flags]
+        return {"trial": name} | trained(RECIPE, words, seed=seed, at_once=at_once, counts=VIEWS, split="val")
 
     rows = complete(
         output,
-        [*product(range(seeds), only or TRIALS[recipe])],
+        [*product(range(seeds), only or TRIALS)],
         train,
-        settings={"recipe": recipe, "trials": TRIALS[recipe], "flags": flags},
+        settings={"recipe": RECIPE, "trials": TRIALS, "flags": flags},
         tell=lambda row: say(f"seed {row['seed']}, {summary([row])}"),
         at_once=at_once,
     )
@@ -169,7 +102,6 @@ def main(
 def parser() -> argparse.ArgumentParser:
     """All trials unless some are named."""
     parser = argparse.ArgumentParser(description="Try changes of a recipe on held-out images.")
-    parser.add_argument("recipe", choices=TRIALS)
     parser.add_argument("--only", action="append", help="a trial; may be repeated")
     return with_seeds(parser, what="runs of each trial")
 

@@ -40,7 +40,7 @@ def trials_of_recipe(step: Step) -> None:
         size = ["--seeds=3"]
         if not step.visit.on_gpu:
             size = ["--seeds=1", "--only=the recipe", "--only=all of these", "--data.val_size=16"]
-        rows = _record(step, "trials", "trials", "muon_12_epochs", *_flags(step), *size)
+        rows = _record(step, "trials", "trials", *_flags(step), *size)
         return trials.summary(rows).replace("\n", "; "), {"rows": rows}
 
     step.check("trials", check)
