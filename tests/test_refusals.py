@@ -154,7 +154,6 @@ WHOLE = {
     "chaos --json=/nowhere/at/all.json": "--json",
     "chaos --output=/proc/nowhere": "--output",
     "chaos --trainer.max_epochs=3": "--trainer.max_epochs itself",
-    "doctor --devices=0": "--devices=0",
     "doctor --device=2": "--device=2",
     "doctor --json=/no/such/file.json": "--json=/no/such/file.json",
     "export": "RUN_FOLDER",

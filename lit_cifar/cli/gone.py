@@ -24,6 +24,8 @@ INSTEAD: dict[str, str] = {
     "lit_cifar.Replay": "python -m lit_cifar relations train.py",
     # Commands.
     #
+    "doctor --devices": "python -m lit_cifar verify --modes=ddp --devices=N trains on N devices",
+    "doctor --run_dir": "fit, which refuses a folder that it cannot write to",
     "report": "tensorboard --logdir runs, or the notebooks",
     #
     # Data.

@@ -19,7 +19,7 @@ from lightning.pytorch import Trainer
 from lit_cifar.mode import mode_of
 from lit_cifar.version import __version__
 
-PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "numpy")
+_PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "numpy")
 SOURCE = Path(__file__).resolve().parents[1]
 
 
@@ -59,7 +59,7 @@ def gpu_names() -> list[str]:
 def versions() -> dict[str, str]:
     """Python's and the packages' versions, torch's with its build; a package without metadata is left out."""
     found = {"python": platform.python_version(), "lit-cifar": __version__}
-    for package in PACKAGES:
+    for package in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found | {"torch": str(torch.__version__), "cuda": torch.version.cuda or "none"}

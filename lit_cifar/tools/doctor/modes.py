@@ -8,7 +8,6 @@ import torch
 
 from lit_cifar.mode.table import MODES, Row
 from lit_cifar.reporting.run_report import counted
-from lit_cifar.tools.doctor import MachineFinding
 from lit_cifar.tools.terminal import CommandParser, console, table
 
 # More stages than devices need the name of the class: a short name takes no arguments.
@@ -31,6 +30,15 @@ def main(args: list[str]) -> int:
     print("N: --trainer.devices; S: stages of the network, 2 by default. To run one:\n")
     print(*(f"  {row.command}" for row in rows), sep="\n")
     return 0
+
+
+@dataclass(frozen=True)
+class MachineFinding:
+    """A defect of a machine, or a note."""
+
+    problem: str  # one sentence
+    mend: str  # the remedy: words to type, or something to do
+    modes: tuple[str, ...] = ()  # modes that are not fit because of it; a note has none
 
 
 @dataclass(frozen=True)
