@@ -32,7 +32,7 @@ LAYERS = [
     {"task"},
     {"strategies"},
     {"tools.modes", "tools.terminal"},
-    {"tools.export", "tools.relations", "tools.verify"},
+    {"tools.relations", "tools.verify"},
     {"tools.chaos", "tools.doctor", "tools.ray"},
     {"tools.bench"},
     {"tools.commands"},

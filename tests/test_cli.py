@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 import runpy
 import shlex
 import shutil
@@ -18,6 +19,7 @@ import pytest
 import torch
 import yaml
 from commands import TINY, callback, counts, environment_of, last_checkpoint, mode_flags, refused, run_here
+from documents import ROOT
 from lightning.pytorch import Callback
 
 import lit_cifar
@@ -350,6 +352,18 @@ def test_the_printed_commands_work(tmp_path: Path) -> None:
     tested = run_here(*arguments, f"--run_dir={tmp_path / 'test'}").stdout
     assert f"{run}/checkpoints/best.ckpt" in tested
     assert counts(tmp_path / "test")["all"][1] == 100
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.11 copies it
+def test_the_code_of_the_page_exports_a_network(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "data-and-networks.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n([^`]*torch\.export[^`]*)```", page)
+    monkeypatch.chdir(tmp_path)
+    Path("RUN").symlink_to(trained)
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    images = torch.randn(5, 3, 32, 32)
+    torch.testing.assert_close(torch.export.load("network.pt2").module()(images), scope["model"](images))
 
 
 def test_an_optimizer_is_chosen_by_name_and_a_run_that_is_not_validated_warns_of_nothing(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from lit_cifar.tools.bench.command import bench_parser
 from lit_cifar.tools.bench.trace import trace_parser
 from lit_cifar.tools.chaos.command import chaos_parser
 from lit_cifar.tools.doctor.command import doctor_parser
-from lit_cifar.tools.export import export_parser
 from lit_cifar.tools.modes import sized_modes
 from lit_cifar.tools.ray import ray_parser
 from lit_cifar.tools.relations import relations_parser
@@ -103,8 +102,6 @@ def check_program(args: list[str]) -> None:
         case "chaos":
             _, rest = chaos_parser().parse_known_args(args[1:])
             parser_of("fit").parse_args(["fit", *rest])
-        case "export":
-            export_parser().parse_args(args[1:])
         case "ray":
             options = ray_parser().parse_args(args[1:])
             parser_of("fit").parse_args([options.command, *options.flags])

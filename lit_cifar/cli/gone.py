@@ -26,6 +26,7 @@ INSTEAD: dict[str, str] = {
     #
     "doctor --devices": "python -m lit_cifar verify --modes=ddp --devices=N trains on N devices",
     "doctor --run_dir": "fit, which refuses a folder that it cannot write to",
+    "export": "torch.export and torch.onnx: docs/data-and-networks.md has the lines",
     "report": "tensorboard --logdir runs, or the notebooks",
     #
     # Data.

@@ -76,7 +76,6 @@ _COMMANDS = {
     "inspect": {
         "modes": "Which modes run on this machine, and how to start them.",
         "bench": "What training costs on this machine.",
-        "export": "Write a checkpoint's network as torch.export and ONNX.",
     },
 }
 _EXAMPLES = (

@@ -1,1 +1,1 @@
-"""Tools beside the trainer: they check, measure, break and export trainings."""
+"""Tools beside the trainer: they check, measure and break trainings."""

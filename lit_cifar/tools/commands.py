@@ -8,7 +8,6 @@ from importlib import import_module
 _MODULES = {
     "bench": "bench.command",
     "chaos": "chaos.command",
-    "export": "export",
     "doctor": "doctor.command",
     "modes": "doctor.modes",
     "ray": "ray",
