@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 # On a busy machine Ray's own helpers need longer than it waits for them, and a worker that gives way to all others.
-BUSY = {"RAY_agent_register_timeout_ms": "300000", "RAY_raylet_start_wait_time_s": "120", "RAY_worker_niceness": "0"}
+_BUSY = {"RAY_agent_register_timeout_ms": "300000", "RAY_raylet_start_wait_time_s": "120", "RAY_worker_niceness": "0"}
 _PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 
 
@@ -31,7 +31,7 @@ def _reap(cluster: Any) -> None:
 
 def main() -> None:
     """Four nodes, or as many as the argument says, with room for two workers each, until stdin is closed."""
-    os.environ.update(BUSY, RAY_USAGE_STATS_ENABLED="0")
+    os.environ.update(_BUSY, RAY_USAGE_STATS_ENABLED="0")
     from ray.cluster_utils import Cluster
 
     with TemporaryDirectory(dir="/tmp") as folder:  # a short name: that of a socket has at most 107 letters

@@ -65,7 +65,7 @@ def check_command(words: Sequence[str]) -> None:
             Path(script).parent == Path("examples") and not args
         ):
             assert Path(script).exists()
-        case ["python", "examples/sweep_optuna.py" | "examples/sweep_ray.py" as script, *args]:
+        case ["python", "examples/sweep_optuna.py" as script, *args]:
             own = re.findall(r'"(--\w+)"', Path(script).read_text())
             parser_of("fit").parse_args(["fit", *(arg for arg in args if arg.split("=")[0] not in own)])
         case ["pip", "install", "-e", checkout] | ["pip", "install", "-e", checkout, "jupyterlab"]:

@@ -1,4 +1,4 @@
-"""The sweeps of `examples/`, as a person starts them: trials on two processes each, pruned, killed and resumed."""
+"""The sweep of `examples/`, as a person starts it: trials on two processes each, pruned, killed and resumed."""
 
 import json
 import os
@@ -8,14 +8,12 @@ import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from commands import TINY, callback, launch, mode_flags
+from commands import TINY, callback, mode_flags
 from documents import ROOT
 from processes import marked
-from ray_cluster import BUSY
 
 FLAGS = [
     *TINY,
@@ -25,21 +23,20 @@ FLAGS = [
     *callback("stopping.SlowSteps", seconds=0.3),  # time to kill it in the middle of an epoch
 ]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("sweeps")]
-needs_optuna, needs_ray = (
-    pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed: pip install 'lit-cifar[sweeps]'")
-    for name in ("optuna", "ray")
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.xdist_group("sweeps"),
+    pytest.mark.skipif(find_spec("optuna") is None, reason="optuna is not installed: pip install 'lit-cifar[sweeps]'"),
+]
 
 
 @dataclass
 class Sweep:
-    """An example with trials of `FLAGS`, of which the first is never pruned."""
+    """The example with trials of `FLAGS`, of which the first is never pruned."""
 
     folder: Path
     num_trials: int = 3
-    words: tuple[str, ...] = ("examples/sweep_optuna.py", "--unpruned=1")
-    more: tuple[str, ...] = ()  # further flags of trials
 
     @property
     def sweep(self) -> Path:
@@ -51,18 +48,19 @@ class Sweep:
 
     def start(self) -> subprocess.Popen[bytes]:
         self.folder.mkdir(exist_ok=True)
-        words = [sys.executable, *self.words, f"--folder={self.sweep}", f"--trials={self.num_trials}"]
+        own = ["--unpruned=1", f"--folder={self.sweep}", f"--trials={self.num_trials}"]
+        words = [sys.executable, "examples/sweep_optuna.py", *own, *FLAGS]
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, **BUSY, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder)}
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder)}
         with self.log.open("ab") as log:
-            return subprocess.Popen([*words, *FLAGS, *self.more], cwd=ROOT, env=environment, stdout=log, stderr=log)
+            return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=log)
 
     def finish(self) -> None:
         assert self.start().wait(800) == 0, self.log.read_text()
 
-    def kill_in(self, run: str) -> None:
-        """Kill it, but not its trial, in the second epoch of `run`; return when the trial has ended too."""
-        process, metrics, deadline = self.start(), self.sweep / run / "metrics.csv", time.monotonic() + 400
+    def kill(self) -> None:
+        """Kill it, but not its trial, in the second epoch of the first; return when the trial has ended too."""
+        process, metrics, deadline = self.start(), self.sweep / "trial-0" / "metrics.csv", time.monotonic() + 400
         while not (metrics.exists() and "\n1," in metrics.read_text()):
             assert process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
@@ -83,8 +81,9 @@ class Sweep:
         ended = [trial for trial in self.trials() if trial.state.name != "FAIL"]
         return [(trial.state.name, trial.value, trial.intermediate_values, trial.params) for trial in ended]
 
-    def digests(self, run: str) -> list[str]:
-        return (self.sweep / run / "weights.sha256").read_text().splitlines()
+    def digests(self) -> list[str]:
+        """The first trial's."""
+        return (self.sweep / "trial-0" / "weights.sha256").read_text().splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +93,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
     return sweep
 
 
-@needs_optuna
 def test_all_ranks_train_with_what_was_drawn_and_bad_trials_end_early(undisturbed: Sweep) -> None:
     trials = undisturbed.trials()
     states = [trial.state.name for trial in trials]
@@ -107,33 +105,11 @@ def test_all_ranks_train_with_what_was_drawn_and_bad_trials_end_early(undisturbe
     assert "stopped by SIGTERM" in undisturbed.log.read_text()
 
 
-@needs_optuna
 def test_a_killed_sweep_goes_on_in_the_middle_of_its_trial(undisturbed: Sweep, tmp_path: Path) -> None:
     sweep = Sweep(tmp_path, num_trials=2)
-    sweep.kill_in("trial-0")
+    sweep.kill()
     assert [trial.state.name for trial in sweep.trials()] == ["RUNNING"]
     sweep.finish()
     assert "resuming" in sweep.log.read_text()
     assert sweep.outcome() == undisturbed.outcome()[:2]
-    assert sweep.digests("trial-0") == undisturbed.digests("trial-0")
-
-
-@needs_ray
-def test_trials_of_ray_get_what_tune_draws_and_go_on_after_a_kill(tmp_path: Path) -> None:
-    with TemporaryDirectory(dir="/tmp") as folder:  # a short name: that of a socket of Ray has at most 107 letters
-        more = ("--trainer.max_epochs=8",)  # a worker of Ray outlives a killed sweep for some seconds
-        sweep = Sweep(Path(folder), words=("examples/sweep_ray.py", "--cpus=2"), more=more)
-        sweep.kill_in("trial-0")
-        sweep.finish()
-        assert "resuming" in sweep.log.read_text()
-        states = [json.loads(path.read_text()) for path in sorted(sweep.sweep.glob("tune/*/params.json"))]
-        runs = [sweep.sweep / f"trial-{number}" for number in range(3)]
-        for run, drawn in zip(runs, states, strict=True):
-            ranks = [json.loads((run / f"drawn-rank{rank}.json").read_text()) for rank in (0, 1)]
-            assert ranks == [{name.rpartition(".")[2]: value for name, value in drawn.items()}] * 2
-        assert len({json.dumps(drawn) for drawn in states}) == 3
-        epochs = [len((run / "weights.sha256").read_text().splitlines()) for run in runs]
-        assert epochs[0] == 8 > min(epochs[1:])
-        flags = [f"--{name}={value}" for name, value in states[0].items()]
-        launch("fit", *FLAGS, *more, *flags, f"--run_dir={tmp_path / 'alone'}")
-        assert sweep.digests("trial-0") == (tmp_path / "alone" / "weights.sha256").read_text().splitlines()
+    assert sweep.digests() == undisturbed.digests()
