@@ -41,8 +41,7 @@ NAMES = {
         ._update_count""",
     WATCHDOG: """lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver
         lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver._run
-        lightning.pytorch.Trainer._run_stage torch.distributed.ProcessGroup._get_backend
-        torch.distributed.ProcessGroupGloo._Options._timeout torch.utils.data._utils.worker._worker_loop""",
+        lightning.pytorch.Trainer._run_stage""",
     MODES: """lightning.pytorch.overrides.distributed._sync_module_states
         lightning.pytorch.strategies.DDPStrategy._configure_launcher ._reset_optimizers_and_schedulers ._timeout
         torch.Tensor._backward_hooks ._post_accumulate_grad_hooks torch.amp.GradScaler._unscale_grads_

@@ -123,13 +123,6 @@ class WritePids(L.Callback):
             draft.replace(self.folder / f"rank{trainer.global_rank}")
 
 
-class MeetOn(FailOn):
-    """In a collective operation that the other ranks do not take part in."""
-
-    def act(self) -> None:
-        torch.distributed.barrier()
-
-
 class HangOn(FailOn):
     """Hangs there, in Python."""
 

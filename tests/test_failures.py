@@ -13,10 +13,8 @@ import psutil
 import pytest
 from commands import TINY, callback, graded, mode_flags
 from processes import is_running, marked, wait_until
-from recorder import has_reached
 
 from lit_cifar.launch.forked import ForkedRun
-from lit_cifar.launch.signals import EXIT_STOPPED
 
 LONG = ["--trainer.max_epochs=1000", "--trainer.check_val_every_n_epoch=1000"]
 MODES = {mode: mode_flags(mode) for mode in ("ddp", "ddp_spawn", "pp")}
@@ -90,15 +88,14 @@ class Run:
 
 def told(stderr: str) -> str:
     """The watchdog's message; there is exactly one."""
-    messages = re.findall(
-        r"^lit_cifar: rank .*?^lit_cifar: the other processes stop$", stderr, re.DOTALL | re.MULTILINE
-    )
+    pattern = r"^lit_cifar: (?:rank|no rank) .*?^lit_cifar: (?:all|the other) processes stop$"
+    messages = re.findall(pattern, stderr, re.DOTALL | re.MULTILINE)
     assert len(messages) == 1, stderr
     return str(messages[0])
 
 
 # A third of the usual time for a process that is stopped; and an end of those that hang, long before torch gives up.
-SOON, NOT_LATE = "--watchdog.timeout_s=6", "--watchdog.hang_timeout_s=6"
+SOON, IMPATIENT = "--watchdog.timeout_s=6", "--watchdog.hang_timeout_s=6"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +116,7 @@ def test_a_lost_rank_is_named_and_the_others_end(number: signal.Signals, mode: s
         os.kill(pid, number)
         message = told(run.wait(30))
     assert f"rank {rank} (pid {pid} on {socket.gethostname()})" in message
-    assert re.search(r"after \d+ optimizer steps, phase: \w+", message)
+    assert re.search(r"after \d+ optimizer steps, at \S+\.py:\d+ ", message)
     assert number.name in message
     assert run.status() in (1, -signal.SIGKILL)
 
@@ -127,26 +124,12 @@ def test_a_lost_rank_is_named_and_the_others_end(number: signal.Signals, mode: s
 @pytest.mark.parametrize(("mode", "rank"), graded(slow=[("ddp_spawn", 0)], exhaustive=[("ddp", 1), ("pp", 0)]))
 def test_a_main_thread_that_hangs_is_found_and_shown(mode: str, rank: int, tmp_path: Path) -> None:
     hanging = callback("recorder.HangOn", rank=rank, step=8)
-    with Run(tmp_path, *MODES[mode], NOT_LATE, *hanging, num_ranks=2) as run:
+    with Run(tmp_path, *MODES[mode], IMPATIENT, *hanging, num_ranks=2) as run:
         pid = run.pids()[rank]
         message = told(run.wait(60))
-    assert f"rank {rank} (pid {pid} on {socket.gethostname()}) hangs: no progress for" in message
-    assert "after 8 optimizer steps, phase: training step" in message
-    assert "recorder.py" in message
+    assert message.startswith("lit_cifar: no rank has got on for ")
+    assert re.search(rf"rank {rank} \(pid {pid} on {socket.gethostname()}\) has been for .*recorder\.py", message)
     assert run.status() == 1
-
-
-@pytest.mark.parametrize(("mode", "asked"), graded(slow=[("ddp", 1)], exhaustive=[("ddp", 0), ("ddp_spawn", 1)]))
-def test_a_request_to_stop_is_answered_though_all_wait(mode: str, asked: int, tmp_path: Path) -> None:
-    (tmp_path / "ids").mkdir()
-    meeting = [*callback("recorder.RecordIds", folder=tmp_path / "ids"), *callback("recorder.MeetOn", rank=1, step=8)]
-    with Run(tmp_path, *MODES[mode], *meeting, num_ranks=2) as run:
-        pids = run.pids()
-        assert wait_until(lambda: has_reached(tmp_path / "ids", 8), limit_s=60)
-        os.kill(pids[asked], signal.SIGTERM)
-        stderr = run.wait(60)
-    assert "no rank can answer SIGTERM, so all end, and nothing is saved" in stderr
-    assert run.status() == EXIT_STOPPED
 
 
 @pytest.mark.slow
@@ -169,7 +152,7 @@ def test_an_exception_is_told_by_one_traceback(mode: str, tmp_path: Path, monkey
         assert run.status() == 1
     message = told(stderr)
     assert "rank 1 (pid" in message
-    assert "failed; after 3 optimizer steps, phase: training step" in message
+    assert "failed; after 3 optimizer steps\n" in message
     assert message.splitlines()[-2].strip() == "RuntimeError: rank 1 fails at step 3"
     assert "Connection" not in stderr  # the other rank's error, which followed from it
     left = [path.name for path in (tmp_path / "tmp").iterdir()]

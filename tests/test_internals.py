@@ -17,7 +17,6 @@ import pytest
 import torch.distributed as dist
 from commands import TINY, mode_flags, refused
 from torch import nn
-from torch.distributed import ProcessGroup
 
 import lit_cifar
 from lit_cifar import Watchdog, internals
@@ -76,10 +75,10 @@ def renamed(kind: type[Any]) -> Any:
 
 
 def test_the_watchdog_says_that_it_does_not_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(ProcessGroup, "_get_backend")
+    monkeypatch.delattr("lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver")
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     trainer: Any = SimpleNamespace(world_size=2)
-    with pytest.warns(UserWarning, match="not watched: torch .* has no torch.distributed.ProcessGroup._get_backend"):
+    with pytest.warns(UserWarning, match="not watched: lightning .* has no .*_ChildProcessObserver"):
         Watchdog().setup(trainer, trainer, "fit")
 
 

@@ -207,11 +207,6 @@ def audited() -> Values:
     return {"audit-steps": f"{median(read('drift/2026-11-26/cost.json')[1]['audit_steps']):.2f}"}
 
 
-def paused() -> Values:
-    """How many healthy runs had a pause."""
-    return {"pauses": str(len(read("hangs/2026-11-26-pauses/pauses.json")))}
-
-
 def recovered() -> Values:
     """Kills of ranks that are forked again, with checkpoints on a disk and in memory."""
     values: Values = {}
@@ -376,7 +371,6 @@ def main(*, check: bool) -> int:
         | right_trainings()
         | chaos()
         | audited()
-        | paused()
         | recovered()
         | trained()
         | on_one_gpu()

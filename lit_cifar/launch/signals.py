@@ -3,14 +3,12 @@
 import atexit
 import gc
 import math
-import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from multiprocessing import active_children
 from types import FrameType
 from typing import NoReturn
@@ -48,29 +46,6 @@ def stop_signals() -> list[signal.Signals]:
     """The signals that ask a run to stop; without SIGHUP, of a closed terminal, where `nohup` ignores it."""
     is_heard = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if is_heard else [])]
-
-
-@cache
-def _pipe() -> tuple[int, int]:
-    return os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-
-
-def hear_signals() -> None:
-    """Let another thread know of signals: a main thread that waits in C, as in a collective, runs no handler."""
-    newest_request()  # nobody shall hear those of an earlier run of this process
-    with suppress(ValueError):  # only a main thread may do so
-        before = signal.set_wakeup_fd(_pipe()[1], warn_on_full_buffer=False)
-        if before not in (-1, _pipe()[1]):
-            signal.set_wakeup_fd(before)  # it is the user's own
-
-
-def newest_request() -> int:
-    """The number of a signal by which this process has been asked to stop since the last call, or 0."""
-    try:
-        numbers = os.read(_pipe()[0], 64)
-    except BlockingIOError:
-        return 0
-    return next((number for number in reversed(numbers) if number in stop_signals()), 0)
 
 
 @contextmanager

@@ -24,17 +24,11 @@ from lit_cifar.launch.startup import exit_with_parent, kill_workers
 if TYPE_CHECKING:
     from lit_cifar.checks.watchdog.monitor import Monitor
 
-# The phase that the main thread enters with each hook. A hook that is not here belongs to the phase before it.
-PHASES = {
-    "on_train_epoch_start": "starting an epoch",
-    "on_before_backward": "backward",
-    "on_before_optimizer_step": "optimizer step",
-    "on_train_epoch_end": "ending an epoch",
-    "on_save_checkpoint": "saving a checkpoint",
-}
-for _stage, _name in ("train", "training"), ("validation", "validation"), ("test", "test"), ("predict", "prediction"):
-    PHASES |= {f"on_{_stage}_start": f"starting the {_name}", f"on_{_stage}_end": f"ending the {_name}"}
-    PHASES |= {f"on_{_stage}_batch_start": f"{_name} step", f"on_{_stage}_batch_end": f"between {_name} steps"}
+# A main thread that calls one of these gets on.
+HOOKS = ["on_train_epoch_start", "on_train_epoch_end", "on_before_backward", "on_before_optimizer_step"]
+HOOKS += ["on_save_checkpoint"]
+for _stage in "train", "validation", "test", "predict":
+    HOOKS += [f"on_{_stage}_{_moment}" for _moment in ("start", "batch_start", "batch_end", "end")]
 _MAX_TRACEBACK_LINES = 12
 _LEAST_TIMEOUT_S = 5.0  # the time of several heartbeats, of which one may be late
 
@@ -42,19 +36,18 @@ _LEAST_TIMEOUT_S = 5.0  # the time of several heartbeats, of which one may be la
 class Watchdog(Callback):
     """Watches the processes of a run with several, from a thread in each.
 
-    It reports a process that has died, is stopped, unreachable or hung, or has raised an exception, with its pid, step,
-    phase, and signal or traceback. Then all processes exit with status 1. A process that only keeps the others waiting
-    is named after ten seconds, and the run goes on. This callback's hooks note what the main thread does: a few
-    assignments each, nothing on the device. See `lit_cifar.checks.watchdog`.
+    It reports a process that has died, is stopped or unreachable, or has raised an exception, with its pid, step, and
+    signal or traceback, and where ranks stand that do not get on. Then all processes exit with status 1. This
+    callback's hooks note that the main thread gets on: a few assignments each, nothing on the device. See
+    `lit_cifar.checks.watchdog`.
 
     Args:
         timeout_s: Seconds without a heartbeat after which a process counts as dead, unless it is seen to run. The least
             value is 5; with 0 there is no watchdog, as a debugger needs.
-        hang_timeout_s: Seconds without progress of any rank after which the run is ended for the one that is behind. By
-            default torch does that, when a collective operation has waited for as long as the strategy's `timeout`,
-            which is half an hour. With a number a phase counts as hung after this time, or after five times its longest
-            duration so far if that is longer. It may take ten minutes the first time and with batches of a new shape,
-            when kernels are compiled and tuned, and as long as its process computes or waits for a disk.
+        hang_timeout_s: Seconds after which the run is ended in which no rank has got on: none has begun or ended a
+            batch, used a processor or waited for a disk. A wait of five times the longest one that came to an end
+            ends no run, nor one of ten minutes in what rank 0 does for the first time. By default only torch gives up,
+            when a collective operation has waited for as long as the strategy's `timeout`, which is half an hour.
     """
 
     def __init__(self, timeout_s: float = 20.0, hang_timeout_s: float | None = None) -> None:
@@ -101,8 +94,8 @@ class Watchdog(Callback):
             # A launcher that has seen another process die sends SIGTERM, which would interrupt what follows.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         lines = "".join(traceback.format_exception(exception)).splitlines()
-        quiet = isinstance(exception, ConfigError)  # the command line shows it
-        verdict = self._watch.fail("\n".join(lines[-_MAX_TRACEBACK_LINES:]), quiet=quiet)
+        told = [] if isinstance(exception, ConfigError) else lines[-_MAX_TRACEBACK_LINES:]  # the command line shows it
+        verdict = self._watch.fail("\n".join(told))
         if verdict is not None and verdict.rank != trainer.global_rank:
             sys.excepthook = lambda *_: None
             if _was_launched(trainer):
@@ -132,18 +125,16 @@ def _end_at_once() -> None:
     os._exit(1)
 
 
-def _noting(phase: str) -> Callable[..., None]:
-    def hook(self: Watchdog, trainer: Trainer, *args: Any, **__: Any) -> None:
+def _noting(name: str) -> Callable[..., None]:
+    def hook(self: Watchdog, trainer: Trainer, *_: Any, **__: Any) -> None:
         if self._watch is not None:
-            batch = args[1] if len(args) > 1 else None  # hooks that begin a step get the batch
-            images = getattr(batch, "images", None)
-            self._watch.progress.enter(phase, step=trainer.global_step, shape=getattr(images, "shape", None))
+            self._watch.progress.note(name, step=trainer.global_step)
 
     return hook
 
 
-for _name, _phase in PHASES.items():
-    setattr(Watchdog, _name, _noting(_phase))
+for _name in HOOKS:
+    setattr(Watchdog, _name, _noting(_name))
 
 
 def _was_launched(trainer: Trainer) -> bool:

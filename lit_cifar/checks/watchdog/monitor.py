@@ -1,7 +1,6 @@
 """The watchdog's thread: it writes heartbeats, judges those that it reads, and ends its process."""
 
 import atexit
-import multiprocessing
 import os
 import sys
 import threading
@@ -10,30 +9,25 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from lit_cifar import internals
-from lit_cifar.checks.watchdog.activity import Activity, PhaseTimer
 from lit_cifar.checks.watchdog.diagnosis import (
     JUDGE,
-    NOTICE_S,
     SILENT_AFTER_FAILURE_S,
     Patience,
     Peer,
     Verdict,
     diagnose,
     diagnose_judge,
-    notice,
-    notice_of_judge,
-    unanswered,
+    idle_s,
     updated,
 )
-from lit_cifar.checks.watchdog.heartbeat import Heartbeat, Mates, Sight
-from lit_cifar.checks.watchdog.stacks import Stack, place_in_worker, stack_of
-from lit_cifar.checks.watchdog.store import HeartbeatStore, News, SilenceClock, meet
+from lit_cifar.checks.watchdog.heartbeat import Heartbeat, Mates, Member, Sight
+from lit_cifar.checks.watchdog.progress import Progress
+from lit_cifar.checks.watchdog.store import HeartbeatStore, News, meet
 from lit_cifar.errors import printable
-from lit_cifar.launch.signals import EXIT_STOPPED, flush_streams, hear_signals, newest_request
+from lit_cifar.launch.signals import flush_streams
 from lit_cifar.launch.startup import kill_workers
 
 BEAT_S = 1.0
@@ -42,25 +36,31 @@ GRACE_S = 4.0
 _STATES = ("unseen", "running", "stopped", "gone")  # states of one process, in the order in which they may be seen
 # Seconds that the judge, when it has finished, waits for others that have not, and any other rank for one answer.
 _FAREWELL_S = 10.0
+# The most seconds that a turn counts. In a longer one this process was not run, as after Ctrl-Z, and has seen nothing.
+_MOST_S = 2.0
+# What is done for the first time may compile, tune or load, so its duration cannot be predicted. Ten minutes are
+# torch's own limit for a collective operation of NCCL.
+FIRST_TIME_S = 600.0
+# A run is not hung before this multiple of the longest time in which no rank has got on and that came to an end.
+FACTOR = 5.0
 
 
 def start_monitor(trainer: Trainer, *, timeout_s: float, hang_timeout_s: float) -> "Monitor":
     """The monitor of this process, once all processes of the run are here."""
     rank = trainer.global_rank
     board, everyone = meet(rank, trainer.world_size)
-    device = trainer.strategy.root_device
-    # The limit of torch, less what may pass from the last heartbeat to the moment when NCCL aborts the process.
-    limit = dist.group.WORLD._get_backend(device).options._timeout  # type: ignore[union-attr]  # nothing public tells it
+    here = everyone[rank].host
     watch = Monitor(
         everyone,
         rank=rank,
         board=board,
-        patience=Patience(timeout_s, hang_timeout_s, limit.total_seconds() - 2 * BEAT_S),
-        on_gpu=device.type == "cuda",
-        store_host=None if multiprocessing.parent_process() else JUDGE,  # a spawned process uses its parent's
+        progress=Progress(
+            peers={member.pid for member in everyone if member.host == here},
+            on_gpu=trainer.strategy.root_device.type == "cuda",
+        ),
+        patience=Patience(timeout_s, hang_timeout_s),
     )
     _come_before_observer(watch)
-    hear_signals()
     watch.start()
     return watch
 
@@ -88,61 +88,60 @@ class Monitor(threading.Thread):
     One process reports a verdict, see `diagnose`, on stderr. Then each ends: by an exception of its main thread, which
     a broken connection raises in most, or after `grace_s` without one.
 
-    A process is judged by whether its heartbeat has changed between two reads, in the time of a `SilenceClock`: a slow
-    store is not silence. When it owes one answer for as long the rank that serves it (`store_host`) is silent.
+    A process is judged by whether its heartbeat has changed between two reads. The time for that, `listened_s`, is that
+    of the turns in which the store has answered: a slow store is not silence. If it owes one answer for as long
+    (`owed_s`) the judge is silent too, which usually serves it.
     """
 
     def __init__(
         self,
-        everyone: Sequence[Heartbeat],
+        everyone: Sequence[Member],
         *,
         rank: int,
         board: HeartbeatStore,
+        progress: Progress,
         patience: Patience,
         clock: Callable[[], float] = time.monotonic,
-        on_gpu: bool = False,
-        store_host: int | None = None,
         grace_s: float = GRACE_S,
         end: Callable[[int], object] = os._exit,
     ) -> None:
         super().__init__(name="watchdog", daemon=True)
         self.verdict: Verdict | None = None
+        self.progress = progress
         self._own = everyone[rank]
         self.mates = Mates(everyone, self._own)
         self._is_judge = rank == JUDGE
         self._board = board
-        self.progress = PhaseTimer(clock=clock)
         self._patience = patience
-        self._store_host = store_host
+        self._idle_s = self._longest_idle_s = 0.0  # time in which no rank has got on, and the longest that ended
         self._grace_s = grace_s
         self._end = end
-        self._main_thread = threading.main_thread().ident or 0
-        peers = {beat.pid for beat in everyone if beat.host == self._own.host}
-        self._activity = Activity(peers=peers, memory_s=patience.silent_s / 2, on_gpu=on_gpu, clock=clock)
-        self._failure = ""
-        self._quiet = False
+        self._failure: str | None = None
         self._over = self._told = False
-        self._number = self._asked = 0
-        self._stack, self._worker = Stack(), ""
-        self._look_after_s = min(patience.silent_s, NOTICE_S) / 2  # seconds without progress or heartbeat
-        self._noticed: set[tuple[int, int]] = set()  # ranks, and their phases, that have been named as late
+        self._number = 0
         self._wake, self._closed, self._concluded = threading.Event(), threading.Event(), threading.Event()
-        self._silence = SilenceClock(clock)
+        self._clock, self._turn_at = clock, clock()
+        self._listened_s = self._owed_s = 0.0
         visible = self.mates.look()
         self._peers = {
-            beat.rank: Peer(beat=beat, heard_at=0.0, sight=visible.get(beat.rank, Sight("unseen")))
-            for beat in everyone
-            if self._is_judge or beat.rank in {JUDGE, rank, *visible}
+            member.rank: Peer(
+                member=member,
+                beat=Heartbeat(rank=member.rank),
+                heard_at=0.0,
+                sight=visible.get(member.rank, Sight("unseen")),
+            )
+            for member in everyone
+            if self._is_judge or member.rank in {JUDGE, rank, *visible}
         }
 
     # The main thread calls these.
 
-    def fail(self, failure: str, *, quiet: bool = False) -> Verdict | None:
-        """Report that the main thread has failed, with the end of its traceback, and return the verdict.
+    def fail(self, failure: str) -> Verdict | None:
+        """Report that the main thread has failed, and return the verdict.
 
-        If it is `quiet` the main thread prints the message itself.
+        `failure` is the end of its traceback, or "" if the main thread prints the message itself.
         """
-        self._failure, self._quiet = failure, quiet
+        self._failure = failure
         self._wake.set()
         self._concluded.wait(SILENT_AFTER_FAILURE_S + 4 * BEAT_S)
         return self.verdict
@@ -161,8 +160,6 @@ class Monitor(threading.Thread):
         # An interpreter that shuts down must not have a thread in torch's C++: that ends in SIGABRT.
         atexit.register(self._close)
         verdict = self._watch()
-        self._board.close()
-        self.mates.close()
         if verdict is not None:
             self._conclude(verdict)
 
@@ -185,38 +182,33 @@ class Monitor(threading.Thread):
         if self._is_judge and after_s > _FAREWELL_S:
             return True
         if not self._told:  # otherwise the others would report this process as killed
-            return self._board.lost or self._silence.owed_s > _FAREWELL_S
-        unjudged = any(not peer.beat.over and not peer.beat.failure for peer in self._others())
+            return self._board.lost or self._owed_s > _FAREWELL_S
+        unjudged = any(not peer.beat.over and not peer.has_failed for peer in self._others())
         return not (self._is_judge and unjudged)
 
     def _tick(self) -> Verdict | None:
-        if self._silence.turn(owed=self._board.busy or self._board.lost) > max(self._patience.silent_s / 2, 5 * BEAT_S):
-            self.progress.forgive()  # this thread itself did not run, such as after Ctrl-Z or in a debugger
-        os.ftruncate(self._own.trace_file, 0)  # requests from while this thread could not run are over
-        self._look()
+        now = self._clock()
+        passed_s, self._turn_at = min(now - self._turn_at, _MOST_S), now
+        if self._failure is None:
+            self.progress.look(passed_s)
         sights = self.mates.look()
-        if self._store_host in sights and sights[self._store_host].state == "gone":
-            self._board.lost = True  # torch would print a page about its host, which is gone
+        if JUDGE in sights and sights[JUDGE].state == "gone":
+            self._board.lost = True  # torch would print a page about its host
         beat = self._beat(sights)
         news = self._board.exchange(beat, wait_s=BEAT_S)
-        if self._store_host == JUDGE != self._own.rank:  # the judge runs if it serves the store
-            sights = {JUDGE: Sight("unseen" if news is None else "running")} | sights
-        if news is not None:
-            self._silence.answer()
+        if news is None:
+            self._owed_s += passed_s
+        else:
+            self._listened_s, self._owed_s = self._listened_s + passed_s, 0.0
             self._told = news.sent.over
         self._note(news, sights)
         before = self._peers[self._own.rank]
-        heard_at = before.heard_at if before.beat.over else self._silence.listened_s  # time since which it is over
-        self._peers[self._own.rank] = Peer(beat=beat, heard_at=heard_at, sight=Sight("running"), answered=True)
-        self._ask_silent()
+        heard_at = before.heard_at if before.beat.over else self._listened_s  # time since which it is over
+        own = Peer(member=self._own, beat=beat, heard_at=heard_at, sight=Sight("running"), answered=True)
+        self._peers[self._own.rank] = own
         if self._is_judge:
             return None if news is None else self._judge_all()
         return self._follow_judge()
-
-    def _ask_silent(self) -> None:
-        for peer in self._others() if self._is_judge else [self._peers[JUDGE]]:
-            if self._silence.listened_s - peer.heard_at > self._look_after_s and not peer.sight.trace:
-                self.mates.ask(peer.beat.rank)
 
     def _note(self, news: News | None, sights: dict[int, Sight]) -> None:
         """Update the table of processes; `sights` are of those on this machine."""
@@ -229,71 +221,38 @@ class Monitor(threading.Thread):
             told = [item for beat in beats for item in beat.seen.items()]
             told.sort(key=lambda item: _STATES.index(item[1].state))
             sights = dict.fromkeys(self._peers, Sight("unseen")) | dict(told) | sights
-        self._peers = updated(self._peers, beats, sights, now=self._silence.listened_s)
+        self._peers = updated(self._peers, beats, sights, now=self._listened_s)
 
     def _judge_all(self) -> Verdict | None:
-        now = self._silence.listened_s
-        verdict = diagnose(self._peers, now=now, patience=self._patience) or unanswered(self._peers, now=now)
+        now = self._listened_s
+        idle_before_s, self._idle_s = self._idle_s, idle_s(self._peers, now=now)
+        if self._idle_s < idle_before_s:
+            self._longest_idle_s = max(self._longest_idle_s, idle_before_s)
+        first_time_s = FIRST_TIME_S if self.progress.is_first_time else 0.0
+        hung_s = max(self._patience.hung_s, FACTOR * self._longest_idle_s, first_time_s)
+        verdict = diagnose(self._peers, now=now, patience=self._patience._replace(hung_s=hung_s))
         if verdict is not None:
             self._board.exchange(replace(self._beat({}), verdict=verdict), wait_s=_FAREWELL_S)
-        else:
-            self._tell(notice(self._peers, now=now))
         return verdict
-
-    def _tell(self, late: Verdict | None) -> None:
-        """Name a rank that is late, once."""
-        if late is not None:
-            about = late.rank, self._peers[late.rank].beat.events
-            if late.reporter == self._own.rank and about not in self._noticed:
-                _say(late.message)
-            self._noticed.add(about)
 
     def _follow_judge(self) -> Verdict | None:
         if told := self._peers[JUDGE].beat.verdict:
             return Verdict(*told)
         if self._over:
             return None
-        now = self._silence.listened_s + (self._silence.owed_s if self._store_host == JUDGE else 0.0)
-        verdict = diagnose_judge(self._peers, me=self._own.rank, now=now, patience=self._patience)
-        if verdict is None:
-            self._tell(notice_of_judge(self._peers, now=now))
-        return verdict
-
-    def _look(self) -> None:
-        """Observe the main thread, once it has been idle for some time, until it has failed."""
-        if self._failure:
-            return
-        if self.progress.idle_s() > self._look_after_s:
-            stack = stack_of(self._main_thread)
-            self._activity.look(stack.text, stack.module)
-            if stack.loads and not self._worker:
-                self._worker = place_in_worker()
-            waits = f", waiting for {self._worker}" if self._worker else ""
-            self._stack = stack._replace(place=stack.place + waits)
-        else:
-            self._stack, self._worker = Stack(), ""
-            self._activity.forget()
+        now = self._listened_s + self._owed_s
+        return diagnose_judge(self._peers, me=self._own.rank, now=now, patience=self._patience)
 
     def _beat(self, sights: dict[int, Sight]) -> Heartbeat:
         self._number += 1
-        self._asked = newest_request() or self._asked
-        moment = self.progress.moment
-        return replace(
-            self._own,
+        return Heartbeat(
+            rank=self._own.rank,
             number=self._number,
-            phase=moment.phase,
-            step=moment.step,
-            events=moment.events,
-            idle_s=self.progress.idle_s(),
-            expected_s=self.progress.expected_s(),
-            place=self._stack.place,
-            stack=self._stack.text,
-            waits=self._activity.waits,
-            works=self._activity.works,
-            failure=self._failure,
-            quiet=self._quiet,
-            asked=self._asked,
+            step=self.progress.step,
+            place=self.progress.place,
+            idle_s=self.progress.idle_s,
             over=self._over,
+            failure=self._failure,
             seen=sights,
         )
 
@@ -305,21 +264,20 @@ class Monitor(threading.Thread):
         self.verdict = verdict
         if verdict.reporter == self._own.rank and verdict.message:
             _say(verdict.message)
-        if any((verdict.kind, verdict.rank) != ("silent", peer.beat.rank) for peer in self._others()):
+        if any((verdict.kind, verdict.rank) != ("silent", peer.rank) for peer in self._others()):
             # Wait until all who can have read it: one that had not would find this process gone and report that.
             time.sleep(2 * (BEAT_S + self._board.answer_s))
         self._concluded.set()
-        if verdict.kind == "silent" and verdict.rank != self._store_host:
+        if verdict.kind == "silent" and verdict.rank != JUDGE:
             # That process cannot end itself. When it is killed its connections close, and main threads that wait for it
-            # continue. The process that serves the store is not killed now: torch would print a page about the lost
-            # store.
+            # continue. The judge is not killed now: torch would print a page about the store that it serves.
             self.mates.kill(verdict.rank)
-        if verdict.kind != "stopped" and (verdict.kind, verdict.rank) != ("hung", self._own.rank):
+        if verdict.kind != "hung":  # otherwise no main thread ends by itself
             time.sleep(self._grace_s)
             self.mates.kill(verdict.rank)
         flush_streams()
         kill_workers()
-        self._end(EXIT_STOPPED if verdict.kind == "stopped" else 1)
+        self._end(1)
 
     def _close(self) -> None:
         if not self._concluded.is_set():
