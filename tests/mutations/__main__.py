@@ -12,7 +12,6 @@ import torch
 from lit_cifar.reporting.output import without_banners
 from lit_cifar.tools.terminal import about, console, exit_orderly_when_terminated, writable, write_json
 from lit_cifar.tools.verify.command import RULES
-from lit_cifar.tools.verify.launcher import EXACT
 from tests.mutations.catalogue import BY_NAME, on_python_path
 from tests.mutations.self_test import NUM_PARTS, Finding, findings_table, self_test
 
@@ -23,7 +22,7 @@ def main(args: Sequence[str] | None = None) -> int:
     target = writable(options.json)
     record = about() | {"rules": RULES}
     chosen = [BY_NAME[name] for name in dict.fromkeys(options.names)] or None
-    findings = self_test(chosen, with_parts=options.virtual_replicas is not None, precision=options.precision)
+    findings = self_test(chosen, with_parts=options.virtual_replicas is not None)
     console().print(findings_table(findings))
     passed = all(finding.right for finding in findings)
     record |= {"virtual_replicas": options.virtual_replicas, "findings": [*map(_row, findings)], "passed": passed}
@@ -40,7 +39,6 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--virtual_replicas", type=int, choices=[NUM_PARTS], help="Compare runs with virtual replicas, bit for bit."
     )
-    found.add_argument("--precision", default=EXACT, help="Of the runs (default: %(default)s).")
     found.add_argument("--json", metavar="FILE", help="Write all findings to this file.")
     return found
 

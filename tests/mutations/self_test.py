@@ -84,9 +84,7 @@ class Finding:
         return self.verdict in ("caught", "passed", "no place")
 
 
-def self_test(
-    mutations: Sequence[Mutation] | None = None, *, with_parts: bool = False, precision: str = EXACT
-) -> list[Finding]:
+def self_test(mutations: Sequence[Mutation] | None = None, *, with_parts: bool = False) -> list[Finding]:
     """Plant these mutations, by default all of the catalogue but the unseen, and compare each run as `verify` does.
 
     Every mode with a mutation also runs without one, which must pass: else "caught" would say nothing. `with_parts`, in
@@ -98,7 +96,7 @@ def self_test(
     findings = []
     with TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
         for args in dict.fromkeys(mutation.args for mutation in mutations):
-            flags = [*ARGS, *args, f"--trainer.precision={precision}", *(WITH_PARTS if with_parts else ())]
+            flags = [*ARGS, *args, f"--trainer.precision={EXACT}", *(WITH_PARTS if with_parts else ())]
             settings = Configuration.of(flags, devices=DEVICES, folder=Path(folder))
             launcher = Launcher(settings, STEPS, Path(folder))
             findings += _findings(Verifier(launcher), [mutation for mutation in mutations if mutation.args == args])
