@@ -16,6 +16,7 @@ import pytest
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.cli.main import main
 from lit_cifar.launch.forked import ForkedRun
+from lit_cifar.tools.verify.runs import TRAINER
 
 TINY = [
     "--model.arch=tiny",
@@ -31,6 +32,7 @@ TINY = [
     "--trainer.log_every_n_steps=1",
     "--figures.every_n_epochs=0",
 ]
+FIT: dict[str, Any] = {"module": "lit_cifar", "preload": TRAINER}  # arguments of `ForkedRun`
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ def launch(*args: str | Path, timeout_s: float = 110, check: bool = True, ranks:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     with tempfile.TemporaryDirectory() as folder:
         out, err = (Path(folder) / name for name in ("stdout", "stderr"))
-        run = ForkedRun([str(arg) for arg in args], environment=environment, stdout=out, stderr=err, num_ranks=ranks)
+        own = {"environment": environment, "stdout": out, "stderr": err, "num_ranks": ranks}
+        run = ForkedRun([str(arg) for arg in args], **FIT, **own)
         try:
             status = run.wait(timeout_s)
         finally:

@@ -49,6 +49,21 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
+def named_in_strings(path: Path) -> set[str]:
+    """What strings call modules of this package, such as "data.pictures", with {} for what they fill in."""
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    texts = []
+    for node in nodes:
+        if node in docstrings:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            texts.append("".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append(node.value)
+    return {name.strip(".") for text in texts for name in re.findall(r"\blit_cifar\.([\w.{}]*[\w}])", text)}
+
+
 def imported_names(path: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -66,8 +81,9 @@ def test_parts_import_only_what_lies_below_them(path: Path) -> None:
         return
     level = next(i for i, layer in enumerate(LAYERS) if part in layer)
     allowed = set().union(*LAYERS[:level]) | {part}
-    own = [name for name in imported_names(path) if name.startswith("lit_cifar.")]
-    assert {part_named(name.split(".")[1:]) for name in own} & set().union(*LAYERS) <= allowed
+    own = [name.removeprefix("lit_cifar.") for name in imported_names(path) if name.startswith("lit_cifar.")]
+    named = {part_named(name.split(".")) for name in (*own, *named_in_strings(path))}
+    assert named & {*set().union(*LAYERS), "{}"} <= allowed
 
 
 def test_no_modules_import_one_another_in_a_circle() -> None:

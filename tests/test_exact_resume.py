@@ -21,7 +21,19 @@ import torch
 import torch.distributed as dist
 import yaml
 from checkpoints import assert_same_checkpoint
-from commands import TINY, Result, callback, last_checkpoint, launch, logged, mode_flags, own_network, refused, run_here
+from commands import (
+    FIT,
+    TINY,
+    Result,
+    callback,
+    last_checkpoint,
+    launch,
+    logged,
+    mode_flags,
+    own_network,
+    refused,
+    run_here,
+)
 from library_fits import Watch, ends_alike, make
 from lightning.pytorch import Callback, Trainer
 from short_fits import data, losses, short
@@ -105,7 +117,7 @@ def test_differing_checkpoints_are_told(undisturbed: Path, tmp_path: Path, monke
         for rank, environment in enumerate(environments):
             monkeypatch.chdir(tmp_path / str(rank))
             own = {name: tmp_path / f"{name}{rank}" for name in ("stdout", "stderr")}
-            started.append(ForkedRun(words, environment=environment, **own))
+            started.append(ForkedRun(words, **FIT, environment=environment, **own))
     try:
         assert started[0].wait(100) == 2
         assert started[1].wait(100) is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import TINY, callback, graded, mode_flags
+from commands import FIT, TINY, callback, graded, mode_flags
 from processes import is_running, marked, wait_until
 
 from lit_cifar.launch.forked import ForkedRun
@@ -55,7 +55,7 @@ class Run:
         words = ["fit", *TINY, *LONG, f"--run_dir={folder / 'run'}", *flags, *pids]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
         self._stderr = folder / "stderr"
-        self._run = ForkedRun(words, environment=environment, stdout=folder / "stdout", stderr=self._stderr)
+        self._run = ForkedRun(words, **FIT, environment=environment, stdout=folder / "stdout", stderr=self._stderr)
         self._folder, self._num_ranks = folder, num_ranks
         self._all: list[psutil.Process] = []
 

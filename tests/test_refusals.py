@@ -113,8 +113,6 @@ REFUSED = {
     "--model.optimizer=qqq": ["--model.optimizer=qqq: there is no such class", "--help"],
     "--model.num_classes=11": ["synthetic has 10", "--model.num_classes=10"],
     # What does not go together.
-    "--max_restarts=1": ["would not resume", "add --resume=auto and --run_dir="],
-    "--max_restarts=1 --autotune=true": ["not with --autotune"],
     "--trainer.strategy=ddp --trainer.devices=2 --trainer.sync_batchnorm=true --model.compile=true": [
         "the communication in every BatchNorm layer"
     ],
@@ -218,7 +216,6 @@ def test_a_config_that_is_not_text_is_refused(content: bytes, tmp_path: Path) ->
         ),
         # Processes of torchrun cannot agree on the fastest.
         ({"WORLD_SIZE": "2"}, ["--autotune=true"], ["torchrun or srun has started them", "run fit once without it"]),
-        ({"TORCHELASTIC_RUN_ID": "1"}, ["--max_restarts=1"], ["torchrun has a --max-restarts of its own"]),
     ],
 )
 def test_an_environment_in_which_no_run_can_work_is_refused(

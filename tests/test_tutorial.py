@@ -47,18 +47,18 @@ def check(printed: str, expected: str) -> None:
 
 
 def run(command: str, folder: Path, *, attempts: int = 5) -> str:
-    """What a command prints on both streams; of a run with --max_restarts, rank 1 is killed in its second epoch.
+    """What a command prints on both streams; of a run under torchrun, rank 1 is killed in its second epoch.
 
     A program in plain PyTorch may be aborted after its last line where the machine is busy: a thread of gloo asks for
     the interpreter's lock while that ends (https://github.com/pytorch/pytorch/pull/179291). Then it is run again.
     """
     paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     environment = {**os.environ, **paths, "OMP_NUM_THREADS": "1"}
-    stderr = subprocess.STDOUT if "max_restarts" in command else subprocess.PIPE
+    stderr = subprocess.STDOUT if command.startswith("torchrun") else subprocess.PIPE
     with subprocess.Popen(
         command, shell=True, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=stderr
     ) as process:
-        if "max_restarts" in command:
+        if command.startswith("torchrun"):
             kill_rank_1(psutil.Process(process.pid), folder / "runs" / "killed")
         printed, said = process.communicate()
     if process.returncode and attempts > 1 and "terminate called without an active exception" in (said or ""):
@@ -70,7 +70,7 @@ def run(command: str, folder: Path, *, attempts: int = 5) -> str:
 def kill_rank_1(process: psutil.Process, run: Path) -> None:
     while not (run / "weights.sha256").exists():
         time.sleep(0.1)
-    (rank,) = [child for child in process.children(recursive=True) if child.name() == "rank 1"]
+    (rank,) = [child for child in process.children(recursive=True) if child.environ().get("LOCAL_RANK") == "1"]
     rank.kill()
 
 

@@ -207,21 +207,6 @@ def audited() -> Values:
     return {"audit-steps": f"{median(read('drift/2026-11-26/cost.json')[1]['audit_steps']):.2f}"}
 
 
-def recovered() -> Values:
-    """Kills of ranks that are forked again, with checkpoints on a disk and in memory."""
-    values: Values = {}
-    for key, prefix in {"kills": "", "kills-memory": "memory_"}.items():
-        rows = [row for size in ("two", "four") for row in read(f"chaos/2026-11-26-kills/{prefix}{size}.json")]
-        medians = []
-        for row in rows:
-            kills = [event for event in row["events"] if event["fault"]["kind"] == "kill"]
-            away = [event["away_s"] for event in kills if event["away_s"] and event["fault"]["aim"] != "start"]
-            medians.append((median(away), f"{median(away):.2f} and {max(away):.2f} s (`{row['mode']}`)"))
-        values |= {f"{key}-best": min(medians)[1], f"{key}-worst": max(medians)[1]}
-    counts = (str(sum(row[name] for row in rows)) for name in ("repeated", "restarts"))  # of those in memory
-    return values | {"kills-memory-repeated": " in ".join(counts)}
-
-
 def trained() -> Values:
     """Losses and accuracies of trainings."""
     runs = {"stem": "articles/2026-11-20/seed0", "plain": "articles/2026-11-23-plain-momentum/seed0"}
@@ -371,7 +356,6 @@ def main(*, check: bool) -> int:
         | right_trainings()
         | chaos()
         | audited()
-        | recovered()
         | trained()
         | on_one_gpu()
         | on_one_h200()

@@ -34,6 +34,7 @@ INSTEAD: dict[str, str] = {
     #
     # Training, checkpoints and ranks.
     "--last_checkpoint.sharded": "fsdp2 writes one file, which every mode reads",
+    "--max_restarts": "torchrun --max-restarts=3 --nproc-per-node=2 -m lit_cifar fit --resume=auto --run_dir=FOLDER",
     "--model.recompute": "--trainer.accumulate_grad_batches or --trainer.precision=bf16-mixed take less memory",
 }
 

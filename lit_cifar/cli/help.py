@@ -21,7 +21,7 @@ _NETWORK = ("model.arch", "model.stem", "model.network")
 _EVALUATION = {"run": (*_RUN, "ckpt_path"), "network": _NETWORK, "data": (*_DATA, "data.val_size"), "devices": _WHERE}
 COMMON: dict[str, dict[str, tuple[str, ...]]] = {
     "fit": {
-        "run": (*_RUN, "resume", "max_restarts", "ckpt_path"),
+        "run": (*_RUN, "resume", "ckpt_path"),
         "network": _NETWORK,
         "optimization": (
             *("model.optimizer", "model.lr_scheduler", "model.lr_scaling"),
@@ -38,8 +38,6 @@ _TEXTS = {
     "config": "Read flags from a YAML file, as RUN_FOLDER/config.yaml. Later files and flags win over earlier ones.",
     "run_dir": "Folder that this run writes to. The default is runs/<time>-<subcommand>[-<mode>].",
     "resume": "With auto, resume the run in --run_dir from its newest valid checkpoint; start it if there is none.",
-    "max_restarts": "How often to start all processes again when one is lost. They are forked, which takes about a "
-    "second. Needs --resume=auto.",
     "autotune": "Time 32-true and bf16-mixed, with and without channels_last, and train with the fastest.",
     "virtual_replicas": "Cut every batch into this many parts: 1, 2 or more processes then end with the same bits.",
     "seed_everything": "Seed of the initial weights. Order, augmentation, split and dropout follow --data.seed.",

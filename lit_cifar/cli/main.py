@@ -7,15 +7,12 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, Literal, cast
 
 import lightning as L
-import torch
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
@@ -35,7 +32,6 @@ from lit_cifar.cli.help import COMMON, SUBCOMMANDS, replace_texts
 from lit_cifar.cli.preflight import (
     check_arguments,
     check_bounds,
-    check_restarts,
     check_run,
     check_saved_config,
     check_sizes,
@@ -47,11 +43,10 @@ from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.datamodule import open_dataset
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch import startup
-from lit_cifar.launch.rendezvous import as_list, check_processes, count_processes, resolve_world_size
-from lit_cifar.launch.restarts import ForkedRanks
+from lit_cifar.launch.rendezvous import as_list, check_processes, resolve_world_size
 from lit_cifar.launch.signals import handlers_put_back, signals_to_spawned
 from lit_cifar.launch.srun import adopt_task
-from lit_cifar.mode import Layout, mode_of
+from lit_cifar.mode import mode_of
 from lit_cifar.models import DEFAULT_ARCH
 from lit_cifar.reporting.figures import EvaluationFigures
 from lit_cifar.reporting.loggers import logger_below, run_loggers
@@ -112,7 +107,6 @@ class CLI(LightningCLI):
         self._named = next((word for word in words[:1] if word in self.subcommands()), None)
         self._own_loggers: list[Namespace] = []  # loggers that the user has asked for
         self._replicas: Any = None  # callback of --virtual_replicas
-        self._ranks: ForkedRanks | None = None  # ranks of --max_restarts
         self._classes: tuple[str, ...] = ()  # classes of the data, or of the checkpoint if the pictures are gone
         self._candidates: dict[str, float] = {}  # candidates of --autotune, and the seconds of a step
         self._exported: AbstractContextManager[None] = nullcontext()
@@ -144,7 +138,6 @@ class CLI(LightningCLI):
         """Add flags that belong to neither trainer, model nor data; their texts are in `help.py`."""
         parser.add_argument("--run_dir", type=str | None, default=None)
         parser.add_argument("--resume", type=Literal["auto"] | None, default=None)
-        parser.add_argument("--max_restarts", type=int, default=0)
         parser.add_argument("--autotune", type=bool, default=False)
         parser.add_argument("--virtual_replicas", type=int | None, default=None)
         parser.add_lightning_class_args(BestCheckpoint, "best_checkpoint")
@@ -190,12 +183,8 @@ class CLI(LightningCLI):
         """Read the checkpoint.
 
         Lightning's own step would override the user's model flags by the checkpoint's, and knows "best" and "last",
-        which have no meaning here: each command has its run folder. Forked ranks read the checkpoint themselves.
+        which have no meaning here: each command has its run folder.
         """
-        if self._arguments.max_restarts and self._ranks is None:
-            check_restarts(self._arguments, self._subcommand)
-            self._ranks = ForkedRanks(max_restarts=self._arguments.max_restarts)
-            return
         if self._arguments.resume is not None and self._arguments.run_dir is not None:
             lock_run_folder(self._arguments.run_dir, self._lock)
         self._start = StartingCheckpoint(self._subcommand, self._arguments)
@@ -256,8 +245,6 @@ class CLI(LightningCLI):
         others = any(isinstance(callback, AnyProgressBar) for callback in as_list(config["callbacks"]))
         if config["enable_progress_bar"] is not False and not others:
             callbacks = [ProgressBar(), *callbacks]
-        if self._ranks is not None:
-            self._fork(config, self._ranks)
         num_parts = self._arguments.virtual_replicas
         callbacks = [SameStart(self._start.start), Fingerprint(num_parts), *callbacks]
         if num_parts is not None:
@@ -286,37 +273,6 @@ class CLI(LightningCLI):
         skip_idle_hooks(trainer.callbacks)  # type: ignore[attr-defined]
         return trainer
 
-    def _fork(self, config: dict[str, Any], ranks: ForkedRanks) -> None:
-        """Go on in each forked rank, with the present model and data, from the checkpoint that is now the newest."""
-        num_ranks = count_processes(config)
-        self.datamodule.prepare_data()
-        self.datamodule.setup(self._subcommand)
-        for name in ("watchdog.monitor", "replica_audit.replicas"):  # every rank needs them
-            import_module(f"lit_cifar.checks.{name}")
-        places = ranks.fork(num_ranks, partial(self._can_train, config))
-        if len(places) < num_ranks:
-            given = config["devices"]  # "1,2" from the command line, [1, 2] from a file, or a number
-            named = given.strip(",").split(",") if isinstance(given, str) and "," in given else given
-            of_all = [*map(int, named)] if isinstance(named, list) else range(num_ranks)
-            on_gpus = torch.cuda.is_available() and config["accelerator"] != "cpu"
-            config["devices"] = [of_all[place] for place in places] if on_gpus else len(places)
-        self._parse_ckpt_path()
-        self.config_init[self._subcommand].ckpt_path = self._arguments.ckpt_path
-
-    def _can_train(self, config: dict[str, Any], num_ranks: int) -> bool:
-        """Whether so many ranks can share each batch, each with a replica of its own."""
-        sampler = replace(
-            self.datamodule.train_sampler(),
-            layout=Layout(data_parallel_size=num_ranks),
-            accumulation=config["accumulate_grad_batches"],
-        )
-        try:
-            sampler.check()
-        except ConfigError:
-            return False
-        each_has_one = config["strategy"] in ("ddp", "ddp_flat", "ddp_find_unused_parameters_true")
-        return each_has_one and (self._arguments.virtual_replicas or num_ranks) % num_ranks == 0
-
     # The run.
 
     def _run_subcommand(self, subcommand: str) -> None:
@@ -333,8 +289,6 @@ class CLI(LightningCLI):
             report.announce(self.trainer, self.model, self.datamodule, stage=subcommand, **start)
         # Lightning converts after loading a checkpoint, when its float64 weights have already been rounded.
         self.trainer.precision_plugin.convert_module(self.model)
-        if self._ranks is not None:
-            self._ranks.await_first()
         with signals_to_spawned(self.trainer), reporting_disk(folder), self._exported:
             super()._run_subcommand(subcommand)
 

@@ -26,7 +26,6 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.distributed import is_torchelastic_launched
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -46,7 +45,6 @@ from lit_cifar.task.optim import check_ratio, check_total_steps, followed_metric
 _MANY = 2**16  # upper bound for numbers of things that a list holds
 # The least and the largest value of numbers that nobody else checks before the first step.
 BOUNDS: dict[str, tuple[float, float]] = {
-    "max_restarts": (0, math.inf),
     "seed_everything": (0, 2**32 - 1),
     "trainer.devices": (-1, _MANY),
     "trainer.min_epochs": (0, math.inf),
@@ -219,21 +217,6 @@ def check_unasked_resume(trainer: Any, *, trains: bool) -> None:
                 remedy="move it, and pass it as --ckpt_path to go on from it; or pass another "
                 "--trainer.callbacks.dirpath",
             )
-
-
-def check_restarts(arguments: Namespace, subcommand: str) -> None:
-    """Refuse to start processes again that could not go on, that others have started, or that a GPU was tried in."""
-    flag = f"--max_restarts={arguments.max_restarts}"
-    if subcommand != "fit" or is_torchelastic_launched() or arguments.autotune:
-        raise ConfigError(
-            f"{flag} is for a training whose processes are started here, and not with --autotune",
-            remedy="leave it out; torchrun has a --max-restarts of its own",
-        )
-    if arguments.resume is None or arguments.run_dir is None:
-        raise ConfigError(
-            f"{flag}, but a training that starts again would not resume",
-            remedy="add --resume=auto and --run_dir=FOLDER",
-        )
 
 
 def check_sizes(model: Namespace, data: Dataset) -> None:

@@ -1,8 +1,8 @@
-"""Runs of the command line in processes forked from one that has imported the package already.
+"""Runs of a program in processes forked from one that has imported torch and Lightning, and what the caller names.
 
-Importing torch and Lightning takes longer than the short trainings that are compared here, and each of their processes
-would do it again. A fork server (see `multiprocessing`) does it once. Its processes have the environment, the files and
-the session of a process that a user starts, and share two things: the seed of Python's string hashes, and the imports.
+Importing them takes longer than the short trainings that are compared here, and each of their processes would do it
+again. A fork server (see `multiprocessing`) does it once. Its processes have the environment, the files and the session
+of a process that a user starts, and share two things: the seed of Python's string hashes, and the imports.
 """
 
 import atexit
@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
@@ -37,10 +38,11 @@ _starting = threading.Lock()
 
 
 class ForkedRun:
-    """`python -m lit_cifar WORDS`, or another `module`, in one process, or in several ranks with torchrun's
-    environment. Without a module WORDS are a command of any program, which then imports everything itself.
+    """`python -m MODULE WORDS` in one process, or in several ranks with torchrun's environment. Without a module WORDS
+    are a command of any program, which then imports everything itself.
 
-    Each process leads a session of its own, so that a signal to the session reaches all processes that it starts.
+    The processes are forked from one that has imported the modules `preload`. Each leads a session of its own, so that
+    a signal to the session reaches all processes that it starts.
     Output is appended to the files `stdout` and `stderr`. With one rank, the strategy may start others.
     """
 
@@ -48,15 +50,18 @@ class ForkedRun:
         self,
         words: Sequence[str],
         *,
+        module: str | None,
         environment: Mapping[str, str],
         stdout: Path,
         stderr: Path,
         num_ranks: int = 1,
-        module: str | None = "lit_cifar",
+        preload: Sequence[str] = (),
     ) -> None:
         with _rank_environments(environment, num_ranks) as environments:
             others = (str(stdout), str(stderr), str(Path.cwd()))
-            self._processes = [start_forked(_run, (module, list(words), own, *others)) for own in environments]
+            self._processes = [
+                start_forked(_run, (module, list(words), own, *others), preload=preload) for own in environments
+            ]
 
     @property
     def pids(self) -> list[int]:
@@ -104,18 +109,29 @@ def _pid(process: ForkServerProcess) -> int:
     return process.pid
 
 
-def start_forked(target: Callable[..., None], args: tuple[Any, ...]) -> ForkServerProcess:
-    """A new process that calls `target(*args)`, forked from one that has imported the package already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lit_cifar.cli.main", "lit_cifar.strategies"])
-    process = context.Process(target=target, args=args)
+def start_forked(
+    target: Callable[..., None], args: tuple[Any, ...], *, preload: Sequence[str] = ()
+) -> ForkServerProcess:
+    """A new process that calls `target(*args)`, forked from one that has imported `preload`."""
+    process = multiprocessing.get_context("forkserver").Process(target=target, args=args)
     with _starting, _short_temporary_folder():
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+        connect = forkserver.connect_to_new_process
+        forkserver.connect_to_new_process = _server(tuple(preload)).connect_to_new_process
         try:  # otherwise the new process would import this one's program
             process.start()
         finally:
             sys.modules["__main__"] = main
+            forkserver.connect_to_new_process = connect
     return process
+
+
+@cache
+def _server(preload: tuple[str, ...]) -> forkserver.ForkServer:
+    """A fork server with these imports: multiprocessing's own has those of whoever was first to ask for a process."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([__name__, *preload])
+    return server
 
 
 @contextmanager

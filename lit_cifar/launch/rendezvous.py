@@ -72,25 +72,6 @@ def resolve_world_size(config: dict[str, Any]) -> None:
         config["plugins"] = [*plugins, cluster_environment(num_nodes=config["num_nodes"])]
 
 
-def count_processes(config: dict[str, Any]) -> int:
-    """Number of processes that a Trainer's arguments ask for on this machine, counted without asking its GPUs."""
-    mode, devices = mode_of(_made(config["strategy"])), config["devices"]
-    if mode.start_method != "popen" or mode.is_single_process or config["num_nodes"] != 1:
-        raise ConfigError(
-            f"--max_restarts starts the processes of one machine, and --trainer.strategy={config['strategy']} on "
-            f"{config['num_nodes']} machine(s) has one, or starts them itself",
-            remedy="leave it out, or pass --trainer.strategy=ddp",
-        )
-    count, each = None if devices == "auto" else _count(devices), mode.devices_per_process
-    if not count or count % each:
-        raise ConfigError(
-            f"--max_restarts with --trainer.devices={devices}: it must be said how many processes there are, and each "
-            f"has {each} device(s)",
-            remedy=f"pass --trainer.devices={2 * each}",
-        )
-    return count // each
-
-
 def check_processes(trainer: Trainer, *, rank: int) -> None:
     """Refuse a rank other than 0 without other processes, and processes that do not know where they meet."""
     if rank and trainer.world_size == 1:

@@ -165,7 +165,7 @@ def _names(folder: Path) -> Iterator[Path]:
 class SavedConfig(SaveConfigCallback):
     """Saves the resolved configuration, without the flags that tie it to this run.
 
-    These are `run_dir`, `resume`, `max_restarts` and, of a fit, `ckpt_path`: a command that reads the file has a run
+    These are `run_dir`, `resume` and, of a fit, `ckpt_path`: a command that reads the file has a run
     folder of its own and names its checkpoint itself. The choice of `autotune` is kept, not the flag. A resumed run
     replaces the file at its first step, so that a run that is refused or has no step left does not.
     """
@@ -179,7 +179,7 @@ class SavedConfig(SaveConfigCallback):
         self.config.run_dir = self.config.resume = None
         if trains:
             self.config.ckpt_path = None
-        self.config.max_restarts, self.config.autotune = 0, False
+        self.config.autotune = False
         self.config.trainer.logger = logger
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -111,11 +111,11 @@ class Runs:
         output = folder / "output"
         started = ForkedRun(
             [str(folder / "plan")],
+            module="lit_cifar.checks.relations.child",
             environment=environment,
             stdout=output,
             stderr=output,
             num_ranks=plan.ranks,
-            module="lit_cifar.checks.relations.child",
         )
         try:
             status = started.wait(self.limit_s)

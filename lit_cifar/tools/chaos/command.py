@@ -20,7 +20,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.tools import terminal
 from lit_cifar.tools.chaos.audit import RESIZED_BOUND, SampleLogReader, audit, distance, effective, metric_problems
 from lit_cifar.tools.chaos.faults import EQUAL_SIZE, LEAST_BYTES, shares
-from lit_cifar.tools.chaos.job import FIT, Job, wait_until
+from lit_cifar.tools.chaos.job import Job, wait_until
 from lit_cifar.tools.chaos.training import Training, chosen_modes, configured
 from lit_cifar.tools.chaos.trial import Event, Trial, TrialError
 
@@ -31,8 +31,7 @@ checkpoint is truncated, a full disk is simulated and the job is resized, at ran
 every sample must have counted as in the uninterrupted run, and parameters and optimizer state must be the same: bitwise
 where the job kept its size, within 1e-5, in float64, where it was resized. With --virtual_replicas=V the resized job
 goes to one process and to twice as many in another mode, and must end bitwise too. All on the CPU.
-With --launcher COMMAND in place of torchrun no job is resized; under Ray nodes are killed as well. `--launcher fit`
-stands for `fit --max_restarts`.
+With --launcher COMMAND in place of torchrun no job is resized; under Ray nodes are killed as well.
 Every other argument is passed on to `fit`, e.g. --config FILE. Without --config a small ResNet trains on synthetic
 images. The training is as long as its faults need.
 {_ENOUGH} faults or more include every kind."""
@@ -83,7 +82,7 @@ def chaos_parser() -> argparse.ArgumentParser:
     number("--virtual_replicas", metavar="V", help="Train with so many virtual replicas: 4 for 1, 2, 4 processes.")
     text(
         "--launcher",
-        type=lambda text: FIT if text == "fit" else terminal.launcher_words(text),
+        type=terminal.launcher_words,
         default=(),
         metavar="COMMAND",
         help='What starts the processes, on this machine, e.g. "python -m lit_cifar ray --nodes=2 --max_failures=99".',

@@ -1,7 +1,6 @@
 """A training under a launcher that can be started, observed and ended, and that never outlives its owner."""
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,7 +12,6 @@ import psutil
 from lit_cifar.launch.forked import ForkedRun
 from lit_cifar.tools.chaos.audit import LAUNCH
 
-FIT = (sys.executable, "-m", "lit_cifar")  # the launcher if `fit --max_restarts` starts the processes itself
 _STDOUT = 1
 _POLL_S = 0.002
 
@@ -24,8 +22,7 @@ class Job:
 
     `command` gives the arguments of every rank for a number of processes; they write to `folder/run`, by which ranks of
     this machine are found, whoever has started them. Processes that print to `folder/log.txt` are found even if they
-    are orphaned. `launcher` are the words before these arguments, by default torchrun's with at most `max_restarts`, as
-    for `FIT`.
+    are orphaned. `launcher` are the words before these arguments, by default torchrun's with at most `max_restarts`.
     """
 
     command: Callable[[int], Sequence[str]]
@@ -60,8 +57,6 @@ class Job:
         if not self.launcher:
             torchrun = ["--standalone", f"--nproc-per-node={num_processes}", f"--max-restarts={self.max_restarts}"]
             words = [*torchrun, "-m", "lit_cifar", *words]
-        elif self.launcher == FIT:
-            words.append(f"--max_restarts={max(1, self.max_restarts)}")
         own = {"OMP_NUM_THREADS": "1", LAUNCH: str(self.launches)}
         if not self.launcher:
             own["TMPDIR"] = str(self.folder / "tmp")
@@ -114,9 +109,7 @@ class Job:
 
 
 def _rank_of(process: psutil.Process) -> int:
-    """The rank of a process: of a forked one by its name, because the system shows its parent's environment."""
-    of, _, rank = process.name().partition(" ")
-    return int(rank if of == "rank" else process.environ()["RANK"])
+    return int(process.environ()["RANK"])
 
 
 def is_alive(process: psutil.Process) -> bool:

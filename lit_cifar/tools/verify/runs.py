@@ -21,6 +21,8 @@ TIMEOUT_S = 900.0
 OWNED = {"trainer.strategy", "trainer.devices", "trainer.sync_batchnorm", "trainer.max_steps", "trainer.max_epochs"}
 OWNED |= {"run_dir", "ckpt_path", "resume"}
 
+# What the processes of `fit` import, but for the command line, which lies above this room.
+TRAINER = ("lightning.pytorch.cli", "lit_cifar.reporting.run_report", "lit_cifar.strategies")
 _SHOWN = 3  # lines shown of a run that has failed; a user's mistake takes five, with its remedy
 ERROR = "lit_cifar: error: "
 _running: set[ForkedRun] = set()
@@ -80,11 +82,12 @@ def run(
     start = perf_counter()
     forked = ForkedRun(
         [*launcher, subcommand, *flags],
+        module=None if launcher else "lit_cifar",
         environment=environment,
         stdout=out,
         stderr=err,
         num_ranks=1 if launcher else num_ranks,
-        module=None if launcher else "lit_cifar",
+        preload=TRAINER,
     )
     _running.add(forked)
     try:
