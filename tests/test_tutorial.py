@@ -54,11 +54,11 @@ def run(command: str, folder: Path, *, attempts: int = 5) -> str:
     """
     paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     environment = {**os.environ, **paths, "OMP_NUM_THREADS": "1"}
-    stderr = subprocess.STDOUT if command.startswith("torchrun") else subprocess.PIPE
+    stderr = subprocess.STDOUT if "max-restarts" in command else subprocess.PIPE
     with subprocess.Popen(
         command, shell=True, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=stderr
     ) as process:
-        if command.startswith("torchrun"):
+        if "max-restarts" in command:
             kill_rank_1(psutil.Process(process.pid), folder / "runs" / "killed")
         printed, said = process.communicate()
     if process.returncode and attempts > 1 and "terminate called without an active exception" in (said or ""):
