@@ -7,7 +7,6 @@ from pathlib import Path
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.tools.chaos.faults import Fault, schedule_faults
-from lit_cifar.tools.chaos.job import FIT
 from lit_cifar.tools.modes import SizedMode, sized_modes
 from lit_cifar.tools.terminal import names_config, refuse_owned, without_devices
 from lit_cifar.tools.verify.launcher import Configuration
@@ -123,7 +122,7 @@ class Training:
         return [
             "fit",
             *self.flags,
-            *(self.mode.flags[size] if self.launcher in ((), FIT) else without_devices(self.mode.flags[size])),
+            *(without_devices(self.mode.flags[size]) if self.launcher else self.mode.flags[size]),
             f"--last_checkpoint.every_n_steps={self.every_n_steps}" if has_faults else "--figures.every_n_epochs=0",
             "--trainer.max_epochs=-1",
             f"--trainer.max_steps={self.num_steps}",
