@@ -1,3 +1,3 @@
 """The release of this package."""
 
-__version__ = "0.1.0"  # pyproject.toml reads it here
+__version__ = "0.2.0"  # pyproject.toml reads it here

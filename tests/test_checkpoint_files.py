@@ -96,7 +96,7 @@ def test_the_previous_is_used_where_the_last_is_damaged(saved: Path) -> None:
     (saved / LAST).mkdir()
     path, refused = newest_valid(saved)
     assert path is None
-    assert "cannot be read: No such file" in refused[0]
+    assert "is of before version 0.2.0" in refused[0]
     assert newest_valid(saved / "missing") == (None, [])
 
 
@@ -317,19 +317,36 @@ def test_classes_are_compared_by_name(there: Any, here: Any, problem: str | None
         TrainedOn.of(checkpoint).check(TrainedOn(*here), normalised=normalised)
 
 
-@pytest.mark.parametrize(("text", "here"), [("cifar10", ("cifar10", AB)), ("folder of a, b", ("folder", AB))])
-def test_data_of_an_earlier_release_are_compared(text: str, here: tuple[str, tuple[str, ...]]) -> None:
-    """The sample audit knew them; a data set that is no folder has one list of classes."""
-    earlier = TrainedOn.of({"sample_audit": {"settings": {"dataset": text}}})
-    earlier.check(TrainedOn(*here), normalised=True)
-    with pytest.raises(CheckpointError, match=f"trained on {here[0]}, which is normalised otherwise than synthetic"):
-        earlier.check(TrainedOn("synthetic", AB), normalised=True)
-
-
-@pytest.mark.parametrize("checkpoint", [{}, {"lit_cifar": 3}, {"lit_cifar": {"arch": "resnet34"}}])
+@pytest.mark.parametrize("checkpoint", [{}, {"lit_cifar": 3}, {"lit_cifar": {"format": 2, "arch": "resnet34"}}])
 def test_a_checkpoint_without_header_is_refused(checkpoint: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match="no lit_cifar header"):
         HEADER.check(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "fit --resume=auto",
+        *(f"{name} --ckpt_path={{}}" for name in ("fit", "test", "predict")),
+        "fit --model.weights={}",
+    ],
+)
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_checkpoint_of_before_is_refused_by_the_commit_that_reads_it(
+    command: str, is_folder: bool, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    file = run / "checkpoints" / LAST
+    if is_folder:
+        file.mkdir(parents=True)
+    else:
+        file.parent.mkdir(parents=True)
+        header = {"arch": "tiny", "stem": "imagenet", "num_classes": 10, "image_size": 32, "network": None}
+        file.write_bytes(atomic._serialise({"lit_cifar": header, "state_dict": {}, "optimizer_states": []}))
+    into = run if "auto" in command else tmp_path / "new"
+    said = refused(*command.format(file).split(), *TINY, f"--run_dir={into}", says=["`git checkout 23031ca` reads it"])
+    assert said.count("23031ca") == 1
+    assert [*tmp_path.iterdir(), *run.iterdir()] == [run, file.parent]
 
 
 def test_unreadable_files_are_refused_and_torchs_old_format_is_read(tmp_path: Path) -> None:

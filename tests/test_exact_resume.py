@@ -43,10 +43,10 @@ from tiny_task import read_events
 from torchmetrics import CatMetric, MaxMetric
 
 from lit_cifar import LitResNet
-from lit_cifar.checkpoint.atomic import LAST, write_checkpoint
+from lit_cifar.checkpoint.atomic import write_checkpoint
 from lit_cifar.checkpoint.exact_resume import SameStart, StartingPoint, _collect, _metrics, steps_of
 from lit_cifar.checkpoint.files import DIGESTS, weights_digest
-from lit_cifar.checkpoint.format import check_optimizer, name_optimizer, read_checkpoint
+from lit_cifar.checkpoint.format import check_optimizer, name_optimizer
 from lit_cifar.cli.main import CLI
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import CheckpointError
@@ -59,7 +59,6 @@ from lit_cifar.task.metrics import MeanLoss
 SETTINGS = [*TINY, "--data.num_train=95", "--trainer.max_epochs=2", "--trainer.devices=1"]
 SETTINGS.append("--trainer.num_sanity_val_steps=0")
 EVERY_STEP = "--last_checkpoint.every_n_steps=1"
-EARLIER = Path(__file__).with_name("da189a7")  # checkpoints of an earlier commit, see the README there
 
 
 def fit(run: Path, *flags: str, status: int = 0) -> Result:
@@ -278,27 +277,6 @@ def test_a_stopped_run_goes_on_with_the_next_sample(steps: tuple[int, ...], undi
     assert [event.step for event in read_events(run).Scalars("train/loss_step")] == list(range(10))
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["ckpt_path"] is None  # or a command that reads this file would go on from there too
-
-
-def test_what_an_earlier_commit_wrote_ends_where_that_commit_ends(tmp_path: Path) -> None:
-    """In the middle of an epoch, and in float64, so that another machine ends there too."""
-    run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    shutil.copy(EARLIER / "stopped.ckpt", run / "checkpoints" / LAST)
-    flags = [*own_network("Chain"), "--model.network.num_classes=10", "--data.num_train=95", "--trainer.max_epochs=2"]
-    recorder = callback("recorder.RecordIds", folder=tmp_path)
-    flags += ["--trainer.precision=64-true", "--resume=auto"]
-    refused(
-        "fit", *flags, f"--run_dir={run}", "--data.batch_size=20", says=["within an epoch with --data.batch_size=16"]
-    )
-    fit_in(0, run, *flags, *recorder)
-    ids = [(folder / "rank0.jsonl").read_text().splitlines() for folder in (tmp_path, EARLIER)]
-    assert ids[0] == ids[1][7:]
-    found, expected = last_checkpoint(run), read_checkpoint(EARLIER / "end.ckpt")
-    assert_same_checkpoint(found, expected, tolerance=1e-9)
-    for key in ("lr_schedulers", "loops"):
-        assert found[key] == expected[key], key
-    assert found["sample_audit"].items() <= expected["sample_audit"].items()
 
 
 PLATEAU = [

@@ -120,10 +120,6 @@ def test_predictions_need_no_training_pictures(pictures: Path, tmp_path: Path) -
     assert predicted("gone") == before
     gone = f"there is no folder {root}"
     refused("test", *given, checkpoint, f"--run_dir={tmp_path / 'x'}", says=[gone])
-    nameless = last_checkpoint(run)
-    del nameless["trained_on"]  # of an earlier release
-    torch.save(nameless, tmp_path / "nameless.ckpt")
-    refused("predict", *given, f"--ckpt_path={tmp_path / 'nameless.ckpt'}", f"--run_dir={tmp_path / 'x'}", says=[gone])
     draw_pictures(root / "cat", 1)
     draw_pictures(root / "fox", 1)
     refused("predict", *given, checkpoint, f"--run_dir={tmp_path / 'x'}", says=["class 1 is dog in the checkpoint"])

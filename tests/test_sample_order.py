@@ -57,7 +57,6 @@ HELD_OUT: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "the same files": ({"train files": "a"}, {"train files": "a"}, None),
     "a file more": ({"train files": "a"}, {"train files": "b", "num_train": 121}, "put them back"),
     "as many files": ({"train files": "a"}, {"train files": "b"}, "put them back"),
-    "files of an earlier release": ({}, {"train files": "a"}, "put them back"),
     "a file more, and nothing is validated on": ({"train files": "a"}, {"train files": "b", "val_size": 0}, None),
     "the seed of a folder that has others": (OWN_VAL, OWN_VAL | {"seed": 1}, None),
     "a file more to train on": (OWN_VAL, OWN_VAL | {"train files": "b"}, None),
@@ -66,7 +65,6 @@ HELD_OUT: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "a folder to validate on is new": ({"train files": "a"}, OWN_VAL, None),
     "a folder to validate on took some": ({"train files": "a"}, OWN_VAL | {"train files": "b"}, "put them back"),
     "a folder to validate on is gone": (OWN_VAL, {"train files": "a"}, "put them back"),
-    "a folder to validate on, an earlier release": ({}, OWN_VAL, None),
     "what anybody may have written": ({"val_size": "\x1b[2J", "seed": [1]}, {}, r"--data.val_size=\x1b[2J"),
 }
 

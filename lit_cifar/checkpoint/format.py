@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_cifar.data.dataset import Dataset
-from lit_cifar.data.sample_order import earlier_settings
 from lit_cifar.errors import CheckpointError, ConfigError, DataError, printable
 
 _KEY = "lit_cifar"
+_NUMBER = 2  # of this format, which the header says; that of version 0.1 had none
 _OPTIMIZER, _SCHEDULE = "optimizer", "lr_scheduler"
 SETTINGS = "settings"  # entry of the settings of optimizer and schedule
 POSITION, METRICS = "position", "metrics"  # the entries of `exact_resume`
@@ -44,20 +44,20 @@ class Header:
     network: str | None = None
 
     def write(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[_KEY] = asdict(self)
+        checkpoint[_KEY] = {"format": _NUMBER} | asdict(self)
 
     @classmethod
     def of(cls, checkpoint: dict[str, Any]) -> "Header":
         """The header of `checkpoint`, which must have one."""
+        check_format(checkpoint)
         found = checkpoint.get(_KEY)
-        names = {field.name for field in fields(cls)}
-        # Checkpoints of version 0.1 have the first three.
-        if not isinstance(found, dict) or not {"arch", "stem", "num_classes"} <= found.keys() <= names:
+        names = [field.name for field in fields(cls)]
+        if not isinstance(found, dict) or found.keys() != {"format", *names}:
             raise CheckpointError(
                 "this checkpoint has no lit_cifar header that says which network it holds",
                 remedy="pass one that `python -m lit_cifar fit` wrote",
             )
-        return cls(**found)
+        return cls(**{name: found[name] for name in names})
 
     def check(self, checkpoint: dict[str, Any]) -> None:
         """Raise a `CheckpointError` if `checkpoint` is of a different network."""
@@ -107,15 +107,8 @@ class TrainedOn:
         """Data set and classes in `checkpoint`, made printable: it may come from anybody."""
         found = checkpoint.get(_DATA)
         if not isinstance(found, dict):
-            return cls._of_earlier(checkpoint)
+            return cls(None, None)
         return cls(printable(str(found["dataset"])), tuple(printable(str(name)) for name in found["classes"]))
-
-    @classmethod
-    def _of_earlier(cls, checkpoint: Mapping[str, Any]) -> "TrainedOn":
-        """Data set and classes in a checkpoint of an earlier release: "cifar10", or "folder of cat, dog"."""
-        found = earlier_settings(checkpoint).get("dataset")
-        name, _, classes = printable(str(found or "")).partition(" of ")
-        return cls(name or None, tuple(classes.split(", ")) if classes else None)
 
     def name_classes(self, data: Dataset) -> None:
         """Give `data` the checkpoint's classes if its folders of pictures are gone."""
@@ -227,10 +220,13 @@ def _class_path(part: Any) -> str:
 
 
 def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """Open a checkpoint file with `weights_only=True`, on the CPU; raises a `CheckpointError` if torch cannot.
+    """Open a checkpoint file with `weights_only=True`, on the CPU.
 
+    Raises a `CheckpointError` if torch cannot, and for a file that a version of this package with another format wrote.
     If it is `mapped`, a tensor is read only where it is looked at; torch cannot do so with files of its first releases.
     """
+    if path.is_dir():
+        raise of_before(path)
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}", remedy="look under RUN_FOLDER/checkpoints/")
     try:
@@ -254,7 +250,21 @@ def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is not a checkpoint: it holds a {type(checkpoint).__name__}", remedy="pass another"
         )
+    check_format(checkpoint, path)
     return checkpoint
+
+
+def check_format(checkpoint: Mapping[str, Any], name: Path | str = "this checkpoint") -> None:
+    """Raise a `CheckpointError` for a checkpoint of this package that has another format."""
+    header = checkpoint.get(_KEY)
+    if isinstance(header, dict) and header.get("format") != _NUMBER:
+        raise of_before(name)
+
+
+def of_before(name: Path | str) -> CheckpointError:
+    """The error that `name` is a checkpoint of version 0.1, which could be a folder too."""
+    problem = f"{name} is of before version 0.2.0: `git checkout 23031ca` reads it"
+    return CheckpointError(problem, remedy="or pass a checkpoint of this version")
 
 
 def _is_safetensors(path: Path) -> bool:

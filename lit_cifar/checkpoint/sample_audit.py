@@ -29,7 +29,6 @@ from lit_cifar.reporting.run_folder import run_folder
 FILE_NAME = "sample_audit.csv"
 EMPTY = sha256().hexdigest()  # the digest before the first step of a run
 _COLUMNS = ("epoch", "steps", "samples", "digest", "fewest_uses", "most_uses")
-_ONCE = ["1", "1"]  # the last two columns in tables of earlier releases
 _KEY = "sample_audit"
 _USE = 2**32  # the low half of a tally's entry has room for the step
 _MAX_IDS = 10
@@ -256,7 +255,6 @@ def write_epoch(
     """Write a line into `sample_audit.csv`, in place of an interrupted run's lines for this epoch and later ones."""
     path = folder / FILE_NAME
     rows = [row for row in read_csv(path) if row and row[0].isdecimal() and int(row[0]) < epoch]
-    rows = [row + _ONCE if len(row) == len(_COLUMNS) - len(_ONCE) else row for row in rows]
     folder.mkdir(parents=True, exist_ok=True)
     replace_csv(path, [_COLUMNS, *rows, [epoch, num_steps, num_samples, digest, *uses]])
 

@@ -32,15 +32,7 @@ def order_settings(data: Any) -> OrderSettings:
 def settings_in(checkpoint: Mapping[str, Any]) -> OrderSettings | None:
     """The settings in a checkpoint, which Lightning writes under the name of the data module's class."""
     states = (value for value in checkpoint.values() if isinstance(value, dict))
-    found = next((state for state in states if {"num_train", "val_size", "seed", "steps"} <= {*state}), None)
-    return found or earlier_settings(checkpoint) or None
-
-
-def earlier_settings(checkpoint: Mapping[str, Any]) -> OrderSettings:
-    """The settings in a checkpoint of an earlier release, which wrote them into the entry of the sample audit."""
-    audit = checkpoint.get("sample_audit")
-    found = audit.get("settings") if isinstance(audit, dict) else None
-    return found if isinstance(found, dict) else {}
+    return next((state for state in states if {"num_train", "val_size", "seed", "steps"} <= {*state}), None)
 
 
 def check_held_out(then: OrderSettings, now: OrderSettings) -> None:
@@ -50,7 +42,7 @@ def check_held_out(then: OrderSettings, now: OrderSettings) -> None:
     """
     if not (others := _mixed(then, now)):
         return
-    reason = "files were added, removed or moved, or others can be read, or it is of an earlier release"
+    reason = "files were added, removed or moved, or others can be read"
     remedy = _PUT_BACK
     if not {*_FILES} & {*others}:
         reason, given = (_flags({name: each[name] for name in others if name in each}) for each in (now, then))
@@ -61,11 +53,10 @@ def check_held_out(then: OrderSettings, now: OrderSettings) -> None:
 
 def check_rest_of_epoch(then: OrderSettings, now: OrderSettings) -> None:
     """Refuse to go on within an epoch whose batches would differ. The files to validate on may differ."""
-    then = {"balanced": False} | then  # earlier releases had no such setting
     if then.get(_TRAIN) != now.get(_TRAIN):
         raise CheckpointError(
             "the checkpoint was written within an epoch; since then files to train on were added, removed or renamed, "
-            "or others can be read, or it is of an earlier release",
+            "or others can be read",
             remedy=_PUT_BACK,
         )
     names = [name for name, value in now.items() if name not in _FILES and then.get(name) != value]
@@ -91,7 +82,7 @@ def _mixed(then: OrderSettings, now: OrderSettings) -> list[str]:
     if "val_size" in others and isinstance(before, int) and before > int(now["val_size"]):
         others.remove("val_size")
     validates = own or now["val_size"]
-    return [] if not validates or (own and (len(others) == 1 or _TRAIN not in then)) else others
+    return [] if not validates or (own and len(others) == 1) else others
 
 
 def _flags(settings: OrderSettings) -> str:

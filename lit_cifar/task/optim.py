@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import (
 from lit_cifar.errors import ConfigError
 
 _OF_RATE = ("base_lrs", "_last_lr")  # learning rates in the state of a schedule
-# What OneCycleLR and CyclicLR keep in the groups alone. Checkpoints of earlier releases do not name these.
+# What OneCycleLR and CyclicLR keep in the groups alone.
 _BY_SCHEDULE = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 # Entries of a parameter group that choose the kernels of a step, and do not change its result.
 _HOW = ("foreach", "fused", "capturable", "differentiable")
@@ -212,8 +212,7 @@ class Recipe:
         where earlier epochs may have had another number of them. If nothing has changed, nothing is touched.
         """
         own, known = self.settings(), before or {}
-        compared = [name for name in own if name in known or name.rpartition(".")[2] not in _BY_SCHEDULE]
-        changed = [] if before is None else [name for name in compared if known.get(name) != own[name]]
+        changed = [] if before is None else [name for name in own if known.get(name) != own[name]]
         loaded = scheduler.state_dict()
         is_elsewhere = taken not in (None, loaded["last_epoch"])
         if before is not None and not changed and not is_elsewhere:
