@@ -346,7 +346,7 @@ def test_a_checkpoint_of_before_is_refused_by_the_commit_that_reads_it(
     into = run if "auto" in command else tmp_path / "new"
     said = refused(*command.format(file).split(), *TINY, f"--run_dir={into}", says=["`git checkout 23031ca` reads it"])
     assert said.count("23031ca") == 1
-    assert [*tmp_path.iterdir(), *run.iterdir()] == [run, file.parent]
+    assert [*tmp_path.iterdir(), *file.parent.iterdir()] == [run, file]
 
 
 def test_unreadable_files_are_refused_and_torchs_old_format_is_read(tmp_path: Path) -> None:
