@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,41 +28,10 @@ from lit_cifar.checkpoint.atomic import (
 from lit_cifar.checkpoint.format import POSITION
 from lit_cifar.checks.watchdog import HELPER
 from lit_cifar.errors import CheckpointError, ConfigError, printable
-from lit_cifar.internals import tree_flatten, tree_unflatten
 from lit_cifar.reporting.files import make_folder, replacing, sync
 
 DIGESTS = "weights.sha256"  # a file of the run folder: a line for each epoch, to compare two runs by eye
 _DIGEST_LINE = re.compile(r"[0-9a-f]{64}  epoch (\d+)")
-_LARGE_BYTES = 1 << 20  # a tensor of this size or more is sent alone
-
-
-def read_by_first(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Call `read` in the first process, and return its result or raise its `CheckpointError` in all.
-
-    Every process must call this. Large tensors are sent one by one.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return read()
-    is_first, content = dist.get_rank() == 0, cast(Any, None)
-    if is_first:
-        try:
-            content = read()
-        except CheckpointError as error:
-            content = error
-    leaves, structure = tree_flatten(content)
-    small = [not isinstance(leaf, Tensor) or leaf.nbytes < _LARGE_BYTES for leaf in leaves]
-    sent = [([[leaf] if at_once else None for leaf, at_once in zip(leaves, small, strict=True)], structure)]
-    dist.broadcast_object_list(sent)
-    received: list[Any] = []
-    for index, leaf in enumerate(sent[0][0]):
-        tensor = [leaves[index] if is_first else None]
-        if leaf is None:
-            dist.broadcast_object_list(tensor)
-        received += leaf or tensor
-    content = tree_unflatten(received, sent[0][1])
-    if isinstance(content, CheckpointError):
-        raise content
-    return dict(content)
 
 
 class CheckpointFiles(CheckpointIO):
@@ -133,7 +102,17 @@ class CheckpointFiles(CheckpointIO):
             )
         path = Path(path)
         self.settle()
-        return read_by_first(lambda: read_checked(path))
+        content: list[Any] = [None]
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            try:
+                content = [read_checked(path)]
+            except CheckpointError as error:
+                content = [error]
+        if dist.is_initialized():
+            dist.broadcast_object_list(content)
+        if isinstance(content[0], CheckpointError):
+            raise content[0]
+        return dict(content[0])
 
     @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:

@@ -115,7 +115,7 @@ def launched_by_lightning(trainer: Trainer) -> bool:
 
 
 def flush_streams() -> None:
-    """Flush stdout and stderr, as far as they exist and accept it, before `os._exit` or a fork."""
+    """Flush stdout and stderr, as far as they exist and accept it, before `os._exit`."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
