@@ -11,7 +11,6 @@ from typing import Any
 import diagrams
 import gallery
 import notebooks_path  # noqa: F401  # for `analysis`
-import silent_bugs
 from matplotlib.figure import Figure
 
 from analysis.articles import PRINTED_LOSSES
@@ -31,7 +30,6 @@ GALLERY = HERE / "mistakes" / "2026-11-22-gallery" / "gallery.json"
 REAL_DATA = HERE / "modes" / "2026-11-21-steps" / "losses.json"
 VERIFIED = HERE / "verify" / "2026-11-20" / "devices4_float64.json"
 PLANTED = HERE / "mistakes" / "2026-11-22-self-test" / "self_test.json"
-IN_BF16 = HERE / "mistakes" / "2026-11-25-precisions" / "bf16-mixed.json"
 PRINTED_ACCURACIES = [0.7479, 0.7604]  # of the articles' single process, after 15 epochs
 STOCK = HERE / "stock-lightning" / "2026-11-24" / "stock.json"
 SAME_BITS = 1e-17  # where a difference of 0 is drawn on a logarithmic axis
@@ -209,14 +207,13 @@ def farthest(curves: dict[int, list[float]]) -> float:
 
 FIGURES: dict[str, tuple[Callable[[Any], Figure], Any]] = {
     "modes": (diagrams.modes, None),
-    "one_bug": (diagrams.one_bug, (GALLERY, PLANTED, IN_BF16)),
+    "one_bug": (diagrams.one_bug, (GALLERY, PLANTED)),
     "stock_lightning": (stock_lightning, STOCK),
     "proof": (proof, VERIFIED),
     "loss_curves": (loss_curves, REAL_DATA),
     "default_run": (default_run, HERE / "gpu" / "2026-11-26" / "default"),
     "articles_run": (articles_run, ARTICLES_RUN),
     "gallery": (gallery.drawn, GALLERY),
-    "silent_bugs": (silent_bugs.drawn, silent_bugs.RECORD),
 }
 
 

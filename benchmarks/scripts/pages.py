@@ -82,16 +82,6 @@ def planted() -> Values:
     }
 
 
-def in_precisions() -> Values:
-    """Planted mistakes that `verify` finds in float32 and bfloat16."""
-    values: Values = {}
-    for name in ("32-true", "bf16-mixed"):
-        rows = json.loads((HERE / f"mistakes/2026-11-25-precisions/{name}.json").read_text())["findings"]
-        its = [row["right"] for row in rows if row["mutation"] and not row["no_place"]]
-        values[f"precisions-{name}"] = f"{sum(its)} of {len(its)}"
-    return values
-
-
 def compared() -> Values:
     """Losses beside those of one device, and stock Lightning's on 4 processes and with another seed."""
     pairs = [(row["losses"], row["expected_losses"]) for row in read("modes/2026-11-21-steps/losses.json")]
@@ -106,35 +96,8 @@ def compared() -> Values:
     return {"curves-largest": brief(max(gaps)), "lit_cifar-4": apart("lit_cifar", 4, 0), **apart_by}
 
 
-def replayed() -> Values:
-    """What `Replay` says of the training scripts of public projects, and of trainings that are right."""
-    outcomes = Counter(row["outcome"] for row in read("replay/2026-11-24-projects/projects.json"))
-    clean = read("replay/2026-11-24-clean/clean.json")
-    return {
-        "replays-clean-wrong": f"{sum(row['outcome'] == 'fail' for row in clean) or 'none'} of {len(clean)}",
-        "projects-outcomes": ", ".join(f"{number} {outcome}" for outcome, number in outcomes.most_common()),
-    }
-
-
-def found_of(file: str, kind: str) -> tuple[int, int]:
-    """Of how many cases `Replay` fails, or notes something, and of how many in all; not on the mended twin too."""
-    rows = read(f"silent_bugs/2026-11-25/{file}")
-    return sum(row["found"] == kind and not row["false_alarm"] for row in rows), len(rows)
-
-
-def silent_bugs() -> Values:
-    """Which bugs of public trackers `Replay` finds."""
-    return {
-        "silent-bugs-found": "{} of {}".format(*found_of("results.json", "fail")),
-        "silent-bugs-blind": "{} of {}".format(*found_of("unseen.json", "fail")),
-        "silent-bugs-noted": str(found_of("results.json", "note")[0]),
-    }
-
-
 def related() -> Values:
     """Which of these bugs a relation shows, and of how many mended twins one fails, in three rounds."""
-    replayed = read("silent_bugs/2026-11-25/results.json") + read("silent_bugs/2026-11-25/unseen_again.json")
-    by_replay = {row["case"] for row in replayed if row["found"] == "fail" and not row["false_alarm"]}
     values: Values = {}
     blind: set[str] = set()  # cases of both rounds, which were not known before
     for name, record in {"relations-first": "2026-11-27", "relations": "2026-11-27-second"}.items():
@@ -144,8 +107,6 @@ def related() -> Values:
         known = [row for row in rows["relations"] if row["case"] not in blind]
         for kind, of_kind in {"": known, "-blind": rows["blind"], "-again": again}.items():
             values |= judged_by_relations(f"{name}{kind}", of_kind)
-        either = by_replay | {row["case"] for row in known if row["found"]}
-        values[f"{name}-or-replay"] = f"{len(either)} of {len(replayed)}"
     for kind in ("blind", "again"):
         values |= judged_by_relations(f"relations-third-{kind}", read(f"silent_bugs/2026-11-27-third/{kind}.json"))
     return values
@@ -203,8 +164,10 @@ def chaos() -> Values:
 
 
 def audited() -> Values:
-    """What an audit of replicas takes."""
-    return {"audit-steps": f"{median(read('drift/2026-11-26/cost.json')[1]['audit_steps']):.2f}"}
+    """Of how many flipped bits that were still there an audit of replicas has found how many."""
+    rows = read("drift/2026-11-25/flips.json")
+    found, differ = (sum(row[name] for row in rows) for name in ("found", "differ"))
+    return {"flips-found": f"{found} of {differ}"}
 
 
 def trained() -> Values:
@@ -348,10 +311,7 @@ def main(*, check: bool) -> int:
     values = (
         verified()
         | planted()
-        | in_precisions()
         | compared()
-        | replayed()
-        | silent_bugs()
         | related()
         | right_trainings()
         | chaos()

@@ -11,6 +11,7 @@ twin is a false alarm, also one by a mistake of the installed library.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,13 +23,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from run import HERE, kind
-
 from lit_cifar.checks.relations.judging import RELATIONS, judged
 from lit_cifar.checks.relations.plan import Plan, Target
 from lit_cifar.checks.relations.runs import Verdict
 from lit_cifar.tools.terminal import about
 
+HERE = Path(__file__).parent
 PLAN = Plan(most_batches=8, most_epochs=3, most_steps=96)  # as of the command
 LIMIT_S = 60
 _HINTS = ("note", "abstain", "crash")
@@ -71,6 +71,11 @@ def row(case: str) -> dict[str, Any]:
         "reasons": lines(verdict for verdict in mended if verdict.outcome in _HINTS),
         "seconds": round(seconds, 1),
     }
+
+
+def kind(line: str) -> str:
+    """What a verdict says, without its numbers and names."""
+    return re.sub(r"\S*[\d._]\S*", "_", line)
 
 
 def lines(verdicts: Iterable[Verdict]) -> list[str]:
