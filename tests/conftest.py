@@ -83,13 +83,6 @@ def nothing_is_left_behind() -> Iterator[None]:
     assert left_rank == rank, f"later tests would take this process for rank {left_rank}"
 
 
-@pytest.fixture(autouse=True, scope="session")
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Decoded pictures go to a folder that only these tests use."""
-    with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(tmp_path_factory.mktemp("cache"))):
-        yield
-
-
 @pytest.fixture
 def one_process() -> Iterator[None]:
     """For a mode with processes in this one: its strategy makes a process group, and Lightning leaves that."""

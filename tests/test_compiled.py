@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from commands import TINY, launch
-from short_fits import data, fit, losses, short
+from short_fits import fit, losses, short
 from torch import Tensor, nn
 
 from lit_cifar import LitResNet
 from lit_cifar.checkpoint.exact_resume import ExactResume, Position
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.data import Augment
 from lit_cifar.models import compiled
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.memory_format import with_plain_gradient
@@ -64,13 +63,6 @@ def test_a_resumed_ddp_compiles_for_its_batches_alone(graphs: list[tuple[int, ..
     model = LitResNet("tiny", stem="imagenet", compile=True)
     fit(model, tmp_path, strategy="ddp", callbacks=[resume], **settings)
     assert {shape[0] for shape in graphs} == {8}
-
-
-def test_images_of_both_sizes_are_compiled(graphs: list[tuple[int, ...]], tmp_path: Path) -> None:
-    """Of full batches, once each."""
-    images = data(num_train=48, val_size=8, augment=Augment(small_epochs=2, small_size=24))
-    fit(LitResNet("tiny", stem="imagenet", compile=True), tmp_path, images, max_epochs=4, limit_val_batches=0)
-    assert graphs == [(16, 3, 24, 24), (16, 3, 32, 32)]
 
 
 def test_a_compiled_network_keeps_its_names_can_be_copied_and_is_plain_after_the_run(

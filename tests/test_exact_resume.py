@@ -311,15 +311,13 @@ CASES = {
 THREE = [*SETTINGS, *mode_flags("ddp", 3), "--data.batch_size=18"]
 # With the ImageNet stem a single image is a single value per channel in the end, which BatchNorm refuses.
 STAGES = mode_flags("DDPLayerParallelStrategy", 4, num_stages=2, num_microbatches=2)
-POLICIES = [
-    "--data.augment.policy=trivial_augment_wide",
-    "--data.augment.jitter=0.4",
-    "--data.augment.hue=0.1",
-    "--data.augment.erasing=0.5",
+TRANSFORMS = [
+    "--data.augment.transforms+=torchvision.transforms.v2.TrivialAugmentWide",
+    "--data.augment.transforms+=torchvision.transforms.v2.RandomErasing",
 ]
 SLOW = {
-    "policies": Case([*SETTINGS, *POLICIES], [2]),
-    "policies, ddp": Case([*SETTINGS, *POLICIES, *mode_flags("ddp")], [2], ranks=2),
+    "transforms": Case([*SETTINGS, *TRANSFORMS, "--data.num_workers=1"], [2]),
+    "transforms, ddp": Case([*SETTINGS, *TRANSFORMS, *mode_flags("ddp")], [2], ranks=2),
     "random masks, dp": Case(drawing("dp", "DrawingWhole"), [2]),
     "random masks, pp": Case(drawing("pp", "Drawing"), [2], ranks=2),
     "a validation within an epoch, which is not run again": Case(

@@ -154,6 +154,8 @@ def test_classes_are_drawn_equally_often_and_their_samples_in_turn() -> None:
         assert by_class.max() - by_class.min() == 1
         assert all(times[labels == label].max() - times[labels == label].min() <= 1 for label in (0, 1, 3))
         assert sampler.order().equal(orders[-1])
+        assert len(sampler.keys().unique()) == 44  # repeats are augmented anew
+        assert (sampler.keys() < 44).sum() == (times > 0).sum()
     assert len({tuple(order.tolist()) for order in orders}) == 6
     of_frequent = torch.cat(orders)[labels[torch.cat(orders)] == 3].unique()
     assert len(of_frequent) > 30  # which of them are left out differs between epochs

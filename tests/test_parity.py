@@ -32,11 +32,9 @@ FLOAT64 = "--trainer.precision=64-true"
 BITS = ["--virtual_replicas=4", "--data.num_train=66", "--data.val_size=16", "--data.batch_size=32"]
 BITS += ["--data.eval_batch_size=8"]
 BFLOAT16 = ["--trainer.precision=bf16-mixed", "--trainer.gradient_clip_val=0.5"]
-POLICIES = [
-    "--data.augment.policy=rand_augment",
-    "--data.augment.jitter=0.4",
-    "--data.augment.hue=0.1",
-    "--data.augment.erasing=0.5",
+TRANSFORMS = [
+    "--data.augment.transforms+=torchvision.transforms.v2.TrivialAugmentWide",
+    "--data.augment.transforms+=torchvision.transforms.v2.RandomErasing",
 ]
 TORCHVISION = ["--model.network=torchvision.models.resnet18", "--model.network.num_classes=10"]
 TORCHVISION += ["--model.freeze=['conv1.*','bn1.*']"]
@@ -66,8 +64,7 @@ CASES = {
     "bits, random masks": Case("dp ddp pp", DRAWING),
 }
 SLOW = {
-    "small images first": Case("pp", [*TINY, *CUT, "--data.augment.small_epochs=1", "--data.augment.small_size=24"]),
-    "bits, policies": Case("dp ddp pp", [*TINY, *BITS, *POLICIES]),
+    "bits, transforms": Case("dp ddp pp", [*TINY, *BITS, *TRANSFORMS]),
     "bottlenecks": Case("tp", ["--model.arch=tiny_bottleneck"]),
     "bits in bfloat16": Case("dp ddp ddp_spawn mp ddp_mp pp ddp_pp fsdp2", [*TINY, *BITS, *BFLOAT16], devices=4),
     "bits in bfloat16 on two devices": Case("ddp fsdp2", [*TINY, *BITS, *BFLOAT16]),
@@ -82,8 +79,7 @@ SLOW = {
 }
 SLOW["every mode"] = Case(" ".join(sized_modes(2)), HARD)
 EXHAUSTIVE = {
-    "small images first in every mode": Case(" ".join(sized_modes(2)), SLOW["small images first"].flags),
-    "policies in every mode": Case(" ".join(sized_modes(2)), [*TINY, *CUT, *POLICIES]),
+    "transforms in every mode": Case(" ".join(sized_modes(2)), [*TINY, *CUT, *TRANSFORMS]),
     "two epochs on two processes": SLOW["two epochs"]._replace(devices=2),
     "a chain of one's own": Case("mp pp tp fsdp2 ddp_spawn", own("Chain")),
     "a network in other modes": Case("dp ddp ddp_spawn", own("Opaque")),

@@ -9,7 +9,6 @@ import torch
 from data_files import draw_pictures
 
 from lit_cifar import CIFAR10DataModule, DataError
-from lit_cifar.data import Pictures
 from lit_cifar.data.dataset import Split
 from lit_cifar.data.picture_folders import SPLITS, PictureFolders
 
@@ -182,7 +181,7 @@ def test_what_was_found_is_told(tmp_path: Path) -> None:
     draw_pictures(tmp_path / "train" / "dog", 3)
     make(tmp_path, "test 1", "notes 1")
     (tmp_path / "train" / "labels.csv").touch()
-    data = CIFAR10DataModule(tmp_path, dataset="folder", pictures=Pictures(cache_dir=tmp_path / "cache"))
+    data = CIFAR10DataModule(tmp_path, dataset="folder")
     data.setup("fit")
     assert data.source.found(data.sets) == [
         "train/: cat 16, dog 2",

@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lit_cifar.data.pictures import FORMATS, FolderImages, list_files, read_folder, read_image
+from lit_cifar.data.picture_files import FORMATS, list_files, read_image
+from lit_cifar.data.pictures import FolderImages, read_folder
 from lit_cifar.errors import DataError
 
 CLASSES = ("a", "b")

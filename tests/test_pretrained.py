@@ -257,7 +257,7 @@ def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for seed, name in enumerate(("cat", "dog", "eel")):
         draw_pictures(tmp_path / "my_pictures" / name, 14, seed=seed)
     draw_pictures(tmp_path / "my_photos", 3, seed=9)
-    quick = ["--trainer.max_epochs=1", "--trainer.accelerator=cpu", f"--data.pictures.cache_dir={tmp_path / 'cache'}"]
+    quick = ["--trainer.max_epochs=1", "--trainer.accelerator=cpu"]
     told = {}
     for words in block:
         with caplog.at_level("INFO"):

@@ -18,7 +18,6 @@ WITHOUT_COMMIT = {
     "modes/2026-11-21-steps/losses.json",
     "gpu/2026-11-23/speed/results.json",
     *(f"recipes/2026-11-23-gpu/{name}.json" for name in ("search", "sgd_epochs")),
-    "data/2026-11-27-policies/gpu.json",
     *(
         str(file.relative_to(BENCHMARKS))
         for folder in ("gpu/2026-11-26", "recipes/2026-11-26-gpu", "recipes/2026-11-27-augmentation")

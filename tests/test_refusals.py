@@ -18,6 +18,7 @@ from lit_cifar.cli.main import CLI
 from lit_cifar.cli.preflight import BOUNDS, check_bounds
 from lit_cifar.errors import ConfigError
 
+TRANSFORM = "--data.augment.transforms+=torchvision.transforms.v2."
 # Flags of a fit, and what is said of them.
 REFUSED = {
     "--trainer.strategy=dp --trainer.devices=3": ["--data.batch_size=15 or"],
@@ -70,24 +71,19 @@ REFUSED = {
     "--trainer.strategy=dp --trainer.devices=2 --model.ghost_batchnorm.data_parallel_size=2": ["--trainer.devices=1"],
     "--data.val_size=96": ["--data.val_size=9"],
     "--data.num_train=97": ["--data.drop_last=true"],
-    "--data.augment.policy=randaugment": [
-        "trivial_augment_wide, rand_augment or null",
-        "mean --data.augment.policy=rand_augment?",
+    f"{TRANSFORM}Resize --data.augment.transforms.size=16": [
+        "Resize made torch.uint8, (3, 16, 16) of an image of torch.uint8, (3, 32, 32)"
     ],
-    "--data.augment.policy=trivial_augment_wide --data.augment.magnitude=0": ["add --data.augment.policy=rand_augment"],
-    "--data.augment.hue=0.6": ["--data.augment.hue=0.6 must be between 0 and 0.5"],
-    "--data.augment.erasing=nan": ["--data.augment.erasing=nan must be a number"],
-    "--data.augment.small_epochs=1": ["--data.augment.small_epochs=7 --data.augment.small_size=24"],
-    "--data.augment.small_epochs=1 --data.augment.small_size=32": [
-        "which have 32 pixels",
-        "pass --data.augment.small_size=24",
+    f"{TRANSFORM}MixUp --data.augment.transforms.num_classes=10": ["pass --data.mixup=1.0"],
+    f"{TRANSFORM}Normalize --data.augment.transforms.mean=[0.5] --data.augment.transforms.std=[1]": [
+        "Normalize cannot transform a uint8 tensor (3, 32, 32): Input tensor should be a float tensor"
     ],
-    "--model.arch=vit_micro --model.stem=null --data.augment.small_epochs=1 --data.augment.small_size=24": [
-        "leave out --data.augment.small"
-    ],
+    "--data.augment.transforms+=builtins.dict": ["builtins.dict does not correspond to a subclass of Module"],
+    f"{TRANSFORM}RandAugment --data.resident=device": ["--data.augment.transforms run on the host"],
+    "--data.num_workers=2": ["--data.num_workers=2 has nothing to do"],
     "--data.augment.reflect=true --data.augment.padding=32": ["lower --data.augment.padding"],
     "--data.frozen_order=true --data.shuffle=false": ["--data.frozen_order"],
-    "--data.pictures.cache_limit_gb=5": ["--data.pictures.cache_limit_gb=5.0 is for pictures of your own"],
+    "--data.pictures.memory_gb=5": ["--data.pictures.memory_gb=5.0 is for pictures of your own"],
     "--data.dataset=cifar10 --data.download=false --data.root=nowhere": ["synthetic"],
     "--trainer.barebones=true": ["--trainer.barebones=true", "--trainer.fast_dev_run=N"],
     "--trainer.logger=false": ["--trainer.logger=false", "--trainer.fast_dev_run=N"],

@@ -263,10 +263,6 @@ def on_one_h200() -> Values:
         for way, name in {"mixup": "mixup 0.2", "cutmix": "CutMix 1.0"}.items():
             lost = [recipe[row["seed"]] - row["correct"] for row in runs if row["trial"] == name + ending]
             values[f"{way}-{short}-epochs"] = f"{statistics.fmean(lost) / 50:.1f}"
-    speeds = read("data/2026-11-27-policies/policies.json", "microseconds")["32 x 32"]
-    for short, name in {"trivial": "TrivialAugmentWide", "rand": "RandAugment, 2 operations, magnitude 9"}.items():
-        values[f"policy-{short}"] = f"{speeds[name]['us']:.0f}"
-        values[f"policy-{short}-ratio"] = f"1/{speeds[name]['ratio']:.0f}"
     return values
 
 

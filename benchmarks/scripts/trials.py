@@ -28,10 +28,9 @@ _SCHEDULE = "--model.lr_scheduler"
 _AVERAGE = "--trainer.callbacks"
 
 # Of airbench94 and airbench96 (https://github.com/KellerJordan/cifar10-airbench), but for the averages in place of its
-# lookahead, and the smaller images. The masked batches of airbench96 are not among them.
+# lookahead. The smaller images and masked batches of airbench96 are not among them.
 TRIALS = {
     "the recipe": [],
-    "small images in 7 epochs": ["--data.augment.small_epochs=7", "--data.augment.small_size=24"],
     "no warm-up": [f"{_SCHEDULE}=lit_cifar.WarmupDecay", f"{_SCHEDULE}.warmup=0", f"{_SCHEDULE}.decay=linear"],
     "alternating flips": ["--data.augment.alternate_flips=true"],
     "reflected borders": ["--data.augment.reflect=true"],

@@ -30,8 +30,18 @@ INSTEAD: dict[str, str] = {
     "report": "tensorboard --logdir runs, or the notebooks",
     #
     # Data.
-    #
-    #
+    "--data.augment.policy": "--data.augment.transforms+=torchvision.transforms.v2.TrivialAugmentWide",
+    "--data.augment.num_ops": "--data.augment.transforms+=torchvision.transforms.v2.RandAugment",
+    "--data.augment.magnitude": "--data.augment.transforms+=torchvision.transforms.v2.RandAugment",
+    "--data.augment.jitter": "--data.augment.transforms+=torchvision.transforms.v2.ColorJitter",
+    "--data.augment.hue": "--data.augment.transforms+=torchvision.transforms.v2.ColorJitter",
+    "--data.augment.erasing": "--data.augment.transforms+=torchvision.transforms.v2.RandomErasing",
+    "--data.augment.small_epochs": "leave it out",
+    "--data.augment.small_size": "leave it out",
+    "--data.pictures.decode": "--data.pictures.memory_gb=0 to decode in each epoch, or leave it out",
+    "--data.pictures.num_workers": "--data.num_workers",
+    "--data.pictures.cache_dir": "leave it out: pictures are decoded into the memory",
+    "--data.pictures.cache_limit_gb": "--data.pictures.memory_gb",
     # Training, checkpoints and ranks.
     "--last_checkpoint.sharded": "fsdp2 writes one file, which every mode reads",
     "--max_restarts": "torchrun --max-restarts=3 --nproc-per-node=2 -m lit_cifar fit --resume=auto --run_dir=FOLDER",

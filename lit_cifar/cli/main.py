@@ -280,6 +280,7 @@ class CLI(LightningCLI):
         if process_rank() == 0:
             self._check(subcommand)
         else:
+            self.datamodule.trainer = self.trainer
             self.datamodule.read_ahead(subcommand)
         folder = None if self._arguments.trainer.fast_dev_run else self._make_run_folder()
         if process_rank() == 0:

@@ -61,16 +61,9 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "data.seed": (0, math.inf),
     "data.val_size": (0, math.inf),
     "data.augment.padding": (0, math.inf),
-    "data.augment.num_ops": (1, 64),
-    "data.augment.magnitude": (0, 30),
-    "data.augment.jitter": (0, 1),
-    "data.augment.hue": (0, 0.5),
-    "data.augment.erasing": (0, 1),
     "data.augment.cutout": (0, math.inf),
-    "data.augment.small_epochs": (0, math.inf),
-    "data.augment.small_size": (0, math.inf),
-    "data.pictures.num_workers": (0, math.inf),
-    "data.pictures.cache_limit_gb": (0, math.inf),
+    "data.num_workers": (0, _MANY),
+    "data.pictures.memory_gb": (0, math.inf),
     "figures.num_wrong": (0, _MANY),
     "figures.every_n_epochs": (0, math.inf),
     "last_checkpoint.every_n_epochs": (0, math.inf),
@@ -256,9 +249,6 @@ def check_run(
     if module.header.network is not None:
         check_network(module.network, module.image_shape, num_classes=len(data.classes))
     if subcommand == "fit":
-        if data.augmentation is not None and (side := data.augmentation.small_size):
-            remedy = "leave out --data.augment.small_size and --data.augment.small_epochs"
-            check_network(module.network, (3, side, side), num_classes=len(data.classes), remedy=remedy)
         optimizer, scheduler = _try_optimizer(module)
         refuse_averages(trainer, mode_of(trainer.strategy))
         if replicas is not None:

@@ -1,7 +1,8 @@
-"""Crops, flips and cutout of many uint8 images at once, and between them what `policies` does.
+"""Crops, flips and cutout of many uint8 images at once, and between them the transforms that a user names.
 
-What happens to a sample is a function of (seed, epoch, sample id) alone, never of its rank, batch or device, and is
-integer work throughout: the CPU and the GPU give the same bytes, and the host waits for nothing.
+What happens to a sample is a function of (seed, epoch, key) alone, never of its rank, batch or device. Its key is its
+id, or another number where an epoch uses it again (`TrainSampler.keys`). Without transforms it is integer work
+throughout: the CPU and the GPU give the same bytes, and the host waits for nothing.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_cifar.data.counter_rng import Purpose, keyed_integers
-from lit_cifar.data.policies import Policy, erase
+from lit_cifar.data.transforms import Transforms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,68 +31,58 @@ class Augmentation:
     reflect: bool = False  # whether added pixels mirror the inner ones; otherwise they are black
     flip: bool = True  # whether half of the images are mirrored left to right
     alternate: bool = False  # whether every second epoch mirrors the other half; otherwise each epoch draws anew
-    policy: Policy = field(default_factory=Policy)  # what befalls images after crop and flip; nothing by default
+    transforms: Transforms = field(default_factory=Transforms)  # what images then go through one by one
     cutout: int = 0  # side in pixels of a black square at a random centre (DeVries and Taylor, 2017); 0 for none
-    small_epochs: int = 0  # number of first epochs in which images are resized after all else
-    small_size: int = 0  # height and width of the images in these epochs
 
-    def shrunk(self, images: Tensor, *, epoch: int) -> Tensor:
-        """Images (uint8, (n, C, H, W)) that `__call__` has returned, as they are trained on in `epoch`."""
-        if epoch >= self.small_epochs:
-            return images
-        height, width = images.shape[2:]
-        begin = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-        return resized_crop(images, begin, begin, begin + height, begin + width, begin.bool(), size=self.small_size)
-
-    def draw(self, ids: Tensor, size: Sequence[int], *, epoch: int) -> Tensor:
-        """Draw the augmentation in `epoch` of the samples `ids` (int64, (n,)), images of `size` (height, width).
+    def draw(self, keys: Tensor, size: Sequence[int], *, epoch: int) -> Tensor:
+        """Draw the augmentation in `epoch` of samples by their `keys` (int64, (n,)), images of `size` (height, width).
 
         It takes the least time for a whole epoch at once.
 
         Returns:
             A column for each sample, int64, (3, n): the first row and column of its window in the padded image, and
-            whether that is mirrored. With `resized_to` (5, n): the window's height and width too. Then those of the
-            policy. With cutout two more: the row and column of the square's centre.
+            whether that is mirrored. With `resized_to` (5, n): the window's height and width too. With transforms one
+            more: their seed. With cutout two more: the row and column of the square's centre.
         """
 
         def pick(purpose: Purpose, bound: int | Tensor) -> Tensor:
-            return keyed_integers(ids, bound, seed=self.seed, epoch=epoch, purpose=purpose)
+            return keyed_integers(keys, bound, seed=self.seed, epoch=epoch, purpose=purpose)
 
         height, width = size
         window: list[Tensor] = []
         if self.resized_to is None:
             place = [pick(Purpose.CROP_ROW, 2 * self.padding + 1), pick(Purpose.CROP_COLUMN, 2 * self.padding + 1)]
         else:
-            sizes = _window_sizes(height, ids.device)
+            sizes = _window_sizes(height, keys.device)
             window = list(sizes[pick(Purpose.CROP_SIZE, len(sizes))].T)
             place = [pick(Purpose.CROP_ROW, height + 1 - window[0]), pick(Purpose.CROP_COLUMN, width + 1 - window[1])]
             height = width = self.resized_to
-        draws = [*place, self._mirrored(ids, epoch), *window]
-        draws += self.policy.draw(ids, (height, width), seed=self.seed, epoch=epoch)
+        draws = [*place, self._mirrored(keys, epoch), *window]
+        if self.transforms:
+            draws.append(pick(Purpose.TRANSFORMS, 2**31))
         if self.cutout:
             draws += [pick(Purpose.CUTOUT_ROW, height), pick(Purpose.CUTOUT_COLUMN, width)]
         return torch.stack(draws)
 
-    def _mirrored(self, ids: Tensor, epoch: int) -> Tensor:
+    def _mirrored(self, keys: Tensor, epoch: int) -> Tensor:
         drawn_in = 0 if self.alternate else epoch
-        drawn = keyed_integers(ids, 1 + self.flip, seed=self.seed, epoch=drawn_in, purpose=Purpose.FLIP)
+        drawn = keyed_integers(keys, 1 + self.flip, seed=self.seed, epoch=drawn_in, purpose=Purpose.FLIP)
         return drawn ^ (epoch & 1) if self.alternate else drawn
 
     def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
         """The `images` (uint8, (n, C, H, W)) after their `draws`, a new tensor, of the same shape unless resized."""
         rows, columns, mirrored, *rest = draws
         if self.resized_to is None:
-            cropped = crop(images, rows, columns, mirrored.bool(), padding=self.padding, reflect=self.reflect)
+            made = crop(images, rows, columns, mirrored.bool(), padding=self.padding, reflect=self.reflect)
         else:
             heights, widths, *rest = rest
-            cropped = resized_crop(images, rows, columns, heights, widths, mirrored.bool(), size=self.resized_to)
-        following = iter(rest)
-        changed = self.policy(cropped, following)
+            made = resized_crop(images, rows, columns, heights, widths, mirrored.bool(), size=self.resized_to)
+        if self.transforms:
+            seeds, *rest = rest
+            made = self.transforms(made, seeds)
         if self.cutout:
-            side = torch.full_like(rows, self.cutout)
-            row, column = (centre - self.cutout // 2 for centre in following)
-            erase(changed, row, column, side, side)
-        return changed
+            blacken(made, *(centre - self.cutout // 2 for centre in rest), side=self.cutout)
+        return made
 
 
 def crop(
@@ -110,6 +101,16 @@ def crop(
     places = (rows[:, None] + down)[:, :, None] * padded.shape[3] + (columns[:, None] + across)[:, None, :]
     places = places.flatten(1)[:, None].expand(-1, images.shape[1], -1)
     return padded.flatten(2).gather(2, places).view(images.shape)
+
+
+def blacken(images: Tensor, rows: Tensor, columns: Tensor, *, side: int) -> None:
+    """Make a square of each of the `images` black, in place; it may reach over the border. Others are int64, (n,)."""
+    inside = []
+    for start, length in (rows, images.shape[2]), (columns, images.shape[3]):
+        pixels = torch.arange(length, device=images.device)
+        inside.append((pixels >= start[:, None]) & (pixels < start[:, None] + side))
+    down, across = inside
+    images.mul_(~(down[:, :, None] & across[:, None, :])[:, None])
 
 
 def _reflected(images: Tensor, padding: int) -> Tensor:

@@ -27,15 +27,7 @@ class Purpose(IntEnum):
     CROP_SIZE = 9
     MIX = 10
     BALANCE = 11
-    OPERATION = 12
-    MAGNITUDE = 13
-    SIGN = 14
-    JITTER_ORDER = 15
-    JITTER = 16
-    ERASED = 17
-    ERASED_SIZE = 18
-    ERASED_ROW = 19
-    ERASED_COLUMN = 20
+    TRANSFORMS = 12
 
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # int64 tensors wrap around as the generator's uint64 does

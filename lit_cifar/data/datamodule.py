@@ -4,7 +4,6 @@ A damaged data set is an error: it is never repaired, or replaced by another in 
 """
 
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache, cached_property
 from importlib import import_module
 from math import inf
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.dataset import Dataset, Split
-from lit_cifar.data.encoded_pictures import EncodedImages
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.mixing import Mixing
@@ -32,6 +30,7 @@ from lit_cifar.data.sample_order import (
     settings_in,
 )
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
+from lit_cifar.data.workers import num_cores
 from lit_cifar.errors import CheckpointError, ConfigError, nearest
 from lit_cifar.mode import Layout, mode_of
 
@@ -102,6 +101,9 @@ class CIFAR10DataModule(L.LightningDataModule):
             count them twice. For study.
         resident: Place of the uint8 images: in "host" memory, or on the "device", where the GPU makes its batches
             itself. With "auto" they are on the GPU if it has room for four copies of them.
+        num_workers: Number of worker processes, for each process that trains, that decode pictures which do not fit the
+            memory and apply the transforms of `augment`. With 0 it does so itself. The default is its share of the
+            cores to decode, and 0 otherwise.
         download: Download the data set if it is missing.
         pictures: How the pictures of "folder" are read: `Pictures`.
         seed: Seed of order, augmentation, split and synthetic images, and of dropout; not negative.
@@ -138,6 +140,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         drop_last: bool = False,
         pad_eval: bool = False,
         resident: Literal["auto", "host", "device"] = "auto",
+        num_workers: int | None = None,
         download: bool = True,
         pictures: Pictures = Pictures(),  # noqa: B008  # it is frozen
         seed: int = 0,
@@ -152,14 +155,14 @@ class CIFAR10DataModule(L.LightningDataModule):
         self.frozen_order = frozen_order
         self.drop_last = drop_last
         self.pad_eval = pad_eval
-        self.resident = resident
+        self.resident, self.num_workers = resident, num_workers
         self.download = download
         self.seed = seed
         self._dataset, self._held_out = dataset, val_size
         self.predict_dir = None if predict_dir is None else Path(predict_dir)
         self.source = open_dataset(dataset, root, image_size=image_size, seed=seed, pictures=pictures)
         self.name, self.image_size = self.source.title, self.source.image_size
-        self.decoded_size = pictures.decoded_size or self.image_size
+        self.decoded_size, self._memory_gb = pictures.decoded_size or self.image_size, pictures.memory_gb
         settings = Augment() if augment is True else augment
         self.augmentation: Augmentation | None = None
         if settings:
@@ -177,6 +180,13 @@ class CIFAR10DataModule(L.LightningDataModule):
         if isinstance(class_weights, list) and not all(0 < factor < inf for factor in class_weights):
             problem = f"--data.class_weights={class_weights}: a factor of a loss is positive and finite"
             raise ConfigError(problem, remedy="pass one factor for each class, or balanced")
+        self._transforms = self.augmentation is not None and bool(self.augmentation.transforms)
+        if self._transforms and resident == "device":
+            problem = "--data.resident=device makes batches on the GPU, and --data.augment.transforms run on the host"
+            raise ConfigError(problem, remedy="leave one of the two out")
+        if num_workers is not None and not self._transforms and dataset != "folder":
+            problem = f"--data.num_workers={num_workers} has nothing to do: these images are in memory"
+            raise ConfigError(problem, remedy="leave it out, or add --data.augment.transforms")
         if balanced and not shuffle:
             problem = "--data.balanced=true draws an order, and --data.shuffle=false has none"
             raise ConfigError(problem, remedy="leave one of the two out")
@@ -238,11 +248,12 @@ class CIFAR10DataModule(L.LightningDataModule):
             raise ConfigError(problem, remedy="pass the --data.val_size of the training, or use the test subcommand")
         if stage in ("fit", "validate") and "train" not in self.sets:
             if self.source.own_val:
-                self.sets |= {"train": self._load("train"), "val": self._load("val")}
+                train, val = self._load("train"), self._load("val")
             else:
-                self.sets["train"], self.sets["val"] = self._split(self._load("train"))
+                train, val = self._split(self._load("train"))
+            self.sets |= {"train": self._decoded(train), "val": self._decoded(val)}
         if stage == "test" and "test" not in self.sets:
-            self.sets["test"] = self._load("test")
+            self.sets["test"] = self._decoded(self._load("test"))
         if stage == "predict":
             if self.predict_dir is None:
                 raise ConfigError("predict classifies a folder of images", remedy="pass --data.predict_dir=FOLDER")
@@ -258,6 +269,15 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     def _load(self, split: Split) -> ImageSet:
         return self.source.load(split, num_images=self.num_images.get(split))
+
+    def _decoded(self, images: ImageSet) -> ImageSet:
+        """The `images`, in memory if they fit."""
+        return images.in_memory(self._memory_gb, num_processes=self._num_processes)
+
+    @property
+    def _num_processes(self) -> int:
+        """Number of processes that train on this machine."""
+        return 1 if self.trainer is None else mode_of(self.trainer.strategy).num_local_processes
 
     def _split(self, images: ImageSet) -> tuple[ImageSet, ImageSet]:
         if self.val_size >= len(images):
@@ -340,7 +360,14 @@ class CIFAR10DataModule(L.LightningDataModule):
         images = self._resident("train")
         factors = self.class_factors()
         weights = None if factors is None else factors.to(images.images.device)
-        return BatchLoader(images, sampler, augmentation=self.augmentation, mixing=self.mixing, class_weights=weights)
+        return BatchLoader(
+            images,
+            sampler,
+            augmentation=self.augmentation,
+            mixing=self.mixing,
+            class_weights=weights,
+            num_workers=self._workers(images, transforms=self._transforms),
+        )
 
     def class_factors(self) -> Tensor | None:
         """Factors of the loss of each class, float32, (C,), if there are any; a wrong number of them is refused."""
@@ -376,17 +403,23 @@ class CIFAR10DataModule(L.LightningDataModule):
         )
 
     def _evaluation_loader(self, split: str) -> BatchLoader:
-        return BatchLoader(self._resident(split), self.evaluation_sampler(split))
+        images = self._resident(split)
+        return BatchLoader(images, self.evaluation_sampler(split), num_workers=self._workers(images))
+
+    def _workers(self, images: ImageSet, *, transforms: bool = False) -> int | None:
+        """Number of processes that make the batches, 0 if it is this one, None if blocks of batches are made here."""
+        if images.are_encoded and self.num_workers is None:
+            return max(1, num_cores() // self._num_processes)
+        return self.num_workers if images.are_encoded or (transforms and self.num_workers) else None
 
     def _resident(self, split: str) -> ImageSet:
         """The images of `split` where `resident` wants them."""
         images = self.sets[split]
-        if isinstance(images, EncodedImages) and self.trainer is not None:
-            images = replace(images, num_processes=mode_of(self.trainer.strategy).num_local_processes)
         device = images.images.device if self.trainer is None else self.trainer.strategy.root_device
         if self.resident == "device" and device.type == "cpu":
             rank_zero_warn("--data.resident=device has no effect on the CPU: the host's memory is the device's")
-        if self.resident == "host" or (self.resident == "auto" and not _has_room(images.images, device)):
+        on_host = self.resident == "host" or (split == "train" and self._transforms and not images.are_encoded)
+        if on_host or (self.resident == "auto" and not _has_room(images.images, device)):
             return images
         return images.to(device)
 

@@ -1,8 +1,8 @@
 """Data sets in memory: uint8 images and int64 labels, and the batches cut from them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,11 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Labelled images in memory; `lit_cifar.data.picture_cache` has those in a file."""
+    """Labelled images in memory; `lit_cifar.data.pictures` has those that are decoded when they are needed."""
 
     images: Tensor  # uint8, (N, 3, height, width), RGB
     labels: Tensor  # int64, (N,), each in `range(len(classes))`
     classes: tuple[str, ...]  # names of the classes, by label
+    are_encoded: ClassVar[bool] = False  # whether they are decoded whenever they are gathered
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -23,9 +24,17 @@ class ImageSet:
         """A copy of the pixels at positions `ids` (int64, (M,)), uint8, (M, 3, height, width)."""
         return self.images.index_select(0, ids)
 
-    def gather_each(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
-        """`gather` of each, in turn."""
-        return map(self.gather, parts)
+    def packed(self, ids: Tensor) -> Any:
+        """What a process without this object makes the images at positions `ids` from, by `unpack`."""
+        return self.gather(ids).numpy()
+
+    @property
+    def unpack(self) -> Callable[[Any], Tensor]:
+        return torch.from_numpy
+
+    def in_memory(self, limit_gb: float | None, *, num_processes: int) -> "ImageSet":
+        """The images in memory, unless they would take more there than `limit_gb`: see `options.Pictures.memory_gb`."""
+        return self
 
     def subset(self, ids: Tensor) -> "ImageSet":
         """The images at positions `ids` (int64, (M,)), in that order."""

@@ -1,12 +1,11 @@
 """A loader for decoded images: one gather for some batches, on the host or on the GPU.
 
-torch's DataLoader exists to hide slow decoding behind worker processes. uint8 images, in memory or in a mapped file,
-need no decoding: the gather below feeds a GPU without any worker (`encoded_pictures` has some, behind the same gather),
-and Lightning leaves an iterable that is no DataLoader as it is.
+torch's DataLoader exists to hide slow decoding behind worker processes. uint8 images in memory need no decoding: the
+gather below feeds a GPU without any worker (`workers` has some, for what takes longer), and Lightning leaves an
+iterable that is no DataLoader as it is.
 """
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.mixing import Mixing, soft_targets
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
+from lit_cifar.data.workers import made_by_workers
 from lit_cifar.errors import CheckpointError
 
 # Number of 32 x 32 images that are made at a time; fewer if they are larger. On the host this is the fastest number of
@@ -39,9 +39,11 @@ class BatchLoader:
         augmentation: Augmentation | None = None,
         mixing: Mixing | None = None,
         class_weights: Tensor | None = None,
+        num_workers: int | None = None,
     ) -> None:
+        """`num_workers` is the number of processes that make the images; by default blocks of them are made here."""
         self.images, self.sampler, self._augmentation = images, sampler, augmentation
-        self._mixing, self._class_weights = mixing, class_weights
+        self._mixing, self._class_weights, self._num_workers = mixing, class_weights, num_workers
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -52,11 +54,12 @@ class BatchLoader:
             return
         # A process that has not all of a batch makes the images with which it mixes its own: the second of each pair.
         apart = self._mixing is not None and any(len(part.ids) < len(part.whole) for part in parts)
-        needed = [ids for part in parts for ids in ([part.ids, part.partners] if apart else [part.ids])]
-        sizes = [len(ids) for ids in needed]
-        ids = torch.cat(needed).to(self.images.images.device, non_blocking=True)
+        needed = [keys for part in parts for keys in ([part.own_keys, part.partners] if apart else [part.own_keys])]
+        sizes = [len(keys) for keys in needed]
+        keys = torch.cat(needed).to(self.images.images.device, non_blocking=True)
+        ids = keys % len(self.images)
         labels = torch.split(self.images.labels.index_select(0, ids), sizes)
-        made = zip(self._images(ids, sizes), labels, torch.split(ids, sizes), strict=True)
+        made = zip(self._images(ids, keys, sizes), labels, torch.split(ids, sizes), strict=True)
         is_soft = self._mixing is not None or self._class_weights is not None
         for part in parts:
             batch = Batch(*next(made), part.weight)
@@ -77,19 +80,22 @@ class BatchLoader:
         soft = soft_targets(mix, labels, others, num_classes=classes, weights=weights, whole=whole)
         return batch._replace(labels=labels if mix is None or mix.share >= 0.5 else others, soft_targets=soft)
 
-    def _images(self, ids: Tensor, sizes: list[int]) -> Iterator[Tensor]:
+    def _images(self, ids: Tensor, keys: Tensor, sizes: list[int]) -> Iterator[Tensor]:
         """The images of each batch, made in blocks, because one image takes as many operators as 1000."""
         num_images = _BLOCK_ON_HOST if ids.device.type == "cpu" else _BLOCK_ON_DEVICE
         num_images = num_images * 32 * 32 // self.images.images.shape[2:].numel()
         length = max(1, num_images // max(1, *sizes))  # batches of a block
         blocks = [sizes[start : start + length] for start in range(0, len(sizes), length)]
         of_blocks = torch.split(ids, [sum(block) for block in blocks])
-        made = self.images.gather_each(of_blocks)
-        if self._augmentation is not None:
-            size, epoch = self.images.images.shape[2:], self.sampler.epoch
-            draws = self._augmentation.draw(ids, size, epoch=epoch)
-            made = map(self._augmentation, made, torch.split(draws, [len(part) for part in of_blocks], dim=1))
-            made = map(partial(self._augmentation.shrunk, epoch=epoch), made)
+        augment, draws = self._augmentation, None
+        if augment is not None:
+            draws = augment.draw(keys, self.images.images.shape[2:], epoch=self.sampler.epoch)
+        if self._num_workers is not None:
+            made = made_by_workers(self.images, of_blocks, draws, augment=augment, num_workers=self._num_workers)
+        else:
+            made = map(self.images.gather, of_blocks)
+            if augment is not None and draws is not None:
+                made = map(augment, made, torch.split(draws, [len(part) for part in of_blocks], dim=1))
         for block, images in zip(blocks, made, strict=True):
             yield from torch.split(images, block)
 

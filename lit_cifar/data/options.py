@@ -1,11 +1,12 @@
 """What a user sets about the augmentation of training images, and about pictures of their own."""
 
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch import nn
 
 from lit_cifar.data.augment import Augmentation
-from lit_cifar.data.policies import Policy, PolicyName
+from lit_cifar.data.transforms import Transforms
 from lit_cifar.errors import ConfigError
 
 
@@ -19,79 +20,39 @@ class Augment:
         alternate_flips: Half of the images are mirrored left to right. Mirror a random half in the first epoch and the
             other half in the second, and so on (Jordan, 2024, https://arxiv.org/abs/2404.00498). With false each epoch
             draws a new half.
-        policy: "trivial_augment_wide" (one random operation of random strength) or "rand_augment".
-        num_ops: Number of random operations on each image, of "rand_augment".
-        magnitude: Strength of these operations, from 0 to 30.
-        jitter: Brightness, contrast and saturation are multiplied, in random order, by random factors from 1 - `jitter`
-            to 1 + `jitter`. At most 1.
-        hue: Share of the colour circle by which the hue is shifted at most, in either direction. At most 0.5.
-        erasing: Probability of a random black rectangle of 2 to 33 % of the image.
+        transforms: Modules that then change one image, by class: those of torchvision.transforms.v2, or your own. They
+            get a uint8 tensor (3, height, width) and return one.
         cutout: Side of a random black square, in pixels. With 0 there is none.
-        small_epochs: Number of first epochs in which images are resized to `small_size` after all else. At 24 pixels in
-            place of 32 a convolution takes 9/16 of the operations.
-        small_size: Height and width of training images in these epochs, in pixels.
     """
 
     padding: int = 4
     reflect: bool = False
     alternate_flips: bool = False
-    policy: PolicyName | None = None
-    num_ops: int = 2
-    magnitude: int = 9
-    jitter: float = 0.0
-    hue: float = 0.0
-    erasing: float = 0.0
+    transforms: list[nn.Module] = field(default_factory=list)
     cutout: int = 0
-    small_epochs: int = 0
-    small_size: int = 0
 
     def of_images(self, size: int, *, decoded_size: int | None, seed: int) -> Augmentation:
         """The augmentation of images of `size` x `size` pixels, windows of `decoded_size` x `decoded_size` if given."""
-        self._check(size, decoded_size=decoded_size)
+        if decoded_size is not None and (changed := _changed(self, "padding", "reflect")):
+            raise ConfigError(
+                "--data.pictures.decoded_size crops images that are not padded",
+                remedy=f"leave out --data.augment.{changed[0]}",
+            )
+        if self.reflect and self.padding >= size:
+            problem = "--data.augment.reflect=true has too few pixels to mirror"
+            raise ConfigError(problem, remedy="lower --data.augment.padding")
+        transforms = Transforms(tuple(self.transforms))
+        if transforms:
+            transforms.check(size)
         return Augmentation(
             seed=seed,
             resized_to=None if decoded_size is None else size,
             padding=self.padding,
             reflect=self.reflect,
             alternate=self.alternate_flips,
-            policy=Policy(
-                name=self.policy,
-                num_ops=self.num_ops,
-                magnitude=self.magnitude,
-                jitter=self.jitter,
-                hue=self.hue,
-                erasing=self.erasing,
-            ),
+            transforms=transforms,
             cutout=self.cutout,
-            small_epochs=self.small_epochs,
-            small_size=self.small_size,
         )
-
-    def _check(self, size: int, *, decoded_size: int | None) -> None:
-        if self.policy != "rand_augment" and (changed := _changed(self, "num_ops", "magnitude")):
-            raise ConfigError(
-                f"--data.augment.{changed[0]}={changed[1]} is a setting of RandAugment",
-                remedy="add --data.augment.policy=rand_augment, or leave it out",
-            )
-        if decoded_size is not None and (changed := _changed(self, "padding", "reflect")):
-            raise ConfigError(
-                "--data.pictures.decoded_size crops images that are not padded",
-                remedy=f"leave out --data.augment.{changed[0]}",
-            )
-        if bool(self.small_epochs) != bool(self.small_size):
-            raise ConfigError(
-                f"--data.augment.small_epochs={self.small_epochs} and --data.augment.small_size={self.small_size} "
-                "belong together",
-                remedy="pass both, e.g. --data.augment.small_epochs=7 --data.augment.small_size=24, or leave both out",
-            )
-        if self.small_size >= size:
-            raise ConfigError(
-                f"--data.augment.small_size={self.small_size} is not smaller than the images, which have {size} pixels",
-                remedy=f"pass --data.augment.small_size={max(1, 3 * size // 4)}",
-            )
-        if self.reflect and self.padding >= size:
-            problem = "--data.augment.reflect=true has too few pixels to mirror"
-            raise ConfigError(problem, remedy="lower --data.augment.padding")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,20 +63,15 @@ class Pictures:
         decoded_size: Height and width of the squares that they are decoded to, in pixels. Training images are then
             windows of random size and place, and other images the centre, of the size --data.image_size. The default is
             that size, without windows. ImageNet's recipe has an image size of 224 and 256 here.
-        decode: When they are decoded: "once", into a file that takes 3 bytes for each pixel, or "as_needed", by worker
-            processes, in each epoch anew. All else is the same.
-        num_workers: Number of worker processes for each process that trains. With 0 it decodes itself. The default is
-            its share of the cores.
-        cache_dir: Folder for pictures that are decoded once. The default is lit_cifar in the user's cache folder.
-        cache_limit_gb: Largest size of that folder in GB.
-        skip_unreadable: Leave out pictures that cannot be read. With false they are an error.
+        memory_gb: Largest size of the decoded pictures of a split, in GB, that each process keeps in its memory. Larger
+            ones are decoded by worker processes in each epoch anew; all else is the same. The default is half of what
+            the machine has free, divided among its processes that train.
+        skip_unreadable: Leave out pictures that cannot be read; they are searched for at each start. With false they
+            are an error.
     """
 
     decoded_size: int | None = None
-    decode: Literal["once", "as_needed"] = "once"
-    num_workers: int | None = None
-    cache_dir: str | Path | None = None
-    cache_limit_gb: float = 100.0
+    memory_gb: float | None = None
     skip_unreadable: bool = False
 
     def check(self, image_size: int) -> None:
@@ -126,11 +82,6 @@ class Pictures:
                 f"--data.pictures.decoded_size={size} is not between --data.image_size={image_size} and twice that",
                 remedy=f"pass --data.pictures.decoded_size={image_size * 8 // 7}, or leave it out",
             )
-        of_file = ("cache_dir", "cache_limit_gb", "skip_unreadable")
-        unused, other = (("num_workers",), "as_needed") if self.decode == "once" else (of_file, "once")
-        if changed := _changed(self, *unused):
-            problem = f"--data.pictures.{changed[0]}={changed[1]} is not for --data.pictures.decode={self.decode}"
-            raise ConfigError(problem, remedy=f"leave it out, or pass --data.pictures.decode={other}")
 
     def refuse(self) -> None:
         """Refuse what is set, as the data set has no such pictures."""
@@ -143,7 +94,3 @@ def _changed(options: Augment | Pictures, *names: str) -> tuple[str, Any] | None
     """The first of the settings `names` that is not the default, and its value."""
     given, usual = vars(options), vars(type(options)())
     return next(((name, given[name]) for name in names if given[name] != usual[name]), None)
-
-
-# The arguments of the data module that are groups of settings.
-GROUPS: dict[str, type[Augment | Pictures]] = {"augment": Augment, "pictures": Pictures}

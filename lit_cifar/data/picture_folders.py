@@ -6,8 +6,7 @@ Links to files and folders are followed. Hidden files are passed over, and files
 import os
 import re
 import shlex
-import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -19,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 
 from lit_cifar.data.dataset import Split
+from lit_cifar.data.picture_files import list_files
 from lit_cifar.errors import DataError, nearest, printable
 
 # The usual names of folders to train, validate and test on, in any case.
@@ -30,7 +30,6 @@ SPLITS: dict[Split, tuple[str, ...]] = {
 _SPLIT_WORD = re.compile(
     r"(?<![a-z])(train|training|val|valid|validation|test|testing|dev|eval|evaluation|holdout)(set)?s?(?![a-z])"
 )
-IMAGES_WANTED = "name a folder that holds images, e.g. PNG or JPEG files"
 _CLASS_WANTED = "put pictures of the class into it, or remove it if there is no such class"
 
 
@@ -220,60 +219,3 @@ def _folders(folder: Path) -> list[Path]:
         problem = f"{circle} is a link to a folder that it lies in"
         raise DataError(problem, remedy=f"remove it: rm {shlex.quote(str(circle))}")
     return found
-
-
-def list_files(folder: Path, *, remedy: str = IMAGES_WANTED) -> dict[str, tuple[int, int, int]]:
-    """Regular files and broken links, relative to `folder`, with size, time of the last change in ns, and place.
-
-    The place on the disk is the same for links to one file, and 0 for a broken link.
-
-    They are sorted as strings, without hidden files and files that could block, such as a named pipe. Links to folders
-    are followed, except links to a folder that they lie in: a warning counts these.
-    """
-    if not folder.is_dir():
-        problem = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise DataError(f"{folder} {problem}", remedy=remedy)
-    circles: list[str] = []
-    try:
-        listed = dict(sorted(_scan(str(folder), "", (folder.resolve(),), circles)))
-    except OSError as error:
-        raise DataError(f"{folder} cannot be listed: {error}", remedy="make it readable, or copy it") from error
-    if circles:
-        found = f"{len(circles)} links in {printable(str(folder))} are to folders that they lie in, and not followed"
-        rank_zero_warn(f"{found}; the first is {printable(min(circles))}")
-    if not listed:
-        raise DataError(f"{printable(str(folder))} holds no files", remedy=remedy)
-    return listed
-
-
-def _scan(
-    folder: str, prefix: str, chain: tuple[Path, ...], circles: list[str]
-) -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """Yield each file below `folder` with its size, time and place, see `list_files`.
-
-    Each is asked for once: with a million files anything more takes long. `chain` holds the real path of each folder in
-    which a link was followed to get here, and last that of this one. Links that are not followed are added to
-    `circles`.
-    """
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                below = (*chain[:-1], chain[-1] / entry.name)
-                yield from _scan(entry.path, f"{prefix}{entry.name}/", below, circles)
-                continue
-            try:
-                found = entry.stat()
-            except OSError:  # a broken link
-                yield prefix + entry.name, (0, 0, 0)
-                continue
-            if stat.S_ISREG(found.st_mode):
-                place = hash((found.st_dev, found.st_ino))
-                yield prefix + entry.name, (found.st_size, found.st_mtime_ns, place)
-            elif stat.S_ISDIR(found.st_mode):
-                target = Path(entry.path).resolve()
-                if any(above.is_relative_to(target) for above in chain):
-                    circles.append(prefix + entry.name)
-                else:
-                    yield from _scan(entry.path, f"{prefix}{entry.name}/", (*chain, target), circles)

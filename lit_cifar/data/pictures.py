@@ -1,36 +1,26 @@
 """The user's own pictures as small RGB squares, uint8: folders of classes to train on, or a folder to classify."""
 
-import math
-import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from hashlib import sha256
-from itertools import compress
 from pathlib import Path
 from typing import Any, ClassVar
 from unicodedata import normalize
 
-import numpy as np
-import PIL
+import psutil
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from PIL import Image, ImageOps, ImagePalette, UnidentifiedImageError
-from PIL.PngImagePlugin import PngImageFile
-from PIL.TiffImagePlugin import BITSPERSAMPLE, COLORMAP, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT, TiffImageFile
 from torch import Tensor
 
 from lit_cifar.data.dataset import Channels, Dataset, Split
-from lit_cifar.data.encoded_pictures import EncodedImages
 from lit_cifar.data.images import ImageSet
 from lit_cifar.data.options import Pictures
-from lit_cifar.data.picture_cache import FORMAT, HASH, UNREADABLE, MappedImages, PictureCache
-from lit_cifar.data.picture_folders import IMAGES_WANTED, SPLITS, File, PictureFolders, list_files
-from lit_cifar.errors import ConfigError, DataError, one_line, printable
-
-# The formats that are read, whatever a file is called. Pillow knows forty more, most of them old, and starts
-# Ghostscript for one.
-FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
+from lit_cifar.data.picture_files import IMAGES_WANTED, list_files, read_image, read_images
+from lit_cifar.data.picture_folders import SPLITS, File, PictureFolders
+from lit_cifar.data.workers import num_cores
+from lit_cifar.errors import ConfigError, DataError, printable
 
 
 class OwnPictures(Dataset):
@@ -111,56 +101,31 @@ class OwnPictures(Dataset):
         return f"{name} of {', '.join(self.classes)}"
 
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
-        """Decode the pictures once, into a file that later calls and processes map; or leave them for later."""
+        """List the pictures; they are not decoded yet, unless those that cannot be are to be left out."""
         every = self._files(split)
         if num_images is not None:
             self.check_number(num_images, split, known=len(every))
         del self._unread[split]
         files = every[:num_images]
         folder = self._folders.folder(split)
-        paths = [f"{folder}/{file.path}" for file in files]
+        if self._read.skip_unreadable:
+            files = self._readable(files, folder)
+        self.listed[split] = _digest([*files, *every[num_images or len(every) :]])
+        none = torch.empty((0, 3, self._size, self._size), dtype=torch.uint8)
         labels = torch.tensor([file.label for file in files])
-        read = partial(read_image, size=self._size)
-        if self._read.decode == "as_needed":
-            self.listed[split] = _digest(every)
-            none = torch.empty((0, 3, self._size, self._size), dtype=torch.uint8)
-            rows, workers = torch.arange(len(paths)), self._read.num_workers
-            return EncodedImages(none, labels, self.classes, paths, rows, read, workers)
-        of_pixels = repr((FORMAT, PIL.__version__, self._size, files))
-        cache = PictureCache(
-            root=self._read.cache_dir,
-            source="\n".join([str(self.root.resolve()), split, str(self._size), str(num_images)]),
-            digest=sha256(of_pixels.encode(errors="surrogateescape")).hexdigest()[:16],
-            limit_gb=self._read.cache_limit_gb,
-        )
-        file, cached = cache.open(paths, size=self._size, read=read)
-        shape = (len(paths), 3, self._size, self._size)
-        hashes = np.frombuffer(file, HASH, offset=math.prod(shape))
-        unreadable = hashes == UNREADABLE
-        self._judge([path for path, bad in zip(paths, unreadable, strict=True) if bad], len(paths))
-        self.listed[split] = _digest([*compress(files, ~unreadable), *every[len(files) :]])
-        rows = torch.from_numpy(np.flatnonzero(~unreadable))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that the buffer is read-only; nobody writes to it
-            images = torch.frombuffer(file, dtype=torch.uint8, count=math.prod(shape)).view(shape)
-        checked = torch.zeros(len(files), dtype=torch.bool)
-        return MappedImages(images, labels[rows], self.classes, file, rows, hashes, checked, cached)
+        return EncodedImages(none, labels, self.classes, [f"{folder}/{file.path}" for file in files])
 
-    def _judge(self, unreadable: list[str], num_files: int) -> None:
-        """Refuse pictures that cannot be read, or say that they are left out."""
-        if not unreadable:
-            return
-        number = f"{len(unreadable):,} of {num_files:,} files cannot be read as pictures"
-        if self._read.skip_unreadable and len(unreadable) < num_files:
+    def _readable(self, files: list[File], folder: Path) -> list[File]:
+        paths = [f"{folder}/{file.path}" for file in files]
+        nowhere = torch.empty((len(files), 3, 1, 1), dtype=torch.uint8, device="meta")
+        errors = read_images(paths, nowhere, num_threads=num_cores())
+        unreadable = [path for path, error in zip(paths, errors, strict=True) if error]
+        if len(unreadable) == len(files):
+            raise DataError(_judged(paths, errors), remedy="replace them")
+        if unreadable:
+            number = f"{len(unreadable):,} of {len(files):,} files cannot be read as pictures"
             rank_zero_warn(f"{number} and are left out; the first is {printable(unreadable[0])}")
-            return
-        found = [(path, read_image(path, size=1)) for path in unreadable[:3]]
-        again = "the second time it could be read"
-        listed = "; ".join(f"{printable(path)}: {why if isinstance(why, str) else again}" for path, why in found)
-        raise DataError(
-            f"{number}: {listed}" + ("; ..." if len(unreadable) > 3 else ""),
-            remedy="replace them, move them away, or leave them out: --data.pictures.skip_unreadable=true",
-        )
+        return [file for file, error in zip(files, errors, strict=True) if not error]
 
     def found(self, sets: Mapping[str, ImageSet]) -> list[str]:
         read: list[Split] = [split for split in SPLITS if split in sets and len(sets[split])]
@@ -200,6 +165,69 @@ def _digest(files: Iterable[File]) -> str:
 
 
 @dataclass(frozen=True)
+class EncodedImages(ImageSet):
+    """Pictures that are decoded whenever they are gathered. `images` is empty, and tells their size and device."""
+
+    paths: Sequence[str]
+    are_encoded: ClassVar[bool] = True
+
+    def subset(self, ids: Tensor) -> "EncodedImages":
+        return replace(self, paths=self.packed(ids), labels=self.labels[ids])
+
+    def packed(self, ids: Tensor) -> list[str]:
+        return [self.paths[row] for row in ids.tolist()]
+
+    @property
+    def unpack(self) -> Callable[[Any], Tensor]:
+        return partial(_decoded, size=self.images.shape[2])
+
+    def gather(self, ids: Tensor) -> Tensor:
+        return self.unpack(self.packed(ids)).to(self.images.device)
+
+    def in_memory(self, limit_gb: float | None, *, num_processes: int) -> ImageSet:
+        limit = free_memory() / 2 / num_processes if limit_gb is None else limit_gb * 1e9
+        shape = len(self), *self.images.shape[1:]
+        if torch.Size(shape).numel() > limit:
+            return self
+        images = torch.empty(shape, dtype=torch.uint8)
+        errors = read_images(self.paths, images, num_threads=max(1, num_cores() // num_processes))
+        if any(errors):
+            raise DataError(
+                _judged(self.paths, errors),
+                remedy="replace them, move them away, or leave them out: --data.pictures.skip_unreadable=true",
+            )
+        return ImageSet(images, self.labels, self.classes)
+
+
+def _decoded(paths: list[str], *, size: int) -> Tensor:
+    images = torch.empty((len(paths), 3, size, size), dtype=torch.uint8)
+    for path, image in zip(paths, images, strict=True):
+        found = read_image(path, size=size)
+        if isinstance(found, str):
+            raise DataError(
+                f"a picture cannot be read: {printable(path)}: {found}",
+                remedy="replace it and go on with --resume=auto, or move it away and start again",
+            )
+        image.copy_(found)
+    return images
+
+
+def _judged(paths: Sequence[str], errors: Sequence[str | None]) -> str:
+    """What is said of the files in `paths` that cannot be read."""
+    bad = [f"{printable(path)}: {error}" for path, error in zip(paths, errors, strict=True) if error]
+    more = "; ..." if len(bad) > 3 else ""
+    return f"{len(bad):,} of {len(paths):,} files cannot be read as pictures: {'; '.join(bad[:3])}{more}"
+
+
+def free_memory() -> int:
+    """Bytes that the machine has free, or the container."""
+    free, cgroup = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+        free = min(free, int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text()))
+    return int(free)
+
+
+@dataclass(frozen=True)
 class FolderImages:
     """The files of a folder in input order, and the images among them."""
 
@@ -225,79 +253,3 @@ def read_folder(folder: Path, *, classes: tuple[str, ...], size: int = 32) -> Fo
         )
     labels = torch.full((len(images),), -1)
     return FolderImages(files, errors, ImageSet(torch.stack(images), labels, classes))
-
-
-def read_image(path: Path | str, *, size: int) -> Tensor | str:
-    """The image, uint8, (3, size, size), or one line on why there is none.
-
-    It is turned upright as its EXIF orientation says, laid on white where it is transparent, cut to its central square
-    and resized by antialiased bicubic interpolation. Of an animation the first frame counts.
-    """
-    try:
-        with warnings.catch_warnings():
-            # Warnings of Pillow, such as on broken metadata, are no concern here, except those of what may fill the
-            # memory.
-            warnings.simplefilter("ignore")
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path, formats=FORMATS) as image:
-                if not _has_range(image):
-                    what = f"{image.format} of mode {image.mode}"
-                    return f"{what}: no black and white are told; save it with 8 or 16 bits"
-                _scale_colours(image)
-                scale = _grey_scale(image)  # `upright` has no tags
-                upright = ImageOps.exif_transpose(image)
-                square = ImageOps.fit(_to_rgb(upright, *scale), (size, size), method=Image.Resampling.BICUBIC)
-    except UnidentifiedImageError:
-        return f"not an image ({', '.join(FORMATS)})"
-    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
-        return f"larger than {Image.MAX_IMAGE_PIXELS} pixels"
-    except Exception as error:  # decoders raise nearly anything on damaged data, even SyntaxError
-        return getattr(error, "strerror", None) or f"{type(error).__name__}: {one_line(error)}"
-    return torch.from_numpy(np.array(square)).permute(2, 0, 1)
-
-
-def _tags(image: Image.Image) -> Mapping[int, Any]:
-    """The tags of a TIFF file, by number; none of other files."""
-    return image.tag_v2 if isinstance(image, TiffImageFile) else {}
-
-
-def _has_range(image: Image.Image) -> bool:
-    """Whether the file tells which values are black and white.
-
-    Integers of 32 bits usually hold smaller ones, and real numbers anything; Pillow clips both at 255. It reads signed
-    bytes as unsigned ones. From a PGM file it makes integers up to 65535.
-    """
-    signed = 2 in _tags(image).get(SAMPLEFORMAT, ())
-    return not signed and image.mode != "F" and (image.mode != "I" or image.format == "PPM")
-
-
-def _scale_colours(image: Image.Image) -> None:
-    """Scale a palette and a transparent colour like the pixels, before these are decoded."""
-    colours, transparent = _tags(image).get(COLORMAP), image.info.get("transparency")
-    if colours and max(colours) < 256:  # they should have 16 bits: Pillow would make all black
-        image.palette = ImagePalette.raw("RGB;L", bytes(colours))
-    if isinstance(image, PngImageFile) and isinstance(transparent, tuple) and image.tile[0].args == "RGB;16B":
-        # The pixels lose their low bytes.
-        image.info["transparency"] = tuple(value >> 8 for value in transparent)
-    if isinstance(image, PngImageFile) and isinstance(transparent, int) and image.mode == "L":
-        image.info["transparency"] = transparent * {"L;2": 85, "L;4": 17}.get(str(image.tile[0].args), 1)
-
-
-def _grey_scale(image: Image.Image) -> tuple[int, bool]:
-    """The number of bits of a grey with more than 8, and whether 0 is white."""
-    tags = _tags(image)
-    return tags.get(BITSPERSAMPLE, (16,))[0], tags.get(PHOTOMETRIC_INTERPRETATION) == 0
-
-
-def _to_rgb(image: Image.Image, bits: int, inverted: bool) -> Image.Image:
-    if image.mode.startswith("I"):  # Pillow's own conversion clips greys at 255 instead of scaling them
-        values = np.asarray(image)
-        grey = (values >> bits - 8).astype(np.uint8)
-        if inverted:
-            grey = 255 - grey
-        grey[values == image.info.get("transparency")] = 255
-        return Image.fromarray(grey).convert("RGB")
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")

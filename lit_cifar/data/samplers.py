@@ -19,15 +19,22 @@ class BatchIds(NamedTuple):
 
     ids: Tensor
     weight: float
-    # Of a training step: the ids of its global batch, int64, (B,); where `ids` are among them; its number in the epoch.
-    whole: Tensor = torch.empty(0, dtype=torch.int64)
+    # Of the global batch, or of an evaluation's step `ids` themselves: what each sample is augmented by, int64, (B,),
+    # its id, or another number with this remainder by the number of samples; and where `ids` are among them.
+    keys: Tensor
     place: slice = slice(None)
+    # Of a training step: the ids of its global batch, int64, (B,); its number in the epoch.
+    whole: Tensor = torch.empty(0, dtype=torch.int64)
     step: int = 0
 
     @property
+    def own_keys(self) -> Tensor:
+        return self.keys[self.place]
+
+    @property
     def partners(self) -> Tensor:
-        """The samples before `ids` in the global batch, int64, (n,); the last is before the first."""
-        return self.whole.roll(1)[self.place]
+        """Keys of the samples before `ids` in the global batch, int64, (n,); the last is before the first."""
+        return self.keys.roll(1)[self.place]
 
 
 @dataclass(kw_only=True)
@@ -62,6 +69,13 @@ class TrainSampler:
 
     def order(self) -> Tensor:
         """The ids of this epoch in order, int64, (num_samples,)."""
+        return self.keys() % self.num_samples
+
+    def keys(self) -> Tensor:
+        """The keys of this epoch in order, int64, (num_samples,), all of them different: see `BatchIds`.
+
+        Those of a sample that is used k times are its id plus 0 to k - 1 times `num_samples`.
+        """
         if not self.shuffle:
             return torch.arange(self.num_samples)
         epoch = 0 if self.frozen else self.epoch
@@ -83,14 +97,15 @@ class TrainSampler:
         yield from islice(self._whole(), start, None)
 
     def _whole(self) -> Iterator[BatchIds]:
-        order = self.order()
+        keys = self.keys()
+        split = [torch.split(each, self.batch_size) for each in (keys, keys % self.num_samples)]
         num_parts = self.accumulation * self.layout.data_parallel_size
-        for number, batch in enumerate(torch.split(order, self.batch_size)[: self.num_batches]):
+        for number, (of_batch, batch) in enumerate(islice(zip(*split, strict=True), self.num_batches)):
             for step in range(self.accumulation):
                 start = step * self.layout.data_parallel_size + self.layout.data_parallel_rank
                 place = slice(start, None, num_parts)
                 ids = batch[place]
-                yield BatchIds(ids, len(ids) * num_parts / len(batch), batch, place, number)
+                yield BatchIds(ids, len(ids) * num_parts / len(batch), of_batch, place, batch, number)
 
     def check(self) -> None:
         """Refuse sizes that cannot be cut evenly, or leave fewer than two samples to be normalised together."""
@@ -128,7 +143,7 @@ class TrainSampler:
 
 
 def _balanced(labels: Tensor, *, seed: int, epoch: int) -> Tensor:
-    """As many ids as `labels` has, int64, in which the classes that occur are equally frequent, but for one sample.
+    """As many keys as `labels` has, int64, in which the classes that occur are equally frequent, but for one sample.
 
     The samples of a class take turns, in an order of this epoch, so that they are used equally often, but for once.
     """
@@ -137,8 +152,9 @@ def _balanced(labels: Tensor, *, seed: int, epoch: int) -> Tensor:
     sizes = torch.bincount(labels)
     sizes = sizes[sizes > 0]
     classes = (torch.arange(len(labels)) + epoch) % len(sizes)  # the remainder goes to other classes in each epoch
-    places = torch.arange(len(labels)) // len(sizes) % sizes[classes]
-    return by_class[(sizes.cumsum(0) - sizes)[classes] + places]
+    turns = torch.arange(len(labels)) // len(sizes)
+    ids = by_class[(sizes.cumsum(0) - sizes)[classes] + turns % sizes[classes]]
+    return ids + len(labels) * (turns // sizes[classes])
 
 
 @dataclass(kw_only=True)
@@ -168,4 +184,5 @@ class EvaluationSampler:
 
     def __iter__(self) -> Iterator[BatchIds]:
         for batch in torch.split(self._ids(), self._step):
-            yield BatchIds(batch[self.layout.data_parallel_rank :: self.layout.data_parallel_size], 1.0)
+            ids = batch[self.layout.data_parallel_rank :: self.layout.data_parallel_size]
+            yield BatchIds(ids, 1.0, ids)

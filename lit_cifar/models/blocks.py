@@ -63,13 +63,7 @@ def _topmost(module: nn.Module, wanted: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 @torch.no_grad()
-def check_network(
-    network: nn.Module,
-    image_shape: Sequence[int],
-    *,
-    num_classes: int,
-    remedy: str = "correct it, or its arguments: --model.network.NAME=VALUE",
-) -> None:
+def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes: int) -> None:
     """Refuse a network that does not return logits for two images of noise, or whose blocks compute something else."""
     name = type(network).__name__
     lazy = [key for key, tensor in network.named_parameters() if is_lazy(tensor)]
@@ -82,7 +76,7 @@ def check_network(
             outputs = block(outputs)
     except Exception as error:  # the network is the user's own code
         problem = f"{name} cannot take images {tuple(image_shape)}: {type(error).__name__}: {one_line(error)[:200]}"
-        raise ConfigError(problem, remedy=remedy) from error
+        raise ConfigError(problem, remedy="correct it, or its arguments: --model.network.NAME=VALUE") from error
     if lazy:
         layer = lazy[0].rpartition(".")[0]
         raise ConfigError(

@@ -13,11 +13,11 @@ from typing import Any, Final
 
 import lightning as L
 import torch
+from jsonargparse import ArgumentParser
 
 from lit_cifar.configured import own_network
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.ghost_batches import GhostBatches
-from lit_cifar.data.options import GROUPS
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.rendezvous import as_list
@@ -165,11 +165,10 @@ class Configuration:
 
     def data_module(self) -> CIFAR10DataModule:
         """The data module of `fit`, not set up."""
-        data = dict(self.config["data"])
-        for name, kind in GROUPS.items():
-            if isinstance(data.get(name), dict):
-                data[name] = kind(**data[name])
-        return CIFAR10DataModule(**data)
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(CIFAR10DataModule, "data")
+        made: CIFAR10DataModule = parser.instantiate(parser.parse_object({"data": self.config["data"]})).data
+        return made
 
     def data(self) -> CIFAR10DataModule:
         data = self.data_module()

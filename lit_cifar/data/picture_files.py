@@ -1,0 +1,193 @@
+"""Files of pictures: those in a folder, and what one of them shows."""
+
+import os
+import stat
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from PIL import Image, ImageOps, ImagePalette, UnidentifiedImageError
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import BITSPERSAMPLE, COLORMAP, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT, TiffImageFile
+from torch import Tensor
+from tqdm import tqdm
+
+from lit_cifar.errors import DataError, one_line, printable
+
+# The formats that are read, whatever a file is called. Pillow knows forty more, most of them old, and starts
+# Ghostscript for one.
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
+_CHUNK = 32  # pictures that a thread decodes at a time
+IMAGES_WANTED = "name a folder that holds images, e.g. PNG or JPEG files"
+
+
+def list_files(folder: Path, *, remedy: str = IMAGES_WANTED) -> dict[str, tuple[int, int, int]]:
+    """Regular files and broken links, relative to `folder`, with size, time of the last change in ns, and place.
+
+    The place on the disk is the same for links to one file, and 0 for a broken link.
+
+    They are sorted as strings, without hidden files and files that could block, such as a named pipe. Links to folders
+    are followed, except links to a folder that they lie in: a warning counts these.
+    """
+    if not folder.is_dir():
+        problem = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise DataError(f"{folder} {problem}", remedy=remedy)
+    circles: list[str] = []
+    try:
+        listed = dict(sorted(_scan(str(folder), "", (folder.resolve(),), circles)))
+    except OSError as error:
+        raise DataError(f"{folder} cannot be listed: {error}", remedy="make it readable, or copy it") from error
+    if circles:
+        found = f"{len(circles)} links in {printable(str(folder))} are to folders that they lie in, and not followed"
+        rank_zero_warn(f"{found}; the first is {printable(min(circles))}")
+    if not listed:
+        raise DataError(f"{printable(str(folder))} holds no files", remedy=remedy)
+    return listed
+
+
+def _scan(
+    folder: str, prefix: str, chain: tuple[Path, ...], circles: list[str]
+) -> Iterator[tuple[str, tuple[int, int, int]]]:
+    """Yield each file below `folder` with its size, time and place, see `list_files`.
+
+    Each is asked for once: with a million files anything more takes long. `chain` holds the real path of each folder in
+    which a link was followed to get here, and last that of this one. Links that are not followed are added to
+    `circles`.
+    """
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                below = (*chain[:-1], chain[-1] / entry.name)
+                yield from _scan(entry.path, f"{prefix}{entry.name}/", below, circles)
+                continue
+            try:
+                found = entry.stat()
+            except OSError:  # a broken link
+                yield prefix + entry.name, (0, 0, 0)
+                continue
+            if stat.S_ISREG(found.st_mode):
+                place = hash((found.st_dev, found.st_ino))
+                yield prefix + entry.name, (found.st_size, found.st_mtime_ns, place)
+            elif stat.S_ISDIR(found.st_mode):
+                target = Path(entry.path).resolve()
+                if any(above.is_relative_to(target) for above in chain):
+                    circles.append(prefix + entry.name)
+                else:
+                    yield from _scan(entry.path, f"{prefix}{entry.name}/", (*chain, target), circles)
+
+
+def read_image(path: Path | str, *, size: int) -> Tensor | str:
+    """The image, uint8, (3, size, size), or one line on why there is none.
+
+    It is turned upright as its EXIF orientation says, laid on white where it is transparent, cut to its central square
+    and resized by antialiased bicubic interpolation. Of an animation the first frame counts.
+    """
+    with _only_bombs_warn():
+        return _read_image(path, size)
+
+
+def read_images(paths: Sequence[str], images: Tensor, *, num_threads: int) -> list[str | None]:
+    """`read_image` of all `paths` into `images` (uint8, (N, 3, size, size)); of each None, or why there is none.
+
+    `images` may be on the device "meta": then nothing is kept.
+    """
+
+    def read(start: int) -> list[str | None]:
+        errors: list[str | None] = []
+        for row in range(len(paths))[start : start + _CHUNK]:
+            image = _read_image(paths[row], images.shape[2])
+            errors.append(image if isinstance(image, str) else None)
+            if isinstance(image, Tensor):
+                images[row].copy_(image)
+        return errors
+
+    errors: list[str | None] = []
+    bar = tqdm(total=len(paths), unit=" pictures", disable=None)
+    with _only_bombs_warn(), ThreadPoolExecutor(num_threads) as pool, bar:
+        for found in pool.map(read, range(0, len(paths), _CHUNK)):
+            errors += found
+            bar.update(len(found))
+    return errors
+
+
+@contextmanager
+def _only_bombs_warn() -> Iterator[None]:
+    """Make warnings of what may fill the memory errors; Pillow's others, such as on broken metadata, are no concern."""
+    with warnings.catch_warnings():  # in the whole process, so no thread may do this
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        yield
+
+
+def _read_image(path: Path | str, size: int) -> Tensor | str:
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            if not _has_range(image):
+                what = f"{image.format} of mode {image.mode}"
+                return f"{what}: no black and white are told; save it with 8 or 16 bits"
+            _scale_colours(image)
+            scale = _grey_scale(image)  # `upright` has no tags
+            upright = ImageOps.exif_transpose(image)
+            square = ImageOps.fit(_to_rgb(upright, *scale), (size, size), method=Image.Resampling.BICUBIC)
+    except UnidentifiedImageError:
+        return f"not an image ({', '.join(FORMATS)})"
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+        return f"larger than {Image.MAX_IMAGE_PIXELS} pixels"
+    except Exception as error:  # decoders raise nearly anything on damaged data, even SyntaxError
+        return getattr(error, "strerror", None) or f"{type(error).__name__}: {one_line(error)}"
+    return torch.from_numpy(np.array(square)).permute(2, 0, 1)
+
+
+def _tags(image: Image.Image) -> Mapping[int, Any]:
+    """The tags of a TIFF file, by number; none of other files."""
+    return image.tag_v2 if isinstance(image, TiffImageFile) else {}
+
+
+def _has_range(image: Image.Image) -> bool:
+    """Whether the file tells which values are black and white.
+
+    Integers of 32 bits usually hold smaller ones, and real numbers anything; Pillow clips both at 255. It reads signed
+    bytes as unsigned ones. From a PGM file it makes integers up to 65535.
+    """
+    signed = 2 in _tags(image).get(SAMPLEFORMAT, ())
+    return not signed and image.mode != "F" and (image.mode != "I" or image.format == "PPM")
+
+
+def _scale_colours(image: Image.Image) -> None:
+    """Scale a palette and a transparent colour like the pixels, before these are decoded."""
+    colours, transparent = _tags(image).get(COLORMAP), image.info.get("transparency")
+    if colours and max(colours) < 256:  # they should have 16 bits: Pillow would make all black
+        image.palette = ImagePalette.raw("RGB;L", bytes(colours))
+    if isinstance(image, PngImageFile) and isinstance(transparent, tuple) and image.tile[0].args == "RGB;16B":
+        # The pixels lose their low bytes.
+        image.info["transparency"] = tuple(value >> 8 for value in transparent)
+    if isinstance(image, PngImageFile) and isinstance(transparent, int) and image.mode == "L":
+        image.info["transparency"] = transparent * {"L;2": 85, "L;4": 17}.get(str(image.tile[0].args), 1)
+
+
+def _grey_scale(image: Image.Image) -> tuple[int, bool]:
+    """The number of bits of a grey with more than 8, and whether 0 is white."""
+    tags = _tags(image)
+    return tags.get(BITSPERSAMPLE, (16,))[0], tags.get(PHOTOMETRIC_INTERPRETATION) == 0
+
+
+def _to_rgb(image: Image.Image, bits: int, inverted: bool) -> Image.Image:
+    if image.mode.startswith("I"):  # Pillow's own conversion clips greys at 255 instead of scaling them
+        values = np.asarray(image)
+        grey = (values >> bits - 8).astype(np.uint8)
+        if inverted:
+            grey = 255 - grey
+        grey[values == image.info.get("transparency")] = 255
+        return Image.fromarray(grey).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")

@@ -1,0 +1,87 @@
+"""Transforms of torchvision, or modules like them, of one image at a time.
+
+Each image comes as a uint8 tensor (C, H, W), after crop and flip and before normalisation, where torchvision's
+reference training has its policies (references/classification/presets.py in https://github.com/pytorch/vision). What a
+transform draws from the global generators is a function of the image's seed: it is the same on any process, in any
+block and after a resume.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lit_cifar.errors import ConfigError, one_line
+
+_TRIES = 8  # images on which transforms are tried: some do something to few images
+
+
+@dataclass(frozen=True)
+class Transforms:
+    """What an image goes through, in this order; the last must return uint8 of the size that the first gets."""
+
+    chain: tuple[nn.Module, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.chain)
+
+    def __call__(self, images: Tensor, seeds: Tensor) -> Tensor:
+        """The `images` (uint8, (n, C, H, W), on the host) after what `seeds` (int64, (n,)) let them draw."""
+        transformed = torch.empty_like(images)
+        with _generators_lent():
+            for image, seed, place in zip(images, seeds.tolist(), transformed, strict=True):
+                random.seed(seed)
+                np.random.seed(seed)
+                torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed the GPU's, too
+                place.copy_(self._after(image))
+        return transformed
+
+    def _after(self, image: Tensor) -> Tensor:
+        found = image
+        for transform in self.chain:
+            found = transform(found)
+        if not isinstance(found, Tensor) or (found.dtype, found.shape) != (image.dtype, image.shape):
+            made = f"{found.dtype}, {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise ConfigError(
+                f"--data.augment.transforms: {self} made {made} of an image of {image.dtype}, {tuple(image.shape)}",
+                remedy="leave out what changes size or type: images are resized by --data.image_size, and normalised",
+            )
+        return found
+
+    def check(self, size: int) -> None:
+        """Refuse what is no transform of one image of `size` x `size` pixels."""
+        for transform in self.chain:
+            name = type(transform).__name__.lower()
+            if name in ("mixup", "cutmix"):
+                problem = f"--data.augment.transforms: {type(transform).__name__} mixes images of a batch"
+                raise ConfigError(problem, remedy=f"pass --data.{name}=1.0, which mixes those of the global batch")
+        images = torch.arange(_TRIES * 3 * size * size).mul(2654435761).bitwise_right_shift(7).byte()
+        try:
+            self(images.view(_TRIES, 3, size, size), torch.arange(_TRIES))
+        except ConfigError:
+            raise
+        except Exception as error:  # modules of anybody
+            problem = f"--data.augment.transforms: {self} cannot transform a uint8 tensor (3, {size}, {size})"
+            remedy = "pass transforms of one image, e.g. torchvision.transforms.v2.TrivialAugmentWide"
+            raise ConfigError(f"{problem}: {one_line(error)}", remedy=remedy) from error
+
+    def __str__(self) -> str:
+        return ", ".join(type(transform).__name__ for transform in self.chain)
+
+
+@contextmanager
+def _generators_lent() -> Iterator[None]:
+    """Leave the global generators as they were, and use one thread: sums of an image depend on how many share them."""
+    of_python, of_numpy, num_threads = random.getstate(), np.random.get_state(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        torch.set_num_threads(num_threads)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)

@@ -1,0 +1,247 @@
+"""Pictures of one's own, decoded into the memory or by workers: the same bits, and workers that outlive a stop."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import TINY, launch, mode_flags, run_here
+from data_files import draw_pictures
+from test_exact_resume import EVERY_STEP, assert_same_end, stop_after
+
+from lit_cifar import CIFAR10DataModule, ConfigError, DataError
+from lit_cifar.checkpoint.files import DIGESTS
+from lit_cifar.data import Augment, Pictures
+from lit_cifar.data import pictures as module
+from lit_cifar.data.augment import Augmentation
+from lit_cifar.data.images import Batch, ImageSet
+from lit_cifar.data.picture_files import read_image
+from lit_cifar.data.pictures import EncodedImages
+
+real_free_memory = module.free_memory
+NEEDED = ["--data.pictures.memory_gb=0", "--data.num_workers=2"]
+TESTS = str(Path(__file__).parent)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> None:
+    """With the imports that `conftest` names, for the tests that follow: it is started once."""
+    forkserver.ensure_running()
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """99 JPEG pictures of two classes."""
+    root = tmp_path_factory.mktemp("pictures")
+    draw_pictures(root / "cat", 50, kind="jpg")
+    draw_pictures(root / "dog", 49, seed=1, kind="jpg")
+    return root
+
+
+def opened(root: Path, *, num_workers: int | None = None, val_size: int = 9, **options: Any) -> CIFAR10DataModule:
+    """Set up to train, with `options` of `Pictures`."""
+    kind: dict[str, Any] = {"dataset": "folder", "image_size": 24, "val_size": val_size, "num_workers": num_workers}
+    data = CIFAR10DataModule(root, 40, pictures=Pictures(**options), **kind)
+    data.setup("fit")
+    return data
+
+
+def batches(data: CIFAR10DataModule, epoch: int) -> list[Batch]:
+    """Those of an epoch behind `epoch` steps, and of the validation."""
+    train = data.train_dataloader()
+    train.sampler.behind = lambda: epoch
+    train.sampler.set_epoch(epoch)
+    return [*train, *data.val_dataloader()]
+
+
+@pytest.mark.parametrize(("workers", "options"), [(0, {"decoded_size": 28}), (2, {})])
+def test_batches_are_those_of_memory(pictures: Path, workers: int, options: dict[str, Any]) -> None:
+    """Those of 40 are more than a worker decodes at a time. Strides count too: convolutions round by them."""
+    generator = torch.get_rng_state()
+    memory = opened(pictures, **options)
+    needed = opened(pictures, memory_gb=0, num_workers=workers, **options)
+    assert (type(memory.sets["train"]), type(needed.sets["train"])) == (ImageSet, EncodedImages)
+    for epoch in range(2):
+        expected, found = batches(memory, epoch), batches(needed, epoch)
+        assert len(found) == 4 - epoch
+        for ours, theirs in zip(found, expected, strict=True):
+            assert all(torch.equal(*pair) for pair in zip(ours[:3], theirs[:3], strict=True))
+            assert (ours.images.stride(), ours.weight) == (theirs.images.stride(), theirs.weight)
+    assert torch.equal(torch.get_rng_state(), generator)
+    for ids in (torch.tensor([5, 2]), torch.tensor([], dtype=torch.int64)):  # a rank may have none of a batch
+        assert torch.equal(needed.sets["val"].gather(ids), memory.sets["val"].gather(ids))
+
+
+def test_windows_and_centres_of_pictures_that_are_decoded_larger(pictures: Path) -> None:
+    """What is evaluated and classified is the centre; so is what is trained on without augmentation."""
+    data = opened(pictures, decoded_size=32)
+    assert data.augmentation == Augmentation(seed=0, resized_to=24)
+    files = sorted((pictures / "cat").iterdir())
+    data.predict_dir = pictures / "cat"
+    data.setup("predict")
+    (predicted,) = data.predict_dataloader()
+    decoded = torch.stack([image for path in files if isinstance(image := read_image(path, size=32), torch.Tensor)])
+    assert torch.equal(predicted.images, decoded)
+    mean, std = (255 * torch.tensor(values)[:, None, None] for values in (data.source.mean, data.source.std))
+    centre = (decoded[:, :, 4:28, 4:28] - mean) / std
+    torch.testing.assert_close(data.on_after_batch_transfer(predicted, 0).images, centre)
+    batch = next(iter(data.train_dataloader()))
+    images = data.sets["train"].gather(batch.ids)
+    assert torch.equal(batch.images, data.augmentation(images, data.augmentation.draw(batch.ids, (32, 32), epoch=0)))
+    for size in (23, 49):
+        with pytest.raises(ConfigError, match=rf"decoded_size={size} is not between --data.image_size=24") as error:
+            opened(pictures, decoded_size=size)
+        assert "--data.pictures.decoded_size=27" in error.value.remedy
+    with pytest.raises(ConfigError, match=r"--data.pictures.decoded_size crops images that are not padded"):
+        CIFAR10DataModule(dataset="folder", pictures=Pictures(decoded_size=36), augment=Augment(reflect=True))
+
+
+def test_what_fits_is_half_of_the_free_memory_of_a_process(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """90 pictures to train on are 155,520 bytes, 9 to validate with are 15,552."""
+    fits = []
+    for free in (400_000, 300_000, 20_000):
+        monkeypatch.setattr(module, "free_memory", lambda free=free: free)
+        images = opened(pictures, memory_gb=0).sets
+        fits.append([images[name].in_memory(None, num_processes=1).are_encoded for name in ("train", "val")])
+        assert images["val"].in_memory(None, num_processes=100).are_encoded
+    assert fits == [[False, False], [True, False], [True, True]]
+    assert 0 < real_free_memory() < 1e14
+
+
+GROWTH = """
+import sys, psutil, torch
+from lit_cifar.data import CIFAR10DataModule, Pictures
+from lit_cifar.data.workers import made_by_workers
+if __name__ == "__main__":
+    pictures = Pictures(memory_gb=0)
+    data = CIFAR10DataModule(sys.argv[1], 90, dataset="folder", image_size=224, pictures=pictures)
+    data.setup("fit")
+    own, parts = [], [torch.arange(32)] * 60
+    for number, _ in enumerate(made_by_workers(data.sets["train"], parts, None, augment=None, num_workers=1)):
+        if number % 40 == 10:
+            (worker,) = [its for its in psutil.Process().children(recursive=True) if not its.children()][-1:]
+            memory = worker.memory_full_info()
+            own.append(memory.rss - memory.shared)
+    print(own[1] - own[0])
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_keeps_no_memory_of_what_it_has_decoded(pictures: Path, tmp_path: Path) -> None:
+    """Of forty parts, 5 MB each. The server of the tests has other imports, with which memory is used otherwise."""
+    program = tmp_path / "growth.py"
+    program.write_text(GROWTH)
+    grown = subprocess.run([sys.executable, program, pictures], capture_output=True, text=True, check=True)
+    assert int(grown.stdout.splitlines()[-1]) < 60_000_000
+
+
+def torn(pictures: Path, folder: Path, *numbers: int) -> Path:
+    """A copy of `pictures`, of which some of the dogs are cut off."""
+    root = shutil.copytree(pictures, folder)
+    for number in numbers:
+        path = root / "dog" / f"{number}.jpg"
+        path.write_bytes(path.read_bytes()[:500])
+    return root
+
+
+def test_a_picture_that_cannot_be_read_is_named_when_it_is(pictures: Path, tmp_path: Path) -> None:
+    root = torn(pictures, tmp_path / "pictures", 7)
+    data = opened(root, memory_gb=0, num_workers=1)
+    with pytest.raises(DataError, match=r"a picture cannot be read: .*/dog/7\.jpg: OSError: Truncated") as error:
+        batches(data, 0)
+    assert "--resume=auto" in error.value.remedy
+    shutil.copy(pictures / "dog" / "7.jpg", root / "dog" / "7.jpg")
+    assert len(batches(data, 0)) == 4
+
+
+def test_pictures_that_cannot_be_read_are_counted_and_may_be_left_out(pictures: Path, tmp_path: Path) -> None:
+    root = torn(pictures, tmp_path / "pictures", 2, 4, 5, 6)
+    wrong = r"of 99 files cannot be read as pictures"
+    with pytest.raises(DataError, match=rf"4 {wrong}: .*2.jpg: .*4.jpg: .*5.jpg: .*; \.\.\.") as error:
+        opened(root, val_size=0)
+    assert "--data.pictures.skip_unreadable=true" in error.value.remedy
+    for memory_gb in (None, 0):
+        with pytest.warns(UserWarning, match=rf"4 {wrong} and are left out; the first is .*2.jpg"):
+            data = opened(root, skip_unreadable=True, memory_gb=memory_gb, num_workers=0)
+        assert [len(data.sets[name]) for name in ("train", "val")] == [86, 9]
+        assert sum(len(batch.images) for batch in batches(data, 0)) == 95
+    listed = data.source.listed
+    for number in (2, 4, 5, 6):
+        (root / "dog" / f"{number}.jpg").write_bytes(b"")
+    with pytest.warns(UserWarning, match="are left out"):
+        assert opened(root, skip_unreadable=True).source.listed == listed
+    assert opened(pictures, skip_unreadable=True).source.listed != listed
+    for path in (root / "cat").iterdir():
+        path.write_bytes(b"")
+    for path in (root / "dog").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(DataError, match=rf"99 {wrong}"):
+        opened(root, skip_unreadable=True)
+
+
+def fitting(root: Path, run: Path) -> list[str]:
+    """79 pictures in batches of 16: four steps and a ragged one an epoch, ten steps in all."""
+    of_data = ["--data.dataset=folder", f"--data.root={root}", "--data.num_train=95", "--trainer.max_epochs=2"]
+    return ["fit", *TINY, *of_data, "--trainer.num_sanity_val_steps=0", EVERY_STEP, f"--run_dir={run}"]
+
+
+@pytest.mark.timeout(300)
+def test_a_training_ends_as_from_memory_after_a_stop_too(pictures: Path, tmp_path: Path) -> None:
+    one = mode_flags("single")
+    run_here(*fitting(pictures, tmp_path / "memory"), *one)
+    run = fitting(pictures, tmp_path / "needed")
+    assert run_here(*run, *one, *NEEDED, *stop_after(3), check=False).status == 143
+    run_here(*run, *one, *NEEDED, "--resume=auto")
+    assert_same_end(tmp_path / "needed", tmp_path / "memory")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_processes_train_as_from_memory(pictures: Path, tmp_path: Path) -> None:
+    """Each has workers of its own. The server of this process forks them, as it has forked these."""
+    for name, more in (("memory", []), ("needed", NEEDED)):
+        launch(*fitting(pictures, tmp_path / name), *mode_flags("ddp"), *more, timeout_s=280)
+    for name in (DIGESTS, "sample_audit.csv"):
+        assert (tmp_path / "needed" / name).read_bytes() == (tmp_path / "memory" / name).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("end", "status"), [("os.kill(os.getpid(), 9)", -signal.SIGKILL), ("sys.exit(143)", 143)])
+def test_workers_outlive_a_request_to_stop_but_not_the_process_that_trains(
+    pictures: Path, end: str, status: int
+) -> None:
+    """A scheduler's SIGTERM and Ctrl-C reach all of a job. That nothing is left is what every test looks at."""
+    code = f"""if True:
+        import os, signal, subprocess, sys
+        import torch
+        from functools import partial
+        from pathlib import Path
+        from lit_cifar.data.workers import made_by_workers
+        from test_workers import opened
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        images = opened(Path({str(pictures)!r}), memory_gb=0).sets["train"]
+        parts = torch.split(torch.arange(90), 5)  # many more than are decoded ahead
+        made = partial(made_by_workers, images, parts, None, augment=None, num_workers=2)
+        decoded = made()
+        next(decoded), next(decoded)  # now both workers have begun
+        for name in ("TERM", "INT"):
+            subprocess.run(["kill", "-" + name, "--", str(-os.getpgid(0))], start_new_session=True, check=True)
+        assert len(list(decoded)) == 16
+        held = made()
+        next(held)
+        {end}
+    """
+    environment = os.environ | {"PYTHONPATH": f"{TESTS}:{Path(TESTS).parent}"}
+    command = [sys.executable, "-c", code]
+    # Workers that are left would keep stderr open.
+    done = subprocess.run(command, env=environment, start_new_session=True, stderr=subprocess.PIPE, timeout=300)
+    assert done.returncode == status, done.stderr.decode()
+    assert b"Traceback" not in done.stderr
