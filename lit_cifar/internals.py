@@ -36,7 +36,7 @@ NAMES = {
         lightning.pytorch.strategies.DDPStrategy._ddp_kwargs ._layer_sync ._start_method
         lightning.pytorch.strategies.launchers._MultiProcessingLauncher ._SubprocessScriptLauncher
         lightning.pytorch.trainer.connectors.signal_connector._SignalConnector.register_signal_handlers
-        torch.optim.lr_scheduler.LRScheduler._last_lr torch.utils._pytree.keystr .tree_flatten .tree_flatten_with_path
+        torch.optim.lr_scheduler.LRScheduler._last_lr torch.utils._pytree.tree_flatten
         .tree_leaves .tree_map .tree_map_only .tree_unflatten torchmetrics.Metric._apply ._defaults ._reductions
         ._update_count""",
     WATCHDOG: """lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver
@@ -66,7 +66,7 @@ NAMES = {
     "the speed of logging": "lightning.pytorch.LightningModule._current_fx_name",
     "the progress bar": """lightning.pytorch.callbacks.TQDMProgressBar._predict_progress_bar ._should_update
         ._test_progress_bar ._train_progress_bar ._val_progress_bar""",
-    "bench": "torch.utils._python_dispatch.TorchDispatchMode torchvision.models.resnet.ResNet._make_layer",
+    "--model.arch=tiny": "torchvision.models.resnet.ResNet._make_layer",
 }
 NAMES["--trainer.strategy=ddp_pp"] = NAMES["--trainer.strategy=pp"]
 

@@ -70,12 +70,13 @@ def refused(*args: str | Path, says: Iterable[str] = ()) -> str:
 
 
 def launch(*args: str | Path, timeout_s: float = 110, check: bool = True, ranks: int = 1) -> Result:
-    """`python -m lit_cifar *args` in a process of its own, with this folder on the path for the tests' callbacks.
+    """`python -m lit_cifar *args` in a process of its own, with tests and notebooks on the path for their callbacks.
 
     One thread per process: the tests run more processes than there are cores. With `ranks` it runs in so many
     processes, as under torchrun; with one the strategy launches the others.
     """
-    paths = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "notebooks")]
+    paths = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     with tempfile.TemporaryDirectory() as folder:
         out, err = (Path(folder) / name for name in ("stdout", "stderr"))

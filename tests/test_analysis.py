@@ -11,7 +11,7 @@ import pytest
 import torch
 from commands import TINY, launch, mode_flags, run_here
 
-from analysis import interrupted_runs
+from analysis import interrupted_runs, memory
 from analysis.comparing_runs import paired, welch
 from analysis.interrupted_runs import StepWatch, interruption, learning_rates, read_step_log
 from analysis.run_frames import per_rank_frame, read_digests, read_metrics, read_per_rank
@@ -21,7 +21,6 @@ from analysis.training_differences import read_losses, read_weights
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.evaluation_tables import write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount
-from lit_cifar.tools.bench import memory
 
 # ---------------------------------------------------------------- files of a run folder
 
@@ -164,7 +163,7 @@ def test_the_peak_is_that_since_it_was_forgotten(monkeypatch: pytest.MonkeyPatch
     assert callback._resident_peak is None
 
 
-MEMORY = "--trainer.callbacks+=lit_cifar.tools.bench.memory.TrainingMemory"
+MEMORY = "--trainer.callbacks+=analysis.memory.TrainingMemory"
 STATE_BYTES = 3 * 4 * 91_866  # weights, gradients and momentum of the tiny network
 
 

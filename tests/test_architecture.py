@@ -33,8 +33,7 @@ LAYERS = [
     {"strategies"},
     {"tools.modes", "tools.terminal"},
     {"tools.relations", "tools.verify"},
-    {"tools.chaos", "tools.doctor", "tools.ray"},
-    {"tools.bench"},
+    {"tools.doctor", "tools.ray"},
     {"tools.commands"},
     {"cli"},
 ]

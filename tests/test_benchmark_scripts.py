@@ -2,18 +2,27 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from commands import TINY
 from documents import SCRIPTS, parser_of
+from short_fits import data, fit, short
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
 
+from lit_cifar import LitResNet
 from lit_cifar.errors import ConfigError
 
 sys.path.insert(0, str(SCRIPTS))
 
 import articles
+import overhead
 import recipes
 import run_record
 
@@ -69,3 +78,48 @@ def test_the_cases_are_the_configurations_of_the_articles() -> None:
         "ddp, 4 GPUs": (512, 4, "new", False, 0.0),
         "ddp, 4 GPUs, without set_epoch": (512, 4, "frozen", False, 0.0),
     }
+
+
+class Small(nn.Sequential):
+    """A network that takes so little time that a step is all bookkeeping."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(192, 10))
+
+
+@short
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_plain_loop_computes_what_fit_computes(
+    tmp_path: Path, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be no measure: the same weights, bit for bit, and the same mean loss; compiled if `fit` is."""
+    made: list[nn.Module] = []
+    monkeypatch.setattr(overhead, "Compiled", lambda network, **_: made.append(network) or network)
+    network, twin = Small(), Small()
+    twin.load_state_dict(network.state_dict())
+    schedule = {"lr_scheduler": lambda optimizer: StepLR(optimizer, 1000)}
+    module = LitResNet(network=network, optimizer=lambda params: SGD(params, lr=0.1), label_smoothing=0.2, **schedule)
+    module.compiles = compiles
+    images = data()
+    images.setup("fit")
+    precision = SimpleNamespace(forward_context=nullcontext)
+    settings = SimpleNamespace(precision_plugin=precision, log_every_n_steps=2, datamodule=images)
+    loop = overhead.PlainLoop(twin, settings, module)
+    loop.run(2)
+    module.compiles = False
+    trainer = fit(module, tmp_path)
+    assert made == ([twin] if compiles else [])
+    assert all(torch.equal(a, b) for a, b in zip(network.parameters(), twin.parameters(), strict=True))
+    ((loss, accuracy),) = loop.logged
+    assert loss == pytest.approx(float(trainer.callback_metrics["train/loss"]))
+    assert accuracy == pytest.approx(float(trainer.callback_metrics["train/acc"]))
+
+
+@short
+def test_turns_go_on_in_the_next_epoch(tmp_path: Path) -> None:
+    """Of 3 turns of 3 steps in each of 3 epochs the first two are not timed."""
+    both = overhead.InTurn(str(tmp_path / "turns.json"), steps=3)
+    sizes = {"num_train": 88, "batch_size": 8}
+    fit(LitResNet(network=Small()), tmp_path, data(**sizes), callbacks=[both], max_epochs=3, log_every_n_steps=3)
+    found = json.loads((tmp_path / "turns.json").read_text())
+    assert [ours > 0 and plain > 0 for ours, plain in found] == [True] * 7

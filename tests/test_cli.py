@@ -218,7 +218,7 @@ REFUSED_LATER = {
     "test --ckpt_path={} --autotune=true": ["--autotune=true is for training"],
     "test --ckpt_path=best": ["no checkpoint best"],  # Lightning's word for that of this process
     **{command: ["untrained", "RUN_FOLDER", "--ckpt_path"] for command in ("validate", "test", "predict")},
-    "fit --trainer.callbacks+=lit_cifar.tools.bench.timeline.Timeline": ["records stages"],
+    "fit --trainer.callbacks+=analysis.timeline.Timeline": ["records stages"],
     "fit --best_checkpoint.monitor=abc": ["abc", "--help"],
     "fit --trainer.limit_val_batches=0.5": ["limit_val_batches=0.5 of 1 val batch", "--trainer.limit_val_batches=1"],
     "fit --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=abc": ["abc", "--help"],

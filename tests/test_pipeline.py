@@ -101,7 +101,7 @@ def test_a_pipeline_of_one_process_fits_as_one_device_does(tmp_path: Path) -> No
 # of every parameter from the beginning, of other stages' parameters too.
 FLAGS = [*TINY, "--data.num_train=42", "--data.eval_batch_size=7", "--trainer.precision=64-true"]
 FLAGS += ["--model.optimizer=Adagrad", "--model.optimizer.lr=0.001", "--trainer.max_epochs=2"]
-RECORD = callback("lit_cifar.tools.bench.timeline.Timeline", first_step=1, num_steps=2)
+RECORD = callback("analysis.timeline.Timeline", first_step=1, num_steps=2)
 
 
 @pytest.fixture(scope="module")

@@ -214,18 +214,12 @@ def test_no_worker_outlives_a_job_that_is_killed(cluster: Cluster, tmp_path: Pat
 
 
 @on_cluster
-def test_verify_and_chaos_have_their_processes_started_on_two_nodes(
+def test_verify_has_its_processes_started_on_two_nodes(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The seed's fault kills a node."""
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     ray, record = f"{sys.executable} -m lit_cifar ray --nodes=2", tmp_path / "record.json"
     launch("verify", "--modes=ddp", "--steps=2", f"--launcher={ray}", f"--json={record}", timeout_s=400)
     (row,) = json.loads(record.read_text())["rows"]
     assert (row["outcome"], row["processes"], row["nodes"]) == ("passed", 2, 2)
-    chaos = ["chaos", "--faults=1", "--seed=9", "--model.arch=tiny", f"--launcher={ray} --max_failures=3"]
-    launch(*chaos, f"--json={record}", timeout_s=400)
-    (row,) = json.loads(record.read_text())["rows"]
-    assert [event["fault"]["kind"] for event in row["events"]] == ["node"]
-    assert (row["passed"], row["missing"], row["doubled"]) == (True, 0, 0)

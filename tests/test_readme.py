@@ -16,11 +16,7 @@ import pytest
 from documents import PAGES, ROOT, SCRIPTS, blocks, commit_of, exists_at, inline_commands, is_in_history, parser_of
 from torch.distributed.run import get_args_parser
 
-from lit_cifar.tools.bench.command import bench_parser
-from lit_cifar.tools.bench.trace import trace_parser
-from lit_cifar.tools.chaos.command import chaos_parser
 from lit_cifar.tools.doctor.command import doctor_parser
-from lit_cifar.tools.modes import sized_modes
 from lit_cifar.tools.ray import ray_parser
 from lit_cifar.tools.relations import relations_parser
 from lit_cifar.tools.verify.command import verify_parser
@@ -92,16 +88,8 @@ def check_program(args: list[str]) -> None:
     match args[0]:
         case "modes":
             assert args == ["modes"]
-        case "bench" if args[1:2] == ["trace"]:
-            options, rest = trace_parser().parse_known_args(args[2:])
-            parser_of("fit").parse_args(["fit", *sized_modes(options.devices)[options.mode].flags, *rest])
-        case "bench":
-            bench_parser().parse_args(args[1:])
         case "doctor":
             doctor_parser().parse_args(args[1:])
-        case "chaos":
-            _, rest = chaos_parser().parse_known_args(args[1:])
-            parser_of("fit").parse_args(["fit", *rest])
         case "ray":
             options = ray_parser().parse_args(args[1:])
             parser_of("fit").parse_args([options.command, *options.flags])
@@ -116,7 +104,7 @@ def check_program(args: list[str]) -> None:
             parser_of(args[0]).parse_args([arg.replace("RUN/config.yaml", "configs/quickstart.yaml") for arg in args])
 
 
-_TRAIN = {"articles", "recipes", "trials"}
+_TRAIN = {"articles", "overhead", "recipes", "trials"}
 
 
 def check_benchmark(script: str, args: list[str]) -> None:

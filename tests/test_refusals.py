@@ -135,19 +135,6 @@ if torch.cuda.is_available():
     REFUSED = {flags: says for flags, says in REFUSED.items() if says not in (["CUDA"], ["FSDP"])}
 # Whole commands.
 WHOLE = {
-    "bench speed": "invalid choice: 'speed'",
-    "bench trace --output=out --mode=fsdp": "with one of single, dp",
-    "bench trace --output=out --trainer.devices=4": "--trainer.devices itself",
-    "chaos --faults=0": "--faults=0",
-    "chaos --modes=single": "single",
-    "chaos --trainer.accumulate_grad_batches=2": "pass --trainer.accumulate_grad_batches=1",
-    "chaos --model.network=torchvision.models.MobileNetV2 --model.arch=null --model.stem=null": "--virtual_replicas=4",
-    "chaos --modes=ddp_mp": "--devices 4",
-    "chaos --devices=1": "--devices=1",
-    "chaos --launcher=no_such_program": "'no_such_program' does not begin with a program",
-    "chaos --json=/nowhere/at/all.json": "--json",
-    "chaos --output=/proc/nowhere": "--output",
-    "chaos --trainer.max_epochs=3": "--trainer.max_epochs itself",
     "doctor --device=2": "--device=2",
     "doctor --json=/no/such/file.json": "--json=/no/such/file.json",
     "fit --resume=auto": "--run_dir",

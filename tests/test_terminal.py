@@ -1,7 +1,9 @@
 """What a user sees of a run: our own lines and nothing of Lightning's, and a help that begins with what people use."""
 
+import multiprocessing
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import yaml
 from commands import TINY, launch, mode_flags, run_here
 
 from lit_cifar.cli.help import COMMON
+from lit_cifar.tools.terminal import exit_orderly_when_terminated
 
 # Each of these makes Lightning say something.
 TALKATIVE = ["--trainer.log_every_n_steps=50", "--trainer.limit_val_batches=1", "--seed_everything=1"]
@@ -72,3 +75,18 @@ def test_the_full_help_shows_every_flag() -> None:
     flags = [f"--{group}.{name}" for group, value in settings.items() if isinstance(value, dict) for name in value]
     assert len(flags) > 60
     assert [flag for flag in flags if f"{flag} " not in shown] == []
+
+
+def hang_up_and_terminate() -> None:
+    """In a process of its own, whose parent has it ignore that the terminal is closed."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    exit_orderly_when_terminated()
+    signal.raise_signal(signal.SIGHUP)
+    signal.raise_signal(signal.SIGTERM)
+
+
+def test_what_is_ignored_stays_ignored_as_nohup_wants_it() -> None:
+    process = multiprocessing.get_context("forkserver").Process(target=hang_up_and_terminate)
+    process.start()
+    process.join(30)
+    assert process.exitcode == 128 + signal.SIGTERM

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from analysis.stage_timeline import read_timeline, stored_mib
+from analysis.timeline import StageRecorder, write_trace
 from lit_cifar.models import build_resnet
 from lit_cifar.models.blocks import Partition
 from lit_cifar.strategies.mp import StagedForward, gpipe_order
-from lit_cifar.tools.bench.timeline import StageRecorder, write_trace
 
 CPU = torch.device("cpu")
 

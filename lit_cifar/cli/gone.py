@@ -23,7 +23,10 @@ INSTEAD: dict[str, str] = {
     "--replica_audit.exclude": "nothing; replicas that differ end the run (--replica_audit.stop)",
     "lit_cifar.Replay": "python -m lit_cifar relations train.py",
     # Commands.
-    #
+    "lit_cifar.tools.bench.memory.TrainingMemory": "analysis.memory.TrainingMemory, with PYTHONPATH=notebooks",
+    "lit_cifar.tools.bench.timeline.Timeline": "analysis.timeline.Timeline, with PYTHONPATH=notebooks",
+    "bench": "--trainer.profiler=simple, or benchmarks/scripts/overhead.py",
+    "chaos": "kill ranks under torchrun --max-restarts=3 with --resume=auto, as tests/chaos does",
     "doctor --devices": "python -m lit_cifar verify --modes=ddp --devices=N trains on N devices",
     "doctor --run_dir": "fit, which refuses a folder that it cannot write to",
     "export": "torch.export and torch.onnx: docs/data-and-networks.md has the lines",

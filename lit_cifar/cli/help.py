@@ -69,11 +69,9 @@ _COMMANDS = {
         "verify": "Compare modes with the one device that each must equal.",
         "relations": "Run your own script in pairs that must train the same model.",
         "doctor": "Whether this machine is fit to train in parallel.",
-        "chaos": "Kill, stop and resize a training: is anything lost?",
     },
     "inspect": {
         "modes": "Which modes run on this machine, and how to start them.",
-        "bench": "What training costs on this machine.",
     },
 }
 _EXAMPLES = (

@@ -51,7 +51,7 @@ class Layout:
 
 
 class NoRecorder:
-    """Receives what stages report of their work, and keeps nothing. That of `lit_cifar.tools.bench.timeline` does."""
+    """Receives what stages report of their work, and keeps nothing; `notebooks/analysis/timeline.py` has another."""
 
     def span(self, kind: WorkKind, **what: Any) -> AbstractContextManager[None]:
         """Enclose some work; `what` are stage, microbatch, worker and device."""

@@ -6,8 +6,6 @@ from functools import partial
 from importlib import import_module
 
 _MODULES = {
-    "bench": "bench.command",
-    "chaos": "chaos.command",
     "doctor": "doctor.command",
     "modes": "doctor.modes",
     "ray": "ray",

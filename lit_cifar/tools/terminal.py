@@ -116,20 +116,6 @@ def writable(name: str | None) -> Path | None:
     return path
 
 
-def empty_folder(name: str) -> Path:
-    """The folder that --output names, made if it is not there, and checked to be writable and empty."""
-    folder = Path(name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise ConfigError(f"--output={name} is not empty", remedy="choose another folder")
-        (folder / ".writable").touch()
-        (folder / ".writable").unlink()
-    except OSError as error:
-        raise ConfigError(f"--output={name} cannot be written: {error.strerror}", remedy="choose another") from error
-    return folder
-
-
 def write_json(file: Path | None, content: dict[str, Any]) -> None:
     if file is not None:
         file.write_text(json.dumps(content, indent=2) + "\n")

@@ -10,16 +10,20 @@ spaces). The first line of a start has no loss and no ids.
 """
 
 import csv
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import pandas as pd
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from analysis.run_frames import BLUE, GREY, RED, read_metrics, tidy
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.errors import ConfigError
 
 
@@ -91,6 +95,40 @@ def interruption(timeline: pd.DataFrame) -> "pd.Series[Any]":
         },
         dtype=object,
     )
+
+
+def largest_difference(run: str | Path, other: str | Path) -> float:
+    """Between the numbers in the last checkpoints of two runs.
+
+    These are weights, BatchNorm statistics, the states of optimizer and schedule, epoch and step. It is infinite where
+    one run has a number that the other has not, or one that is not finite.
+    """
+    mine, theirs = (dict(_numbers(read_checkpoint(Path(each) / "checkpoints" / "last.ckpt"))) for each in (run, other))
+    if {name: each.shape for name, each in mine.items()} != {name: each.shape for name, each in theirs.items()}:
+        return math.inf
+    differences = [float((mine[name] - theirs[name]).abs().max()) for name in mine if mine[name].numel()]
+    return max(each if math.isfinite(each) else math.inf for each in differences)
+
+
+_COMPARED = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step")
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint has below `_COMPARED`, in double precision, by its place."""
+    if isinstance(value, Tensor | float | int):
+        yield name, torch.as_tensor(value, dtype=torch.float64)
+    elif isinstance(value, Mapping):
+        for key in value if name else _COMPARED:
+            yield from _numbers(value[key], f"{name}/{key}")
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for index, item in enumerate(value):
+            yield from _numbers(item, f"{name}/{index}")
+
+
+def metrics_without_clock(run: str | Path) -> pd.DataFrame:
+    """`read_metrics` without what depends on the speed of the machine."""
+    metrics = read_metrics(run)
+    return metrics.drop(columns=[name for name in metrics if str(name).endswith("per_s")])
 
 
 def read_step_log(folder: str | Path) -> pd.DataFrame:

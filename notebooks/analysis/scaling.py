@@ -10,10 +10,10 @@ import yaml  # type: ignore[import-untyped]
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from analysis.memory import FILES
 from analysis.run_frames import BLUE, GREY, read_metrics, tidy
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.progress import METRIC as SPEED
-from lit_cifar.tools.bench.memory import FILES
 
 MIB = 2**20
 Kind = tuple[str, int]  # mode and number of devices
@@ -47,7 +47,7 @@ def read_memory(run: str | Path) -> pd.DataFrame:
     if not files:
         raise ConfigError(
             f"no {FILES} in the run folder {run}",
-            remedy="add --trainer.callbacks+=lit_cifar.tools.bench.memory.TrainingMemory to the fit",
+            remedy="add --trainer.callbacks+=analysis.memory.TrainingMemory to the fit",
         )
     frame = pd.DataFrame([json.loads(file.read_text()) for file in files]).set_index("rank").sort_index().astype(float)
     return (frame / MIB).rename(columns=lambda name: name.replace("_bytes", "_mib"))

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from analysis.run_frames import file_of
+from analysis.timeline import FILE
 from lit_cifar.models.blocks import Partition
-from lit_cifar.tools.bench.timeline import FILE
 
 COLORS = {"forward": "#1f6fb4", "backward": "#d9822b", "backward_input": "#d9822b", "backward_weight": "#6a994e"}
 LABELS = {
@@ -35,7 +35,7 @@ def read_timeline(run: str | Path) -> pd.DataFrame:
     Raises:
         ConfigError: If the folder has no such file.
     """
-    timeline = "--trainer.callbacks+=lit_cifar.tools.bench.timeline.Timeline"
+    timeline = "--trainer.callbacks+=analysis.timeline.Timeline"
     path = file_of(run, FILE, remedy=f"python -m lit_cifar fit --trainer.strategy=pp {timeline} writes one")
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]

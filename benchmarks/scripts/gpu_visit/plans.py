@@ -101,7 +101,7 @@ PLANS = (
     Plan("every mode on several GPUs, in float64", proofs.on_several_gpus, limit_s=200),
     Plan("images per second on several GPUs", speed.scaling, limit_s=200),
     Plan("long recipes once", partial(records.recipe_runs, records.LONG, seeds=range(1, 2)), limit_s=300),
-    Plan("images per second, and where the time goes", speed.throughput, limit_s=240),
+    Plan("images per second", speed.throughput, limit_s=240),
     Plan("tests in one process", partial(proofs.tests, marker="not slow"), limit_s=120),
     Plan("no host waits between log points", waits, limit_s=120),
     Plan("mixed precision in every mode", precisions, limit_s=120),

@@ -1,6 +1,5 @@
-"""Steps that measure: `fit` beside a plain loop, images per second, the parts of a step, several GPUs."""
+"""Steps that measure: `fit` beside a plain loop, images per second, several GPUs."""
 
-import gzip
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -20,31 +19,29 @@ _EPOCHS = {
     "cuda": ["--trainer.max_epochs=4", "--data.num_train=50000", "--data.num_test=1000"],
     "cpu": ["--trainer.max_epochs=2", "--trainer.log_every_n_steps=5", "--data.num_train=288", "--data.num_test=32"],
 }
-_USUAL = ["--trainer.callbacks+=lit_cifar.tools.bench.memory.TrainingMemory", "--trainer.enable_progress_bar=false"]
+_USUAL = ["--trainer.callbacks+=analysis.memory.TrainingMemory", "--trainer.enable_progress_bar=false"]
 _USUAL += ["--trainer.benchmark=true", "--trainer.limit_val_batches=0", "--data.val_size=0"]
 _USUAL += ["--data.drop_last=true", "--data.dataset=synthetic"]  # each shape of a batch is compiled anew
 
 
 def plain_loop(step: Step) -> None:
-    """A step of `fit` beside one of a plain loop, in turn; a check for the command, and one for each row of it."""
-    file = step.work / "overhead.json"
-    size = [] if step.visit.on_gpu else ["--small", "--rounds=1"]
+    """A step of `fit` beside one of a plain loop, in turn."""
+    kind = step.visit.accelerator
+    flags = [f"--trainer.accelerator={kind}", *_NETWORK[kind][:2], _CHANNELS_LAST]
+    sizes = [] if step.visit.on_gpu else ["--turns=2", "--steps=3", "--batch_size=16"]
+    for name, own in {"eager": [], "compiled": [_COMPILE]}.items() if step.visit.on_gpu else [("eager", [])]:
+        words = ["overhead", f"{step.work / name}.json", *sizes, *flags, *own]
+        step.check(name, partial(_ratio, step, name, words))
 
-    def shown(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        low, middle, high = (f"{row[name]:.3g}" for name in ("low", "median", "high"))
-        return f"{middle} {row['unit']} ({low} to {high}, n = {len(row['values'])}); {row['note']}", row
 
-    words = ["lit_cifar", "bench", "overhead", f"--json={file}", *size]
-    command = partial(step.output_of, "overhead", *words, limit_s=240)
-    if step.check("bench overhead", lambda: f"{len(command().splitlines())} lines"):
-        for row in json.loads(file.read_text())["rows"]:
-            step.check(row["name"], partial(shown, row))
+def _ratio(step: Step, name: str, words: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    text = step.output_of(name, *words, limit_s=120).splitlines()[-1]
+    return text, json.loads((step.work / f"{name}.json").read_text())
 
 
 def throughput(step: Step) -> None:
     """One after the other: they are timed."""
     step.check("channels_last", partial(_fit, step, "channels-last", [_CHANNELS_LAST]))
-    step.check("where the time goes", partial(_trace, step))
     if step.visit.on_gpu:
         step.check("channels_last, compiled", partial(_fit, step, "both", [_CHANNELS_LAST, _COMPILE]))
         step.check("compiled", partial(_fit, step, "compiled", [_COMPILE]))
@@ -70,13 +67,3 @@ def _fit(step: Step, name: str, flags: Sequence[str]) -> tuple[str, dict[str, An
     peaks = [json.loads(file.read_text())["gpu_peak_bytes"] or 0 for file in run.glob("memory-rank*.json")]
     tflop = f", {speed * _FORWARD_AND_BACKWARD_GFLOP / 1e3:.0f} TFLOP/s" if step.visit.on_gpu else ""
     return f"{speed:,.0f} images/s{tflop}, peak {max(peaks) / 2**20:.0f} MiB", {"images_per_s": speed}
-
-
-def _trace(step: Step) -> tuple[str, dict[str, Any]]:
-    folder, kind = step.work / "trace", step.visit.accelerator
-    words = ["--mode=single", f"--output={folder}", f"--trainer.accelerator={kind}", *_NETWORK[kind], _CHANNELS_LAST]
-    step.output_of("trace", "lit_cifar", "bench", "trace", *words)
-    (step.visit.out / "trace.json.gz").write_bytes(gzip.compress((folder / "trace.json").read_bytes()))
-    (rank,) = json.loads((folder / "summary.json").read_text())["ranks"]
-    parts = ", ".join(f"{name} {part:.1f}" for name, part in rank["ms"].items())
-    return f"ms of a step: {parts}; {rank['plain_ms']:.1f} in all without the profiler", rank

@@ -17,7 +17,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.launch.forked import ForkedRun
 
 TIMEOUT_S = 900.0
-# Flags of `fit` that `verify` and `chaos` set themselves.
+# Flags of `fit` that `verify` sets itself.
 OWNED = {"trainer.strategy", "trainer.devices", "trainer.sync_batchnorm", "trainer.max_steps", "trainer.max_epochs"}
 OWNED |= {"run_dir", "ckpt_path", "resume"}
 

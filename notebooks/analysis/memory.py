@@ -19,7 +19,7 @@ _PROCESS = Path("/proc/self")
 class TrainingMemory(Callback):
     """Writes `memory-rank0.json` and so on into the run folder at the end of the training, one for each process.
 
-    `--trainer.callbacks+=lit_cifar.tools.bench.memory.TrainingMemory` adds it to a run. `state_bytes` counts the
+    `--trainer.callbacks+=analysis.memory.TrainingMemory` adds it to a run. `state_bytes` counts the
     parameters that this process trains, their gradients and the optimizer's state: of a divided tensor this process's
     part. `gpu_peak_bytes` is the most that torch has held on one GPU of this process since the training began, with
     activations; without a GPU it is null. `resident_peak_bytes` is the most by which the process's resident memory has

@@ -1,6 +1,7 @@
 """The times at which stages work, in modes that have some: recorded on request, written as a Chrome trace.
 
-`--trainer.callbacks+=lit_cifar.tools.bench.timeline.Timeline` adds the callback to a run.
+`PYTHONPATH=notebooks python -m lit_cifar fit --trainer.callbacks+=analysis.timeline.Timeline` adds the callback to a
+run.
 """
 
 import json
@@ -157,7 +158,7 @@ class Timeline(Callback):
     """Writes `timeline.json` into the run folder: the times at which each stage worked on each microbatch.
 
     The file is a Chrome trace: chrome://tracing and https://ui.perfetto.dev open it.
-    `notebooks/analysis/stage_timeline.read_timeline` reads it.
+    `analysis.stage_timeline.read_timeline` reads it.
 
     Args:
         first_step: The first training batch to record, counted from 0; the ones before it warm up.
@@ -171,11 +172,13 @@ class Timeline(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let the stages, which are made later, report to this callback; raise a `ConfigError` if the mode has none."""
-        if not observe_stages(trainer, self._recorder):
+        mode = mode_of(trainer.strategy)
+        if mode.recorder is None:
             raise ConfigError(
                 "the callback Timeline records stages, and this mode has none",
                 remedy="use --trainer.strategy=mp, ddp_mp, pp or ddp_pp, or leave the callback out",
             )
+        mode.recorder = self._recorder
         self._num_batches = 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -195,15 +198,6 @@ class Timeline(Callback):
         log_dir = trainer.log_dir  # every process must ask for it, which sends a message
         if trainer.is_global_zero and log_dir is not None:
             write_trace([span for part in gathered for span in part], Path(log_dir) / FILE)
-
-
-def observe_stages(trainer: Trainer, recorder: NoRecorder) -> bool:
-    """Let the stages of the trainer's strategy, which it makes later, report to `recorder`; False if it has none."""
-    mode = mode_of(trainer.strategy)
-    if mode.recorder is None:
-        return False
-    mode.recorder = recorder
-    return True
 
 
 def write_trace(spans: list[Span], path: Path) -> None:
