@@ -15,6 +15,7 @@ from documents import ROOT
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+MISTAKE = ("(model(images)", "(model.module(images)")  # of `broken.py`
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e-?\d+)?")
 
 
@@ -80,8 +81,8 @@ def test_every_program_prints_what_the_page_says(tmp_path: Path) -> None:
         if kind == "python":
             (tmp_path / name).write_text(block)
         elif kind == "bash":
-            if name in ("broken.py", "replayed.py") and not (tmp_path / name).exists():
-                (tmp_path / name).write_text(broken(tmp_path, replayed=name == "replayed.py"))
+            if name == "broken.py" and not (tmp_path / name).exists():
+                (tmp_path / name).write_text((tmp_path / "ddp.py").read_text().replace(*MISTAKE))
             printed = run(block, tmp_path)
         elif kind == "text" and kinds[-1] == "bash":
             check(printed, block)
@@ -89,15 +90,3 @@ def test_every_program_prints_what_the_page_says(tmp_path: Path) -> None:
     assert kinds.count("bash") > 7
     hashes = [(tmp_path / "runs" / run / "weights.sha256").read_text().split()[-3] for run in ("two", "killed")]
     assert hashes[0] == hashes[1]
-
-
-def broken(folder: Path, *, replayed: bool) -> str:
-    """`ddp.py` with the page's mistake, and with its two lines of Replay."""
-    program = (folder / "ddp.py").read_text().replace("(model(images)", "(model.module(images)")
-    if not replayed:
-        return program
-    before, loop = program.split("for epoch in range(3):\n")
-    body, end = loop.split("\ndist.destroy")
-    indented = re.sub(r"^(?=.)", "    ", f"for epoch in range(3):\n{body}", flags=re.MULTILINE)
-    with_replay = f"with replay(model, optimizer, steps=4):\n{indented}\ndist.destroy{end}"
-    return f"from lit_cifar import replay\n{before}{with_replay}"
