@@ -31,7 +31,7 @@ for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP
 
 
 adopt_orphans()
-# `torch.multiprocessing.start_processes` may fork its processes too, as `lit_cifar.launch.forked` does.
+# `torch.multiprocessing.start_processes` may fork its processes too.
 multiprocessing.set_forkserver_preload(["lit_cifar.cli.main", "lit_cifar.strategies"])
 # Several processes run the tests, and those of a run share the cores as well: more threads only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from lit_cifar.launch.forked import _servers
+
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -44,10 +46,11 @@ def _below(pid: int) -> Iterator[int]:
 def _is_kept(process: psutil.Process) -> bool:
     """Whether it is kept for good.
 
-    By multiprocessing: the process from which others are forked, and one that tidies up. By Open MPI its daemon, where
+    By multiprocessing: processes from which others are forked, and one that tidies up. By Open MPI its daemon, where
     mpi4py is installed: Lightning imports it to find out whether a run was started by MPI.
     """
-    kept, command = process.pid == forkserver._forkserver._forkserver_pid, " ".join(process.cmdline())
+    servers, command = [forkserver._forkserver, *_servers.values()], " ".join(process.cmdline())
+    kept = process.pid in [server._forkserver_pid for server in servers]
     return kept or "resource_tracker" in command or command.startswith("orted ")
 
 

@@ -12,20 +12,16 @@ from lit_cifar.reporting.run_folder import run_folder
 
 
 class SignalAfter(L.Callback):
-    """Asks a process to stop: a signal to `rank` when it has taken `step` optimizer steps.
+    """Asks a process to stop: a signal to `rank` when it has taken `step` optimizer steps."""
 
-    Not if it has been started again for the `starts`-th time.
-    """
-
-    def __init__(self, step: int, rank: int = 0, number: int = 15, starts: int = 10**6) -> None:
-        self.step, self.rank, self.number, self.starts = step, rank, number, starts
+    def __init__(self, step: int, rank: int = 0, number: int = 15) -> None:
+        self.step, self.rank, self.number = step, rank, number
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.on_train_batch_end(trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        is_left_alone = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) >= self.starts
-        if (trainer.global_step, trainer.global_rank) == (self.step, self.rank) and not is_left_alone:
+        if (trainer.global_step, trainer.global_rank) == (self.step, self.rank):
             os.kill(os.getpid(), self.number)
 
 

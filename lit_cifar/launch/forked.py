@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
@@ -35,6 +34,7 @@ from lit_cifar.launch.node import reserved_port
 _FAREWELL_S = 5.0
 _LONGEST_FOLDER = 70  # characters of the temporary folder; multiprocessing adds a folder and the name of the socket
 _starting = threading.Lock()
+_servers: dict[tuple[str, ...], forkserver.ForkServer] = {}
 
 
 class ForkedRun:
@@ -126,12 +126,12 @@ def start_forked(
     return process
 
 
-@cache
 def _server(preload: tuple[str, ...]) -> forkserver.ForkServer:
     """A fork server with these imports: multiprocessing's own has those of whoever was first to ask for a process."""
-    server = forkserver.ForkServer()
-    server.set_forkserver_preload([__name__, *preload])
-    return server
+    if preload not in _servers:
+        _servers[preload] = forkserver.ForkServer()
+        _servers[preload].set_forkserver_preload([__name__, *preload])
+    return _servers[preload]
 
 
 @contextmanager
