@@ -60,7 +60,7 @@ class FakeDevices(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = tree_leaves((args, kwargs))
-        if not any(map(_is_fake, leaves)):  # `measure` of lit_cifar.models.blocks uses the plain meta device
+        if not any(map(_is_fake, leaves)):  # `measure` of lit_cifar.models.partition uses the plain meta device
             return func(*args, **(kwargs or {}))
         # Elsewhere than in inference mode torch takes it apart before.
         if torch.is_inference_mode_enabled() and func.namespace == "aten" and func._can_decompose():

@@ -15,7 +15,7 @@ from torchvision.transforms.functional import resized_crop
 
 from lit_cifar.data.augment import Augmentation, crop
 from lit_cifar.data.counter_rng import Purpose, keyed_bits, keyed_integers, keyed_permutation
-from lit_cifar.models.random_streams import RandomStreams, begin_part
+from lit_cifar.models.random_streams import RandomStreams, draw_for_part
 from lit_cifar.task.module import LitResNet
 
 
@@ -132,7 +132,7 @@ def drawn(*, step: int, batch: int = 0, accumulation: int = 1, ranks: int = 1, r
     module = LitResNet("tiny")
     streams.on_train_start(trainer, module)
     streams.on_train_batch_start(trainer, module, None, batch)
-    begin_part(place)
+    draw_for_part(place)
     found = float(torch.rand(()))
     streams.on_train_end(trainer, module)
     return found

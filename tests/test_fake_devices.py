@@ -14,7 +14,7 @@ from torch.optim import Adagrad
 import lit_cifar.strategies.mp
 from lit_cifar.data import Augment
 from lit_cifar.data.images import Batch
-from lit_cifar.models.blocks import Partition
+from lit_cifar.models.partition import Partition
 from lit_cifar.strategies.mp import StagedForward, StagedStrategy
 from lit_cifar.task.module import LitResNet
 
@@ -39,7 +39,7 @@ def test_a_validation_step_waits_for_nothing(mode: str) -> None:
 def test_the_host_waits_for_what_a_stage_of_its_own_is_going_to_read() -> None:
     with fake_devices(), torch.no_grad():
         network, devices = lit_resnet().network, [torch.device("meta", 0), torch.device("cpu")]
-        partition = Partition.of(network, (3, 32, 32), num_stages=2)
+        partition = Partition.cut(network, (3, 32, 32), num_stages=2)
         stages = [stage.module(network).to(device) for stage, device in zip(partition.stages, devices, strict=True)]
         logits = StagedForward(stages, devices, num_microbatches=2)(torch.zeros(4, 3, 32, 32, device=devices[0]))
         assert logits.device == devices[0]

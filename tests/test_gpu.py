@@ -24,7 +24,7 @@ from lit_cifar.data.mixing import Mixing
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.mode import Layout
 from lit_cifar.models import build_resnet
-from lit_cifar.models.blocks import Partition
+from lit_cifar.models.partition import Partition
 from lit_cifar.strategies.mp import StagedForward
 from lit_cifar.tools.verify import verify
 from lit_cifar.tools.verify.record import EXACT_BOUND
@@ -110,7 +110,7 @@ def test_stages_on_the_cpu_and_a_gpu_are_the_plain_network() -> None:
     devices, images = [DEVICE, torch.device("cpu")], torch.randn(6, 3, 32, 32, dtype=torch.float64)
     plain = build_resnet("tiny", stem="imagenet").double()
     divided = deepcopy(plain)
-    parts = Partition.of(divided, (3, 32, 32), num_stages=2).modules(divided)
+    parts = Partition.cut(divided, (3, 32, 32), num_stages=2).modules(divided)
     stages = [stage.to(device) for stage, device in zip(parts, devices, strict=True)]
     output = StagedForward(stages, devices)(images.to(DEVICE))
     assert output.device == DEVICE

@@ -67,12 +67,12 @@ def test_a_stage_without_gradients_takes_part_in_the_agreement(fused: bool, tmp_
 
 def test_a_pipeline_scales_the_loss_of_its_own_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scaled only when the gradients are handed over, small ones would have been lost in float16."""
-    scales, train = [], Pipeline.train
+    scales, train = [], Pipeline._forward_and_backward
 
-    def noting(self: Pipeline, images: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
-        scales.append(float(kwargs["scale"]))
-        return train(self, images, labels, **kwargs)
+    def noting(self: Pipeline, *args: Any) -> Any:
+        scales.append(float(self._scale))
+        return train(self, *args)
 
-    monkeypatch.setattr(Pipeline, "train", noting)
+    monkeypatch.setattr(Pipeline, "_forward_and_backward", noting)
     fit(LitResNet("tiny", stem="imagenet"), tmp_path, strategy=PipelineStrategy(), plugins=[scaled(64.0)], max_steps=1)
     assert scales == [64.0]

@@ -14,11 +14,10 @@ from lit_cifar.checkpoint.pretrained import take_weights
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import Whitening, build_network
-from lit_cifar.models.blocks import Partition, balanced, measure
 from lit_cifar.models.ghost_batchnorm import normalise_apart
+from lit_cifar.models.partition import Partition, balanced, measure
 from lit_cifar.models.resnet import Stem, build_resnet
 from lit_cifar.models.vit import Attention
-from lit_cifar.strategies.pipeline import output_dtypes
 
 
 @pytest.mark.parametrize("arch", ["resnet34", "resnet50", "resnet101", "resnet152", "wide_resnet50_2"])
@@ -106,9 +105,9 @@ def test_a_stage_may_have_buffers_that_are_not_saved_and_layers_of_one_weight() 
 
     network = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), Place(), nn.Linear(4, 4), nn.Linear(4, 4))
     network[4].weight = network[3].weight
-    partition = Partition.of(network, (3, 2, 2), num_stages=2)
+    partition = Partition.cut(network, (3, 2, 2), num_stages=2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = output_dtypes(network, partition, torch.float32, device=torch.device("cpu"))
+        found = partition.dtypes(network, torch.float32, device=torch.device("cpu"))
     assert len(found) == 2
 
 
@@ -117,10 +116,10 @@ def test_a_stage_may_have_buffers_that_are_not_saved_and_layers_of_one_weight() 
 def test_what_a_stage_returns_is_known_before_it_runs(arch: Any, autocast: bool) -> None:
     """Under autocast the patches of a ViT are added in float32; what a ResNet's blocks return is bfloat16."""
     module = LitResNet(arch)
-    partition = Partition.of(module.network, module.image_shape, num_stages=3)
+    partition = Partition.cut(module.network, module.image_shape, num_stages=3)
     before = {name: tensor.clone() for name, tensor in module.network.state_dict().items()}
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        found = output_dtypes(module.network, partition, torch.float32, device=torch.device("cpu"))
+        found = partition.dtypes(module.network, torch.float32, device=torch.device("cpu"))
         assert all(tensor.equal(before[name]) for name, tensor in module.network.state_dict().items())
         x = torch.zeros(2, 3, 32, 32)
         for stage, dtype in zip(partition.stages, found, strict=True):
@@ -150,7 +149,7 @@ def test_stages_one_after_the_other_are_the_network_bit_for_bit(num_stages: int,
     expected = one(images)
     x = images
     names = [name for name, _ in other.named_modules()]
-    partition = Partition.of(other, IMAGE, num_stages=num_stages)
+    partition = Partition.cut(other, IMAGE, num_stages=num_stages)
     stages = partition.modules(other)
     for stage, module in zip(partition.stages, stages, strict=True):
         x = module(x)
@@ -197,7 +196,7 @@ def test_cuts_are_the_best_that_there_are(seed: int) -> None:
 
 
 def test_named_cuts_replace_the_balanced_ones() -> None:
-    partition = Partition.of(build_resnet("resnet18", stem="imagenet"), IMAGE, num_stages=3, cuts=["layer1.1", "head"])
+    partition = Partition.cut(build_resnet("resnet18", stem="imagenet"), IMAGE, num_stages=3, cuts=["layer1.1", "head"])
     assert [stage.span for stage in partition.stages] == ["stem to layer1.0", "layer1.1 to layer4.1", "head"]
 
 
@@ -213,7 +212,7 @@ def test_named_cuts_replace_the_balanced_ones() -> None:
 )
 def test_impossible_cuts_are_refused(num_stages: int, cuts: list[str] | None, problem: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as error:
-        Partition.of(build_resnet("resnet10", stem="imagenet"), IMAGE, num_stages=num_stages, cuts=cuts)
+        Partition.cut(build_resnet("resnet10", stem="imagenet"), IMAGE, num_stages=num_stages, cuts=cuts)
     assert problem in error.value.problem
     assert remedy in error.value.remedy
 
@@ -221,7 +220,7 @@ def test_impossible_cuts_are_refused(num_stages: int, cuts: list[str] | None, pr
 def test_table() -> None:
     """Shares add up, the bytes are those of the images' activations in float32, the last stage sends nothing."""
     network = build_resnet("resnet34", stem="cifar")
-    partition = Partition.of(network, IMAGE, num_stages=2)
+    partition = Partition.cut(network, IMAGE, num_stages=2)
     assert 3 * sum(stage.flop for stage in partition.stages) == pytest.approx(6.95e9, rel=1e-3)  # and backward
     assert partition.table(["cpu:0", "cuda:1"]) == [
         "0  cpu:0       stem to layer3.0         49.4% of FLOP    2.26 M parameters  sends 64 KiB per image",

@@ -23,7 +23,7 @@ from tiny_task import TinyData, TinyTask, tiny_trainer
 
 from lit_cifar.launch.forked import start_forked
 from lit_cifar.mode import Layout, Mode, mode_of
-from lit_cifar.models.blocks import Partition
+from lit_cifar.models.partition import Partition
 from lit_cifar.models.resnet import build_resnet
 from lit_cifar.reporting import run_folder
 from lit_cifar.reporting.environment import command_line, git_state
@@ -111,7 +111,7 @@ def lines_of(*, batch_size: int, accumulation: int = 1, **mode: Any) -> list[str
 
 
 def test_plan_divides_the_global_batch_and_ends_with_what_the_mode_splits() -> None:
-    table = Partition.of(build_resnet("resnet10"), IMAGE, num_stages=2).table(["process 0", "process 1"])
+    table = Partition.cut(build_resnet("resnet10"), IMAGE, num_stages=2).table(["process 0", "process 1"])
     lines = lines_of(batch_size=128, accumulation=4, local_replicas=2, lines=table)
     assert lines == [
         "model       resnet10, imagenet stem, 4.91 M parameters",

@@ -20,7 +20,7 @@ import lit_cifar.strategies.mp
 from lit_cifar import LitResNet, internals
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_resnet
-from lit_cifar.models.blocks import Partition
+from lit_cifar.models.partition import Partition
 from lit_cifar.strategies import DataParallelStrategy, DDPLayerParallelStrategy, LayerParallelStrategy
 from lit_cifar.strategies.dp import EmulatedReplicas, _DataParallel, in_context_of_caller
 from lit_cifar.strategies.mp import StagedForward, gpipe_order
@@ -152,7 +152,7 @@ def test_every_microbatch_passes_every_stage_once_and_in_order(num_microbatches:
 def test_both_modes_evaluate_a_batch_of_any_size(num_samples: int) -> None:
     torch.manual_seed(0)
     network = build_resnet("tiny", stem="imagenet").double().eval()
-    images, stages = torch.randn(num_samples, 3, 32, 32).double(), Partition.of(network, (3, 32, 32), num_stages=2)
+    images, stages = torch.randn(num_samples, 3, 32, 32).double(), Partition.cut(network, (3, 32, 32), num_stages=2)
     staged = StagedForward(stages.modules(network), [CPU] * 2, num_microbatches=4)
     for forward_fn in (EmulatedReplicas(network, num_replicas=4), staged):
         with torch.inference_mode():

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from analysis.stage_timeline import read_timeline, stored_mib
 from analysis.timeline import StageRecorder, write_trace
 from lit_cifar.models import build_resnet
-from lit_cifar.models.blocks import Partition
+from lit_cifar.models.partition import Partition
 from lit_cifar.strategies.mp import StagedForward, gpipe_order
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ def trained(recorder: StageRecorder | None, *, num_microbatches: int) -> tuple[n
     """A step of a network in two stages."""
     torch.manual_seed(0)
     network = build_resnet("tiny", stem="strided")
-    stages = [stage.module(network) for stage in Partition.of(network, (3, 32, 32), num_stages=2).stages]
+    stages = [stage.module(network) for stage in Partition.cut(network, (3, 32, 32), num_stages=2).stages]
     forward_fn = StagedForward(stages, [CPU, CPU], num_microbatches=num_microbatches, recorder=recorder)
     if recorder is not None:
         recorder.begin(0, network)

@@ -26,7 +26,7 @@ from lit_cifar.mode import mode_of
 from lit_cifar.mode.tensors import squares
 from lit_cifar.reporting.environment import cpu_model
 from lit_cifar.strategies import LayerParallelStrategy, PipelineStrategy, parts
-from lit_cifar.strategies.parts import Parts, _buckets
+from lit_cifar.strategies.parts import VirtualParts, _buckets
 from lit_cifar.strategies.tree_sum import in_tree_order, tree_sum
 from lit_cifar.strategies.virtual_replicas import VirtualReplicas, clip_in_order, squares_of_rows
 from lit_cifar.task.metrics import MeanLoss
@@ -54,12 +54,12 @@ def averages_of(rank: int, world_size: int) -> list[Tensor]:
     network = nn.Sequential(nn.Linear(7, 31), nn.BatchNorm1d(31), nn.ReLU(), nn.Linear(31, 3))
     for index, parameter in enumerate(network.parameters()):  # threads share torch's generator
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(index))
-    own, found = Parts(4, num_processes=world_size), []
-    own.watch(network.parameters())
+    own, found = VirtualParts(4, num_processes=world_size), []
+    own.take_gradients(network.parameters())
     for step in range(3):
         for index, parameter in enumerate(network.parameters()):
             parameter.requires_grad_(index != step)
-        own.begin(network.buffers())
+        own.start_step(network.buffers())
         for place in own.places:
             generator = torch.Generator().manual_seed(100 * step + rank + place * world_size)
             with own.own_statistics():
@@ -149,9 +149,9 @@ def test_a_stage_without_gradients_takes_part_in_clipping() -> None:
 )
 def test_a_mode_refuses_parts_that_it_cannot_have(strategy: Any, devices: int, text: str) -> None:
     trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **SILENT)
-    parts = Parts(4, num_processes=mode_of(trainer.strategy).layout.data_parallel_size)
+    parts = VirtualParts(4, num_processes=mode_of(trainer.strategy).layout.data_parallel_size)
     with pytest.raises(ConfigError, match=text):
-        trainer.strategy.use_parts(parts)  # type: ignore[attr-defined]
+        trainer.strategy.use_virtual_parts(parts)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The chain of blocks of a network, which is cut into stages, and the layers of a block that may be split.
+"""The chain of blocks of a network, between which it may be cut, and the layers of a block that may be split.
 
 A network is a plain `nn.Module` from float images (n, 3, height, width) to logits (n, classes). Any network can be
 trained in `dp`, `ddp`, `ddp_spawn` and `fsdp2`. It may tell more about itself:
@@ -17,14 +17,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils.flop_counter import FlopCounterMode
 
 from lit_cifar.errors import ConfigError, one_line
 
@@ -143,147 +140,3 @@ def _counts(module: nn.Module) -> Iterator[int]:
         if part in ("columns", "head"):
             num_outputs, num_inputs = module.get_submodule(layer).weight.shape[:2]  # type: ignore[index]
             yield num_inputs if part == "head" else together or num_outputs
-
-
-@dataclass(frozen=True)
-class Block:
-    """A piece of a network that is not cut further: in a ResNet a residual block, the stem, or the head."""
-
-    name: str  # its name in the network
-    # Floating-point operations of one image's forward pass, counted by torch's flop counter. Backward takes twice as
-    # many, so that shares are the same.
-    flop: int
-    num_parameters: int
-    output_shape: tuple[int, ...]  # shape for one image, without the batch axis
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Consecutive blocks that run on one device."""
-
-    blocks: tuple[Block, ...]
-
-    @property
-    def flop(self) -> int:
-        return sum(block.flop for block in self.blocks)
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(block.num_parameters for block in self.blocks)
-
-    @property
-    def output_shape(self) -> tuple[int, ...]:
-        return self.blocks[-1].output_shape
-
-    @property
-    def span(self) -> str:
-        """The first and the last block, e.g. "stem to layer3.0"."""
-        first, last = self.blocks[0].name, self.blocks[-1].name
-        return first if first == last else f"{first} to {last}"
-
-    def module(self, network: nn.Module) -> nn.Sequential:
-        """The stage as a module made of the network's own layers: nothing is copied."""
-        chain = blocks_of(network) or {}
-        return nn.Sequential(*(chain[block.name] for block in self.blocks))
-
-
-@dataclass(frozen=True)
-class Partition:
-    """The stages of a network, in order."""
-
-    stages: tuple[Stage, ...]  # each takes what the one before returned
-    image_shape: tuple[int, ...]  # shape of an image that enters the first stage, without the batch axis
-
-    @classmethod
-    def of(
-        cls, network: nn.Module, image_shape: Sequence[int], *, num_stages: int, cuts: Sequence[str] | None = None
-    ) -> "Partition":
-        """Cut `network`, which says its blocks, so that the stage with the most FLOP has as few as possible.
-
-        With `cuts`, names of blocks, the second and later stages begin with these instead. `image_shape` is without the
-        batch axis.
-        """
-        blocks = measure(network, image_shape)
-        if not 1 <= num_stages <= len(blocks):
-            raise ConfigError(
-                f"{num_stages} stages of a network of {len(blocks)} blocks",
-                remedy=f"ask for 1 to {len(blocks)}, e.g. --trainer.devices=2",
-            )
-        bounds = (
-            balanced([block.flop for block in blocks], num_stages) if cuts is None else _named(blocks, num_stages, cuts)
-        )
-        edges = (0, *bounds, len(blocks))
-        return cls(tuple(Stage(blocks[a:b]) for a, b in pairwise(edges)), tuple(image_shape))
-
-    def shapes(self, network: nn.Module, image_shape: Sequence[int]) -> list[tuple[int, ...]]:
-        """The output shape of each stage for images of this shape, both without the batch axis."""
-        if tuple(image_shape) == self.image_shape:
-            return [stage.output_shape for stage in self.stages]
-        outputs = {block.name: block.output_shape for block in measure(network, image_shape)}
-        return [outputs[stage.blocks[-1].name] for stage in self.stages]
-
-    def modules(self, network: nn.Module) -> list[nn.Sequential]:
-        """The stages of `network` as modules, see `Stage.module`."""
-        return [stage.module(network) for stage in self.stages]
-
-    def table(self, places: Sequence[str]) -> list[str]:
-        """One line for each stage: its place, blocks, share of FLOP, parameters and bytes sent on (float32)."""
-        total = sum(stage.flop for stage in self.stages)
-        lines = []
-        for index, (stage, place) in enumerate(zip(self.stages, places, strict=True)):
-            sent = (
-                f"{4 * math.prod(stage.output_shape) / 1024:g} KiB per image" if index + 1 < len(self.stages) else "-"
-            )
-            lines.append(
-                f"{index}  {place:<12}{stage.span:<24}{stage.flop / total:>6.1%} of FLOP  "
-                f"{stage.num_parameters / 1e6:6.2f} M parameters  sends {sent}"
-            )
-        return lines
-
-
-@torch.no_grad()
-def measure(network: nn.Module, image_shape: Sequence[int]) -> tuple[Block, ...]:
-    """FLOP, parameters and output shape of every block, from a run on the meta device, which computes nothing."""
-    # Evaluation takes the same FLOP, and no layer then asks for more than one image.
-    chain = blocks_of(deepcopy(network).to("meta", torch.float32).eval()) or {}
-    x = torch.empty(1, *image_shape, device="meta")
-    blocks = []
-    for name, block in chain.items():
-        with FlopCounterMode(display=False) as counter:
-            x = block(x)
-        num_parameters = sum(parameter.numel() for parameter in block.parameters())
-        blocks.append(Block(name, counter.get_total_flops(), num_parameters, tuple(x.shape[1:])))
-    return tuple(blocks)
-
-
-def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Positions at which the second and later stages begin, so that the largest stage costs as little as possible.
-
-    This is dynamic programming over the first `end` blocks.
-    """
-    flop = [0]
-    for cost in costs:
-        flop.append(flop[-1] + cost)
-    best: dict[int, tuple[int, tuple[int, ...]]] = {end: (flop[end], ()) for end in range(1, len(flop))}
-    for _ in range(num_stages - 1):
-        best = {
-            end: min(
-                (max(worst, flop[end] - flop[cut]), (*bounds, cut))
-                for cut, (worst, bounds) in best.items()
-                if cut < end
-            )
-            for end in range(min(best) + 1, len(flop))
-        }
-    return best[len(costs)][1]
-
-
-def _named(blocks: tuple[Block, ...], num_stages: int, cuts: Sequence[str]) -> tuple[int, ...]:
-    names = [block.name for block in blocks]
-    bounds = tuple(names.index(cut) for cut in cuts if cut in names[1:])
-    if len(cuts) != num_stages - 1 or len(bounds) != len(cuts) or list(bounds) != sorted(set(bounds)):
-        raise ConfigError(
-            f"cuts {list(cuts)} do not make {num_stages} stages",
-            remedy=f"name {num_stages - 1} of these blocks in this order, each the first of a stage: "
-            f"{', '.join(names[1:])}",
-        )
-    return bounds

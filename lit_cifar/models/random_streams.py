@@ -50,7 +50,7 @@ class RandomStreams(Callback):
         in_turn = self._split.local_replicas == 1 or pl_module.virtual_replicas is not None
         if pl_module.header.network is not None and in_turn and not pl_module.compiles:  # type: ignore[union-attr]
             self._handles = [
-                module.register_forward_pre_hook(partial(_begin_block, number))
+                module.register_forward_pre_hook(partial(_draw_for_block, number))
                 for number, module in enumerate(layers_of_blocks(pl_module.network))  # type: ignore[arg-type]
             ]
 
@@ -60,7 +60,7 @@ class RandomStreams(Callback):
         accumulation, size = trainer.accumulate_grad_batches, self._split.data_parallel_size
         _now.first = batch_idx % accumulation * size + self._split.data_parallel_rank  # see `TrainSampler`
         _now.distance = accumulation * size
-        begin_part()
+        draw_for_part()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for handle in self._handles:
@@ -73,7 +73,7 @@ class RandomStreams(Callback):
         self.on_train_end(trainer, pl_module)
 
 
-def begin_part(place: int = 0, *, device: torch.device | None = None) -> None:
+def draw_for_part(place: int = 0, *, device: torch.device | None = None) -> None:
     """Draw for part `place` of this process's parts from now on; do nothing outside of a training.
 
     Processes that hold a replica together draw the same. With `device`, the generators of other devices stay as they
@@ -84,13 +84,13 @@ def begin_part(place: int = 0, *, device: torch.device | None = None) -> None:
         _seed(_now.part, device)
 
 
-def begin_stage(stage: int) -> None:
+def draw_for_stage(stage: int) -> None:
     """Draw for this stage of the part from now on; its blocks need not have streams of their own."""
     if _now.step is not None:
         _seed(key_of(_now.part, -1 - stage))  # numbers of blocks are not negative
 
 
-def _begin_block(number: int, module: nn.Module, inputs: Any) -> None:
+def _draw_for_block(number: int, module: nn.Module, inputs: Any) -> None:
     if _now.step is not None and module.training:
         _seed(key_of(_now.part, number))
 

@@ -16,9 +16,10 @@ from lit_cifar import internals
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import ForwardFn, Mode, NoRecorder
 from lit_cifar.mode.refusals import refuse
-from lit_cifar.models.blocks import Partition, blocks_of
+from lit_cifar.models.blocks import blocks_of
+from lit_cifar.models.partition import Partition
 from lit_cifar.strategies.device_copies import refuse_faulty_copies
-from lit_cifar.strategies.parts import Parts, WholeBatch
+from lit_cifar.strategies.parts import VirtualParts
 
 
 class RunsNetwork(Protocol):
@@ -92,8 +93,7 @@ class CustomForwardStrategy(Mode, ParallelStrategy, ABC):
     strategy_name = "custom_forward"  # value of `--trainer.strategy`
     registered: ClassVar[dict[str, dict[str, Any]]] = {}  # all values of it with their arguments, if there are several
     needs: ClassVar[list[str]] = ["network", "use_forward_fn"]  # attributes that a module must have, see `RunsNetwork`
-    # How a batch passes through that function: as a whole, or with `--virtual_replicas` part by part.
-    parts: WholeBatch = WholeBatch()
+    virtual_parts: VirtualParts | None = None  # with `--virtual_replicas`, what passes through that function one by one
 
     @abstractmethod
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
@@ -103,13 +103,13 @@ class CustomForwardStrategy(Mode, ParallelStrategy, ABC):
     def module(self) -> RunsNetwork:
         return cast(RunsNetwork, self.lightning_module)
 
-    def use_parts(self, parts: Parts) -> None:
+    def use_virtual_parts(self, parts: VirtualParts) -> None:
         """Give `parts` to that function from the next `setup` on; each is computed by itself.
 
         A subclass raises a `ConfigError` where this would change the bits.
         """
         refuse("--virtual_replicas=4", self, parts=parts.num_parts)
-        self.parts = parts
+        self.virtual_parts = parts
 
     @property
     def copying_devices(self) -> list[list[torch.device]]:
@@ -203,7 +203,7 @@ class CutStrategy(CustomForwardStrategy, ABC):
                 remedy="Make it an nn.Sequential, or give it a method blocks() that returns them by name (see\n"
                 "lit_cifar.models.blocks); or use --trainer.strategy=ddp, which takes any network.",
             )
-        self.partition = Partition.of(network, self.module.image_shape, num_stages=num_stages, cuts=self.cuts)
+        self.partition = Partition.cut(network, self.module.image_shape, num_stages=num_stages, cuts=self.cuts)
         if not may_share:
             check_untied(network, self.partition.modules(network), strategy=self.strategy_name)
 

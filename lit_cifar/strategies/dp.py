@@ -19,7 +19,7 @@ from torch.func import functional_call
 from typing_extensions import override
 
 from lit_cifar.mode import ForwardFn
-from lit_cifar.models.random_streams import begin_part
+from lit_cifar.models.random_streams import draw_for_part
 from lit_cifar.strategies.base import SingleProcessStrategy
 
 
@@ -41,7 +41,7 @@ class EmulatedReplicas:
         copies = [{name: buffer.clone() for name, buffer in self.network.named_buffers()} for _ in others]
         outputs = [self.network(first)]
         for replica, (copy, chunk) in enumerate(zip(copies, others, strict=True), start=1):
-            begin_part(replica)
+            draw_for_part(replica)
             outputs.append(functional_call(self.network, copy, (chunk,)))
         return torch.cat(outputs)
 
@@ -126,7 +126,7 @@ class DataParallelStrategy(SingleProcessStrategy):
         The rule is that of `Tensor.chunk`: every chunk but the last has `ceil(num_samples / replicas)` samples, so
         replicas at the end may get none. 5 samples over 4 replicas are cut into 2, 2, 1.
         """
-        if self.parts.one_by_one:  # sample i is in part i modulo their number, and the replicas take turns
+        if self.virtual_parts is not None:  # sample i is in part i modulo their number, and the replicas take turns
             return torch.arange(num_samples) % self.local_replicas
         samples_per_chunk = max(1, -(-num_samples // self.local_replicas))
         return torch.arange(num_samples) // samples_per_chunk
@@ -134,7 +134,7 @@ class DataParallelStrategy(SingleProcessStrategy):
     @override
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         devices = self.copying_devices[0]  # CUDA devices, which several replicas may share, or the CPU for all of them
-        if self.parts.one_by_one:
+        if self.virtual_parts is not None:
             return in_turn(network, devices)
         if devices[0].type != "cuda" or len(devices) == 1:
             return EmulatedReplicas(network, num_replicas=len(devices))
@@ -142,7 +142,7 @@ class DataParallelStrategy(SingleProcessStrategy):
 
         def run(images: Tensor) -> Tensor:
             for replica, device in enumerate(devices):
-                begin_part(replica, device=device)
+                draw_for_part(replica, device=device)
             output: Tensor = parallel(images) if len(images) else network(images)
             return output
 

@@ -32,7 +32,7 @@ from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.strategies.base import at_least_one, check_untied, compiles
 from lit_cifar.strategies.mesh import MeshStrategy, at_once, place
-from lit_cifar.strategies.parts import Parts
+from lit_cifar.strategies.parts import VirtualParts
 from lit_cifar.strategies.state_dicts import full, part_of
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
 from lit_cifar.strategies.tp import check_divisible, placements, split_tensors
@@ -123,9 +123,9 @@ class ShardedStrategy(MeshStrategy):
             self._check_optimizer(make_optimizer(network.parameters()))
 
     @override
-    def use_parts(self, parts: Parts) -> None:
+    def use_virtual_parts(self, parts: VirtualParts) -> None:
         """Refuse `parts` where the bits would differ."""
-        super().use_parts(parts)
+        super().use_virtual_parts(parts)
         name = f"--virtual_replicas={parts.num_parts}"
         if self.all_processes == 1:
             raise ConfigError(
@@ -335,7 +335,7 @@ class TreeReduceScatter:
     before the backward of the last part.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: VirtualParts) -> None:
         self._parts = parts
         self._total = TreeSum()
 
@@ -354,7 +354,7 @@ class TreeReduceScatter:
         torch.mul(total, 1 / self._parts.num_parts, out=output_tensor)
 
 
-def reduce_in_tree(network: nn.Module, parts: Parts) -> None:
+def reduce_in_tree(network: nn.Module, parts: VirtualParts) -> None:
     """Let each sharded module of `network` reduce its gradients by a `TreeReduceScatter`, which also divides them."""
     for module in network.modules():
         if isinstance(module, FSDPModule):

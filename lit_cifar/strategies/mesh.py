@@ -108,7 +108,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     @override
     def on_train_start(self) -> None:
         """Refuse hooks that were added after `connect`, except those of virtual replicas."""
-        accumulated = not self.parts.one_by_one
+        accumulated = self.virtual_parts is None
         check_gradient_hooks(self.module.network, strategy=self.strategy_name, also_accumulated=accumulated)
 
     @override
@@ -243,7 +243,7 @@ class AveragingStrategy(MeshStrategy):
             handle.remove()
             torch.autograd.Variable._execution_engine.queue_callback(self.average_gradients)
 
-        if self._average and self.layout.data_parallel_size > 1 and not self.parts.one_by_one:
+        if self._average and self.layout.data_parallel_size > 1 and self.virtual_parts is None:
             handle = closure_loss.register_hook(begin)  # type: ignore[no-untyped-call]
 
     def average_gradients(self) -> None:

@@ -22,9 +22,9 @@ from lit_cifar import internals
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import ForwardFn, NoRecorder
 from lit_cifar.models.compiled import Compiled
-from lit_cifar.models.random_streams import begin_part, begin_stage
+from lit_cifar.models.random_streams import draw_for_part, draw_for_stage
 from lit_cifar.strategies.base import CutStrategy, SingleProcessStrategy, at_least_one, compiles
-from lit_cifar.strategies.parts import Parts
+from lit_cifar.strategies.parts import VirtualParts
 
 
 class StagedForward:
@@ -60,8 +60,8 @@ class StagedForward:
         stage, device = self.stages[index]
         here = _sent(piece, device)
         if self.num_microbatches > 1:
-            begin_part(microbatch)
-        begin_stage(index)
+            draw_for_part(microbatch)
+        draw_for_stage(index)
         what: Any = {"stage": index, "microbatch": microbatch, "worker": self._names[index], "device": device}
         with self._recorder.span("forward", **what):
             output = stage(here)
@@ -127,14 +127,14 @@ class StagedStrategy(CutStrategy, ABC):
             )
 
     @override
-    def use_parts(self, parts: Parts) -> None:
+    def use_virtual_parts(self, parts: VirtualParts) -> None:
         if self.num_microbatches > 1:
             raise ConfigError(
                 f"--virtual_replicas={parts.num_parts} with {self.num_microbatches} microbatches: a part passes all "
                 "stages before the next one",
                 remedy="pass --trainer.strategy.num_microbatches=1, or use --trainer.strategy=pp, where a part is one",
             )
-        super().use_parts(parts)
+        super().use_virtual_parts(parts)
 
     @override
     def connect(self, model: L.LightningModule) -> None:
@@ -267,9 +267,9 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
     @property
     @override
     def copying_devices(self) -> list[list[torch.device]]:
-        return self._of_each_process(self.parallel_devices or [])
+        return self._for_each_process(self.parallel_devices or [])
 
-    def _of_each_process(self, values: list[Any]) -> list[Any]:
+    def _for_each_process(self, values: list[Any]) -> list[Any]:
         return [values[rank * self.num_stages :][: self.num_stages] for rank in range(self.num_processes)]
 
     @override
@@ -309,6 +309,6 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
 
     def split_lines(self) -> list[str]:
         """The stages and their devices, a line each, and the devices of the machine's further processes."""
-        names = self._of_each_process(device_names(self.parallel_devices or []))
+        names = self._for_each_process(device_names(self.parallel_devices or []))
         others = [f"process {rank}: the same on {', '.join(place)}" for rank, place in enumerate(names)]
         return self.partition.table(names[0]) + others[1:]

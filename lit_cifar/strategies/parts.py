@@ -4,61 +4,28 @@ Part v of V has the positions v, v + V, ... of a global batch. Process r of R re
 holds the parts r, r + R, ..., which are a subtree.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import override
 
 from lit_cifar.data.images import Batch
 from lit_cifar.strategies.tree_sum import TreeSum, in_tree_order, tree_all_reduce
 
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's
-Microbatches = tuple[Tensor, Tensor, list[int], list[float]]  # images, targets; size and weight of each microbatch
+Microbatches = tuple[Tensor, Tensor, list[int], list[float]]  # see `EqualMicrobatches.microbatches_of`
 
 
-class WholeBatch:
-    """A batch that is not divided into parts: stands in for `Parts` without `--virtual_replicas`."""
-
-    one_by_one = False  # whether parts pass one by one, and their gradients are taken from the parameters and averaged
-
-    def num_microbatches(self, asked: int) -> int:
-        """Number of microbatches into which a pipeline cuts its batch if `asked` for so many."""
-        return asked
-
-    def microbatches(self, batch: Batch, count: int) -> Microbatches:
-        """The microbatches of `batch`. A weight is the factor of a microbatch's `reduced` loss."""
-        sizes = [len(labels) for labels in batch.labels.tensor_split(count)]
-        return batch.images, batch.targets, sizes, [batch.weight] * len(sizes)
-
-    def reduced(self, losses: Tensor, batch_size: int) -> Tensor:
-        """The share of a microbatch in the mean loss of a batch, from the loss of each of its samples, (n,)."""
-        return losses.sum() / batch_size
-
-    def place(self, number: int) -> int:
-        """The place in the batch of the part, or microbatch, that passes after `number` others."""
-        return number
-
-    def begin(self, buffers: Iterable[Tensor]) -> None:
-        """Begin a step, from the values of `buffers`."""
-
-    def own_statistics(self, buffers: Iterable[Tensor] | None = None) -> AbstractContextManager[None]:
-        """Return a context for the forward of a part, which moves `buffers`."""
-        return nullcontext()
-
-
-class Parts(WholeBatch):
-    """The parts that one process has, and the sums over them.
+class VirtualParts:
+    """The parts of a batch that one process has, one for each virtual replica, and the sums over them.
 
     V = `num_parts`, a power of two, are divided over the R = `num_processes` that read different samples. The processes
     that hold the same parameters are the `group`, None for all.
     """
-
-    one_by_one = True
 
     def __init__(self, num_parts: int, *, num_processes: int = 1, group: dist.ProcessGroup | None = None) -> None:
         self.num_parts = num_parts
@@ -81,30 +48,28 @@ class Parts(WholeBatch):
 
         return [part(place) for place in self.places]
 
-    @override
-    def num_microbatches(self, asked: int) -> int:
-        return self.count
+    # As microbatches of a pipeline, see `EqualMicrobatches`.
 
-    @override
-    def microbatches(self, batch: Batch, count: int) -> Microbatches:
+    def microbatches_of(self, batch: Batch) -> Microbatches:
         parts = self.cut(batch)
         images, targets = torch.cat([part.images for part in parts]), torch.cat([part.targets for part in parts])
         return images, targets, [len(part.labels) for part in parts], [part.weight for part in parts]
 
-    @override
-    def reduced(self, losses: Tensor, batch_size: int) -> Tensor:
+    def share_of_loss(self, losses: Tensor, batch_size: int) -> Tensor:
         return losses.mean()
 
-    @override
-    def place(self, number: int) -> int:
-        return self.places[number]
+    def outputs_for_module(self, logits: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+        return torch.split(logits, sizes)
 
-    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take every gradient as soon as it is there, until `unwatch`."""
+    def number_in_batch(self, microbatch: int) -> int:
+        return self.places[microbatch]
+
+    def take_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take every gradient as soon as it is there, until `leave_gradients`."""
         self._gradients = {parameter: TreeSum() for parameter in parameters if parameter.requires_grad}
         self._handles = [p.register_post_accumulate_grad_hook(self._take) for p in self._gradients]  # type: ignore[no-untyped-call]
 
-    def unwatch(self) -> None:
+    def leave_gradients(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._gradients, self._handles = {}, []
@@ -114,10 +79,9 @@ class Parts(WholeBatch):
             self._gradients[parameter].push(parameter.grad)
             parameter.grad = None
 
-    # A step: `begin`, then every part, then `average`.
+    # A step: `start_step`, then every part, then `average`.
 
-    @override
-    def begin(self, buffers: Iterable[Tensor]) -> None:
+    def start_step(self, buffers: Iterable[Tensor]) -> None:
         """Forget the step before, and remember from which buffers the parts start."""
         for parameter, gradient in self._gradients.items():
             parameter.grad = None  # Lightning forgets it only after the first parts
@@ -125,7 +89,6 @@ class Parts(WholeBatch):
         self._before = {buffer: buffer.clone() for buffer in buffers}
         self._statistics = {buffer: TreeSum() for buffer in self._before}
 
-    @override
     @contextmanager
     def own_statistics(self, buffers: Iterable[Tensor] | None = None) -> Iterator[None]:
         """Return a context for the forward of a part, which updates `buffers` (all by default) from before the step."""

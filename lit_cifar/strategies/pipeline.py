@@ -1,96 +1,67 @@
-"""One replica of a network as a pipeline of processes, and the order in which these work.
+"""A step of `pp`: one replica of a network as a pipeline of processes, from a batch to gradients for Lightning.
 
-Microbatches of one size are trained by torch's schedules, whose messages have a fixed size. Others, of a last batch
-that is not full, are passed from stage to stage here, and so is every batch of an evaluation.
+`Pipeline.training_step` is the step from top to bottom. Microbatches of one size are trained by torch's schedules,
+whose messages have a fixed size. Others, of a last batch that is not full, are passed from stage to stage here, and so
+is every batch of an evaluation.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.func import functional_call
 
-from lit_cifar import internals
+from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import NoRecorder, WorkKind
-from lit_cifar.models.blocks import Partition
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.memory_format import PlainGradient, PlainOutput
-from lit_cifar.models.random_streams import begin_part, begin_stage
-from lit_cifar.strategies.parts import Parts, WholeBatch
+from lit_cifar.models.partition import Partition
+from lit_cifar.models.random_streams import draw_for_part, draw_for_stage
+from lit_cifar.strategies.base import RunsNetwork
+from lit_cifar.strategies.mesh import loss_scale
+from lit_cifar.strategies.parts import Microbatches, VirtualParts
 
-ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
+ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]  # as `get_schedule_class` knows them
 Passed = dict[int, tuple[Tensor, Tensor]]  # input and output of each stage of a process, for one microbatch
 
 
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """Order in which the processes of a pipeline work on stages and microbatches: one of torch's, with its rules."""
+@dataclass(frozen=True)
+class EqualMicrobatches:
+    """Cuts a batch into `count` microbatches of about one size. `VirtualParts` takes its place for virtual replicas."""
 
-    name: ScheduleName  # torch's name (torch.distributed.pipelining.schedules.get_schedule_class)
-    num_processes: int  # processes of one pipeline
+    count: int
 
-    @property
-    def num_stages(self) -> int:
-        return self.num_processes * stages_per_process(self.name)
+    def microbatches_of(self, batch: Batch) -> Microbatches:
+        """Images and targets of `batch`; the size of each microbatch and the weight of its loss."""
+        sizes = [len(labels) for labels in batch.labels.tensor_split(self.count)]
+        return batch.images, batch.targets, sizes, [batch.weight] * len(sizes)
 
-    def owner(self, stage: int) -> int:
-        """The process of the pipeline that holds `stage`: in turn, or there and back where the schedule is a V."""
-        turn, place = divmod(stage, self.num_processes)
-        return self.num_processes - 1 - place if self.name == "ZBVZeroBubble" and turn % 2 else place
+    def share_of_loss(self, losses: Tensor, batch_size: int) -> Tensor:
+        """The share of a microbatch in the mean loss of a batch, from the loss of each of its samples, (n,)."""
+        return losses.sum() / batch_size
 
-    @property
-    def fewest_microbatches(self) -> int:
-        processes = self.num_processes
-        return {"GPipe": 1, "ZBVZeroBubble": 2 * processes - 1}.get(self.name, processes)
+    def outputs_for_module(self, logits: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+        """What the module receives each time that it asks for logits: those of the batch."""
+        return [logits]
 
-    def check(self, num_microbatches: int) -> None:
-        """Raise a `ConfigError` unless the schedule works with `num_microbatches`."""
-        name = f"the schedule {self.name} over {self.num_processes} processes"
-        if num_microbatches < (fewest := self.fewest_microbatches):
-            raise ConfigError(
-                f"{name} needs at least {fewest} microbatches, not {num_microbatches}",
-                remedy=f"pass --trainer.strategy.num_microbatches={fewest} or more",
-            )
-        rounds = max(1, num_microbatches // self.num_processes)
-        if self.name == "Interleaved1F1B" and num_microbatches % rounds:
-            raise ConfigError(
-                f"{name} runs {num_microbatches} microbatches in {rounds} rounds, which does not come out even",
-                remedy=f"pass --trainer.strategy.num_microbatches={rounds * self.num_processes}",
-            )
+    def number_in_batch(self, microbatch: int) -> int:
+        """The number of the random streams from which a microbatch draws."""
+        return microbatch
 
-    def check_parts(self, parts: Parts, *, asked: int | None) -> None:
-        """Raise a `ConfigError` unless `parts` can be the microbatches, whose number the user may have `asked` for."""
-        name = f"--virtual_replicas={parts.num_parts}"
-        if self.name == "ZBVZeroBubble":
-            raise ConfigError(
-                f"{name} with the schedule ZBVZeroBubble, which computes the gradients of a microbatch in two pieces",
-                remedy="pass --trainer.strategy.schedule=1F1B",
-            )
-        if asked not in (None, parts.count):
-            raise ConfigError(
-                f"{name} cuts the batch of a pipeline into {parts.count} microbatches, not {asked}",
-                remedy=f"pass --trainer.strategy.num_microbatches={parts.count}, or leave it out",
-            )
-        if parts.count < (fewest := self.fewest_microbatches):
-            num_pipelines = parts.num_parts // parts.count
-            raise ConfigError(
-                f"{name} cuts the batch of a pipeline into {parts.count} microbatches, and the schedule {self.name} "
-                f"over {self.num_processes} processes needs {fewest}",
-                remedy=f"pass --virtual_replicas={num_pipelines << (fewest - 1).bit_length()}",
-            )
-        self.check(parts.count)
+    def start_step(self, buffers: Iterable[Tensor]) -> None:
+        """Get ready for the forward of all microbatches, which will move `buffers`."""
 
-
-def stages_per_process(name: ScheduleName) -> int:
-    return 2 if name in ("Interleaved1F1B", "ZBVZeroBubble") else 1
+    def own_statistics(self, buffers: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """Return a context for the forward of a microbatch: it moves `buffers` on from the one before."""
+        return nullcontext()
 
 
 @dataclass(eq=False)
@@ -100,79 +71,124 @@ class Pipeline:
     Images, labels and the returned logits are the same in all processes of the pipeline.
     """
 
-    network: nn.Module
+    module: RunsNetwork
     partition: Partition
     _: KW_ONLY
-    schedule: Schedule
-    num_microbatches: int
-    loss: Callable[[Tensor, Tensor], Tensor]  # loss of each sample, (n,), from logits (n, C) and labels (n,)
-    group: dist.ProcessGroup  # the processes in the order of the stages
+    schedule: ScheduleName
+    owners: list[int]  # the process of the pipeline that holds each stage
+    microbatches: EqualMicrobatches | VirtualParts
+    group: dist.ProcessGroup  # the processes of the pipeline
     device: torch.device
-    compiles: bool = False  # whether each stage is compiled by itself
-    recorder: NoRecorder = field(default_factory=NoRecorder)  # receives the stages' reports of their work
-    parts: WholeBatch = field(default_factory=WholeBatch)  # microbatches, with their own mean loss and statistics
+    precision: Precision
+    compiles: bool  # whether each stage is compiled by itself
+    recorder: NoRecorder  # receives the stages' reports of their work
 
     def __post_init__(self) -> None:
         self._rank = dist.get_rank(self.group)
-        self._last = self.schedule.num_stages - 1
+        self._last = len(self.owners) - 1
+        network = self.module.network
         self.stages = {
             # Layers in channels_last return outputs and gradients in that format; the receiver expects the plain one.
-            index: nn.Sequential(PlainGradient(), *stage.module(self.network), PlainOutput())
-            for index, stage in enumerate(self.partition.stages)
+            index: nn.Sequential(PlainGradient(), *stage, PlainOutput())
+            for index, stage in enumerate(self.partition.modules(network))
             if self._peer(index) is None
         }
+        self.parameters = [parameter for stage in self.stages.values() for parameter in stage.parameters()]
         self._compiled = {index: Compiled(stage) for index, stage in self.stages.items() if self.compiles}
-        self._narrow = cache(partial(output_dtypes, self.network, self.partition, device=self.device))
-        self._prepared = cache(self._prepare)
-        self._shapes = cache(lambda image_shape: self.partition.shapes(self.network, image_shape))
+        self._narrow = cache(partial(self.partition.dtypes, network, device=self.device))
+        self._shapes = cache(partial(self.partition.shapes, network))
+        self._torchs_schedule = cache(self._make_torchs_schedule)
+        # Factors of the loss of the microbatch that the last stage works on.
         self._batch_size, self._weight = 1, 1.0
         self._scale: Tensor | float = 1.0
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [parameter for stage in self.stages.values() for parameter in stage.parameters()]
+    def buffers(self) -> Iterator[Tensor]:
+        return (buffer for stage in self.stages.values() for buffer in stage.buffers())
 
-    def train(
-        self, images: Tensor, labels: Tensor, *, sizes: list[int], weights: Sequence[float], scale: Tensor | float
+    def training_step(
+        self, batch: Batch, own_step: Callable[[], Any], *, num_accumulated: int, checks_loss: bool
     ) -> Tensor:
-        """Run forward and backward of all microbatches; return the logits, (n, C), without a graph. Gradients add up.
+        """Run forward and backward of all microbatches, then the module's `own_step` on their logits.
 
-        Microbatch i holds the next `sizes[i]` images; its loss has the factors `weights[i]` and `scale`.
+        Gradients of earlier batches, of the `num_accumulated` that make an optimizer step, stay as they are.
+
+        Returns:
+            The loss of `own_step`. Its backward gives Lightning the gradients.
+
+        Raises:
+            ConfigError: With `checks_loss`, that loss is not the one by which the pipeline has trained.
         """
-        self._batch_size, self._scale = len(images), scale
+        # A scaler multiplies the loss when backward has been run here, and Lightning divides it.
+        self._scale = loss_scale(self.precision, self.device) / num_accumulated
+        images, labels, sizes, weights = self.microbatches.microbatches_of(batch)
+        self._batch_size = len(images)
+        self.microbatches.start_step(self.buffers())
+        with self.precision.train_step_context():
+            logits, gradients = self._forward_and_backward(images, labels, sizes, weights)
+        outputs = self.microbatches.outputs_for_module(logits, sizes)
+        answers = iter(outputs)
+        self.module.use_forward_fn(lambda images: next(answers))
+        loss: Tensor = own_step()
+        self.module.use_forward_fn(self.evaluate)
+        if checks_loss or loss.requires_grad:
+            self._check_loss(loss, outputs[-1], labels, weights[-1])
+        loss.requires_grad_()  # Lightning's backward needs it, even for a stage without parameters
+        with_gradients: Tensor = PrecomputedGradients.apply(loss, gradients, self._scale, *self.parameters)
+        return with_gradients
+
+    def _forward_and_backward(
+        self, images: Tensor, labels: Tensor, sizes: list[int], weights: list[float]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """The logits (n, C), without a graph, and the gradients of `parameters`, which are not left there.
+
+        Microbatch i holds the next `sizes[i]` images; its loss has the factors `weights[i]` and `_scale`.
+        """
+        accumulated = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
         if len(set(sizes)) == 1:
             self._weight = weights[0]
-            run = self._prepared(sizes[0], images.shape[1:], images.dtype)
+            schedule = self._torchs_schedule(sizes[0], images.shape[1:], images.dtype)
             inputs = (images,) if 0 in self.stages else ()
             targets = {"target": labels} if self._last in self.stages else {}
-            logits = run.step(*inputs, **targets)
+            logits = schedule.step(*inputs, **targets)
         else:
             logits = self._train_unequal(torch.split(images, sizes), torch.split(labels, sizes), weights)
-        return self._from_last(logits.detach() if logits is not None else None, images)
+        gradients = [parameter.grad for parameter in self.parameters]
+        for parameter, gradient in zip(self.parameters, accumulated, strict=True):
+            parameter.grad = gradient
+        return self._from_last(logits.detach() if logits is not None else None, images), gradients
+
+    def _make_torchs_schedule(self, num_samples: int, image_shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        """Torch's schedule for microbatches of this size."""
+        images = torch.empty(num_samples, *image_shape, dtype=dtype, device=self.device)
+        # Given all shapes, torch makes no trial run to infer them, which would move BatchNorm's running statistics.
+        stages: list[Any] = [
+            ScheduledStage(
+                self._callable(index, num_samples),
+                index,
+                len(self.owners),
+                self.device,
+                input_args=self._boundary(index, images).requires_grad_() if index else images,
+                output_args=self._boundary(index + 1, images).requires_grad_(),
+                group=self.group,
+                pipeline=self,
+            )
+            for index in self.stages
+        ]
+        kind: Any = get_schedule_class(self.schedule)
+        one_or_all = stages if len(stages) > 1 else stages[0]
+        return kind(one_or_all, self.microbatches.count, loss_fn=self._scaled_loss, scale_grads=False)
 
     def _train_unequal(
         self, images: Sequence[Tensor], labels: Sequence[Tensor], weights: Sequence[float]
     ) -> Tensor | None:
         """Run forward of all, then backward of all, as in GPipe; return the logits if the last stage is here."""
-        passed = [self._forward(piece, place, trains=True) for place, piece in enumerate(images)]
-        for place, weight in enumerate(weights):
+        passed = [self._forward(piece, number, trains=True) for number, piece in enumerate(images)]
+        for number, weight in enumerate(weights):
             self._weight = weight
-            self._backward(passed[place], labels[place], place)
-        return torch.cat([its[self._last][1] for its in passed]) if self._last in self.stages else None
-
-    def evaluate(self, images: Tensor) -> Tensor:
-        """Logits (n, C) of images (n, ...), any n; microbatches follow each other through the stages."""
-        if not len(images):
-            return images.new_empty(0, *self.partition.stages[-1].output_shape)
-        pieces = [piece for piece in images.tensor_split(self.num_microbatches) if len(piece)]
-        ends = (self._forward(piece, place).get(self._last) for place, piece in enumerate(pieces))
-        outputs = [end[1] for end in ends if end is not None]
-        return self._from_last(torch.cat(outputs) if outputs else None, images)
-
-    def _peer(self, stage: int) -> int | None:
-        """The process that holds `stage`; None for this one."""
-        owner = self.schedule.owner(stage)
-        return None if owner == self._rank else owner
+            self._backward(passed[number], labels[number], number)
+        return torch.cat([each[self._last][1] for each in passed]) if self._last in self.stages else None
 
     def _forward(self, images: Tensor, microbatch: int, *, trains: bool = False) -> Passed:
         """Run this process's stages on one microbatch."""
@@ -211,13 +227,36 @@ class Pipeline:
                 assert given.grad is not None
                 dist.send(given.grad.contiguous(), group=self.group, group_dst=receiver)
 
+    def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        share = self.microbatches.share_of_loss(self.module.loss(logits, labels), self._batch_size)
+        return share * self._weight * self._scale
+
+    def _check_loss(self, loss: Tensor, logits: Tensor, labels: Tensor, weight: float) -> None:
+        """Raise a `ConfigError` unless `loss`, of the last samples, is the one by which the pipeline has trained."""
+        with self.precision.train_step_context():
+            trained = self.module.loss(logits, labels[-len(logits) :]).mean() * weight
+        if loss.requires_grad or not torch.allclose(loss.double(), trained.double(), rtol=1e-3, equal_nan=True):
+            raise ConfigError(
+                "training_step returns another loss than the mean of loss(): a pipeline trains by loss() alone",
+                remedy="compute it in loss(), or pass --trainer.strategy=ddp",
+            )
+
+    def evaluate(self, images: Tensor) -> Tensor:
+        """Logits (n, C) of images (n, ...), any n; microbatches follow each other through the stages."""
+        if not len(images):
+            return images.new_empty(0, *self.partition.stages[-1].output_shape)
+        pieces = [piece for piece in images.tensor_split(self.microbatches.count) if len(piece)]
+        ends = (self._forward(piece, number).get(self._last) for number, piece in enumerate(pieces))
+        outputs = [end[1] for end in ends if end is not None]
+        return self._from_last(torch.cat(outputs) if outputs else None, images)
+
     @contextmanager
     def forward(self, stage: int, microbatch: int, *, trains: bool = True) -> Iterator[None]:
         """Return a context for the forward of a microbatch, which has random streams and, in training, statistics."""
         moved = self.stages[stage].buffers() if trains else ()
-        begin_part(self.parts.place(microbatch))
-        begin_stage(stage)
-        with self.span("forward", stage, microbatch), self.parts.own_statistics(moved):
+        draw_for_part(self.microbatches.number_in_batch(microbatch))
+        draw_for_stage(stage)
+        with self.span("forward", stage, microbatch), self.microbatches.own_statistics(moved):
             yield
 
     @contextmanager
@@ -229,6 +268,11 @@ class Pipeline:
         with types, self.recorder.span(kind, **what):
             yield
 
+    def _peer(self, stage: int) -> int | None:
+        """The process that holds `stage`; None for this one."""
+        owner = self.owners[stage]
+        return None if owner == self._rank else owner
+
     def _callable(self, index: int, num_samples: int) -> Any:
         return self._compiled[index].for_batch(num_samples) if self._compiled else self.stages[index]
 
@@ -237,7 +281,7 @@ class Pipeline:
         if logits is None:
             logits = self._boundary(self._last + 1, images)
         logits = logits.contiguous()
-        dist.broadcast(logits, group=self.group, group_src=self.schedule.owner(self._last))
+        dist.broadcast(logits, group=self.group, group_src=self.owners[self._last])
         return logits
 
     def _boundary(self, index: int, images: Tensor) -> Tensor:
@@ -246,30 +290,6 @@ class Pipeline:
         if torch.is_autocast_enabled(self.device.type):  # then the dtype depends on the layers
             dtype = self._narrow(dtype)[index - 1]
         return torch.empty(len(images), *shape, dtype=dtype, device=self.device)
-
-    def _prepare(self, num_samples: int, image_shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-        """Torch's schedule for microbatches of this size."""
-        images = torch.empty(num_samples, *image_shape, dtype=dtype, device=self.device)
-        # Given all shapes, torch makes no trial run to infer them, which would move BatchNorm's running statistics.
-        stages: list[Any] = [
-            ScheduledStage(
-                self._callable(index, num_samples),
-                index,
-                self.schedule.num_stages,
-                self.device,
-                input_args=self._boundary(index, images).requires_grad_() if index else images,
-                output_args=self._boundary(index + 1, images).requires_grad_(),
-                group=self.group,
-                pipeline=self,
-            )
-            for index in self.stages
-        ]
-        kind: Any = get_schedule_class(self.schedule.name)
-        one_or_all = stages if len(stages) > 1 else stages[0]
-        return kind(one_or_all, self.num_microbatches, loss_fn=self._scaled_loss, scale_grads=False)
-
-    def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self.parts.reduced(self.loss(logits, labels), self._batch_size) * self._weight * self._scale
 
 
 class ScheduledStage(PipelineStage):
@@ -299,23 +319,6 @@ class ScheduledStage(PipelineStage):
         torchs: Any = super()  # torch 2.15 no longer has this method
         operations: list[dist.P2POp] = torchs._get_init_p2p_neighbors_ops()
         return [operation for operation in operations if operation.group_peer != self.group_rank]
-
-
-def output_dtypes(
-    network: nn.Module, partition: Partition, dtype: torch.dtype, *, device: torch.device
-) -> list[torch.dtype]:
-    """Dtypes that the stages of `network` return for images of `dtype` in the present autocast state, not computed."""
-    modules = partition.modules(network)
-    # All tensors, also buffers that are not saved, and each once.
-    states = [dict(module.named_parameters()) | dict(module.named_buffers()) for module in modules]
-    found = []
-    with internals.FakeTensorMode():
-        x = torch.empty(2, *partition.image_shape, dtype=dtype, device=device)
-        for module, state in zip(modules, states, strict=True):
-            unreal = {name: torch.empty(t.shape, dtype=t.dtype, device=device) for name, t in state.items()}
-            x = functional_call(module, unreal, (x,))
-            found.append(x.dtype)
-    return found
 
 
 class PrecomputedGradients(torch.autograd.Function):

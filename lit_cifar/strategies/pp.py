@@ -1,6 +1,8 @@
 """`pp` and `ddp_pp`: the layers over processes, as a pipeline; with several pipelines, the batch over these."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import lightning as L
@@ -14,16 +16,70 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.mode import ForwardFn
 from lit_cifar.mode.tensors import parameters_of
 from lit_cifar.strategies.base import CutStrategy, compiles
-from lit_cifar.strategies.mesh import AveragingStrategy, loss_scale
-from lit_cifar.strategies.parts import Parts
-from lit_cifar.strategies.pipeline import (
-    Pipeline,
-    PrecomputedGradients,
-    Schedule,
-    ScheduleName,
-    stages_per_process,
-)
+from lit_cifar.strategies.mesh import AveragingStrategy
+from lit_cifar.strategies.parts import VirtualParts
+from lit_cifar.strategies.pipeline import EqualMicrobatches, Pipeline, ScheduleName
 from lit_cifar.strategies.state_dicts import full
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Order in which the processes of a pipeline work on stages and microbatches: one of torch's, with its rules."""
+
+    name: ScheduleName
+    num_processes: int  # processes of one pipeline
+
+    @property
+    def owners(self) -> list[int]:
+        """The process of the pipeline that holds each stage: in turn, or there and back where the schedule is a V."""
+        once = [*range(self.num_processes)]
+        return {"Interleaved1F1B": once + once, "ZBVZeroBubble": once + once[::-1]}.get(self.name, once)
+
+    @property
+    def fewest_microbatches(self) -> int:
+        processes = self.num_processes
+        return {"GPipe": 1, "ZBVZeroBubble": 2 * processes - 1}.get(self.name, processes)
+
+    def check(self, num_microbatches: int) -> None:
+        """Raise a `ConfigError` unless the schedule works with `num_microbatches`."""
+        name = f"the schedule {self.name} over {self.num_processes} processes"
+        if num_microbatches < (fewest := self.fewest_microbatches):
+            raise ConfigError(
+                f"{name} needs at least {fewest} microbatches, not {num_microbatches}",
+                remedy=f"pass --trainer.strategy.num_microbatches={fewest} or more",
+            )
+        rounds = max(1, num_microbatches // self.num_processes)
+        if self.name == "Interleaved1F1B" and num_microbatches % rounds:
+            raise ConfigError(
+                f"{name} runs {num_microbatches} microbatches in {rounds} rounds, which does not come out even",
+                remedy=f"pass --trainer.strategy.num_microbatches={rounds * self.num_processes}",
+            )
+
+    def check_parts(self, parts: VirtualParts, *, asked: int | None) -> None:
+        """Raise a `ConfigError` unless `parts` can be the microbatches, whose number the user may have `asked` for."""
+        name = f"--virtual_replicas={parts.num_parts}"
+        if self.name == "ZBVZeroBubble":
+            raise ConfigError(
+                f"{name} with the schedule ZBVZeroBubble, which computes the gradients of a microbatch in two pieces",
+                remedy="pass --trainer.strategy.schedule=1F1B",
+            )
+        if asked not in (None, parts.count):
+            raise ConfigError(
+                f"{name} cuts the batch of a pipeline into {parts.count} microbatches, not {asked}",
+                remedy=f"pass --trainer.strategy.num_microbatches={parts.count}, or leave it out",
+            )
+        if parts.count < (fewest := self.fewest_microbatches):
+            num_pipelines = parts.num_parts // parts.count
+            raise ConfigError(
+                f"{name} cuts the batch of a pipeline into {parts.count} microbatches, and the schedule {self.name} "
+                f"over {self.num_processes} processes needs {fewest}",
+                remedy=f"pass --virtual_replicas={num_pipelines << (fewest - 1).bit_length()}",
+            )
+        self.check(parts.count)
+
+
+def stages_per_process(name: ScheduleName) -> int:
+    return 2 if name in ("Interleaved1F1B", "ZBVZeroBubble") else 1
 
 
 class PipelineStrategy(CutStrategy, AveragingStrategy):
@@ -84,9 +140,11 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
     @property
     @override
     def num_microbatches(self) -> int:
-        usual = max(4, self.schedule.fewest_microbatches)
-        asked = usual if self._num_microbatches is None else self._num_microbatches
-        return self.parts.num_microbatches(asked)
+        if self.virtual_parts is not None:
+            return self.virtual_parts.count
+        if self._num_microbatches is not None:
+            return self._num_microbatches
+        return max(4, self.schedule.fewest_microbatches)
 
     @override
     def check(self) -> None:
@@ -107,15 +165,15 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         self.schedule.check(self.num_microbatches)
 
     @override
-    def use_parts(self, parts: Parts) -> None:
+    def use_virtual_parts(self, parts: VirtualParts) -> None:
         """Let `parts` be the microbatches; refuse schedules and numbers of microbatches that do not allow it."""
         self.schedule.check_parts(parts, asked=self._num_microbatches)
-        super().use_parts(parts)
+        super().use_virtual_parts(parts)
 
     @override
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
-        self.cut(self.schedule.num_stages)
+        self.cut(len(self.schedule.owners))
         if compiles(model) and self.schedule_name == "ZBVZeroBubble":
             raise ConfigError(
                 "--model.compile=true: --trainer.strategy.schedule=ZBVZeroBubble cuts backward in two, and that of a "
@@ -124,23 +182,22 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
             )
 
     def split_lines(self) -> list[str]:
-        owners = [f"process {self.schedule.owner(stage)}" for stage in range(self.schedule.num_stages)]
-        return self.partition.table(owners)
+        return self.partition.table([f"process {owner}" for owner in self.schedule.owners])
 
     @override
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         """Leave this process's stages on its device; the others go to host memory."""
         self.pipeline = Pipeline(
-            network,
+            self.module,
             self.partition,
-            schedule=self.schedule,
-            num_microbatches=self.num_microbatches,
-            loss=self.module.loss,
+            schedule=self.schedule_name,
+            owners=self.schedule.owners,
+            microbatches=self.virtual_parts or EqualMicrobatches(self.num_microbatches),
             group=self.model_group,
             device=self.root_device,
+            precision=self.precision_plugin,
             compiles=compiles(self.lightning_module),
             recorder=self.recorder,
-            parts=self.parts,
         )
         for index, stage in enumerate(self.partition.modules(network)):
             if index not in self.pipeline.stages:
@@ -150,41 +207,13 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run the pipeline's forward and backward, then the module's own step on the logits."""
-        parameters = self.pipeline.parameters
-        kept = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        # A scaler multiplies the loss when backward has been run here, and Lightning divides it.
         module: Any = self.lightning_module
-        scale = loss_scale(self.precision_plugin, self.root_device) / module.trainer.accumulate_grad_batches
-        self.parts.begin(self.local_buffers())
-        images, labels, sizes, weights = self.parts.microbatches(batch, self.num_microbatches)
-        with self.precision_plugin.train_step_context():
-            logits = self.pipeline.train(images, labels, sizes=sizes, weights=weights, scale=scale)
-        gradients = [parameter.grad for parameter in parameters]
-        for parameter, gradient in zip(parameters, kept, strict=True):
-            parameter.grad = gradient
-        # The module asks for the logits of the batch, or of one part after the other.
-        outputs = iter(torch.split(logits, sizes) if self.parts.one_by_one else [logits])
-        self.module.use_forward_fn(lambda images: next(outputs))
-        loss: Any = super().training_step(batch, *args, **kwargs)
-        self.module.use_forward_fn(self.pipeline.evaluate)
-        is_first = not any(args[:1])  # of an epoch, or its number is not told
-        number = sizes[-1] if self.parts.one_by_one else len(labels)  # of samples whose loss is returned
-        if loss.requires_grad or (is_first and not self._is_trained_by(loss, logits, labels, number, weights[-1])):
-            raise ConfigError(
-                "training_step returns another loss than the mean of loss(): a pipeline trains by loss() alone",
-                remedy="compute it in loss(), or pass --trainer.strategy=ddp",
-            )
-        loss.requires_grad_()  # Lightning's backward needs it, even for a stage without parameters
-        with_gradients: Tensor = PrecomputedGradients.apply(loss, gradients, scale, *parameters)
-        return with_gradients
-
-    def _is_trained_by(self, loss: Tensor, logits: Tensor, targets: Tensor, number: int, weight: float) -> bool:
-        """Whether the pipeline trains by the loss that `training_step` returns, of so many samples at the end."""
-        with self.precision_plugin.train_step_context():
-            trained = self.module.loss(logits[-number:], targets[-number:]).mean() * weight
-        return torch.allclose(loss.double(), trained.double(), rtol=1e-3, equal_nan=True)
+        return self.pipeline.training_step(
+            batch,
+            partial(super().training_step, batch, *args, **kwargs),
+            num_accumulated=module.trainer.accumulate_grad_batches,
+            checks_loss=not any(args[:1]),  # in the first step of an epoch, or if its number is not told
+        )
 
     @override
     def trained_elsewhere(self) -> set[Tensor]:
@@ -198,7 +227,7 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
 
     @override
     def local_buffers(self) -> Iterator[Tensor]:
-        return (buffer for stage in self.pipeline.stages.values() for buffer in stage.buffers())
+        return self.pipeline.buffers()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -215,9 +244,9 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
 
     def _owned_tensors(self, network: nn.Module) -> Iterator[tuple[int, Tensor]]:
         """Every parameter and buffer with the process of the first pipeline that holds its stage."""
-        for index, stage in enumerate(self.partition.modules(network)):
+        for owner, stage in zip(self.schedule.owners, self.partition.modules(network), strict=True):
             for tensor in stage.state_dict(keep_vars=True).values():
-                yield self.schedule.owner(index), tensor
+                yield owner, tensor
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -29,11 +29,11 @@ from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import mode_of
 from lit_cifar.mode.tensors import local_part, parameters_of, squares
-from lit_cifar.models.random_streams import begin_part
+from lit_cifar.models.random_streams import draw_for_part
 from lit_cifar.strategies.base import CustomForwardStrategy, compiles
 from lit_cifar.strategies.fsdp2 import ShardedStrategy, reduce_in_tree
 from lit_cifar.strategies.mesh import loss_scale
-from lit_cifar.strategies.parts import Parts, WholeBatch
+from lit_cifar.strategies.parts import VirtualParts
 from lit_cifar.strategies.pp import PipelineStrategy
 from lit_cifar.strategies.state_dicts import local_slice
 
@@ -47,7 +47,7 @@ class VirtualReplicas(Callback):
 
     def __init__(self, num_parts: int) -> None:
         self.num_parts = num_parts
-        self._parts = Parts(num_parts)
+        self._parts = VirtualParts(num_parts)
         self._are_microbatches = False
 
     def train(self, module: L.LightningModule, batch: Batch, loss_of: Callable[[Batch], Tensor]) -> Tensor:
@@ -57,18 +57,18 @@ class VirtualReplicas(Callback):
             for part in first:
                 loss_of(part)
             return loss_of(last)
-        self._parts.begin(module.network.buffers())  # type: ignore[union-attr]  # it has been checked
+        self._parts.start_step(module.network.buffers())  # type: ignore[union-attr]  # it has been checked
         strategy = module.trainer.strategy
         scale = loss_scale(strategy.precision_plugin, strategy.root_device)
         *places, last_place = self._parts.places
         for place, part in zip(places, first, strict=True):
-            begin_part(place)
+            draw_for_part(place)
             with self._parts.own_statistics():
                 loss = loss_of(part) * scale
             with torch.autocast(loss.device.type, enabled=False):
                 loss.backward()  # type: ignore[no-untyped-call]
             torch.clear_autocast_cache()  # weights that were cast belong to the graph that is gone
-        begin_part(last_place)
+        draw_for_part(last_place)
         with self._parts.own_statistics():
             return loss_of(last)
 
@@ -118,9 +118,10 @@ class VirtualReplicas(Callback):
         self._divide(strategy)
 
     def _divide(self, strategy: Strategy, *, group: dist.ProcessGroup | None = None) -> None:
-        self._parts = Parts(self.num_parts, num_processes=mode_of(strategy).layout.data_parallel_size, group=group)
+        num_processes = mode_of(strategy).layout.data_parallel_size
+        self._parts = VirtualParts(self.num_parts, num_processes=num_processes, group=group)
         if isinstance(strategy, CustomForwardStrategy):
-            strategy.use_parts(self._parts)
+            strategy.use_virtual_parts(self._parts)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Make the kernels the same on any number of processes."""
@@ -138,7 +139,7 @@ class VirtualReplicas(Callback):
         if isinstance(trainer.strategy, ShardedStrategy):
             reduce_in_tree(pl_module.network, self._parts)  # type: ignore[arg-type]
         else:
-            self._parts.watch(pl_module.parameters())
+            self._parts.take_gradients(pl_module.parameters())
         self._clip = trainer.precision_plugin.clip_grad_by_norm
         whole = _with_whole_gradient(trainer.strategy)
         clip = partial(clip_in_order, device=trainer.strategy.root_device, group=whole)
@@ -148,17 +149,17 @@ class VirtualReplicas(Callback):
         self._parts.average()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._parts.unwatch()
+        self._parts.leave_gradients()
         trainer.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if isinstance(trainer.strategy, CustomForwardStrategy):
-            trainer.strategy.parts = WholeBatch()
+            trainer.strategy.virtual_parts = None
         pl_module.virtual_replicas = None  # type: ignore[assignment]
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Give the gradients back to whoever catches the exception and uses the network again."""
-        self._parts.unwatch()
+        self._parts.leave_gradients()
         self.teardown(trainer, pl_module, "fit")
 
 

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 
 from analysis.run_frames import file_of
 from analysis.timeline import FILE
-from lit_cifar.models.blocks import Partition
+from lit_cifar.models.partition import Partition
 
 COLORS = {"forward": "#1f6fb4", "backward": "#d9822b", "backward_input": "#d9822b", "backward_weight": "#6a994e"}
 LABELS = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from lit_cifar.data.images import Batch
 from lit_cifar.strategies import parts, tree_sum, virtual_replicas
 from lit_cifar.strategies.fsdp2 import TreeReduceScatter
-from lit_cifar.strategies.parts import Parts
+from lit_cifar.strategies.parts import VirtualParts
 from lit_cifar.strategies.tree_sum import TreeSum, tree_reduce_scatter
 from lit_cifar.task.metrics import MeanLoss
 from tests.mutations.planting import PIPELINE, Mutation, Site, planted
@@ -54,15 +54,15 @@ def _exchange_of_every_part(
         torch.mul(own._total.take(), 1 / own._parts.num_parts, out=output_tensor)
 
 
-@mutation("there are as many parts as processes", "ddp", Parts, "__init__")
+@mutation("there are as many parts as processes", "ddp", VirtualParts, "__init__")
 def _part_for_each_process(
-    site: Site, init: Any, own: Parts, num_parts: int, *, num_processes: int, **kwargs: Any
+    site: Site, init: Any, own: VirtualParts, num_parts: int, *, num_processes: int, **kwargs: Any
 ) -> None:
     init(own, num_processes, num_processes=num_processes, **kwargs)
 
 
-@mutation("parts are consecutive samples of a process", "ddp", Parts, "cut")
-def _consecutive_samples(site: Site, cut: Any, own: Parts, batch: Batch) -> list[Batch]:
+@mutation("parts are consecutive samples of a process", "ddp", VirtualParts, "cut")
+def _consecutive_samples(site: Site, cut: Any, own: VirtualParts, batch: Batch) -> list[Batch]:
     order = torch.empty(len(batch.labels), dtype=torch.int64)
     for place, samples in enumerate(torch.arange(len(order)).tensor_split(own.count)):
         order[place :: own.count] = samples
@@ -72,19 +72,19 @@ def _consecutive_samples(site: Site, cut: Any, own: Parts, batch: Batch) -> list
 
 @mutation("unequal parts of a ragged batch have equal weight", "ddp")
 def _equal_weights(site: Site) -> None:
-    site.replace(Parts, "cut", lambda cut, own, batch: [part._replace(weight=1.0) for part in cut(own, batch)])
+    site.replace(VirtualParts, "cut", lambda cut, own, batch: [part._replace(weight=1.0) for part in cut(own, batch)])
 
 
-@mutation("running statistics are the last part's", "ddp", Parts, "average")
-def _statistics_of_last_part(site: Site, average: Any, own: Parts) -> None:
+@mutation("running statistics are the last part's", "ddp", VirtualParts, "average")
+def _statistics_of_last_part(site: Site, average: Any, own: VirtualParts) -> None:
     last = {buffer: buffer.clone() for buffer in own._statistics}
     average(own)
     for buffer, value in last.items():
         buffer.copy_(value)
 
 
-@mutation("each part continues the running statistics", "mp", Parts, "own_statistics")
-def _chained_statistics(site: Site, statistics: Any, own: Parts, *args: Any) -> Any:
+@mutation("each part continues the running statistics", "mp", VirtualParts, "own_statistics")
+def _chained_statistics(site: Site, statistics: Any, own: VirtualParts, *args: Any) -> Any:
     own._before = {buffer: buffer.clone() for buffer in own._before}
     return statistics(own, *args)
 
