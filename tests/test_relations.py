@@ -20,6 +20,7 @@ from relation_scripts import AGAIN, CRITIC, CUDA, LIGHTNING, PLAIN
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from lit_cifar import relations
+from lit_cifar.checks.compare import difference, differences
 from lit_cifar.checks.relations.batches import (
     SampleList,
     SampleTuple,
@@ -27,18 +28,21 @@ from lit_cifar.checks.relations.batches import (
     joined,
     parted,
     row_digests,
+    sample_digests,
     with_sample_lists,
 )
 from lit_cifar.checks.relations.draws import Draws
 from lit_cifar.checks.relations.in_lightning import _settings
 from lit_cifar.checks.relations.judging import RELATIONS, judged
 from lit_cifar.checks.relations.loaders import Loaders, is_divided
-from lit_cifar.checks.relations.loading import same_orders, workers
+from lit_cifar.checks.relations.order import Order, Orders, same_orders
 from lit_cifar.checks.relations.own_files import mirror
-from lit_cifar.checks.relations.plan import Plan, Target, Trace
-from lit_cifar.checks.relations.runs import Verdict, difference, first_apart, other_samples
+from lit_cifar.checks.relations.plan import Limits, RunPlan, Script, Target, Trace
+from lit_cifar.checks.relations.ranks import Drawn
+from lit_cifar.checks.relations.runs import first_apart, other_samples
 from lit_cifar.checks.relations.snapshot import snapshot
-from lit_cifar.checks.relations.watching import told_apart
+from lit_cifar.checks.relations.workers import ByWorkers, workers
+from lit_cifar.checks.verdict import Verdict
 
 Verdicts: TypeAlias = Callable[..., list[Verdict]]
 Outcomes: TypeAlias = Callable[..., dict[str, str]]
@@ -53,7 +57,7 @@ def verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Verdicts:
         monkeypatch.setenv("BUG", bug)
         target = Target(program="train.py", arguments=arguments, folder=str(tmp_path))
         chosen = {name: RELATIONS[name] for name in only.split(",")}
-        return [*judged(target, Plan(most_batches=4, most_epochs=2, most_steps=96), chosen, limit_s=limit_s)]
+        return [*judged(target, chosen, limits=Limits(batches=4, epochs=2), limit_s=limit_s)]
 
     return said
 
@@ -86,6 +90,15 @@ def test_outside_of_the_checker_every_call_gives_the_own_value() -> None:
 )
 def test_a_difference_is_relative_to_the_largest_value(one: object, other: object, expected: float) -> None:
     assert difference(one, other) == expected
+
+
+def test_differences_are_the_largest_first_and_have_both_values() -> None:
+    one, other = {"a": 1.0, "b": 2.0, "c": 2**60, "d": 5.0, "e": 1.0}, {"a": 1.0, "b": 1.0, "c": 2**60 + 1, "d": 4.9}
+    found = differences(one, other)
+    assert [each.name for each in found] == ["e", "b", "d", "c"]
+    assert (found[1].one, found[1].other, str(found[0])) == (2.0, 1.0, "e (is only in one)")
+    assert [each.name for each in differences(one, other, names=["b", "d"], limit=0.1)] == ["b"]
+    assert difference(0.5, 0.25, least_scale=1.0) == 0.25
 
 
 def test_the_first_step_that_differs_is_named() -> None:
@@ -143,9 +156,9 @@ def test_lists_of_samples_are_joined_and_divided() -> None:
         [(2, "1")],
         [(3, "2")],
     ]
-    told = told_apart(batch)
-    assert len(set(told)) == 3
-    assert told_apart(parts[1]) == [told[2], told[0]]
+    digests = sample_digests(batch)
+    assert len(set(digests)) == 3
+    assert sample_digests(parts[1]) == [digests[2], digests[0]]
 
 
 @pytest.mark.parametrize(
@@ -160,20 +173,20 @@ def test_lists_of_samples_are_joined_and_divided() -> None:
 def test_an_order_that_is_drawn_is_another_in_each_epoch(
     orders: list[list[int]], is_drawn: bool, expected: list[str]
 ) -> None:
-    trace = Trace(orders=[(5, is_drawn, order) for order in orders])
+    trace = Trace()
+    trace.part(Orders).seen = [Order(5, is_drawn, order) for order in orders]
     assert [verdict.outcome for verdict in same_orders(trace)] == expected
 
 
 def test_an_order_that_the_script_only_looks_at_is_no_epoch() -> None:
-    watched: Any = SimpleNamespace(plan=Plan(most_batches=4, most_epochs=2, most_steps=9), trace=Trace())
-    watched.phase = lambda: "train"
+    watched: Any = SimpleNamespace(plan=RunPlan(), trace=Trace(), phase=lambda: "train")
     loaders = Loaders(watched)
     sampler = BatchSampler(RandomSampler(range(8)), 4, False)
     next(loaders._ordered(BatchSampler.__iter__, sampler))
     for step in range(2):
         assert [len(batch) for batch in loaders._ordered(BatchSampler.__iter__, sampler)] == [4, 4]
         watched.trace.steps = step + 1
-    assert [len(order) for *_, order in watched.trace.orders] == [8, 8]
+    assert [len(order.places) for order in watched.trace.part(Orders).seen] == [8, 8]
 
 
 def test_sparse_tensors_are_compared() -> None:
@@ -193,16 +206,17 @@ DRAWN, ANEW, IN_PAIRS = [[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 3, 4], [1, 2, 3, 4
 @pytest.mark.parametrize(
     ("seen", "has_workers", "outcome"),
     [
-        ({"stream": True, "0": ONCE, "2": ONCE}, True, "pass"),
-        ({"stream": True, "0": ONCE, "2": TWICE}, True, "fail"),
-        ({"stream": True, "0": ONCE, "2": TWICE}, False, "note"),
-        ({"stream": False, "0": DRAWN, "2": DRAWN}, True, "pass"),
-        ({"stream": False, "0": DRAWN, "2": ANEW}, True, "fail"),
-        ({"stream": False, "0": DRAWN, "2": IN_PAIRS}, True, "fail"),
+        (ByWorkers(streams=[(ONCE, ONCE)]), True, "pass"),
+        (ByWorkers(streams=[(ONCE, TWICE)]), True, "fail"),
+        (ByWorkers(streams=[(ONCE, TWICE)]), False, "note"),
+        (ByWorkers(samples=[(DRAWN, DRAWN)]), True, "pass"),
+        (ByWorkers(samples=[(DRAWN, ANEW)]), True, "fail"),
+        (ByWorkers(samples=[(DRAWN, IN_PAIRS)]), True, "fail"),
     ],
 )
-def test_workers_are_judged_where_there_are_some(seen: dict[str, Any], has_workers: bool, outcome: str) -> None:
-    runs: Any = SimpleNamespace(run=lambda **_: [Trace(loaders=[seen], has_workers=has_workers)])
+def test_workers_are_judged_where_there_are_some(seen: ByWorkers, has_workers: bool, outcome: str) -> None:
+    trace = Trace(script=Script(has_workers=has_workers), parts={ByWorkers: seen})
+    runs: Any = SimpleNamespace(run=lambda **_: [trace])
     assert [verdict.outcome for verdict in workers(runs)] == [outcome]
 
 
@@ -212,10 +226,10 @@ def test_a_draw_is_known_by_the_generator_that_makes_it() -> None:
         torch.manual_seed(0)
         np.random.seed(seed)
         draws = Draws(trace := Trace())
-        draws.begin(None)
+        draws.follow_batch(None)
         np.random.rand()
         draws.note()
-        found.append(trace.drawn)
+        found.append(trace.part(Drawn).states)
     assert found[0] == found[2] != found[1]
 
 
@@ -313,9 +327,9 @@ def test_a_script_may_write_beside_itself(outcomes: Outcomes, tmp_path: Path) ->
     [("ddp", "auto", 2), ("ddp_spawn", -1, 2), ("auto", "0,1", 2), ("ddp", "2", 2), ("auto", "auto", 1)],
 )
 def test_all_devices_are_several_ranks(strategy: str, devices: Any, ranks: int) -> None:
-    watched: Any = SimpleNamespace(plan=Plan(most_batches=4, most_epochs=2, most_steps=9), trace=Trace())
+    watched: Any = SimpleNamespace(plan=RunPlan(), trace=Trace())
     _settings(watched, {"strategy": strategy, "devices": devices})
-    assert watched.trace.own_ranks == ranks
+    assert watched.trace.script.ranks == ranks
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [([], "pass"), (["--forget-schedule"], "fail")])
@@ -441,7 +455,7 @@ def test_our_own_trainer_holds_them(mode: str, tmp_path: Path) -> None:
     arguments = ("fit", *TINY, "--trainer.max_epochs=3", rarely, *mode_flags(mode))
     target = Target(program="lit_cifar", arguments=arguments, is_module=True, folder=str(tmp_path))
     chosen = {name: RELATIONS[name] for name in ("resume", "ranks", "accumulation")}
-    found = judged(target, Plan(most_batches=4, most_epochs=3, most_steps=96), chosen, limit_s=100)
+    found = judged(target, chosen, limits=Limits(batches=4), limit_s=100)
     parts = [] if mode == "pp" else ["replicas", "samples of ranks"]
     inside = [f"resume inside epoch {number}" for number in (2, 3)]
     names = ["run", "resume after epoch 1", *inside, *parts, "ranks", "accumulation"]

@@ -16,8 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from lit_cifar.checks.relations.judging import RELATIONS, judged
-from lit_cifar.checks.relations.plan import Plan, Target
-from lit_cifar.tools.relations import relations_parser
+from lit_cifar.checks.relations.plan import Limits, Target
 from lit_cifar.tools.terminal import about, exit_orderly_when_terminated, say, write_json
 
 FOLDER = Path(__file__).parent / "trainings"
@@ -34,11 +33,9 @@ def record(name: str) -> dict[str, Any]:
     """
     source = (FOLDER / f"{name}.py").read_text()
     lines = [line for line in source.splitlines() if "relations." in line or "import relations" in line]
-    defaults = relations_parser().parse_args([f"{name}.py"])
-    plan = Plan(most_batches=defaults.batches, most_epochs=defaults.epochs, most_steps=defaults.steps)
     target = Target(program=f"{name}.py", arguments=ARGUMENTS.get(name, ()), folder=str(FOLDER))
     started = perf_counter()
-    verdicts = [asdict(verdict) for verdict in judged(target, plan, RELATIONS, limit_s=defaults.limit)]
+    verdicts = [asdict(verdict) for verdict in judged(target, RELATIONS, limits=Limits(), limit_s=60)]
     return {
         "training": name,
         "arguments": list(target.arguments),

@@ -24,12 +24,12 @@ from time import perf_counter
 from typing import Any
 
 from lit_cifar.checks.relations.judging import RELATIONS, judged
-from lit_cifar.checks.relations.plan import Plan, Target
-from lit_cifar.checks.relations.runs import Verdict
+from lit_cifar.checks.relations.plan import Limits, Target
+from lit_cifar.checks.verdict import Verdict
 from lit_cifar.tools.terminal import about
 
 HERE = Path(__file__).parent
-PLAN = Plan(most_batches=8, most_epochs=3, most_steps=96)  # as of the command
+LIMITS = Limits()  # as of the command
 LIMIT_S = 60
 _HINTS = ("note", "abstain", "crash")
 
@@ -38,7 +38,7 @@ def verdicts(script: Path, *, bug: bool) -> list[Verdict]:
     """What all relations say of one twin."""
     os.environ["SILENT_BUG"] = str(int(bug))  # a run has the environment of this process
     with tempfile.TemporaryDirectory() as folder:
-        return list(judged(Target(program=str(script), folder=folder), PLAN, RELATIONS, limit_s=LIMIT_S))
+        return list(judged(Target(program=str(script), folder=folder), RELATIONS, limits=LIMITS, limit_s=LIMIT_S))
 
 
 def row(case: str) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def main() -> int:
     options = parser.parse_args()
     cases = options.cases or sorted(path.name for path in (HERE / "cases").iterdir())
     sys.path[:0] = [str(HERE.parents[1]), str(HERE)]  # a run gets these as PYTHONPATH
-    record: dict[str, Any] = about() | {"plan": vars(PLAN), "limit_s": LIMIT_S, "rows": []}
+    record: dict[str, Any] = about() | {"limits": vars(LIMITS), "limit_s": LIMIT_S, "rows": []}
     with ProcessPoolExecutor(options.at_once, mp_context=get_context("spawn")) as pool:
         for one in pool.map(row, cases):
             record["rows"].append(one)

@@ -1,18 +1,16 @@
 """`python -m lit_cifar relations`: runs anyone's training in pairs that must train the same model."""
 
 import argparse
-from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import get_args
 
 from lit_cifar import internals
 from lit_cifar.checks import classes
 from lit_cifar.checks.relations.judging import RELATIONS, Relation, judged
-from lit_cifar.checks.relations.neutral import unchanged
-from lit_cifar.checks.relations.plan import Plan, Target
-from lit_cifar.checks.relations.runs import Outcome, Verdict
+from lit_cifar.checks.relations.options import with_further_arguments
+from lit_cifar.checks.relations.plan import Limits, Target
+from lit_cifar.checks.verdict import summary
 from lit_cifar.errors import ConfigError, nearest
 from lit_cifar.tools.terminal import (
     CommandParser,
@@ -48,17 +46,14 @@ def main(args: list[str]) -> int:
     options = relations_parser().parse_args(words)
     file = writable(options.json)
     target = _target(options, arguments)
-    plan = Plan(
-        most_batches=options.batches,
-        most_evaluated=-(-options.batches // _RANKS) * _RANKS,
-        most_epochs=options.epochs,
-        most_steps=options.steps,
-    )
+    evaluated = -(-options.batches // _RANKS) * _RANKS
+    limits = Limits(batches=options.batches, epochs=options.epochs, steps=options.steps, evaluated=evaluated)
     verdicts = []
-    for verdict in judged(target, plan, _chosen(options), limit_s=options.limit):
+    for verdict in judged(target, _chosen(options), limits=limits, limit_s=options.limit):
         verdicts.append(verdict)
-        _say(verdict)
-    _summary(verdicts)
+        say(str(verdict))
+    say(f"not looked at: {_NOT_LOOKED_AT}")
+    say(summary(verdicts[1:]))
     write_json(file, about() | {"target": asdict(target), "verdicts": [asdict(verdict) for verdict in verdicts]})
     if any(verdict.outcome == "fail" for verdict in verdicts):
         return 1
@@ -113,7 +108,7 @@ def _chosen(options: argparse.Namespace) -> dict[str, Relation]:
             remedy = f"did you mean {near}?" if near else f"choose of {', '.join(RELATIONS)}"
             raise ConfigError(f"--only={name} is no relation", remedy=remedy)
         chosen[name] = RELATIONS[name]
-    chosen |= {f"--same={words}": unchanged(words) for words in options.same}
+    chosen |= {f"--same={words}": with_further_arguments(words) for words in options.same}
     for path in options.also:
         try:
             chosen[path] = resolve_name(path)
@@ -122,15 +117,3 @@ def _chosen(options: argparse.Namespace) -> dict[str, Relation]:
                 f"--also={path} cannot be imported: {error}", remedy="pass package.module.function"
             ) from None
     return chosen
-
-
-def _say(verdict: Verdict) -> None:
-    said = verdict.text or verdict.looked_at
-    say(f"{verdict.outcome.upper():8}{verdict.relation:26} {verdict.seconds:5.1f} s  {said}")
-
-
-def _summary(verdicts: list[Verdict]) -> None:
-    say(f"not looked at: {_NOT_LOOKED_AT}")
-    counts = Counter(verdict.outcome for verdict in verdicts[1:])
-    counted = (f"{counts[outcome]} {outcome}" for outcome in get_args(Outcome) if counts[outcome])
-    say(", ".join(counted) or "nothing was judged")

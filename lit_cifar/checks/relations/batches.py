@@ -22,6 +22,7 @@ class SampleTuple(tuple[Any, ...]):
 
 
 Samples: TypeAlias = SampleList | SampleTuple
+_MOST_VALUES = 2**22  # of a step's samples that are told apart
 
 
 def with_sample_lists(batch: Any, size: int, like: Any = None) -> Any:
@@ -128,6 +129,15 @@ def row_digests(rows: Tensor | Samples) -> list[int]:
         rows = dense(rows)
         return [digest(_without_padding(row)) for row in rows] if rows.dim() else [digest(rows)]
     return [hash(tuple(digest(leaf) for leaf in tree_leaves(sample))) for sample in rows]
+
+
+def sample_digests(batch: Any) -> list[int]:
+    """Digests of the samples along dimension 0; none of a large batch, which would take too long."""
+    leaves = [leaf for leaf in tree_leaves(batch) if has_rows(leaf)]
+    if sum(tensor.numel() for leaf in leaves for tensor in tensors_in(leaf)) > _MOST_VALUES:
+        return []
+    rows = [row_digests(leaf) for leaf in leaves if len(leaf) == len(leaves[0])]
+    return rows[0] if len(rows) == 1 else [hash(values) for values in zip(*rows, strict=True)]
 
 
 def _without_padding(row: Tensor) -> Tensor:

@@ -22,9 +22,10 @@ from lit_cifar.checks.relations.loaders import Loaders
 from lit_cifar.checks.relations.own_files import Guard, mirror
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Target
-from lit_cifar.checks.relations.switches import Switches
+from lit_cifar.checks.relations.switches import set_switches
 from lit_cifar.checks.relations.watching import Ended, Watched
 from lit_cifar.checks.relations.without_gpu import note_cuda, stay_on_cpu
+from lit_cifar.checks.relations.workers import ReadWithWorkers
 
 
 def main(plan_file: str) -> None:
@@ -38,14 +39,14 @@ def main(plan_file: str) -> None:
         _prepare(watched, loaders)
         _run(target, watched, loaders)
     except BaseException as error:
-        watched.trace.error = (traceback.format_exception_only(error)[-1].strip().splitlines() or [""])[0]
-        watched.trace.ended_at = time()
+        watched.trace.end.error = (traceback.format_exception_only(error)[-1].strip().splitlines() or [""])[0]
+        watched.trace.end.at = time()
     file = folder / "trace"
     file.with_suffix(".part").write_bytes(pickle.dumps(watched.trace))
     file.with_suffix(".part").rename(file)
     sys.stdout.flush()
     # A training that was ended may have threads and workers that wait for it. An error ends the other ranks too.
-    os._exit(bool(watched.trace.error))
+    os._exit(bool(watched.trace.end.error))
 
 
 def _prepare(watched: Watched, loaders: Loaders) -> None:
@@ -61,16 +62,16 @@ def _prepare(watched: Watched, loaders: Loaders) -> None:
     loaders.patch()
     in_lightning.patch(watched)
     _join(watched)
-    note_cuda(watched.trace)
+    note_cuda(watched.trace.end)
     if plan.without_gpu:
         stay_on_cpu(plan.ranks)
-    Switches(plan, watched.trace).patch()
+    set_switches(plan, watched.trace)
     if plan.quiet:
         make_quiet(watched.trace.remarks.add)
     draw_by_sample(watched.draws.key, watched.drawn_apart)
     seed_all("start", plan.seed, watched.rank)
     calls.session = watched
-    Guard(watched.folder.parent, watched.trace.outside).start()
+    Guard(watched.folder.parent, watched.trace.end.outside).start()
 
 
 def _run(target: Target, watched: Watched, loaders: Loaders) -> None:
@@ -89,8 +90,8 @@ def _run(target: Target, watched: Watched, loaders: Loaders) -> None:
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise
-    if watched.plan.probe_loaders:
-        loaders.probe()
+    if watched.plan.asked(ReadWithWorkers):
+        loaders.read_again()
     watched.finish()
 
 
@@ -100,14 +101,14 @@ def _join(watched: Watched) -> None:
     address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
 
     def join(begin: Any, *args: Any, **settings: Any) -> None:
-        watched.trace.is_distributed = True
+        watched.trace.script.is_distributed = True
         os.environ.update(address)
         alone = {"store": torch.distributed.HashStore()} if ranks == 1 else {}  # type: ignore[attr-defined]
         begin("gloo", rank=watched.rank, world_size=ranks, **alone)
 
     def call_here(_: Any, fn: Any, args: tuple[Any, ...] = (), nprocs: int = 1, *_how: Any, **how: Any) -> None:
         """Every process of the run is one of those that the script would start."""
-        watched.trace.own_ranks = nprocs
+        watched.trace.script.ranks = nprocs
         is_told = bool(args) and type(args[0]) is int and args[0] == nprocs  # as by custom the first says how many
         fn(watched.rank, *((ranks, *args[1:]) if is_told else args))
 

@@ -5,11 +5,8 @@ from typing import Any
 
 from lit_cifar.checks.relations.generators import states
 from lit_cifar.checks.relations.plan import Trace
-
-IN_STEP = "a step draws random numbers for its batch: draw them in the data set"
-IN_EVALUATION = "the evaluation draws random numbers from a generator of its own"
-BESIDE_EVALUATION = "the same, before or after it reads a loader, such as for the data themselves"
-IN_MODEL = "the model draws random numbers in the evaluation, such as noise, or by dropout that is left on"
+from lit_cifar.checks.relations.ranks import Drawn
+from lit_cifar.checks.relations.remarks import IN_STEP
 
 
 class Draws:
@@ -21,20 +18,20 @@ class Draws:
         self._samples: list[int] | None = None  # digests of those of the batch
         self._count = 0  # of draws for these samples
 
-    def begin(self, samples: list[int] | None) -> None:
+    def follow_batch(self, samples: list[int] | None) -> None:
         """From now on a batch is trained; its `samples` are given if draws should follow them."""
         self._before, self._samples, self._count = states(), samples, 0
 
-    def go_on(self) -> None:
-        """Begin where no batch of a loader has."""
+    def follow_call(self) -> None:
+        """From now on a module is trained, perhaps without a batch of a loader."""
         if self._before is None:
             self._before = states()
 
     def stop(self) -> None:
         self._before = self._samples = None
 
-    def begin_again(self, *, is_in_batch: bool) -> None:
-        """The optimizer has made a step."""
+    def follow_step(self, *, is_in_batch: bool) -> None:
+        """From now on the step after one of the optimizer is trained."""
         self._before = states() if is_in_batch else None
 
     def note(self) -> None:
@@ -42,8 +39,7 @@ class Draws:
         used = [] if self._before is None else [a for a, b in zip(self._before, states(), strict=True) if a != b]
         if used:
             self._trace.remarks.add(IN_STEP)
-            if (before := zlib.crc32(repr(used).encode())) not in self._trace.drawn:
-                self._trace.drawn.append(before)
+            self._trace.part(Drawn).states.add(zlib.crc32(repr(used).encode()))
 
     def key(self) -> tuple[int, list[int]] | None:
         """What a random number for each sample of this batch follows from: the step, the draw, and the sample."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_cifar.checks.relations.patching import patched
+from lit_cifar.checks.relations.remarks import OF_BATCH
 
 
 def seed_all(*numbers: object) -> None:
@@ -84,10 +85,6 @@ def _between(of_rows: Tensor, _: Tensor, low: float = 0.0, high: float = 1.0, **
     return of_rows * (high - low) + low
 
 
-ROUNDED = "the script rounds values to 16 bits, and other batches round to others"
-OF_BATCH = "a BatchNorm keeps no running statistics, so that other batches compute other values"
-
-
 def make_quiet(remark: Callable[[str], None]) -> None:
     """Turn dropout off, and let BatchNorm take its running statistics; `remark` a BatchNorm that has none.
 
@@ -122,7 +119,7 @@ def _by_running_statistics(
     return norm(input, running_mean, running_var, weight, bias, of_batch, momentum, eps)
 
 
-def still(module: nn.Module) -> None:
+def turn_dropout_off(module: nn.Module) -> None:
     """Turn off the dropout that layers hand to torch as a number."""
     for layer in module.modules():
         if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):

@@ -19,32 +19,28 @@ from lightning.pytorch.tuner.tuning import Tuner
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from lit_cifar.checks.relations.batches import sample_digests
+from lit_cifar.checks.relations.evaluation import WAYS, Evaluations, Validate, ValidateInManyWays
 from lit_cifar.checks.relations.generators import seed_all
+from lit_cifar.checks.relations.interruption import CHECKPOINT, Moment, StopAt
 from lit_cifar.checks.relations.patching import patched
-from lit_cifar.checks.relations.watching import CHECKPOINT, Ended, Watched, told_apart
+from lit_cifar.checks.relations.remarks import FOLLOWS_EVALUATION, MANUAL
+from lit_cifar.checks.relations.score import VALIDATED, KeepValidated
+from lit_cifar.checks.relations.watching import Ended, Watched
 from lit_cifar.errors import one_line
 from lit_cifar.mode.table import MODES
 
-FOLLOWS_EVALUATION = "the training follows its evaluations (EarlyStopping, ReduceLROnPlateau)"
 _OWN = ("_", "trainer", "training", "fabric", "prepare_data_per_node", "allow_zero_length_dataloader", "example_input")
 _DDP = "ddp_find_unused_parameters_true"  # of a script that names no strategy, such as one with two models
 _STARTED = re.compile("_(spawn|fork|notebook)")  # ways to start the processes, which a run has already
 _IN_ONE_PROCESS = {row.name for row in MODES if not row.has_processes}  # strategies with all devices in it
-# Ways to validate the same weights, and the sizes of their batches.
-VARIANTS: dict[str, int | None] = {
-    "as it is": None,
-    "again": None,
-    "in batches of 1": 1,
-    "in batches of 7": 7,
-    "as one batch": 0,
-}
 
 
 class Follower(Checkpoint):
     """Notes samples, saves where the plan says, ends there. A `Checkpoint`, so that it comes after other callbacks."""
 
     def __init__(self, watched: Watched) -> None:
-        self._watched, self._plan, self._trained = watched, watched.plan, 0
+        self._watched, self._trained = watched, 0
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._watched.continues()
@@ -52,12 +48,12 @@ class Follower(Checkpoint):
             look_at(trainer, self._watched)
             self._watched.begins()
         self._save(trainer, "hooks", self._trained)
-        self._watched.note_samples(told_apart(batch))
+        self._watched.note_samples(sample_digests(batch))
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._trained += 1
-        trace = self._watched.trace
-        trace.batches_of_epoch, trace.epochs_begun = int(trainer.num_training_batches), trainer.current_epoch + 1
+        reading = self._watched.trace.reading
+        reading.batches_of_epoch, reading.epochs_begun = int(trainer.num_training_batches), trainer.current_epoch + 1
         self._save(trainer, "batch", self._trained)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -70,11 +66,11 @@ class Follower(Checkpoint):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if not trainer.sanity_checking:
             self._watched.trace.logged.append((trainer.global_step, metrics_of(trainer)))
-            if self._plan.record:
-                trainer.save_checkpoint(self._watched.folder / f"validated-{len(self._watched.trace.logged)}.ckpt")
+            if self._watched.plan.asked(KeepValidated):
+                trainer.save_checkpoint(self._watched.folder / VALIDATED)
 
-    def _save(self, trainer: pl.Trainer, after: str, number: int) -> None:
-        if (after, number) == (self._plan.save_after, self._plan.save_at):
+    def _save(self, trainer: pl.Trainer, after: Moment, number: int) -> None:
+        if self._watched.stop == StopAt(number, after):
             trainer.save_checkpoint(self._watched.folder.parent / CHECKPOINT)
             look_at(trainer, self._watched)
             self._watched.has_saved()
@@ -157,34 +153,34 @@ def _fit(
         settings["datamodule"] = settings.pop("train_dataloaders")
     plan = watched.plan
     _follow(watched, trainer)  # another may have been made since
-    watched.trace.is_lightning = True
+    watched.trace.script.is_lightning = True
     watched.parts.roots[:] = [model]
     data = {"dataloaders": settings.get("val_dataloaders"), "datamodule": settings.get("datamodule")}
-    if plan.validate:
-        _validate(trainer, watched, model, data, "as it is", None if plan.validate == "weights" else plan.validate)
+    if validate := plan.asked(Validate):
+        _validate(trainer, watched, model, data, next(iter(WAYS)), validate.checkpoint)
         raise Ended
-    if plan.resume:
-        settings["ckpt_path"] = plan.resume
+    if watched.go_on:
+        settings["ckpt_path"] = watched.go_on.checkpoint
     else:
         seed_all("fit", plan.seed, watched.rank)
     fit(trainer, model, **settings)
-    if plan.variants:
+    if plan.asked(ValidateInManyWays):
         _validate_in_many_ways(trainer, watched, model, data)
     raise Ended
 
 
 def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
     """Arguments of the Trainer: the script's own, but for lengths, devices, precision and what prints."""
-    plan, trace = watched.plan, watched.trace
+    plan, script = watched.plan, watched.trace.script
     devices, strategy = own.get("devices", "auto"), own.get("strategy", "auto")
     if isinstance(strategy, str):
         strategy = _STARTED.sub("", strategy)
     named = devices if isinstance(devices, list) else [*filter(None, str(devices).split(","))]
     if str(devices) in ("auto", "-1"):  # all that there are: several, if the strategy is one of several
-        trace.own_ranks = 2 if "ddp" in str(strategy).lower() else 1
+        script.ranks = 2 if "ddp" in str(strategy).lower() else 1
     else:
-        trace.own_ranks = int(devices) if str(devices).isdigit() else len(named)
-    trace.own_accumulation = own.get("accumulate_grad_batches") or 1
+        script.ranks = int(devices) if str(devices).isdigit() else len(named)
+    script.accumulation = own.get("accumulate_grad_batches") or 1
     callbacks = own.get("callbacks") or []
     callbacks = [callbacks] if isinstance(callbacks, pl.Callback) else callbacks
     changed = {
@@ -192,9 +188,9 @@ def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
         "callbacks": [one for one in callbacks if not isinstance(one, ProgressBar | ModelSummary)],
         **{"devices": plan.ranks, "num_nodes": 1},
         "strategy": "auto" if plan.ranks == 1 else _DDP if strategy == "auto" else strategy,
-        "max_epochs": _at_most(plan.most_epochs, own.get("max_epochs")),
-        "limit_train_batches": _at_most(plan.most_batches, own.get("limit_train_batches")),
-        "limit_val_batches": _at_most(plan.evaluation_batches, own.get("limit_val_batches")),
+        "max_epochs": _at_most(plan.limits.epochs, own.get("max_epochs")),
+        "limit_train_batches": _at_most(plan.limits.batches, own.get("limit_train_batches")),
+        "limit_val_batches": _at_most(plan.evaluated, own.get("limit_val_batches")),
         **{"max_steps": -1, "max_time": None, "min_epochs": None, "min_steps": None, "overfit_batches": 0.0},
         **{"fast_dev_run": False, "barebones": False, "profiler": None},
         "num_sanity_val_steps": 0,
@@ -204,9 +200,9 @@ def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
         "benchmark": None,
     }
     if isinstance(every := own.get("val_check_interval"), int):
-        changed["val_check_interval"] = min(every, plan.most_batches)
+        changed["val_check_interval"] = min(every, plan.limits.batches)
     if isinstance(strategy, str) and strategy in _IN_ONE_PROCESS:
-        trace.own_ranks = 1
+        script.ranks = 1
         changed |= {"devices": devices, "strategy": strategy}
     if plan.double or "mixed" in str(own.get("precision")):
         changed |= {"precision": "64-true" if plan.double else "32-true", "plugins": None}
@@ -234,7 +230,7 @@ def look_at(trainer: pl.Trainer, watched: Watched) -> None:
     if any(isinstance(part, EarlyStopping | ReduceLROnPlateau) for part in parts):
         trace.remarks.add(FOLLOWS_EVALUATION)
     if not module.automatic_optimization:
-        trace.remarks.add("manual")
+        trace.remarks.add(MANUAL)
 
 
 def metrics_of(trainer: pl.Trainer) -> dict[str, float]:
@@ -248,13 +244,13 @@ def _validate(
     if not has_data or not is_overridden("validation_step", model):
         return
     trainer.validate(model, verbose=False, ckpt_path=file, weights_only=False if file else None, **data)
-    watched.trace.metrics[way] = metrics_of(trainer)
+    watched.trace.part(Evaluations).metrics[way] = metrics_of(trainer)
 
 
 def _validate_in_many_ways(trainer: pl.Trainer, watched: Watched, model: pl.LightningModule, data: Any) -> None:
     """Validate the weights of the end: as it is, once more by the same module, and copies of it in other batches."""
     fresh, own_limit = copy.deepcopy(model), trainer.limit_val_batches
-    for way, size in VARIANTS.items():
+    for way, size in WAYS.items():
         watched.evaluation_batch = size
         trainer.limit_val_batches = 1.0 if size is not None else own_limit
         try:
@@ -262,4 +258,4 @@ def _validate_in_many_ways(trainer: pl.Trainer, watched: Watched, model: pl.Ligh
         except Exception as error:  # such as of BatchNorm for a batch of one sample
             if size is None:
                 raise
-            watched.trace.failed[way] = f"{type(error).__name__}: {one_line(error)}"
+            watched.trace.part(Evaluations).failed[way] = f"{type(error).__name__}: {one_line(error)}"

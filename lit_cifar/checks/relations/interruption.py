@@ -3,14 +3,16 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
 
 from lit_cifar.checks.relations.plan import Imposed, Trace
-from lit_cifar.checks.relations.runs import NotJudgedError, RunError, Runs, RunTimeoutError, Verdict, unused
-from lit_cifar.checks.relations.watching import CHECKPOINT
+from lit_cifar.checks.relations.runs import NotJudgedError, RunError, Runs, RunTimeoutError, unused
+from lit_cifar.checks.verdict import Verdict
 
 NAME = "resume"
+CHECKPOINT = "checkpoint"  # in the folder of the run, for all ranks; a script may add to the name
+Moment: TypeAlias = Literal["batch", "hooks", "epoch"]  # "hooks": all of a batch, so when the next begins
 _MOST_RANKS = 2
 _EPOCHS = 3  # in which a script is stopped twice
 _MANY = 5  # calls of `save` that are more than one in each epoch
@@ -21,52 +23,78 @@ _LATE = (
 _LEFT_OUT = ("kept/metric", "kept/module.example")
 
 
+@dataclass(frozen=True)
+class StopAt:
+    """Asks a run to write a checkpoint and to end."""
+
+    number: int  # of the call of `save`, or with Lightning of the batch or epoch
+    after: Moment = "batch"
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """Asks a run to go on from a checkpoint."""
+
+    checkpoint: str
+    redrawn: tuple[int, ...]  # parameters, by the order of their making, to spoil before the checkpoint is loaded
+    steps_before: int  # steps of the run that wrote it
+
+
+@dataclass
+class Checkpoints:
+    """What a process writes down."""
+
+    saves: list[int] = field(default_factory=list)  # steps done at each call of `save`
+    saved: dict[str, Any] = field(default_factory=dict)  # the state where the checkpoint was written
+    resumed: dict[str, Any] = field(default_factory=dict)  # before the first batch or call after it was read
+    models: int = 0  # that are trained
+
+
 def resumed(runs: Runs) -> Iterator[Verdict]:
     """Stop after an epoch, and inside each later one; for a script with calls, at two of its calls of `save`."""
     own = runs.own()
-    if not own.is_lightning and not {"resume", "save"} <= own.asked.keys():
+    if not own.script.is_lightning and not {"resume", "save"} <= own.script.calls.keys():
         remedy = "call relations.save() where a checkpoint could be written, and relations.resume() before it is read"
         raise NotJudgedError(remedy)
-    ranks = min(max(own.own_ranks, runs.plan.ranks), _MOST_RANKS)
+    ranks = min(max(own.script.ranks, runs.plan.ranks), _MOST_RANKS)
     own = runs.run(ranks=ranks)[0]
     drawn = _drawn(runs, ranks)
-    if own.is_lightning:
-        batches = own.batches_of_epoch
-        yield _Interruption(runs, f"{NAME} after epoch 1", ranks, drawn, save_at=1, save_after="epoch").verdict()
-        for epoch in range(1, own.epochs_begun if batches > 1 else 0):
-            windows = max(1, (batches + 1) // 2 // own.own_accumulation)
-            inside = epoch * batches + windows * own.own_accumulation
-            yield _Interruption(runs, f"{NAME} inside epoch {epoch + 1}", ranks, drawn, save_at=inside).verdict()
+    if own.script.is_lightning:
+        batches, window = own.reading.batches_of_epoch, own.script.accumulation
+        yield _Interruption(runs, f"{NAME} after epoch 1", ranks, drawn, StopAt(1, "epoch")).verdict()
+        for epoch in range(1, own.reading.epochs_begun if batches > 1 else 0):
+            inside = epoch * batches + window * max(1, (batches + 1) // 2 // window)
+            yield _Interruption(runs, f"{NAME} inside epoch {epoch + 1}", ranks, drawn, StopAt(inside)).verdict()
         return
     verdicts = [*_at_calls_of_save(runs, ranks, drawn)]
-    if own.cut_from and any(verdict.has_other_samples for verdict in verdicts):
-        verdicts = [*_in_whole_epochs(runs, ranks, drawn, own.cut_from, verdicts)]
+    if own.reading.cut_from and any(verdict.has_other_samples for verdict in verdicts):
+        verdicts = [*_in_whole_epochs(runs, ranks, drawn, own.reading.cut_from, verdicts)]
     yield from verdicts
 
 
 def _at_calls_of_save(runs: Runs, ranks: int, drawn: tuple[int, ...]) -> Iterator[Verdict]:
     """Stop a plain script after a third and two thirds of its calls."""
-    steps = runs.run(ranks=ranks)[0].saves
+    steps = runs.run(ranks=ranks)[0].part(Checkpoints).saves
     calls = [number for number in _thirds(len(steps)) if steps[number - 1]]
     if not calls:
         raise NotJudgedError("relations.save() was never called after a step: write a checkpoint earlier")
     for number in calls:
-        yield _Interruption(runs, f"{NAME} after {steps[number - 1]} steps", ranks, drawn, save_at=number).verdict()
+        yield _Interruption(runs, f"{NAME} after {steps[number - 1]} steps", ranks, drawn, StopAt(number)).verdict()
 
 
 def _in_whole_epochs(
     runs: Runs, ranks: int, drawn: tuple[int, ...], batches: int, failed: list[Verdict]
 ) -> Iterator[Verdict]:
     """Judge once more: a script may compute its place in the data from the length of an epoch, which was cut."""
-    most = runs.plan.most_steps
-    steps = max(most, _EPOCHS * batches)
-    if batches <= most:
+    limits = runs.plan.limits
+    steps = max(limits.steps, _EPOCHS * batches)
+    if batches <= limits.steps:
         whole = copy(runs)
-        whole.plan = replace(runs.plan, most_batches=batches, most_steps=steps)
+        whole.plan = replace(runs.plan, limits=replace(limits, batches=batches, steps=steps))
         with suppress(RunTimeoutError):
             yield from [*_at_calls_of_save(whole, ranks, drawn)]
             return
-    cut = f"if it counts on whole epochs, which were cut after {runs.plan.most_batches} of {batches} batches, pass"
+    cut = f"if it counts on whole epochs, which were cut after {limits.batches} of {batches} batches, pass"
     for verdict in failed:
         text = f"{verdict.text}; {cut} --batches={batches} --steps={steps}"
         yield replace(verdict, outcome="note", text=text) if verdict.has_other_samples else verdict
@@ -89,7 +117,8 @@ def _thirds(count: int) -> list[int]:
 
 def _drawn(runs: Runs, ranks: int) -> tuple[int, ...]:
     """Parameters that another seed draws otherwise. Those that come from a file need not be in a checkpoint."""
-    own, other = (runs.run(ranks=ranks, **changes)[0].first for changes in ({}, {"seed": 1, "most_steps": 1}))
+    own = runs.run(ranks=ranks)[0].first
+    other = runs.run(ranks=ranks, seed=1, limits=replace(runs.plan.limits, steps=1))[0].first
     return tuple(place for place, (a, b) in enumerate(zip(own, other, strict=False)) if a != b)
 
 
@@ -105,8 +134,7 @@ class _Interruption:
     name: str
     ranks: int
     drawn: tuple[int, ...]
-    save_at: int
-    save_after: str = "batch"
+    stop: StopAt
 
     def verdict(self) -> Verdict:
         """Judge the training as it is; where it differs, with generators that follow the step: only state can then."""
@@ -119,13 +147,13 @@ class _Interruption:
         if self.drawn and (unspoilt := replace(self, drawn=())._judged()).outcome != "fail":
             text = f"equal only because the same seed draws what the checkpoint does not hold ({as_it_is.text})"
             return replace(unspoilt, outcome="note", text=text)
-        verdict = self._judged(generators=True)
+        verdict = self._judged(seeded_by_step=True)
         if verdict.outcome == "pass":
             text = "equal only if random generators are set alike: a checkpoint does not hold their states"
             return replace(verdict, outcome="note", text=f"{text} ({as_it_is.text})")
-        first, second = self._halves(generators=True)
-        if first[0].is_lightning and first[0].epochs and self.save_after == "batch":
-            if len(first[0].lengths) > 1:
+        (begun, *_), (ended, *_) = self._halves(seeded_by_step=True)
+        if begun.script.is_lightning and begun.reading.epochs and self.stop.after == "batch":
+            if len(begun.reading.lengths) > 1:
                 text = f"in the middle of an epoch of several loaders, the order cannot be given: {as_it_is.text}"
                 return replace(verdict, outcome="abstain", text=text)
             with_samples = self._judged_with_samples()
@@ -134,41 +162,42 @@ class _Interruption:
                     "equal but for the samples: Lightning begins the order of an epoch anew, if its loader has no state"
                 )
                 return replace(verdict, outcome="note", text=f"{text} ({as_it_is.text})")
-            if replace(self, save_after="hooks")._judged_with_samples().outcome == "pass":
+            if replace(self, stop=replace(self.stop, after="hooks"))._judged_with_samples().outcome == "pass":
                 text = f"{_LATE} ({with_samples.text})"
                 return replace(with_samples, outcome="note", text=text)
             verdict = with_samples
-        saved, resumed = first[0].saved, second[0].resumed
+        saved, resumed = begun.part(Checkpoints).saved, ended.part(Checkpoints).resumed
         both = [{name: state[name] for name in saved.keys() & resumed.keys()} for state in (saved, resumed)]
         if verdict.outcome == "fail" and (lost := self.runs.differences(*both, leave_out=(*_LEFT_OUT, "kept/val"))):
             return replace(verdict, text=f"{lost[0]} is not what it was at the checkpoint; {verdict.text}")
         return verdict
 
-    def _judged(self, *, generators: bool = False) -> Verdict:
-        whole = self.runs.run(ranks=self.ranks, generators=generators)
-        return self._compared(whole, *self._halves(generators=generators))
+    def _judged(self, *, seeded_by_step: bool = False) -> Verdict:
+        whole = self.runs.run(ranks=self.ranks, seeded_by_step=seeded_by_step)
+        return self._compared(whole, *self._halves(seeded_by_step=seeded_by_step))
 
     def _judged_with_samples(self) -> Verdict:
         """Give the second half the samples that come next."""
-        follows = {"ranks": self.ranks, "record": True, "generators": True}
-        first, _ = self._halves(generators=True)
-        *before, begun = first[0].epochs
-        skip = begun - (self.save_after == "hooks")
-        imposed = self.runs.imposed(follows, first_epoch=len(before), skip=skip)
-        return self._compared(self.runs.run(**follows), *self._halves(generators=True, imposed=imposed))
+        recorded = {"ranks": self.ranks, "record": True, "seeded_by_step": True}
+        first, _ = self._halves(seeded_by_step=True)
+        *before, begun = first[0].reading.epochs
+        skip = begun - (self.stop.after == "hooks")
+        imposed = self.runs.imposed(recorded, first_epoch=len(before), skip=skip)
+        return self._compared(self.runs.run(**recorded), *self._halves(seeded_by_step=True, imposed=imposed))
 
-    def _halves(self, *, generators: bool, imposed: Imposed | None = None) -> tuple[list[Trace], list[Trace]]:
+    def _halves(self, *, seeded_by_step: bool, imposed: Imposed | None = None) -> tuple[list[Trace], list[Trace]]:
         """The run that writes a checkpoint, and the one that reads it."""
-        same: dict[str, Any] = {"ranks": self.ranks, "generators": generators}
-        stopped = {**same, "save_at": self.save_at, "save_after": self.save_after}
+        same: dict[str, Any] = {"ranks": self.ranks, "seeded_by_step": seeded_by_step}
+        stopped = {**same, "asks": self.stop}
         begun = self.runs.run(**stopped)
         folder = self.runs.folder_of(**stopped)
         if not any(folder.glob(f"{CHECKPOINT}*")):
             raise RunError("its end, before a checkpoint was written where relations.save() said")
-        steps = {"steps_before": begun[0].steps, "most_steps": max(1, self.runs.plan.most_steps - begun[0].steps)}
-        path = str(folder / CHECKPOINT)
+        steps, limits = begun[0].steps, self.runs.plan.limits
+        limits = replace(limits, steps=max(1, limits.steps - steps))
+        go_on = GoOn(str(folder / CHECKPOINT), self.drawn, steps)
         try:
-            return begun, self.runs.run(**same, resume=path, redrawn=self.drawn, imposed=imposed, **steps)
+            return begun, self.runs.run(**same, asks=go_on, imposed=imposed, limits=limits)
         except RunError as error:
             raise _ResumeError(str(error)) from None
 
@@ -182,6 +211,7 @@ class _Interruption:
             one = replace(ended, state=state, samples=samples, norms=[*begun.norms, *ended.norms])
             said = f"rank {rank}: " if rank else ""
             verdict = self.runs.judge(self.name, of_whole, one, leave_out=_LEFT_OUT, said=said)
-            others = f"it trains {of_whole.models} models, and {ended.models} after it was resumed"
-            verdicts.append(unused(verdict, others if 0 < ended.models != of_whole.models else ""))
+            models, then = of_whole.part(Checkpoints).models, ended.part(Checkpoints).models
+            others = f"it trains {models} models, and {then} after it was resumed"
+            verdicts.append(unused(verdict, others if 0 < then != models else ""))
         return next((verdict for verdict in verdicts if verdict.outcome == "fail"), verdicts[0])

@@ -8,14 +8,18 @@ from pathlib import Path
 from time import perf_counter
 from typing import TypeAlias
 
-from lit_cifar.checks.relations.evaluation import evaluation, rescored
+from lit_cifar.checks.relations.accumulation import accumulation
+from lit_cifar.checks.relations.evaluation import evaluation
 from lit_cifar.checks.relations.interruption import resumed
-from lit_cifar.checks.relations.loading import epochs, workers
-from lit_cifar.checks.relations.neutral import often, scale
-from lit_cifar.checks.relations.plan import Plan, Target
-from lit_cifar.checks.relations.ranks import accumulation, ranks
-from lit_cifar.checks.relations.runs import NotJudgedError, RunError, Runs, Verdict
+from lit_cifar.checks.relations.options import validated_more_often, with_smaller_scale
+from lit_cifar.checks.relations.order import epochs
+from lit_cifar.checks.relations.plan import Limits, RunPlan, Target
+from lit_cifar.checks.relations.ranks import ranks
+from lit_cifar.checks.relations.runs import NotJudgedError, RunError, Runs
+from lit_cifar.checks.relations.score import rescored
 from lit_cifar.checks.relations.trained import trained
+from lit_cifar.checks.relations.workers import workers
+from lit_cifar.checks.verdict import Verdict
 from lit_cifar.errors import one_line
 
 Relation: TypeAlias = Callable[[Runs], Iterator[Verdict]]
@@ -27,45 +31,45 @@ RELATIONS: dict[str, Relation] = {
     "accumulation": accumulation,
     "epochs": epochs,
     "workers": workers,
-    "often": often,
-    "scale": scale,
+    "often": validated_more_often,
+    "scale": with_smaller_scale,
     "trained": trained,
 }
 
 # Ways to run a training, of which the first that ends without an error is taken: in float64, with torchrun's variables
 # on one process too, on so many processes.
-_BEGINNINGS = (
+_WAYS = (
     *((double, torchrun, 1) for double in (True, False) for torchrun in (False, True)),
     *((double, False, 2) for double in (True, False)),
 )
 
 
-def judged(target: Target, plan: Plan, relations: Mapping[str, Relation], *, limit_s: float) -> Iterator[Verdict]:
+def judged(target: Target, relations: Mapping[str, Relation], *, limits: Limits, limit_s: float) -> Iterator[Verdict]:
     """The verdicts of these relations, each as soon as it is known."""
     folder = Path(tempfile.mkdtemp(prefix="relations-"))
     try:
-        runs = Runs(target, plan, folder, limit_s=limit_s)
+        runs = Runs(target, RunPlan(limits=limits), folder, limit_s=limit_s)
         started = perf_counter()
-        for verdict in _begun(runs):
+        for verdict in _run_twice(runs):
             yield replace(verdict, seconds=perf_counter() - started)
             if verdict.outcome not in ("pass", "note"):
                 return
         for name, relation in relations.items():
             started = perf_counter()
-            for verdict in _of(name, relation, runs):
+            for verdict in _said(name, relation, runs):
                 yield replace(verdict, seconds=perf_counter() - started)
                 started = perf_counter()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _begin(runs: Runs) -> str:
+def _found_way(runs: Runs) -> str:
     """Change the common plan to the first way to run the training that ends without an error; say what it is like."""
     said = []
     for without_gpu in (False, True):
         errors: dict[tuple[bool, bool, int], str] = {}
         place = "with the CPU in place of CUDA" if without_gpu else ""
-        for double, torchrun, number in _BEGINNINGS:
+        for double, torchrun, number in _WAYS:
             runs.plan = replace(runs.plan, double=double, torchrun=torchrun, ranks=number, without_gpu=without_gpu)
             try:
                 runs.own()
@@ -83,10 +87,10 @@ def _begin(runs: Runs) -> str:
     raise RunError("; ".join(said))
 
 
-def _begun(runs: Runs) -> Iterator[Verdict]:
+def _run_twice(runs: Runs) -> Iterator[Verdict]:
     """Run the training twice. Change the common plan if it cannot compute in float64, or needs torchrun's variables."""
     try:
-        how = _begin(runs)
+        how = _found_way(runs)
     except NotJudgedError as error:
         yield Verdict("run", "crash", str(error))
         return
@@ -94,9 +98,10 @@ def _begun(runs: Runs) -> Iterator[Verdict]:
     if not own.norms:
         yield Verdict("run", "abstain", "no step of an optimizer was seen: does the script train when it is run?")
         return
-    windows = int(own.asked.get("accumulate") or 1)
-    if runs.plan.most_batches % windows:  # otherwise an epoch that is cut would end inside a window
-        runs.plan = replace(runs.plan, most_batches=windows * max(2, -(-runs.plan.most_batches // windows)))
+    window, limits = int(own.script.calls.get("accumulate") or 1), runs.plan.limits
+    if limits.batches % window:  # otherwise an epoch that is cut would end inside a window
+        limits = replace(limits, batches=window * max(2, -(-limits.batches // window)))
+        runs.plan = replace(runs.plan, limits=limits)
         own = runs.own()
     # FSDP2 puts other parameters in the place of those that were made, whose norms are seen in steps alone.
     if own.first and not own.moved and len(set(own.norms)) == 1:
@@ -112,12 +117,12 @@ def _begun(runs: Runs) -> Iterator[Verdict]:
         return
     but = f" but for {', '.join(runs.unsteady)}" if runs.unsteady else ""
     yield replace(again, looked_at=f"{again.looked_at}, twice the same{but}{how}")
-    if own.outside:
-        text = f"{own.outside[0]} was not written, as it is outside of the folder of a run and runs would share it"
+    if own.end.outside:
+        text = f"{own.end.outside[0]} was not written, as it is outside of the folder of a run and runs would share it"
         yield Verdict("files", "note", text)
 
 
-def _of(name: str, relation: Relation, runs: Runs) -> Iterator[Verdict]:
+def _said(name: str, relation: Relation, runs: Runs) -> Iterator[Verdict]:
     try:
         yield from relation(runs)
     except NotJudgedError as error:

@@ -1,6 +1,5 @@
 """Data loaders of a watched training: shortened, kept for another run, or replaced by the batches of an earlier one."""
 
-from collections import Counter
 from collections.abc import Iterator, Sized
 from contextlib import suppress
 from itertools import islice
@@ -26,19 +25,19 @@ from lit_cifar.checks.relations.batches import (
     joined,
     num_samples,
     parted,
+    sample_digests,
     tensors_in,
     with_sample_lists,
 )
+from lit_cifar.checks.relations.evaluation import Evaluations
+from lit_cifar.checks.relations.order import Order, Orders
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Imposed
-from lit_cifar.checks.relations.watching import Watched, told_apart
+from lit_cifar.checks.relations.remarks import UNDIVIDED, UNDIVIDED_EVALUATION
+from lit_cifar.checks.relations.watching import Watched
+from lit_cifar.checks.relations.workers import ByWorkers, read_with_workers
 
-UNDIVIDED = "the batches are neither divided along dimension 0 nor lists of samples"
-UNDIVIDED_EVALUATION = f"{UNDIVIDED} where no gradient is made"
-CUT = "an evaluation has more batches than were read: pass a higher --batches"
-_PROBES = 16  # how often a sample is asked for
 _FEW = 4  # tensors of a batch; more may be its samples
-_MOST_SAMPLES = 2000  # of a stream that are read
 
 
 class Loaders:
@@ -47,10 +46,10 @@ class Loaders:
     def __init__(self, watched: Watched) -> None:
         self._watched, self._plan, self._trace = watched, watched.plan, watched.trace
         self._datasets: list[Any] = []  # in the order in which loaders were made; Lightning makes a loader once more
-        self._is_probing = False
+        self._is_read_again = False
         self._trained: list[Any] = []
         # Of a sampler: its last order, and the number of steps before it.
-        self._last = WeakKeyDictionary[Any, tuple[Any, int]]()
+        self._last = WeakKeyDictionary[Any, tuple[Order, int]]()
         self._asked: int | None = None  # number of samples of the batch that was fetched last
 
     def patch(self) -> None:
@@ -63,8 +62,8 @@ class Loaders:
 
     def _make(self, make: Any, loader: Any, *args: Any, **settings: Any) -> None:
         make(loader, *args, **settings)
-        if not self._is_probing:  # workers have random numbers of their own
-            self._trace.has_workers |= loader.num_workers > 0
+        if not self._is_read_again:  # workers have random numbers of their own
+            self._trace.script.has_workers |= loader.num_workers > 0
             loader.num_workers, loader.timeout = 0, 0
         if self._number(loader) is None:
             self._datasets.append(loader.dataset)
@@ -72,7 +71,7 @@ class Loaders:
     def _worker(self, own: Any) -> Any:
         """A script that has workers may not expect to be without: it has one, this process."""
         alone = SimpleNamespace(id=0, num_workers=1, seed=torch.initial_seed(), dataset=None)
-        return own() or (alone if self._trace.has_workers else None)
+        return own() or (alone if self._trace.script.has_workers else None)
 
     def _number(self, loader: Any) -> int | None:
         return next((number for number, own in enumerate(self._datasets) if own is loader.dataset), None)
@@ -81,7 +80,7 @@ class Loaders:
         if _goes_on(loader):  # its constructor begins it
             _give_epochs(loader)
             return begin(loader)
-        if self._is_probing:
+        if self._is_read_again:
             return begin(loader)
         if self._watched.phase() == "train":
             return self._training(loader, begin)
@@ -100,17 +99,19 @@ class Loaders:
             yield marked
 
     def _ordered(self, begin: Any, sampler: Any) -> Iterator[Any]:
-        order: list[int] = []
-        if self._watched.phase() == "train" and isinstance(sampler.sampler, Sized):
-            is_drawn = isinstance(sampler.sampler, RandomSampler | WeightedRandomSampler | DistributedSampler)
-            last, steps = self._last.get(sampler, (None, -1))
-            if steps == self._trace.steps:  # the script has only looked at the last one
-                self._trace.orders[:] = [one for one in self._trace.orders if one is not last]
-            own = len(sampler.sampler), is_drawn, order
-            self._last[sampler] = own, self._trace.steps
-            self._trace.orders.append(own)
+        if self._watched.phase() != "train" or not isinstance(sampler.sampler, Sized):
+            yield from begin(sampler)
+            return
+        orders = self._trace.part(Orders)
+        last, steps = self._last.get(sampler, (None, -1))
+        if steps == self._trace.steps:  # the script has only looked at the last one
+            orders.seen = [one for one in orders.seen if one is not last]
+        is_drawn = isinstance(sampler.sampler, RandomSampler | WeightedRandomSampler | DistributedSampler)
+        own = Order(len(sampler.sampler), is_drawn)
+        self._last[sampler] = own, self._trace.steps
+        orders.seen.append(own)
         for batch in begin(sampler):
-            order += batch
+            own.places += batch
             yield batch
 
     def _length(self, length: Any, loader: Any) -> int:
@@ -118,18 +119,21 @@ class Loaders:
             return sum(1 for _ in loader)
         if (imposed := self._plan.imposed) and (own := self._imposed_length(loader, imposed)) is not None:
             return own
-        own, trains = int(length(loader)), self._watched.phase() == "train"
-        if trains and own > self._plan.most_batches:
-            self._trace.cut_from = max(self._trace.cut_from, own)
-        return min(own, self._plan.most_batches if trains else self._plan.evaluation_batches)
+        own, most = int(length(loader)), self._plan.limits.batches
+        if self._watched.phase() != "train":
+            return min(own, self._plan.evaluated)
+        if own > most:
+            self._trace.reading.cut_from = max(self._trace.reading.cut_from, own)
+        return min(own, most)
 
     def _training(self, loader: Any, begin: Any) -> Iterator[Any]:
         if not any(loader.dataset is other.dataset for other in self._trained):
             self._trained.append(loader)
-        epoch = len(self._trace.epochs)
-        self._trace.epochs.append(0)
+        reading = self._trace.reading
+        epoch = len(reading.epochs)
+        reading.epochs.append(0)
         with suppress(TypeError):  # of a stream
-            self._trace.lengths[self._number(loader) or 0] = len(loader)
+            reading.lengths[self._number(loader) or 0] = len(loader)
         return self._followed(loader, epoch, self._batches(loader, epoch, begin))
 
     def _followed(self, loader: Any, epoch: int, batches: Iterator[Any]) -> Iterator[Any]:
@@ -141,8 +145,8 @@ class Loaders:
                 folder = self._watched.folder / "batches" / str(epoch)
                 folder.mkdir(parents=True, exist_ok=True)
                 torch.save(batch, folder / f"{number:06d}.pt")
-            self._trace.epochs[epoch] += 1
-            self._watched.begins_batch(told_apart(batch), is_divided=UNDIVIDED not in self._trace.remarks)
+            self._trace.reading.epochs[epoch] += 1
+            self._watched.begins_batch(sample_digests(batch), is_divided=UNDIVIDED not in self._trace.remarks)
             yield batch
             self._watched.fetches_batch()
 
@@ -152,21 +156,21 @@ class Loaders:
         if self._plan.imposed:
             return imposed_batches(self._plan.imposed, epoch, int(self._watched.folder.name))
         # A plain loop over a stream may read more than an epoch, and ends with its steps.
-        is_endless = isinstance(loader.dataset, IterableDataset) and not self._trace.is_lightning
-        return self._fetched(islice(own, None if is_endless else self._plan.most_batches))
+        is_endless = isinstance(loader.dataset, IterableDataset) and not self._trace.script.is_lightning
+        return self._fetched(islice(own, None if is_endless else self._plan.limits.batches))
 
     def _evaluated(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         self._watched.is_evaluating = True
-        own = [*self._fetched(islice(batches, self._plan.evaluation_batches))]
-        size, asked = self._watched.evaluation_batch, self._asked
-        is_cut = len(own) == self._plan.evaluation_batches and next(batches, None) is not None
-        self._trace.is_cut |= is_cut
-        self._trace.evaluates |= bool(own)
+        own = [*self._fetched(islice(batches, self._plan.evaluated))]
+        size, asked, seen = self._watched.evaluation_batch, self._asked, self._trace.part(Evaluations)
+        is_cut = len(own) == self._plan.evaluated and next(batches, None) is not None
+        seen.is_cut |= is_cut
+        seen.has_loader |= bool(own)
         if own and not is_divided(loader, own[-1], asked):
             self._trace.remarks.add(UNDIVIDED_EVALUATION)
         elif own and not is_cut and loader.batch_sampler is not None and self._plan.ranks == 1:
             with suppress(TypeError, ValueError):  # a sampler without a length; a batch that is not divided
-                self._trace.left_out = max(self._trace.left_out, len(loader.sampler) - sum(map(num_samples, own)))
+                seen.left_out = max(seen.left_out, len(loader.sampler) - sum(map(num_samples, own)))
         try:
             yield from own if size is None or UNDIVIDED_EVALUATION in self._trace.remarks else in_batches_of(own, size)
         finally:
@@ -176,10 +180,11 @@ class Loaders:
         own = dict(imposed.lengths).get(self._number(loader) or 0)
         return None if own is None else -(-own // imposed.window) * imposed.parts
 
-    def probe(self) -> None:
-        """See whether workers of each loader that trained draw the same random numbers, or read the same samples."""
-        self._is_probing = True
-        self._trace.loaders += map(_seen, self._trained[:3])
+    def read_again(self) -> None:
+        """Read the loaders that trained once more, with workers of their own."""
+        self._is_read_again = True
+        for loader in self._trained[:3]:
+            read_with_workers(loader, self._trace.part(ByWorkers))
 
 
 def _goes_on(loader: Any) -> bool:
@@ -221,21 +226,3 @@ def imposed_batches(imposed: Imposed, epoch: int, rank: int) -> Iterator[Any]:
         if imposed.multiple > 1 and num_samples(one) % imposed.multiple:
             one = next(in_batches_of([one], num_samples(one) // imposed.multiple * imposed.multiple))
         yield from [one] if imposed.parts == 1 else parted(one, imposed.parts)
-
-
-def _seen(loader: Any) -> dict[str, Any]:
-    """What is read without workers and with two.
-
-    Of a stream, how often each sample; otherwise digests of the first sample, asked for again and again in two epochs.
-    """
-    seen: dict[str, Any] = {"stream": isinstance(loader.dataset, IterableDataset)}
-    own = {name: getattr(loader, name) for name in ("dataset", "collate_fn", "worker_init_fn")}
-    for workers in (0, 2):
-        if seen["stream"]:
-            again = DataLoader(**own, num_workers=workers, batch_size=loader.batch_size)
-            batches = islice(again, _MOST_SAMPLES // (loader.batch_size or 1))
-            seen[str(workers)] = Counter(value for batch in batches for value in told_apart(batch))
-        else:
-            again = DataLoader(**own, num_workers=workers, batch_size=1, sampler=[0] * _PROBES)
-            seen[str(workers)] = [[hash(tuple(told_apart(batch))) for batch in again] for _ in range(2)]
-    return seen

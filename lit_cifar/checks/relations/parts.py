@@ -13,25 +13,22 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
+from lit_cifar.checks.relations.interruption import GoOn
 from lit_cifar.checks.relations.patching import after, patched
-from lit_cifar.checks.relations.plan import Plan
-from lit_cifar.checks.relations.snapshot import snapshot
-
-BESIDE = "kept/beside "  # begins the names of averages and modules that are called without gradients
-PARTS = "ranks hold parts of tensors"
+from lit_cifar.checks.relations.snapshot import BESIDE, snapshot
 
 
-class Parts:
+class TrainedParts:
     """Trained modules, optimizers and schedules, and what the script has beside them."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, go_on: GoOn | None) -> None:
         self.roots: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.schedules: list[LRScheduler] = []
         self.kept: dict[str, Any] = {}
         self._beside: list[weakref.ref[nn.Module]] = []
         self._made: list[weakref.ref[nn.Parameter]] = []  # in the order of their making
-        self._resume, self.to_spoil = plan.resume, set(plan.redrawn)
+        self._go_on, self.to_spoil = go_on, set(go_on.redrawn if go_on else ())
 
     def patch(self) -> None:
         patched(Optimizer, "__init__", after(self.optimizers.append))
@@ -92,7 +89,7 @@ class Parts:
         return load(module, *args, **settings)
 
     def _load_file(self, load: Any, f: Any, *args: Any, **settings: Any) -> Any:
-        if str(f).startswith(self._resume or "\0"):
+        if self._go_on and str(f).startswith(self._go_on.checkpoint):
             self._spoil(set(map(id, self.made)))
         return load(f, *args, **settings)
 

@@ -1,7 +1,13 @@
-"""What one process of a run is told to do, and what it writes down. Both are pickled."""
+"""What a process of a run is told, and what it writes down. Both are pickled.
+
+A relation that asks for more has a dataclass in its own file, which a plan holds as `asks`; what the process writes
+down for it is another, which a trace gives by `part`.
+"""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, TypeVar
+
+Asked = TypeVar("Asked")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,6 +18,16 @@ class Target:
     arguments: tuple[str, ...] = ()
     is_module: bool = False
     folder: str  # the user's working directory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Where runs are cut."""
+
+    batches: int = 8  # of an epoch
+    epochs: int = 3  # of a Trainer
+    steps: int = 96  # of the optimizers; the training ends after it
+    evaluated: int = 12  # batches of an evaluation, by all ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,95 +50,97 @@ class Imposed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunPlan:
     """A run of the training. Two runs of the same plan are one."""
 
+    limits: Limits = Limits()
     ranks: int = 1
     torchrun: bool = False  # one process has torchrun's variables too
     double: bool = True  # in float64
     without_gpu: bool = False  # CUDA is the CPU
-    most_batches: int  # of an epoch
-    most_evaluated: int = 12  # batches of an evaluation, by all ranks
-    most_epochs: int  # of a Trainer
-    most_steps: int  # of the optimizers; the training ends after it
     arguments: tuple[str, ...] = ()  # of the script, behind its own
     knobs: tuple[tuple[str, Any], ...] = ()
     trainer: tuple[tuple[str, Any], ...] = ()  # arguments of Lightning's Trainer
-    save_at: int | None = None  # number of the call of `save`, or with Lightning of the batch or epoch
-    save_after: Literal["batch", "hooks", "epoch"] = "batch"  # "hooks": all of a batch, so when the next begins
-    resume: str | None = None
-    redrawn: tuple[int, ...] = ()  # parameters, by the order of their making, to spoil before a checkpoint is loaded
-    steps_before: int = 0  # steps of the run that wrote the checkpoint
-    generators: bool = False  # random generators follow the step
+    seed: int = 0
+    seeded_by_step: bool = False  # random generators follow the step
     quiet: bool = False  # no dropout, and the running statistics of BatchNorm
     record: bool = False  # keep the batches
     imposed: Imposed | None = None
-    evaluation_batch: int | None = None  # samples of a batch where no gradient is made; 0 for all
-    validate: str | None = None  # in place of training: "weights" as they are made, or a checkpoint
-    variants: bool = False  # validate in several ways after the training
-    scale: float = 1.0  # of the first scale of the loss, that the script chooses
-    probe_loaders: bool = False
-    seed: int = 0
+    asks: Any = None  # what the relation asks beyond this
     repetition: int = 0
 
     @property
-    def evaluation_batches(self) -> int:
-        """At most, of an evaluation on each rank: the same samples for 1, 2 and 3 ranks that divide them in turn."""
-        return self.most_evaluated // self.ranks
+    def evaluated(self) -> int:
+        """Most batches of an evaluation on a rank: the same samples for 1, 2 and 3 ranks that divide them in turn."""
+        return self.limits.evaluated // self.ranks
+
+    def asked(self, kind: type[Asked]) -> Asked | None:
+        """What the relation asks, if it is of this kind."""
+        return self.asks if isinstance(self.asks, kind) else None
+
+
+@dataclass
+class End:
+    """How a process ended."""
+
+    error: str = ""  # the last line of a traceback
+    at: float = 0.0  # the time of the error
+    is_late: bool = False  # the checker ended it
+    wants_cuda: bool = False  # the script names CUDA, or asks whether it is there
+    outside: list[str] = field(default_factory=list)  # files beyond the run's own folder that it tried to write
+
+
+@dataclass
+class Script:
+    """What the script is, and what it would do by itself."""
+
+    is_lightning: bool = False
+    is_distributed: bool = False  # it has made a process group
+    ranks: int = 1  # processes that it asks for
+    accumulation: int = 1
+    scales_loss: bool = False  # by a `GradScaler`
+    has_workers: bool = False  # in some loader
+    calls: dict[str, Any] = field(default_factory=dict)  # knobs and their own values; "resume", "save", "share"
+
+
+@dataclass
+class Reading:
+    """What the training has read."""
+
+    epochs: list[int] = field(default_factory=list)  # numbers of batches of each iteration over a loader
+    cut_from: int = 0  # batches of an epoch in a loader that was shortened
+    lengths: dict[int, int] = field(default_factory=dict)  # of loaders, by the order of their making
+    batches_of_epoch: int = 0  # with Lightning, as the next
+    epochs_begun: int = 0
+
+    @property
+    def batches(self) -> int:
+        return sum(self.epochs)
 
 
 @dataclass
 class Trace:
     """What a rank has written down."""
 
-    error: str = ""  # the last line of a traceback
-    ended_at: float = 0.0  # the time of the error
-    is_late: bool = False  # it was ended by the checker
+    end: End = field(default_factory=End)
+    script: Script = field(default_factory=Script)
+    reading: Reading = field(default_factory=Reading)
     steps: int = 0
-    epochs: list[int] = field(default_factory=list)  # numbers of batches of each iteration over a loader that trains
-    batches_of_epoch: int = 0  # with Lightning, as the next
-    epochs_begun: int = 0
-    state: dict[str, Any] = field(default_factory=dict)  # tensors and numbers by name, at the end
-    saved: dict[str, Any] = field(default_factory=dict)  # where the checkpoint was written
-    resumed: dict[str, Any] = field(default_factory=dict)  # before the first batch or call after a checkpoint was read
-    first: list[int] = field(default_factory=list)  # digests of parameters before the first step, as they were made
-    norms: list[float] = field(default_factory=list)  # of all parameters, after each step
     samples: list[list[int]] = field(default_factory=list)  # digests of those of each step
-    asked: dict[str, Any] = field(default_factory=dict)  # knobs and their own values; "resume", "save", "share"
-    saves: list[int] = field(default_factory=list)  # steps done at each call of `save`
-    cut_from: int = 0  # batches of an epoch in a loader of training that was shortened
-    lengths: dict[int, int] = field(default_factory=dict)  # of loaders that trained, by the order of their making
-    drawn: list[int] = field(default_factory=list)  # digests of torch's generator before steps that drew numbers
-    # Of each epoch: the number of all samples, whether torch draws the order, and the places of those that were read.
-    orders: list[tuple[int, bool, list[int]]] = field(default_factory=list)
-    owned: int = 0  # parameters of optimizers
-    models: int = 0  # that are trained
-    moved: int = 0  # parameters that have changed
-    observed: list[str] = field(default_factory=list)  # in words, what looks like a mistake in a single run
-    stale: int = 0  # steps that began with gradients of the step before
-    own_ranks: int = 1  # processes that the script asks for
-    own_accumulation: int = 1
-    is_lightning: bool = False
-    wants_cuda: bool = False  # the script names it, or asks whether it is there
-    is_distributed: bool = False  # the script has made a process group
-    scales: bool = False  # the loss, by a `GradScaler`
-    metrics: dict[str, dict[str, float]] = field(default_factory=dict)  # of each way to validate
-    failed: dict[str, str] = field(default_factory=dict)  # errors of ways to validate
+    norms: list[float] = field(default_factory=list)  # of all parameters, after each step
+    first: list[int] = field(default_factory=list)  # digests of parameters before the first step, as they were made
+    moved: int = 0  # parameters that have changed since
+    state: dict[str, Any] = field(default_factory=dict)  # tensors and numbers by name, at the end
     logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # steps and results of each evaluation
-    evaluates: bool = False  # a loader was read where no gradient is made
-    left_out: int = 0  # samples that no batch of an evaluation on one process had
-    is_cut: bool = False  # an evaluation had more batches than were read
-    has_workers: bool = False  # some loader of the script
-    loaders: list[dict[str, Any]] = field(default_factory=list)  # what was seen of each that trains
     remarks: set[str] = field(default_factory=set)  # properties of the training that a relation must know
-    outside: list[str] = field(default_factory=list)  # files beyond the run's own folder that it tried to write
+    parts: dict[type, Any] = field(default_factory=dict)
+
+    def part(self, kind: type[Asked]) -> Asked:
+        """What is written down for one relation alone, in its own dataclass."""
+        own: Asked = self.parts.setdefault(kind, kind())
+        return own
 
     @property
     def reported(self) -> dict[str, float]:
         """What was logged, by its name and the number of steps before."""
-        return {f"{name} after {steps} steps": value for steps, told in self.logged for name, value in told.items()}
-
-    @property
-    def batches(self) -> int:
-        """Number of batches of training."""
-        return sum(self.epochs)
+        return {f"{name} after {steps} steps": value for steps, values in self.logged for name, value in values.items()}

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_cifar.checks.tensors import dense, whole
 
+BESIDE = "kept/beside "  # begins the names of averages and modules that are called without gradients
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module)(?=\.)")
 _DEEPEST, _LONGEST = 3, 300  # of the objects that a script keeps
 _FOREIGN = ("torch", "lightning", "torchmetrics", "numpy", "builtins", "functools", "collections", "pathlib", "logging")

@@ -10,33 +10,38 @@ from torch import nn
 from torch.amp import GradScaler
 
 from lit_cifar.checks.relations.batches import Samples
-from lit_cifar.checks.relations.generators import ROUNDED
+from lit_cifar.checks.relations.options import ScaleLoss
 from lit_cifar.checks.relations.patching import patched
-from lit_cifar.checks.relations.plan import Plan, Trace
+from lit_cifar.checks.relations.plan import RunPlan, Script, Trace
+from lit_cifar.checks.relations.remarks import ROUNDED
 from lit_cifar.internals import tree_map
 
 
-class Switches:
-    """Does as the plan says, and notes in the trace what the script has."""
+def set_switches(plan: RunPlan, trace: Trace) -> None:
+    """Do as the plan says, and note in the trace what the script has."""
+    patched(torch, "compile", _leave_eager)
+    patched(nn.Module, "compile", _leave_eager)
+    patched(torch.autocast, "__init__", _make_without_effect)
+    scale = plan.asked(ScaleLoss)
+    patched(GradScaler, "__init__", partial(_make_scaler, trace.script, scale.factor if scale else 1.0))
+    if plan.double:
+        _compute_in_double(trace.remarks.add)
+    if plan.seed:
+        patched(torch, "manual_seed", lambda manual_seed, seed: manual_seed(int(seed) + plan.seed))
 
-    def __init__(self, plan: Plan, trace: Trace) -> None:
-        self._plan, self._trace = plan, trace
 
-    def patch(self) -> None:
-        patched(torch, "compile", _leave_eager)
-        patched(nn.Module, "compile", _leave_eager)
-        patched(GradScaler, "__init__", self._make_scaler)
-        patched(torch.autocast, "__init__", _make_without_effect)
-        if self._plan.double:
-            _compute_in_double(self._trace.remarks.add)
-        if self._plan.seed:
-            patched(torch, "manual_seed", lambda manual_seed, seed: manual_seed(int(seed) + self._plan.seed))
-
-    def _make_scaler(
-        self, make: Any, scaler: GradScaler, device: str = "cuda", init_scale: float = 2.0**16, *args: Any, **own: Any
-    ) -> None:
-        make(scaler, "cpu", init_scale * self._plan.scale, *args, **own)
-        self._trace.scales |= scaler.is_enabled()
+def _make_scaler(
+    script: Script,
+    factor: float,
+    make: Any,
+    scaler: GradScaler,
+    device: str = "cuda",
+    init_scale: float = 2.0**16,
+    *args: Any,
+    **own: Any,
+) -> None:
+    make(scaler, "cpu", init_scale * factor, *args, **own)
+    script.scales_loss |= scaler.is_enabled()
 
 
 def _leave_eager(own: Any, *args: Any, **settings: Any) -> Any:

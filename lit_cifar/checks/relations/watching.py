@@ -12,20 +12,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lit_cifar.checks.relations.batches import has_rows, row_digests, tensors_in
-from lit_cifar.checks.relations.draws import BESIDE_EVALUATION, IN_EVALUATION, IN_MODEL, IN_STEP, Draws
-from lit_cifar.checks.relations.generators import seed_all, states, still
-from lit_cifar.checks.relations.parts import PARTS, Parts
+from lit_cifar.checks.relations.batches import sample_digests, tensors_in
+from lit_cifar.checks.relations.draws import Draws
+from lit_cifar.checks.relations.evaluation import EvaluateInBatches
+from lit_cifar.checks.relations.generators import seed_all, states, turn_dropout_off
+from lit_cifar.checks.relations.interruption import CHECKPOINT, Checkpoints, GoOn, StopAt
+from lit_cifar.checks.relations.parts import TrainedParts
 from lit_cifar.checks.relations.patching import patched
-from lit_cifar.checks.relations.plan import Plan, Trace
+from lit_cifar.checks.relations.plan import RunPlan, Trace
+from lit_cifar.checks.relations.remarks import BESIDE_EVALUATION, IN_EVALUATION, IN_MODEL, IN_STEP, PARTS
 from lit_cifar.checks.relations.snapshot import outermost
 from lit_cifar.checks.relations.switches import in_double
-from lit_cifar.checks.relations.trained import observed, owned_by, statistics, told
+from lit_cifar.checks.relations.trained import Observed, digest_of, mistakes, owned_by, statistics
 from lit_cifar.checks.tensors import as_real
-from lit_cifar.internals import tree_leaves
-
-CHECKPOINT = "checkpoint"  # in the folder of the run, for all ranks; a script may add to the name
-_MOST_VALUES = 2**22  # of a step's samples that are told apart
 
 
 class Ended(BaseException):
@@ -35,11 +34,13 @@ class Ended(BaseException):
 class Watched:
     """The training of this process, and the answers to its `calls`."""
 
-    def __init__(self, plan: Plan, folder: Path, rank: int) -> None:
+    def __init__(self, plan: RunPlan, folder: Path, rank: int) -> None:
         self.plan, self.folder, self.rank, self.trace = plan, folder, rank, Trace()
-        self.parts, self.draws = Parts(plan), Draws(self.trace)
+        self.stop, self.go_on = plan.asked(StopAt), plan.asked(GoOn)
+        self.parts, self.draws = TrainedParts(self.go_on), Draws(self.trace)
         self.phase: Callable[[], str] = self._own_phase
-        self.evaluation_batch = plan.evaluation_batch
+        others = plan.asked(EvaluateInBatches)
+        self.evaluation_batch = others.size if others else None  # samples of a batch; 0 for all, None for the script's
         self.is_evaluating = False  # whether an evaluation reads a loader
         self._depth = 0  # of calls of modules
         self._called_now: nn.Module | None = None
@@ -58,19 +59,20 @@ class Watched:
 
     # What the script asks
     def knob(self, name: str, own: Any) -> Any:
-        self.trace.asked[name] = own
+        self.trace.script.calls[name] = own
         return dict(self.plan.knobs).get(name, own)
 
     def resume(self) -> str | None:
-        self.trace.asked["resume"] = None
-        return self.plan.resume
+        self.trace.script.calls["resume"] = None
+        return self.go_on.checkpoint if self.go_on else None
 
     def save(self) -> str | None:
-        self.trace.asked["save"] = None
-        self.trace.saves.append(self.trace.steps)
+        self.trace.script.calls["save"] = None
+        saves = self.trace.part(Checkpoints).saves
+        saves.append(self.trace.steps)
         if self._is_saved:
             raise Ended
-        if len(self.trace.saves) != self.plan.save_at:
+        if self.stop is None or len(saves) != self.stop.number:
             return None
         self.has_saved()
         return str(self.folder.parent / CHECKPOINT)
@@ -78,7 +80,7 @@ class Watched:
     def has_saved(self) -> None:
         """Note the state of the training as it should be in the checkpoint."""
         self._is_saved = True
-        self.trace.saved = self.parts.snapshot()
+        self.trace.part(Checkpoints).saved = self.parts.snapshot()
 
     def report(self, values: dict[str, Any]) -> None:
         numbers = {name: float(value) for name, value in values.items() if _is_number(value)}
@@ -117,22 +119,22 @@ class Watched:
             return  # torch makes the states of an optimizer so, before it loads a checkpoint into them
         self.draws.note()
         self.trace.steps += 1
-        self.trace.stale += self._is_stale.get(optimizer, False)
+        self.trace.part(Observed).stale += self._is_stale.get(optimizer, False)
         self._is_stale[optimizer] = False
         self._batch_of_step = 0
-        self.draws.begin_again(is_in_batch=self._is_in_batch)
+        self.draws.follow_step(is_in_batch=self._is_in_batch)
         norms = [as_real(p.detach()).double().norm().cpu() for p in owned_by([optimizer]) if not p.is_meta]
         self.trace.norms.append(float(torch.stack(norms).norm()) if norms else 0.0)
         self.seed("step")
 
     def begins_batch(self, samples: list[int], *, is_divided: bool) -> None:
         """Called after a batch of training was fetched, with digests of its samples, if they can be told apart."""
-        if not self.trace.is_lightning:
+        if not self.trace.script.is_lightning:
             self.note_samples(samples)
         self._batch_of_step += 1
         self._is_in_batch = True
         follows = self.plan.quiet and is_divided
-        self.draws.begin(samples if follows else None)  # whatever the data set has drawn
+        self.draws.follow_batch(samples if follows else None)  # whatever the data set has drawn
         self.seed(f"batch {self._batch_of_step}")
 
     def fetches_batch(self) -> None:
@@ -144,8 +146,8 @@ class Watched:
 
     def seed(self, what: str) -> None:
         """If generators follow the step, seed them by the steps before, also of the run that this one goes on from."""
-        if self.plan.generators:
-            seed_all(what, self.trace.steps + self.plan.steps_before)
+        if self.plan.seeded_by_step:
+            seed_all(what, self.trace.steps + (self.go_on.steps_before if self.go_on else 0))
 
     def _called(self, call: Any, module: nn.Module, /, *args: Any, **settings: Any) -> Any:
         is_outermost = self._depth == 0
@@ -167,7 +169,7 @@ class Watched:
     def _before_call(self, module: nn.Module, inputs: Any) -> None:
         self._called_now = module
         if self.plan.quiet and not self.parts.is_root(module):
-            still(module)
+            turn_dropout_off(module)
         if self.phase() != "train":
             self.draws.stop()
             self.parts.keep_beside(module)
@@ -175,28 +177,29 @@ class Watched:
         self._has_trained |= module.training
         if not self.parts.is_root(module):
             self.parts.add_root(module)
-        if not self.trace.is_lightning:  # where a rank may call other modules than the other, or none
+        is_lightning = self.trace.script.is_lightning
+        if not is_lightning:  # where a rank may call other modules than the other, or none
             self.continues()
         self.begins()
-        self.draws.go_on()
-        if not self._is_in_batch and not self.trace.is_lightning:
+        self.draws.follow_call()
+        if not self._is_in_batch and not is_lightning:
             tensors = tensors_in(inputs)
-            self.note_samples([] if any(tensor.requires_grad for tensor in tensors) else told_apart(tensors))
+            self.note_samples([] if any(tensor.requires_grad for tensor in tensors) else sample_digests(tensors))
 
     def continues(self) -> None:
         """Called before each batch and call of training: end the training if it is time."""
-        if self._is_saved or self.trace.steps >= self.plan.most_steps:
+        if self._is_saved or self.trace.steps >= self.plan.limits.steps:
             raise Ended
 
     def begins(self) -> None:
         """Note what the training begins with, the first time."""
         if not self.trace.first:
-            self.trace.first = [told(parameter) for parameter in self.parts.made]
+            self.trace.first = [digest_of(parameter) for parameter in self.parts.made]
             self._statistics = statistics(self.parts.roots)
             self._frozen = {id(p) for p in self.parts.made if p is not None and not p.requires_grad}
         self.parts.to_spoil.clear()  # whatever is loaded from now on is no checkpoint to go on from
-        if self.plan.resume and not self.trace.resumed:
-            self.trace.resumed = self.parts.snapshot()
+        if self.go_on and not self.trace.part(Checkpoints).resumed:
+            self.trace.part(Checkpoints).resumed = self.parts.snapshot()
 
     def note_samples(self, samples: list[int]) -> None:
         """Note the digests of samples of the step that follows."""
@@ -213,15 +216,15 @@ class Watched:
 
     def finish(self) -> None:
         """Note what the training has come to."""
-        parts, first = self.parts, self.trace.first
-        self.trace.state = self.trace.state or self.parts.snapshot()
-        self.trace.owned = len(owned := owned_by(parts.optimizers))
-        self.trace.models = len(outermost(parts.roots))
+        parts, trace = self.parts, self.trace
+        trace.state = trace.state or parts.snapshot()
+        trace.moved = sum(digest_of(one) != was for one, was in zip(parts.made, trace.first, strict=False))
+        trace.part(Checkpoints).models = len(outermost(parts.roots))
+        owned = owned_by(parts.optimizers)
         if any(isinstance(parameter, DTensor) for parameter in owned):
-            self.trace.remarks.add(PARTS)
-        self.trace.moved = sum(told(one) != was for one, was in zip(parts.made, first, strict=False))
-        then = first, self._statistics, self._frozen
-        self.trace.observed = [*observed(parts.made, *then, parts.roots, parts.optimizers)]
+            trace.remarks.add(PARTS)
+        seen, then = trace.part(Observed), (trace.first, self._statistics, self._frozen)
+        seen.owned, seen.mistakes = len(owned), [*mistakes(parts.made, *then, parts.roots, parts.optimizers)]
 
 
 def _is_number(value: Any) -> bool:
@@ -229,12 +232,3 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex() and not value.is_meta
     return isinstance(value, Real)
-
-
-def told_apart(batch: Any) -> list[int]:
-    """Digests of the samples along dimension 0; none of a large batch, which would take too long."""
-    leaves = [leaf for leaf in tree_leaves(batch) if has_rows(leaf)]
-    if sum(tensor.numel() for leaf in leaves for tensor in tensors_in(leaf)) > _MOST_VALUES:
-        return []
-    rows = [row_digests(leaf) for leaf in leaves if len(leaf) == len(leaves[0])]
-    return rows[0] if len(rows) == 1 else [hash(values) for values in zip(*rows, strict=True)]

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from lit_cifar.checks.relations.patching import patched
-from lit_cifar.checks.relations.plan import Trace
+from lit_cifar.checks.relations.plan import End
 
 _CPU = torch.device("cpu")
 _IDLE = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats")
@@ -36,11 +36,11 @@ def _here(value: Any) -> Any:
     return _CPU if is_name or (isinstance(value, torch.device) and value.type == "cuda") else value
 
 
-def note_cuda(trace: Trace) -> None:
+def note_cuda(end: End) -> None:
     """Note that the script names CUDA, or asks whether it is there."""
 
     def asked(own: Any, *args: Any, **settings: Any) -> Any:
-        trace.wants_cuda = True
+        end.wants_cuda = True
         return own(*args, **settings)
 
     for name in ("is_available", "device_count", "set_device", "_lazy_init"):

@@ -1,0 +1,68 @@
+"""The difference of two states: tensors and numbers by name."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lit_cifar.checks.tensors import as_real
+
+_TINY = 1e-12  # values as small as this are nothing
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor or number that is not the same in two states. A value is None where only the other state has one."""
+
+    name: str
+    size: float  # as `difference` measures it
+    one: Any
+    other: Any
+
+    def __str__(self) -> str:
+        if self.one is None or self.other is None:
+            return f"{self.name} (is only in one)"
+        if math.isinf(self.size):
+            return f"{self.name} (of another shape, or not finite)"
+        return f"{self.name} ({self.size:.2g})"
+
+
+def differences(
+    one: Mapping[str, Any],
+    other: Mapping[str, Any],
+    *,
+    names: Iterable[str] | None = None,
+    limit: float = 0.0,
+    least_scale: float = 0.0,
+) -> list[Difference]:
+    """Compare what has these names, all by default; return what differs by more than the limit, the largest first."""
+    names = {**one, **other} if names is None else names
+    pairs = ((name, one.get(name), other.get(name)) for name in names)
+    found = [Difference(name, difference(a, b, least_scale=least_scale), a, b) for name, a, b in pairs]
+    return sorted((each for each in found if each.size > limit), key=lambda each: -each.size)
+
+
+def difference(one: Any, other: Any, *, least_scale: float = 0.0) -> float:
+    """Largest difference of two tensors or numbers, relative to the largest value of both, or to `least_scale`.
+
+    It is infinite where only one is there, for unlike shapes, and where one is finite and the other is not; what is not
+    finite in both, such as NaN, is left out.
+    """
+    if one is None or other is None:
+        return math.inf
+    if isinstance(one, int) and isinstance(other, int):  # such as digests, which float64 would round
+        return abs(one - other) / max(abs(one), abs(other), least_scale) if one != other else 0.0
+    first, second = (as_real(torch.as_tensor(value)).double() for value in (one, other))
+    if first.shape != second.shape:
+        return math.inf
+    if not first.numel() or torch.equal(first, second):
+        return 0.0
+    if bool((first.isfinite() != second.isfinite()).any()):
+        return math.inf
+    first, second = first[first.isfinite()], second[second.isfinite()]
+    if not first.numel():
+        return 0.0
+    largest = max(float(first.abs().max()), float(second.abs().max()), least_scale)
+    return float((first - second).abs().max()) / largest if largest > _TINY else 0.0

@@ -1,0 +1,115 @@
+"""Microbatches train what one batch of all trains."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from lit_cifar.checks.relations import remarks
+from lit_cifar.checks.relations.plan import Trace
+from lit_cifar.checks.relations.ranks import LEFT_OUT, reported, weighed
+from lit_cifar.checks.relations.runs import NotJudgedError, Runs, are_same_samples
+from lit_cifar.checks.verdict import Verdict
+
+_FEWEST_WINDOWS = 2  # of microbatches
+Pair: TypeAlias = tuple[Trace, Trace]  # with one batch to a step, and with microbatches of the same samples
+
+
+def accumulation(runs: Runs) -> Iterator[Verdict]:
+    """Train with microbatches; then with one batch of all."""
+    own = runs.own()
+    script = own.script
+    if script.is_lightning and remarks.MANUAL in own.remarks:
+        raise NotJudgedError(remarks.MANUAL)
+    if not script.is_lightning and "accumulate" not in script.calls:
+        raise NotJudgedError('write relations.knob("accumulate", N) for the number of microbatches')
+    micro = script.accumulation if script.is_lightning else int(script.calls["accumulate"])
+    whole, divided = _pair(runs, own, micro)
+    said = f"{max(micro, 2)} microbatches"
+    verdict = runs.judge("accumulation", whole, divided, leave_out=LEFT_OUT, samples=False, said=f"{said}: ")
+    yield weighed(verdict, [whole, divided], "" if micro > 1 else "the script does not accumulate")
+    yield from reported(runs, verdict, whole, divided, f"with {said}")
+
+
+def _pair(runs: Runs, own: Trace, micro: int) -> Pair:
+    """Two runs whose steps have the same samples. A script that does not accumulate is given two microbatches."""
+    number = max(micro, 2)
+    if "batch_size" in own.script.calls:
+        pair = _of_other_sizes(runs, int(own.script.calls["batch_size"]) * micro, number)
+        if are_same_samples(pair[0].samples, pair[1].samples):
+            return pair
+    if not own.reading.batches:
+        return _alike_by_themselves(runs, own, number)
+    if remarks.UNDIVIDED in own.remarks:
+        raise NotJudgedError(remarks.UNDIVIDED)
+    if not own.script.is_lightning and _divides_batches(runs, own, micro):
+        same = {"quiet": True, "imposed": runs.imposed(_recorded(runs, micro), multiple=number)}
+        return _run(runs, same, _accumulate(runs, own, 1)), _run(runs, same, _accumulate(runs, own, number))
+    return _joined(runs, own, micro) if micro > 1 else _halved(runs, own)
+
+
+def _of_other_sizes(runs: Runs, size: int, number: int) -> Pair:
+    """By knobs: one batch of `size` to a step, and `number` of them; an epoch's last step may have fewer."""
+    windows = -(-runs.plan.limits.batches // number)
+    whole, divided = (
+        runs.run(
+            quiet=True,
+            limits=replace(runs.plan.limits, batches=windows * parts),
+            knobs=(("accumulate", parts), ("batch_size", size // parts)),
+        )[0]
+        for parts in (1, number)
+    )
+    return whole, divided
+
+
+def _alike_by_themselves(runs: Runs, own: Trace, number: int) -> Pair:
+    """Batches that no loader makes may have the same samples in a step, however many there are."""
+    whole, divided = (_run(runs, {"quiet": True}, _accumulate(runs, own, parts, parts=parts)) for parts in (1, number))
+    if not are_same_samples(whole.samples, divided.samples):
+        remedy = 'write relations.knob("batch_size", N) for the samples of a microbatch'
+        raise NotJudgedError(f"{remarks.NO_LOADER}, and each step has other samples: {remedy}")
+    return whole, divided
+
+
+def _joined(runs: Runs, own: Trace, micro: int) -> Pair:
+    """The script's own microbatches; and those of each step joined to one batch."""
+    recorded = _recorded(runs, micro)
+    joined = {"quiet": True, "imposed": runs.imposed(recorded, window=micro)}
+    return _run(runs, joined, _accumulate(runs, own, 1, window=micro)), _run(runs, recorded)
+
+
+def _halved(runs: Runs, own: Trace) -> Pair:
+    """The script's own batches, of an even size; and halves of them."""
+    recorded = _recorded(runs, 1)
+    whole = _run(runs, {"quiet": True, "imposed": runs.imposed(recorded, multiple=2)})
+    halves = {"quiet": True, "imposed": runs.imposed(recorded, parts=2, multiple=2)}
+    return whole, _run(runs, halves, _accumulate(runs, own, 2, parts=2))
+
+
+def _run(runs: Runs, *changes: dict[str, Any]) -> Trace:
+    return runs.run(**{name: value for each in changes for name, value in each.items()})[0]
+
+
+def _recorded(runs: Runs, micro: int) -> dict[str, Any]:
+    """The changes of a run that keeps its batches: some windows of microbatches."""
+    limits = runs.plan.limits
+    batches = micro * max(_FEWEST_WINDOWS, -(-limits.batches // micro)) if micro > 1 else limits.batches
+    return {"quiet": True, "record": True, "limits": replace(limits, batches=batches)}
+
+
+def _accumulate(runs: Runs, own: Trace, number: int, *, window: int = 1, parts: int = 1) -> dict[str, Any]:
+    """The changes of a run in which `number` batches make a step."""
+    if not own.script.is_lightning:
+        return {"knobs": (("accumulate", number),)}
+    limits = runs.plan.limits
+    most = max(_FEWEST_WINDOWS, -(-limits.batches // window)) * parts
+    trainer = (("accumulate_grad_batches", number), ("limit_train_batches", most))
+    return {"trainer": trainer, "limits": replace(limits, batches=most)}
+
+
+def _divides_batches(runs: Runs, own: Trace, micro: int) -> bool:
+    """Whether the script makes its microbatches of each batch: then a batch has as many steps with them as without.
+
+    Each of several optimizers makes steps, and a run may end by their number.
+    """
+    other = _run(runs, _accumulate(runs, own, 1 if micro > 1 else 2))
+    return other.steps * own.reading.batches == own.steps * other.reading.batches

@@ -1,0 +1,66 @@
+"""Options that may not change what is trained: how often it is validated, the scale of the loss, others of a script."""
+
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lit_cifar.checks.relations.evaluation import CUT, Evaluations
+from lit_cifar.checks.relations.remarks import FOLLOWS_EVALUATION
+from lit_cifar.checks.relations.runs import TRAINED, Runs
+from lit_cifar.checks.verdict import Verdict
+
+_SCALE = 2.0**-6
+
+
+@dataclass(frozen=True)
+class ScaleLoss:
+    """Asks a `GradScaler` to begin with so much of the scale that the script chooses."""
+
+    factor: float
+
+
+def validated_more_often(runs: Runs) -> Iterator[Verdict]:
+    """Validate and log more often."""
+    name, own = "validating more often", runs.run(seeded_by_step=True)[0]
+    why = ""
+    changes: dict[str, Any] = {}
+    if own.script.is_lightning:
+        changes = {"trainer": (("val_check_interval", 0.5), ("check_val_every_n_epoch", 1), ("log_every_n_steps", 1))}
+        if not own.logged:
+            why = "no validation"
+        elif FOLLOWS_EVALUATION in own.remarks:
+            why = FOLLOWS_EVALUATION
+    elif "validate_every" in own.script.calls:
+        value = int(own.script.calls["validate_every"])
+        changes = {"knobs": (("validate_every", value // 2 if value > 1 else 2),)}
+    else:
+        why = 'write relations.knob("validate_every", N) for the steps or epochs between evaluations'
+    if why:
+        yield Verdict(name, "abstain", why)
+        return
+    yield runs.judge(name, own, runs.run(seeded_by_step=True, **changes)[0], kinds=TRAINED)
+
+
+def with_smaller_scale(runs: Runs) -> Iterator[Verdict]:
+    """Begin with a smaller scale of the loss: a power of two, which rounds nothing."""
+    own = runs.run(seeded_by_step=True)[0]
+    changes: dict[str, Any] = {"asks": ScaleLoss(_SCALE)}
+    if value := own.script.calls.get("loss_scale"):
+        changes["knobs"] = (("loss_scale", value * _SCALE),)
+    if own.script.scales_loss or value:
+        other = runs.run(seeded_by_step=True, **changes)[0]
+        yield runs.judge("scale of the loss", own, other, kinds=TRAINED)
+
+
+def with_further_arguments(words: str) -> Callable[[Runs], Iterator[Verdict]]:
+    """A relation: these arguments of the script change nothing that it trains or reports."""
+
+    def relation(runs: Runs) -> Iterator[Verdict]:
+        own, other = runs.own(), runs.run(arguments=tuple(shlex.split(words)))[0]
+        verdict = runs.judge(f"same with {words}", own, other)
+        if verdict.outcome == "fail" and any(trace.part(Evaluations).is_cut for trace in (own, other)):
+            verdict = Verdict(verdict.relation, "abstain", CUT)
+        yield verdict
+
+    return relation

@@ -1,0 +1,76 @@
+"""Workers of a data loader draw random numbers of their own, and read each sample once."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, TypeAlias
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from lit_cifar.checks.relations import remarks
+from lit_cifar.checks.relations.batches import sample_digests
+from lit_cifar.checks.relations.runs import NotJudgedError, Runs, unused
+from lit_cifar.checks.verdict import Verdict
+
+NAME = "workers"
+_PROBES = 16  # how often a sample is asked for
+_MOST_SAMPLES = 2000  # of a stream that are read
+Draws: TypeAlias = list[list[int]]  # in each of two epochs, digests of one sample that is asked for again and again
+
+
+@dataclass(frozen=True)
+class ReadWithWorkers:
+    """Asks a run to read its loaders of training, when it has trained, without workers and with two."""
+
+
+@dataclass
+class ByWorkers:
+    """What a process writes down of each loader, without workers and with two."""
+
+    streams: list[tuple[Counter[int], Counter[int]]] = field(default_factory=list)  # how often each sample was read
+    samples: list[tuple[Draws, Draws]] = field(default_factory=list)
+
+
+def workers(runs: Runs) -> Iterator[Verdict]:
+    trace = runs.run(asks=ReadWithWorkers())[0]
+    read = trace.part(ByWorkers)
+    if not read.streams and not read.samples:
+        raise NotJudgedError(remarks.NO_LOADER)
+    found = [text for seen in read.samples for text in _of_samples(*seen)]
+    found += [text for seen in read.streams for text in _of_stream(*seen)]
+    looked_at = f"{len(read.streams) + len(read.samples)} loaders, without workers and with 2"
+    verdict = Verdict(NAME, "fail" if found else "pass", "; ".join(found), looked_at, found)
+    yield unused(verdict, "" if trace.script.has_workers else "the script has no workers")
+
+
+def _of_samples(alone: Draws, two: Draws) -> Iterator[str]:
+    (first_alone, second_alone), (first, second) = alone, two
+    if len({*first_alone, *second_alone}) == 1 == len({*first, *second}):
+        return  # no random changes
+    if first == second and first_alone != second_alone:
+        yield "with two workers each epoch repeats the random changes of the one before"
+    if first[0::2] == first[1::2] and first_alone[0::2] != first_alone[1::2]:
+        yield "two workers make the same random changes"
+
+
+def _of_stream(alone: Counter[int], two: Counter[int]) -> Iterator[str]:
+    again = sum(two[sample] > alone[sample] for sample in alone)
+    if again > len(alone) / 2:
+        remedy = "divide the stream by torch.utils.data.get_worker_info()"
+        yield f"two workers read {again} of {len(alone)} samples twice: {remedy}"
+
+
+def read_with_workers(loader: Any, seen: ByWorkers) -> None:
+    """Note what a loader gives without workers and with two."""
+    own = {name: getattr(loader, name) for name in ("dataset", "collate_fn", "worker_init_fn")}
+    if isinstance(loader.dataset, IterableDataset):
+        size = loader.batch_size
+        streams = [DataLoader(**own, num_workers=number, batch_size=size) for number in (0, 2)]
+        batches = (islice(stream, _MOST_SAMPLES // (size or 1)) for stream in streams)
+        alone, two = (Counter(value for batch in each for value in sample_digests(batch)) for each in batches)
+        seen.streams.append((alone, two))
+        return
+    again = [DataLoader(**own, num_workers=number, batch_size=1, sampler=[0] * _PROBES) for number in (0, 2)]
+    drawn, by_two = ([[hash(tuple(sample_digests(batch))) for batch in one] for _ in range(2)] for one in again)
+    seen.samples.append((drawn, by_two))
