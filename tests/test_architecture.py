@@ -24,7 +24,7 @@ LAYERS = [
     {"configured", "internals"},
     {"mode"},
     {"launch"},
-    {"data", "checks.watchdog", "checks.tensors", "checks.verdict", "checks.classes"},
+    {"data", "checks.watchdog", "checks.tensors", "checks.verdict"},
     {"checks.compare"},
     {"checks.replica_audit", "checks.relations"},
     {"models"},

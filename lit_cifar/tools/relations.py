@@ -6,7 +6,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from lit_cifar import internals
-from lit_cifar.checks import classes
+from lit_cifar.checks.relations import classes
 from lit_cifar.checks.relations.judging import RELATIONS, Relation, judged
 from lit_cifar.checks.relations.options import with_further_arguments
 from lit_cifar.checks.relations.plan import Limits, Target
