@@ -100,11 +100,11 @@ def _join(watched: Watched) -> None:
     ranks = watched.plan.ranks
     address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
 
-    def join(begin: Any, *args: Any, **settings: Any) -> None:
+    def join(make: Any, *args: Any, **settings: Any) -> None:
         watched.trace.script.is_distributed = True
         os.environ.update(address)
         alone = {"store": torch.distributed.HashStore()} if ranks == 1 else {}  # type: ignore[attr-defined]
-        begin("gloo", rank=watched.rank, world_size=ranks, **alone)
+        make("gloo", rank=watched.rank, world_size=ranks, **alone)
 
     def call_here(_: Any, fn: Any, args: tuple[Any, ...] = (), nprocs: int = 1, *_how: Any, **how: Any) -> None:
         """Every process of the run is one of those that the script would start."""

@@ -54,7 +54,7 @@ class Loaders:
 
     def patch(self) -> None:
         patched(DataLoader, "__init__", self._make)
-        patched(DataLoader, "__iter__", self._begin)
+        patched(DataLoader, "__iter__", self._iterate)
         patched(DataLoader, "__len__", self._length)
         patched(BatchSampler, "__iter__", self._ordered)
         patched(internals.BaseDataLoaderIter, "_next_index", self._ask)
@@ -76,15 +76,15 @@ class Loaders:
     def _number(self, loader: Any) -> int | None:
         return next((number for number, own in enumerate(self._datasets) if own is loader.dataset), None)
 
-    def _begin(self, begin: Any, loader: Any) -> Any:
+    def _iterate(self, own: Any, loader: Any) -> Any:
         if _goes_on(loader):  # its constructor begins it
             _give_epochs(loader)
-            return begin(loader)
+            return own(loader)
         if self._is_read_again:
-            return begin(loader)
+            return own(loader)
         if self._watched.phase() == "train":
-            return self._training(loader, begin)
-        return self._evaluated(loader, begin(loader))
+            return self._training(loader, own)
+        return self._evaluated(loader, own(loader))
 
     def _ask(self, ask: Any, iterator: Any) -> Any:
         index = ask(iterator)
@@ -98,20 +98,20 @@ class Loaders:
             like = marked if like is None else like
             yield marked
 
-    def _ordered(self, begin: Any, sampler: Any) -> Iterator[Any]:
+    def _ordered(self, own: Any, sampler: Any) -> Iterator[Any]:
         if self._watched.phase() != "train" or not isinstance(sampler.sampler, Sized):
-            yield from begin(sampler)
+            yield from own(sampler)
             return
         orders = self._trace.part(Orders)
         last, steps = self._last.get(sampler, (None, -1))
         if steps == self._trace.steps:  # the script has only looked at the last one
             orders.seen = [one for one in orders.seen if one is not last]
         is_drawn = isinstance(sampler.sampler, RandomSampler | WeightedRandomSampler | DistributedSampler)
-        own = Order(len(sampler.sampler), is_drawn)
-        self._last[sampler] = own, self._trace.steps
-        orders.seen.append(own)
-        for batch in begin(sampler):
-            own.places += batch
+        order = Order(len(sampler.sampler), is_drawn)
+        self._last[sampler] = order, self._trace.steps
+        orders.seen.append(order)
+        for batch in own(sampler):
+            order.places += batch
             yield batch
 
     def _length(self, length: Any, loader: Any) -> int:
@@ -126,7 +126,7 @@ class Loaders:
             self._trace.reading.cut_from = max(self._trace.reading.cut_from, own)
         return min(own, most)
 
-    def _training(self, loader: Any, begin: Any) -> Iterator[Any]:
+    def _training(self, loader: Any, own: Any) -> Iterator[Any]:
         if not any(loader.dataset is other.dataset for other in self._trained):
             self._trained.append(loader)
         reading = self._trace.reading
@@ -134,7 +134,7 @@ class Loaders:
         reading.epochs.append(0)
         with suppress(TypeError):  # of a stream
             reading.lengths[self._number(loader) or 0] = len(loader)
-        return self._followed(loader, epoch, self._batches(loader, epoch, begin))
+        return self._followed(loader, epoch, self._batches(loader, epoch, own))
 
     def _followed(self, loader: Any, epoch: int, batches: Iterator[Any]) -> Iterator[Any]:
         for number, batch in enumerate(batches):
@@ -150,9 +150,9 @@ class Loaders:
             yield batch
             self._watched.fetches_batch()
 
-    def _batches(self, loader: Any, epoch: int, begin: Any) -> Iterator[Any]:
+    def _batches(self, loader: Any, epoch: int, iterate: Any) -> Iterator[Any]:
         self._watched.seed("order")
-        own = begin(loader)  # which draws a number, of the generator that may make the model next
+        own = iterate(loader)  # which draws a number, of the generator that may make the model next
         if self._plan.imposed:
             return imposed_batches(self._plan.imposed, epoch, int(self._watched.folder.name))
         # A plain loop over a stream may read more than an epoch, and ends with its steps.

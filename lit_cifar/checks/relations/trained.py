@@ -1,12 +1,16 @@
 """What one run shows by itself: parameters that nobody trains, gradients that stay, statistics of frozen layers."""
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lit_cifar.checks.relations.parts import TrainedParts
+from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import Runs
 from lit_cifar.checks.tensors import digest
 from lit_cifar.checks.verdict import Verdict
@@ -40,6 +44,70 @@ def trained(runs: Runs) -> Iterator[Verdict]:
         yield Verdict(NAME, "pass", looked_at=f"each of {seen.owned} parameters changes")
 
 
+class Observer:
+    """Follows the parameters and optimizers of a process."""
+
+    def __init__(self, trace: Trace, parts: TrainedParts) -> None:
+        self._trace, self._parts, self._observed = trace, parts, trace.part(Observed)
+        # When the training began: digests of the statistics of frozen layers, and frozen parameters.
+        self._statistics: dict[int, tuple[int, ...]] = {}
+        self._frozen: set[int] = set()
+        # Of optimizers whose gradients no backward has found to be 0 since their step: whether one has added to them.
+        self._is_stale = WeakKeyDictionary[Optimizer, bool]()
+
+    def begins(self) -> None:
+        """Note what the training begins with."""
+        made = self._parts.made
+        self._trace.first = [digest_of(parameter) for parameter in made]
+        self._statistics = _statistics(self._parts.roots)
+        self._frozen = {id(p) for p in made if p is not None and not p.requires_grad}
+
+    def follow_backward(self, backward: Any, *args: Any, **settings: Any) -> None:
+        for optimizer in self._parts.optimizers:
+            if optimizer in self._is_stale:
+                gradients = (p.grad for p in owned_by([optimizer]) if p.grad is not None)
+                if any(bool(gradient.any()) for gradient in gradients):
+                    self._is_stale[optimizer] = True
+                else:
+                    del self._is_stale[optimizer]
+        backward(*args, **settings)
+
+    def follow_step(self, optimizer: Optimizer) -> None:
+        self._observed.stale += self._is_stale.get(optimizer, False)
+        self._is_stale[optimizer] = False
+
+    def finish(self) -> None:
+        made = zip(self._parts.made, self._trace.first, strict=False)
+        self._trace.moved = sum(digest_of(parameter) != was for parameter, was in made)
+        self._observed.owned = len(owned_by(self._parts.optimizers))
+        self._observed.mistakes = [*self._mistakes()]
+
+    def _mistakes(self) -> Iterator[str]:
+        """In words, what does not change, or changes though it is frozen. What is frozen in some steps only may."""
+        own = {id(parameter) for parameter in owned_by(self._parts.optimizers)}
+        made = zip(self._parts.made, self._trace.first, strict=False)
+        alive = [(parameter, was) for parameter, was in made if parameter is not None and was]
+        wanted = [(parameter, was) for parameter, was in alive if parameter.requires_grad]
+        unmoved = [p for p, was in wanted if id(p) in own and digest_of(p) == was]
+        lost = [p for p, _ in wanted if id(p) not in own and p.grad is not None and bool(p.grad.any())]
+        still = [(p, was) for p, was in alive if not p.requires_grad and id(p) in self._frozen]
+        changed = [p for p, was in still if id(p) in own and digest_of(p) != was]
+        roots = self._parts.roots
+        names = {id(parameter): name for root in roots for name, parameter in root.named_parameters()}
+        for parameters, what in (
+            (changed, "are frozen, and their optimizer changes them"),
+            (unmoved, "never change"),
+            (lost, "get gradients, and no optimizer has them"),
+        ):
+            if parameters:
+                some = ", ".join(names.get(id(parameter), "unnamed") for parameter in parameters[:_SHOWN])
+                yield f"{len(parameters)} parameters {what}: {some}"
+        after = _statistics(roots)
+        moved = [layer for layer, was in self._statistics.items() if after.get(layer, was) != was]
+        if moved:
+            yield f"the statistics of {len(moved)} frozen layers change: they need eval mode"
+
+
 def owned_by(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
@@ -49,7 +117,7 @@ def digest_of(tensor: Tensor | None) -> int:
     return 0 if tensor is None or tensor.is_meta or is_lazy(tensor) else digest(tensor)
 
 
-def statistics(roots: Sequence[nn.Module]) -> dict[int, tuple[int, ...]]:
+def _statistics(roots: Sequence[nn.Module]) -> dict[int, tuple[int, ...]]:
     """Digests of the buffers of each frozen layer that has parameters of its own, by its identity."""
     layers = (layer for root in roots for layer in root.modules())
     return {id(layer): tuple(map(digest_of, layer.buffers(recurse=False))) for layer in layers if _is_frozen(layer)}
@@ -58,38 +126,3 @@ def statistics(roots: Sequence[nn.Module]) -> dict[int, tuple[int, ...]]:
 def _is_frozen(layer: nn.Module) -> bool:
     own = [*layer.parameters(recurse=False)]
     return bool(own) and not any(parameter.requires_grad for parameter in own)
-
-
-def mistakes(
-    made: Sequence[nn.Parameter | None],
-    first: Sequence[int],
-    before: dict[int, tuple[int, ...]],
-    frozen_first: Container[int],
-    roots: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer],
-) -> Iterator[str]:
-    """In words, what does not change, or changes though it is frozen.
-
-    When the training began, `first` were the digests of what was `made`, `before` those of `statistics`, and
-    `frozen_first` the identities of frozen parameters. What is frozen in some steps only may change in others.
-    """
-    names = {id(parameter): name for root in roots for name, parameter in root.named_parameters()}
-    own = {id(parameter) for parameter in owned_by(optimizers)}
-    alive = [(parameter, was) for parameter, was in zip(made, first, strict=False) if parameter is not None and was]
-    wanted = [(parameter, was) for parameter, was in alive if parameter.requires_grad]
-    unmoved = [p for p, was in wanted if id(p) in own and digest_of(p) == was]
-    lost = [p for p, _ in wanted if id(p) not in own and p.grad is not None and bool(p.grad.any())]
-    still = [(p, was) for p, was in alive if not p.requires_grad and id(p) in frozen_first]
-    frozen = [p for p, was in still if id(p) in own and digest_of(p) != was]
-    for parameters, what in (
-        (frozen, "are frozen, and their optimizer changes them"),
-        (unmoved, "never change"),
-        (lost, "get gradients, and no optimizer has them"),
-    ):
-        if parameters:
-            some = ", ".join(names.get(id(parameter), "unnamed") for parameter in parameters[:_SHOWN])
-            yield f"{len(parameters)} parameters {what}: {some}"
-    after = statistics(roots)
-    moved = [layer for layer, was in before.items() if after.get(layer, was) != was]
-    if moved:
-        yield f"the statistics of {len(moved)} frozen layers change: they need eval mode"

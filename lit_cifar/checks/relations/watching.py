@@ -4,7 +4,6 @@ from collections.abc import Callable
 from numbers import Real
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ from lit_cifar.checks.relations.plan import RunPlan, Trace
 from lit_cifar.checks.relations.remarks import BESIDE_EVALUATION, IN_EVALUATION, IN_MODEL, IN_STEP, PARTS
 from lit_cifar.checks.relations.snapshot import outermost
 from lit_cifar.checks.relations.switches import in_double
-from lit_cifar.checks.relations.trained import Observed, digest_of, mistakes, owned_by, statistics
+from lit_cifar.checks.relations.trained import Observer, owned_by
 from lit_cifar.checks.tensors import as_real
 
 
@@ -38,6 +37,7 @@ class Watched:
         self.plan, self.folder, self.rank, self.trace = plan, folder, rank, Trace()
         self.stop, self.go_on = plan.asked(StopAt), plan.asked(GoOn)
         self.parts, self.draws = TrainedParts(self.go_on), Draws(self.trace)
+        self._observer = Observer(self.trace, self.parts)
         self.phase: Callable[[], str] = self._own_phase
         others = plan.asked(EvaluateInBatches)
         self.evaluation_batch = others.size if others else None  # samples of a batch; 0 for all, None for the script's
@@ -46,10 +46,6 @@ class Watched:
         self._called_now: nn.Module | None = None
         self._has_trained = self._is_saved = self._is_in_batch = False
         self._batch_of_step = 0
-        self._statistics: dict[int, tuple[int, ...]] = {}  # of frozen layers
-        self._frozen: set[int] = set()
-        # Of optimizers whose gradients no backward has found to be 0 since their step: whether one has added to them.
-        self._is_stale = WeakKeyDictionary[Optimizer, bool]()
 
     def _own_phase(self) -> str:
         """Of a plain loop: it evaluates without gradients, or with a model in eval mode that is else trained."""
@@ -92,7 +88,7 @@ class Watched:
     def patch(self) -> None:
         self.parts.patch()
         patched(nn.Module, "__call__", self._called)
-        patched(torch.Tensor, "backward", self._backward)
+        patched(torch.Tensor, "backward", self._observer.follow_backward)
         patched(swa_utils, "update_bn", self._as_it_is)
         register_optimizer_step_post_hook(self._after_step)
 
@@ -104,23 +100,12 @@ class Watched:
         finally:
             self.evaluation_batch = size
 
-    def _backward(self, backward: Any, *args: Any, **settings: Any) -> None:
-        for optimizer in self.parts.optimizers:
-            if optimizer in self._is_stale:
-                gradients = (p.grad for p in owned_by([optimizer]) if p.grad is not None)
-                if any(bool(gradient.any()) for gradient in gradients):
-                    self._is_stale[optimizer] = True
-                else:
-                    del self._is_stale[optimizer]
-        backward(*args, **settings)
-
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self.trace.first and all(group.get("lr") == 0 for group in optimizer.param_groups):
             return  # torch makes the states of an optimizer so, before it loads a checkpoint into them
         self.draws.note()
         self.trace.steps += 1
-        self.trace.part(Observed).stale += self._is_stale.get(optimizer, False)
-        self._is_stale[optimizer] = False
+        self._observer.follow_step(optimizer)
         self._batch_of_step = 0
         self.draws.follow_step(is_in_batch=self._is_in_batch)
         norms = [as_real(p.detach()).double().norm().cpu() for p in owned_by([optimizer]) if not p.is_meta]
@@ -194,9 +179,7 @@ class Watched:
     def begins(self) -> None:
         """Note what the training begins with, the first time."""
         if not self.trace.first:
-            self.trace.first = [digest_of(parameter) for parameter in self.parts.made]
-            self._statistics = statistics(self.parts.roots)
-            self._frozen = {id(p) for p in self.parts.made if p is not None and not p.requires_grad}
+            self._observer.begins()
         self.parts.to_spoil.clear()  # whatever is loaded from now on is no checkpoint to go on from
         if self.go_on and not self.trace.part(Checkpoints).resumed:
             self.trace.part(Checkpoints).resumed = self.parts.snapshot()
@@ -218,13 +201,10 @@ class Watched:
         """Note what the training has come to."""
         parts, trace = self.parts, self.trace
         trace.state = trace.state or parts.snapshot()
-        trace.moved = sum(digest_of(one) != was for one, was in zip(parts.made, trace.first, strict=False))
         trace.part(Checkpoints).models = len(outermost(parts.roots))
-        owned = owned_by(parts.optimizers)
-        if any(isinstance(parameter, DTensor) for parameter in owned):
+        if any(isinstance(parameter, DTensor) for parameter in owned_by(parts.optimizers)):
             trace.remarks.add(PARTS)
-        seen, then = trace.part(Observed), (trace.first, self._statistics, self._frozen)
-        seen.owned, seen.mistakes = len(owned), [*mistakes(parts.made, *then, parts.roots, parts.optimizers)]
+        self._observer.finish()
 
 
 def _is_number(value: Any) -> bool:
