@@ -27,7 +27,7 @@ class Difference:
         if math.isinf(self.size):
             return f"{self.name} (of another shape, or not finite)"
         if isinstance(self.one, float | int) and isinstance(self.other, float | int):
-            return f"{self.name} ({self.one:.9g}, and {self.other:.9g})"
+            return f"{self.name} ({self.one:.9g} and {self.other:.9g})"
         return f"{self.name} ({self.size:.2g})"
 
 
