@@ -26,6 +26,8 @@ _KINDS = ("weights", "buffers", "optimizer", "settings", "schedule", "kept")
 TRAINED = _KINDS[:3]
 _TINY = 1e-12
 _SHOWN = 20  # most differences of a verdict
+# What a process of a run imports before the script.
+_PRELOAD = ("lit_cifar.checks.relations.in_lightning", "lit_cifar.checks.relations.loaders")
 
 
 class NotJudgedError(Exception):
@@ -95,6 +97,7 @@ class Runs:
             stdout=output,
             stderr=output,
             num_ranks=plan.ranks,
+            preload=_PRELOAD,
         )
         try:
             status = started.wait(self.limit_s)
