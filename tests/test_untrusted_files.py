@@ -27,7 +27,7 @@ from lit_cifar.checkpoint.atomic import LAST, PREVIOUS, newest_valid, verify_che
 from lit_cifar.checkpoint.files import CheckpointFiles
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data import cifar10
-from lit_cifar.data.pictures import FORMATS, read_image
+from lit_cifar.data.picture_files import FORMATS, read_image
 from lit_cifar.errors import CheckpointError, DataError, printable
 from lit_cifar.reporting import output
 from lit_cifar.reporting.files import plain, read_csv, replace_split
