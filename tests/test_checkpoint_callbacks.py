@@ -32,7 +32,6 @@ from lit_cifar.checkpoint.atomic import (
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint, StepBoundary
 from lit_cifar.checkpoint.files import CheckpointFiles
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.checks.watchdog import HELPER
 from lit_cifar.errors import CheckpointError, SaveError
 
 STEPS = 3  # of an epoch of TinyData
@@ -238,7 +237,7 @@ def save_behind(files: CheckpointFiles, checkpoint: dict[str, Any], path: Path) 
 
 
 def helpers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith(HELPER)]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint")]
 
 
 def test_what_happens_after_a_save_is_not_in_the_file(disk: Disk, tmp_path: Path) -> None:

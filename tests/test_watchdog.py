@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -29,8 +29,8 @@ from torch.distributed import HashStore
 
 import lit_cifar
 from lit_cifar import internals
-from lit_cifar.checks.watchdog import HELPER, progress
 from lit_cifar.checks.watchdog import heartbeat as process
+from lit_cifar.checks.watchdog import progress
 from lit_cifar.checks.watchdog.callback import HOOKS, Watchdog
 from lit_cifar.checks.watchdog.diagnosis import (
     NOBODY,
@@ -311,7 +311,7 @@ class Cluster:
             LateStore(store, self.clock, answer_s, rank=rank, world_size=num_ranks) for rank in range(num_ranks)
         ]
         self.watches = [
-            Monitor(everyone, rank=rank, board=board, progress=Progress(), patience=patience, clock=self.clock)
+            Monitor(everyone, rank=rank, board=board, patience=patience, clock=self.clock)
             for rank, board in enumerate(self.boards)
         ]
 
@@ -411,7 +411,6 @@ class Pair:
                 everyone or [this_process(0), replace(this_process(1), host="b")],
                 rank=rank,
                 board=HeartbeatStore(store, rank=rank, world_size=2),
-                progress=Progress(),
                 patience=patience,
                 grace_s=0,
                 end=self.ended.append,
@@ -466,7 +465,7 @@ def test_where_none_gets_on_all_end_with_their_workers(capsys: pytest.CaptureFix
 def test_a_run_is_not_hung_that_does_something_for_the_first_time_or_has_waited_long_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(progress, "effort", lambda peers: (0.0, 0.0, False))
+    monkeypatch.setattr(progress, "place_of", lambda frames: "train.py:1")
     cluster = Cluster(2, patience=BRIEF)
     for watch in cluster.watches:
         watch.progress.note("save", step=1)
@@ -503,64 +502,15 @@ def test_a_board_does_not_wait_for_a_store_that_does_not_answer() -> None:
     release.set()
 
 
-COLLECTIVE = f"{torch.__path__[0]}/distributed/distributed_c10d.py"
-
-
-@pytest.mark.parametrize(
-    ("file", "on_gpu", "moves", "used", "works"),
-    [
-        ("train.py", False, False, (0.0, 0.0, False), False),
-        ("train.py", False, False, (0.04, 0.0, False), False),  # it polls
-        ("train.py", False, False, (1.0, 0.0, False), True),  # backward of a large batch is one call
-        ("train.py", False, False, (0.0, 0.5, False), True),  # a helper writes a checkpoint, or a process compiles
-        ("train.py", False, False, (0.0, 0.0, True), True),
-        ("train.py", True, False, (1.0, 0.0, False), False),  # it waits for its GPU, behind a stuck collective
-        ("train.py", True, False, (1.0, 0.5, False), True),
-        ("train.py", True, True, (1.0, 0.0, False), True),
-        (COLLECTIVE, False, False, (1.0, 1.0, True), False),
-    ],
-)
-def test_who_computes_or_waits_for_a_disk_is_not_idle(
-    file: str, on_gpu: bool, moves: bool, used: tuple[float, float, bool], works: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watched = Progress(on_gpu=on_gpu)
-    for second in range(20):
-        so_far = used[0] * second, used[1] * second, used[2]
-        monkeypatch.setattr(progress, "effort", lambda peers, so_far=so_far: so_far)
-        frames = [FrameSummary(file, second if moves else 0, "f")]
+def test_who_comes_to_another_line_or_calls_a_hook_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Progress()
+    for line, hook, idle_s in ((1, False, 0.0), (1, False, 1.5), (1, False, 3.0), (2, False, 0.0), (2, True, 0.0)):
+        frames = [FrameSummary("train.py", line, "f")]
         monkeypatch.setattr(progress, "_frames_of", lambda thread_id, frames=frames: frames)
-        watched.look(1.0)
-    assert watched.idle_s == (0.0 if works else 19.0)
-    watched.note("step", step=1)
-    watched.look(1.0)
-    assert watched.idle_s == 0.0
-
-
-def test_effort_is_of_the_main_thread_its_helpers_and_children_without_peers() -> None:
-    """A helper writes a checkpoint, say; other threads spin while they wait."""
-
-    def used_s(*, peers: Collection[int] = ()) -> float:
-        return sum(progress.effort(peers)[:2])
-
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
-        while psutil.Process(child.pid).cpu_times().user < 0.2:
-            time.sleep(0.05)
-        assert used_s(peers={child.pid}) < used_s() - 0.1
-        child.kill()
-    for name, counts in ((f"{HELPER}_0", True), ("another", False)):
-        over = threading.Event()
-        thread = threading.Thread(target=lambda over=over: [None for _ in iter(over.is_set, True)], name=name)
-        before_s, begin = used_s(), time.process_time()
-        thread.start()
-        while time.process_time() < begin + 0.3:
-            time.sleep(0.05)
-        assert (used_s() > before_s + 0.15) == counts
-        over.set()
-        thread.join()
-    before_s, begin = used_s(), time.thread_time()
-    while time.thread_time() - begin < 0.3:
-        pass
-    assert used_s() - before_s > 0.1
+        if hook:
+            watched.note("step", step=1)
+        watched.look(1.5)
+        assert watched.idle_s == idle_s
 
 
 def test_the_hooks_note_that_the_main_thread_gets_on() -> None:

@@ -26,7 +26,6 @@ from lit_cifar.checkpoint.atomic import (
     write_checkpoint,
 )
 from lit_cifar.checkpoint.format import POSITION
-from lit_cifar.checks.watchdog import HELPER
 from lit_cifar.errors import CheckpointError, ConfigError, printable
 from lit_cifar.reporting.files import make_folder, replacing, sync
 
@@ -81,7 +80,7 @@ class CheckpointFiles(CheckpointIO):
             self._unwritten[path].result()
         copied = snapshot(checkpoint)
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=HELPER)
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._unwritten[path] = self._thread.submit(self._attempt, path, partial(self._write, copied, path))
         if self.quiet and not self.behind:
             self.wait()

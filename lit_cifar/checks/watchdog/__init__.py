@@ -7,5 +7,3 @@ torchrun restarts processes that have died, but not those that hang. So each pro
 *judge*, reads them all (`diagnose`); the others read rank 0's, which carries its verdict, and judge rank 0 alone
 (`diagnose_judge`). So the store's work grows with the number of processes, not with its square. See `Monitor`.
 """
-
-HELPER = "lit_cifar-helper"  # prefix of the names of threads that work for the main thread, which may wait for them

@@ -45,9 +45,10 @@ class Watchdog(Callback):
         timeout_s: Seconds without a heartbeat after which a process counts as dead, unless it is seen to run. The least
             value is 5; with 0 there is no watchdog, as a debugger needs.
         hang_timeout_s: Seconds after which the run is ended in which no rank has got on: none has begun or ended a
-            batch, used a processor or waited for a disk. A wait of five times the longest one that came to an end
-            ends no run, nor one of ten minutes in what rank 0 does for the first time. By default only torch gives up,
-            when a collective operation has waited for as long as the strategy's `timeout`, which is half an hour.
+            batch, or come to another line of Python. A wait of five times the longest one that came to an end ends no
+            run, nor one of ten minutes in what rank 0 does for the first time, such as to compile, to validate, or to
+            write a checkpoint. By default only torch gives up, when a collective operation has waited for as long as
+            the strategy's `timeout`, which is half an hour.
     """
 
     def __init__(self, timeout_s: float = 20.0, hang_timeout_s: float | None = None) -> None:

@@ -2,14 +2,13 @@
 
 import json
 import os
+import signal
 import socket
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-
-import psutil
 
 from lit_cifar.launch.signals import ending
 
@@ -44,11 +43,15 @@ def look_at(pid: int, started: str) -> Sight:
 
 
 def _stat(pid: int) -> list[str]:
+    return _read(f"{pid}/stat").rpartition(")")[2].split()  # the command's name before it may contain any character
+
+
+def _read(name: str) -> str:
+    """A file of /proc; "" if it is not there."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        return Path("/proc", name).read_text(errors="replace")
     except OSError:
-        return []
-    return text.rpartition(")")[2].split()  # the command's name before it may contain any character
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +71,7 @@ class Heartbeat:
     number: int = 0  # number of the heartbeat, from 0
     step: int = 0  # optimizer steps that are done
     place: str = ""  # line of Python at which the main thread is
-    idle_s: float = 0.0  # seconds since that thread got on or worked, see `Progress`
+    idle_s: float = 0.0  # seconds in which that thread has not got on, see `Progress`
     over: bool = False  # whether it has finished and need not be watched any more
     failure: str | None = None  # the end of the traceback with which it failed; "" if the process itself shows that
     order: int = 0  # number of failures when this one was reported, itself included; 0 without one
@@ -123,11 +126,9 @@ class Mates:
         member = self._members.get(rank)
         if member is None or look_at(member.pid, member.started).state == "gone":
             return
-        with suppress(psutil.Error):
-            process = psutil.Process(member.pid)
-            words, children = process.cmdline(), process.children()
-            process.kill()
-            for child in children:
-                with suppress(psutil.Error):
-                    if child.cmdline() == words and child.pid not in self._pids:  # other ranks end by themselves
-                        child.kill()
+        pid, words = member.pid, _read(f"{member.pid}/cmdline")
+        children = map(int, _read(f"{pid}/task/{pid}/children").split())  # other ranks among them end by themselves
+        forked = [child for child in children if child not in self._pids and _read(f"{child}/cmdline") == words]
+        for each in (pid, *forked):
+            with suppress(OSError):
+                os.kill(each, signal.SIGKILL)

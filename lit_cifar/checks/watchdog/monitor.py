@@ -47,19 +47,8 @@ FACTOR = 5.0
 
 def start_monitor(trainer: Trainer, *, timeout_s: float, hang_timeout_s: float) -> "Monitor":
     """The monitor of this process, once all processes of the run are here."""
-    rank = trainer.global_rank
-    board, everyone = meet(rank, trainer.world_size)
-    here = everyone[rank].host
-    watch = Monitor(
-        everyone,
-        rank=rank,
-        board=board,
-        progress=Progress(
-            peers={member.pid for member in everyone if member.host == here},
-            on_gpu=trainer.strategy.root_device.type == "cuda",
-        ),
-        patience=Patience(timeout_s, hang_timeout_s),
-    )
+    board, everyone = meet(trainer.global_rank, trainer.world_size)
+    watch = Monitor(everyone, rank=trainer.global_rank, board=board, patience=Patience(timeout_s, hang_timeout_s))
     _come_before_observer(watch)
     watch.start()
     return watch
@@ -99,7 +88,6 @@ class Monitor(threading.Thread):
         *,
         rank: int,
         board: HeartbeatStore,
-        progress: Progress,
         patience: Patience,
         clock: Callable[[], float] = time.monotonic,
         grace_s: float = GRACE_S,
@@ -107,7 +95,7 @@ class Monitor(threading.Thread):
     ) -> None:
         super().__init__(name="watchdog", daemon=True)
         self.verdict: Verdict | None = None
-        self.progress = progress
+        self.progress = Progress()
         self._own = everyone[rank]
         self.mates = Mates(everyone, self._own)
         self._is_judge = rank == JUDGE
