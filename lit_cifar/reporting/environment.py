@@ -25,13 +25,9 @@ SOURCE = Path(__file__).resolve().parents[1]
 
 def environment(trainer: Trainer, *, data_name: str) -> dict[str, Any]:
     """The environment of a run whose processes have started, without names of the machine or its user."""
-    return start_and_versions() | {
-        "cpu": {
-            "model": cpu_model(),
-            "cores": len(os.sched_getaffinity(0)),
-            "threads_per_process": torch.get_num_threads(),
-        },
-        "gpus": gpu_names(),
+    found = about()
+    found["cpu"]["threads_per_process"] = torch.get_num_threads()
+    return found | {
         "data": data_name,
         "strategy": mode_of(trainer.strategy).name,
         "device": trainer.strategy.root_device.type,
@@ -43,17 +39,16 @@ def environment(trainer: Trainer, *, data_name: str) -> dict[str, Any]:
     }
 
 
-def start_and_versions() -> dict[str, Any]:
+def about() -> dict[str, Any]:
+    """The time, command, versions and hardware, for a record."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command_line(sys.argv),
         "git": git_state(SOURCE),
         "versions": versions(),
+        "cpu": {"model": cpu_model(), "cores": len(os.sched_getaffinity(0))},
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
     }
-
-
-def gpu_names() -> list[str]:
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
 def versions() -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import shlex
 import shutil
 import signal
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.environment import cpu_model, gpu_names, start_and_versions
+from lit_cifar.reporting.environment import about as about  # for the records of commands
 
 COLUMNS = 120  # width of a table that goes to a file
 
@@ -119,11 +118,3 @@ def writable(name: str | None) -> Path | None:
 def write_json(file: Path | None, content: dict[str, Any]) -> None:
     if file is not None:
         file.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def about() -> dict[str, Any]:
-    """The time, command, versions and hardware, for a record."""
-    return start_and_versions() | {
-        "cpu": {"model": cpu_model(), "cores": len(os.sched_getaffinity(0))},
-        "gpus": gpu_names(),
-    }
