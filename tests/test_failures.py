@@ -14,6 +14,7 @@ import pytest
 from commands import FIT, TINY, callback, graded, mode_flags
 from processes import is_running, marked, wait_until
 
+from lit_cifar.checks.watchdog.monitor import BEAT_S
 from lit_cifar.launch.forked import ForkedRun
 
 LONG = ["--trainer.max_epochs=1000", "--trainer.check_val_every_n_epoch=1000"]
@@ -107,6 +108,7 @@ def test_a_lost_rank_is_named_and_the_others_end(number: signal.Signals, mode: s
     soon = [SOON] if number == signal.SIGSTOP else []
     with Run(tmp_path, *MODES[mode], *soon, num_ranks=4 if mode == "ddp_pp" else 2) as run:
         pid = run.pids()[rank]
+        time.sleep(2.5 * BEAT_S)  # until its heartbeats are read
         os.kill(pid, number)
         message = told(run.wait(30))
     assert f"rank {rank} (pid {pid} on {socket.gethostname()})" in message

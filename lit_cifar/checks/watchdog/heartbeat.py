@@ -127,8 +127,9 @@ class Mates:
         if member is None or look_at(member.pid, member.started).state == "gone":
             return
         pid, words = member.pid, _read(f"{member.pid}/cmdline")
-        children = map(int, _read(f"{pid}/task/{pid}/children").split())  # other ranks among them end by themselves
-        forked = [child for child in children if child not in self._pids and _read(f"{child}/cmdline") == words]
+        threads = Path(f"/proc/{pid}/task").glob("*/children")
+        children = {int(child) for thread in threads for child in _read(str(thread)).split()}
+        forked = [child for child in children - self._pids if _read(f"{child}/cmdline") == words]  # but no other rank
         for each in (pid, *forked):
             with suppress(OSError):
                 os.kill(each, signal.SIGKILL)
