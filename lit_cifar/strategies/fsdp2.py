@@ -7,7 +7,7 @@ are never gathered. Both together are torch's documented composition of the two.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from itertools import chain
 from typing import Any, ClassVar, cast
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Optimizer
 from typing_extensions import override
@@ -36,7 +36,6 @@ from lit_cifar.strategies.parts import VirtualParts
 from lit_cifar.strategies.state_dicts import full, part_of
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
 from lit_cifar.strategies.tp import check_divisible, placements, split_tensors
-from lit_cifar.strategies.tree_sum import TreeSum, tree_reduce_scatter
 
 
 class ShardedStrategy(MeshStrategy):
@@ -159,20 +158,17 @@ class ShardedStrategy(MeshStrategy):
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         """Put a copy in the network's place, and leave each process its parts of it; the whole stays on the host."""
         self._whole = network
-        parts = _copy(network)
+        self.module.network = parts = _copy(network)
         # The sizes that were asked for decide, not the number of processes: one process takes the same path.
-        if self.tensor_parallel_size != 1:
-            split_tensors(parts, self.mesh["model"], self.root_device)
-        synchronise_along(parts, self.data_group)
-        if self.data_parallel_size != 1:
-            dtype = AUTOCAST.get(self.precision_plugin.precision)
-            shard(parts, self.mesh["data"], self.root_device, dtype=dtype)
-        if compiles(self.lightning_module):
-            modules = set(parts.modules())
-            blocks = [block for block in (blocks_of(parts) or {}).values() if block in modules]
-            for block in blocks or [parts]:  # the hooks that gather its parameters stay outside
-                block.forward = Compiled(block, block.forward)
-        self.module.network = parts
+        parallelize(
+            parts,
+            self.mesh,
+            self.root_device,
+            splits_tensors=self.tensor_parallel_size != 1,
+            shards=self.data_parallel_size != 1,
+            dtype=AUTOCAST.get(self.precision_plugin.precision),
+            compiles=compiles(self.lightning_module),
+        )
 
         def run(images: Tensor) -> Tensor:
             if not torch.is_inference_mode_enabled():
@@ -272,6 +268,32 @@ class ShardedStrategy(MeshStrategy):
         super().teardown()
 
 
+def parallelize(
+    network: nn.Module,
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    splits_tensors: bool,
+    shards: bool,
+    dtype: torch.dtype | None,
+    compiles: bool,
+) -> None:
+    """Leave this process its parts of `network`, in place, on `device`: first of tensors, then what FSDP2 shards.
+
+    FSDP2 divides what tensor parallelism has left to the process. `dtype` is that of autocast.
+    """
+    if splits_tensors:
+        split_tensors(network, mesh["model"], device)
+    synchronise_along(network, mesh.get_group("data"))
+    if shards:
+        shard(network, mesh["data"], device, dtype=dtype)
+    if compiles:  # the hooks that gather the parameters of a block stay outside
+        modules = set(network.modules())
+        blocks = [block for block in (blocks_of(network) or {}).values() if block in modules]
+        for block in blocks or [network]:
+            block.forward = Compiled(block, block.forward)
+
+
 # The dtype in which autocast computes, by precision, and the layers that do. All others use parameters as they are.
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 NARROW = (internals.ConvNd, nn.Linear)
@@ -326,38 +348,3 @@ def _copy(network: nn.Module) -> nn.Module:
 
 def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     return (tensor for tensor in tensors if not isinstance(tensor, DTensor))
-
-
-class TreeReduceScatter:
-    """Reduce-scatter for `set_custom_reduce_scatter`: the mean over all parts, summed in the order of the tree.
-
-    The whole gradients of all parts but the last are kept. Zeros are returned in their place, which Lightning discards
-    before the backward of the last part.
-    """
-
-    def __init__(self, parts: VirtualParts) -> None:
-        self._parts = parts
-        self._total = TreeSum()
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **kwargs: Any) -> None:
-        """Fill `output_tensor`, (n,), from `input_tensor`, (n * processes,)."""
-        if input_tensor.is_cuda:  # the tensor is made on one stream and added on another
-            input_tensor.record_stream(torch.cuda.current_stream())
-        self._total.push(input_tensor)
-        if self._total.count < self._parts.count:
-            output_tensor.zero_()
-            return
-        total = tree_reduce_scatter(self._total.take(), group=group)
-        torch.mul(total, 1 / self._parts.num_parts, out=output_tensor)
-
-
-def reduce_in_tree(network: nn.Module, parts: VirtualParts) -> None:
-    """Let each sharded module of `network` reduce its gradients by a `TreeReduceScatter`, which also divides them."""
-    for module in network.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(cast(Any, TreeReduceScatter(parts)))
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)

@@ -7,14 +7,16 @@ holds the parts r, r + R, ..., which are a subtree.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from lit_cifar.data.images import Batch
-from lit_cifar.strategies.tree_sum import TreeSum, in_tree_order, tree_all_reduce
+from lit_cifar.strategies.tree_sum import TreeSum, in_tree_order, tree_all_reduce, tree_reduce_scatter
 
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's
 Microbatches = tuple[Tensor, Tensor, list[int], list[float]]  # see `EqualMicrobatches.microbatches_of`
@@ -135,3 +137,38 @@ def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
             found[-1].append(tensor)
             size += tensor.nbytes
     return found
+
+
+class TreeReduceScatter:
+    """Reduce-scatter for `set_custom_reduce_scatter`: the mean over all parts, summed in the order of the tree.
+
+    The whole gradients of all parts but the last are kept. Zeros are returned in their place, which Lightning discards
+    before the backward of the last part.
+    """
+
+    def __init__(self, parts: VirtualParts) -> None:
+        self._parts = parts
+        self._total = TreeSum()
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **kwargs: Any) -> None:
+        """Fill `output_tensor`, (n,), from `input_tensor`, (n * processes,)."""
+        if input_tensor.is_cuda:  # the tensor is made on one stream and added on another
+            input_tensor.record_stream(torch.cuda.current_stream())
+        self._total.push(input_tensor)
+        if self._total.count < self._parts.count:
+            output_tensor.zero_()
+            return
+        total = tree_reduce_scatter(self._total.take(), group=group)
+        torch.mul(total, 1 / self._parts.num_parts, out=output_tensor)
+
+
+def reduce_in_tree(network: nn.Module, parts: VirtualParts) -> None:
+    """Let each sharded module of `network` reduce its gradients by a `TreeReduceScatter`, which also divides them."""
+    for module in network.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(cast(Any, TreeReduceScatter(parts)))
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)

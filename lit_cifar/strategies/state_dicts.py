@@ -35,9 +35,8 @@ def _gather(tensor: DTensor) -> Tensor:
 
 
 def part_of(whole: Any, like: Tensor) -> Any:
-    """Divide `whole` like `like`. What is divided already, or has another shape, such as a count of steps, is kept."""
-    is_whole = isinstance(whole, Tensor) and not isinstance(whole, DTensor)
-    if not (is_whole and isinstance(like, DTensor) and whole.shape == like.shape):
+    """Divide `whole` like `like`. What has another shape, such as a count of steps, is kept."""
+    if not (isinstance(whole, Tensor) and isinstance(like, DTensor) and whole.shape == like.shape):
         return whole
     part = torch.empty_like(like, dtype=whole.dtype, requires_grad=False)
     local_part(part).copy_(local_slice(whole, like))

@@ -31,9 +31,9 @@ from lit_cifar.mode import mode_of
 from lit_cifar.mode.tensors import local_part, parameters_of, squares
 from lit_cifar.models.random_streams import draw_for_part
 from lit_cifar.strategies.base import CustomForwardStrategy, compiles
-from lit_cifar.strategies.fsdp2 import ShardedStrategy, reduce_in_tree
+from lit_cifar.strategies.fsdp2 import ShardedStrategy
 from lit_cifar.strategies.mesh import loss_scale
-from lit_cifar.strategies.parts import VirtualParts
+from lit_cifar.strategies.parts import VirtualParts, reduce_in_tree
 from lit_cifar.strategies.pp import PipelineStrategy
 from lit_cifar.strategies.state_dicts import local_slice
 

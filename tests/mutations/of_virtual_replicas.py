@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lit_cifar.data.images import Batch
 from lit_cifar.strategies import parts, tree_sum, virtual_replicas
-from lit_cifar.strategies.fsdp2 import TreeReduceScatter
-from lit_cifar.strategies.parts import VirtualParts
+from lit_cifar.strategies.parts import TreeReduceScatter, VirtualParts
 from lit_cifar.strategies.tree_sum import TreeSum, tree_reduce_scatter
 from lit_cifar.task.metrics import MeanLoss
 from tests.mutations.planting import PIPELINE, Mutation, Site, planted
