@@ -46,7 +46,7 @@ class Refusal:
     problem: str
     remedy: str = _DDP
 
-    def is_of(self, name: str) -> bool:
+    def applies_to(self, name: str) -> bool:
         """Whether the mode of this name refuses the option."""
         return name not in self.all_but if self.all_but else name in self.modes
 
@@ -116,7 +116,7 @@ TABLE = (
 
 def refusal_of(option: str, name: str) -> Refusal | None:
     """The row of the table by which the mode of this name refuses `option`."""
-    return next((row for row in TABLE if row.option == option and row.is_of(name)), None)
+    return next((row for row in TABLE if row.option == option and row.applies_to(name)), None)
 
 
 def refuse(option: str, mode: Mode, **names: object) -> None:

@@ -126,14 +126,14 @@ def tensor_split_of(network: nn.Module) -> dict[str, SplitKind]:
 
 def num_tensor_parts(network: nn.Module) -> int:
     """Largest number of parts into which the split layers can be cut; its divisors work too. 0 if there are none."""
-    return math.gcd(*(count for module in network.modules() for count in _counts(module)))
+    return math.gcd(*(count for module in network.modules() for count in _numbers_of_parts(module)))
 
 
 def _own_split(module: nn.Module) -> Mapping[str, SplitKind]:
     return getattr(module, "tensor_split", {})
 
 
-def _counts(module: nn.Module) -> Iterator[int]:
+def _numbers_of_parts(module: nn.Module) -> Iterator[int]:
     """Channels of each layer that begins a split, or the groups of a module whose channels belong together."""
     together: int | None = getattr(module, "tensor_parts", None)
     for layer, part in _own_split(module).items():

@@ -80,9 +80,8 @@ class Partition:
                 f"{num_stages} stages of a network of {len(blocks)} blocks",
                 remedy=f"ask for 1 to {len(blocks)}, e.g. --trainer.devices=2",
             )
-        bounds = (
-            balanced([block.flop for block in blocks], num_stages) if cuts is None else _named(blocks, num_stages, cuts)
-        )
+        costs = [block.flop for block in blocks]
+        bounds = balanced(costs, num_stages) if cuts is None else _bounds_of(blocks, num_stages, cuts)
         edges = (0, *bounds, len(blocks))
         return cls(tuple(Stage(blocks[a:b]) for a, b in pairwise(edges)), tuple(image_shape))
 
@@ -162,7 +161,7 @@ def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
     return best[len(costs)][1]
 
 
-def _named(blocks: tuple[Block, ...], num_stages: int, cuts: Sequence[str]) -> tuple[int, ...]:
+def _bounds_of(blocks: tuple[Block, ...], num_stages: int, cuts: Sequence[str]) -> tuple[int, ...]:
     names = [block.name for block in blocks]
     bounds = tuple(names.index(cut) for cut in cuts if cut in names[1:])
     if len(cuts) != num_stages - 1 or len(bounds) != len(cuts) or list(bounds) != sorted(set(bounds)):

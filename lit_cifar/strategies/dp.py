@@ -46,7 +46,7 @@ class EmulatedReplicas:
         return torch.cat(outputs)
 
 
-def in_turn(network: nn.Module, devices: Sequence[torch.device]) -> ForwardFn:
+def replicas_in_turn(network: nn.Module, devices: Sequence[torch.device]) -> ForwardFn:
     """Give whole batches to the replicas in turn, which all work on the network's own parameters and buffers.
 
     This is for parts of a batch, each computed as one device would. There is a replica for each of `devices`; the
@@ -135,7 +135,7 @@ class DataParallelStrategy(SingleProcessStrategy):
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         devices = self.copying_devices[0]  # CUDA devices, which several replicas may share, or the CPU for all of them
         if self.virtual_parts is not None:
-            return in_turn(network, devices)
+            return replicas_in_turn(network, devices)
         if devices[0].type != "cuda" or len(devices) == 1:
             return EmulatedReplicas(network, num_replicas=len(devices))
         parallel = _DataParallel(network, device_ids=[device.index for device in devices])

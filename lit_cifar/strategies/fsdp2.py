@@ -31,9 +31,9 @@ from lit_cifar.mode.tensors import local_part, parameters_of
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.strategies.base import at_least_one, check_untied, compiles
-from lit_cifar.strategies.mesh import MeshStrategy, at_once, place
+from lit_cifar.strategies.mesh import MeshStrategy, move_and_broadcast, send_as_one
 from lit_cifar.strategies.parts import VirtualParts
-from lit_cifar.strategies.state_dicts import full, part_of
+from lit_cifar.strategies.state_dicts import divided_like, whole_state
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
 from lit_cifar.strategies.tp import check_divisible, placements, split_tensors
 
@@ -191,7 +191,9 @@ class ShardedStrategy(MeshStrategy):
         output = super().optimizer_step(*args, **kwargs)
         if self.tensor_parallel_size != 1:
             with torch.no_grad():
-                at_once(lambda flat: dist.broadcast(flat, group=self.model_group, group_src=0), [*self._replicated()])
+                send_as_one(
+                    lambda flat: dist.broadcast(flat, group=self.model_group, group_src=0), [*self._replicated()]
+                )
         return output
 
     def _replicated(self) -> Iterator[Tensor]:
@@ -236,23 +238,23 @@ class ShardedStrategy(MeshStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return whole tensors; every process must call this."""
         self.use_first_buffers()
-        return full(super().lightning_module_state_dict())
+        return whole_state(super().lightning_module_state_dict())
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         own, state = super().lightning_module_state_dict(), checkpoint["state_dict"]
-        parts = {name: part_of(value, own[name]) if name in own else value for name, value in state.items()}
+        parts = {name: divided_like(value, own[name]) if name in own else value for name, value in state.items()}
         super().load_model_state_dict({"state_dict": parts}, strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return full(super().optimizer_state(optimizer))
+        return whole_state(super().optimizer_state(optimizer))
 
     @override
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         parameters = parameters_of(optimizer)
         entries = {
-            index: {name: part_of(value, parameters[index]) for name, value in entry.items()}
+            index: {name: divided_like(value, parameters[index]) for name, value in entry.items()}
             for index, entry in state["state"].items()
         }
         return {**state, "state": entries}
@@ -262,7 +264,7 @@ class ShardedStrategy(MeshStrategy):
         if self._whole is not None:
             if not self._failed:
                 self.use_first_buffers()
-                self._whole.load_state_dict(full(self.module.network.state_dict()))
+                self._whole.load_state_dict(whole_state(self.module.network.state_dict()))
             self.module.network = self._whole
             self._whole = None
         super().teardown()
@@ -313,7 +315,7 @@ def shard(network: nn.Module, mesh: DeviceMesh, device: torch.device, *, dtype: 
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     modules = set(network.modules())
     for block in (blocks_of(network) or {}).values():
-        place(_plain(block.parameters()), device)
+        move_and_broadcast(_plain(block.parameters()), device)
         layers = [layer for layer in block.modules() if [*layer.parameters()] and not [*layer.children()]]
         wide = [] if dtype is None else [layer for layer in layers if not computes_narrow(layer)]
         if wide:
@@ -324,7 +326,7 @@ def shard(network: nn.Module, mesh: DeviceMesh, device: torch.device, *, dtype: 
         if rest:
             own_policy = MixedPrecisionPolicy() if has_parameters_beside_layers(block) else policy
             fully_shard(rest if len(rest) > 1 else rest[0], mesh=mesh, mp_policy=own_policy)
-    place(_plain(chain(network.parameters(), network.buffers())), device)
+    move_and_broadcast(_plain(chain(network.parameters(), network.buffers())), device)
     fully_shard(network, mesh=mesh)
 
 

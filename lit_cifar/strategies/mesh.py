@@ -239,18 +239,18 @@ class AveragingStrategy(MeshStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Have autograd average the gradients before it returns, as with DistributedDataParallel."""
 
-        def begin(gradient: Tensor) -> None:
+        def average_at_end(gradient: Tensor) -> None:
             handle.remove()
             torch.autograd.Variable._execution_engine.queue_callback(self.average_gradients)
 
         if self._average and self.layout.data_parallel_size > 1 and self.virtual_parts is None:
-            handle = closure_loss.register_hook(begin)  # type: ignore[no-untyped-call]
+            handle = closure_loss.register_hook(average_at_end)  # type: ignore[no-untyped-call]
 
     def average_gradients(self) -> None:
         gradients = [parameter.grad for parameter in self.trained_parameters() if parameter.grad is not None]
         if gradients:
             num_replicas = self.layout.data_parallel_size
-            at_once(lambda flat: dist.all_reduce(flat.div_(num_replicas), group=self.data_group), gradients)
+            send_as_one(lambda flat: dist.all_reduce(flat.div_(num_replicas), group=self.data_group), gradients)
 
     @override
     def share_of_norm(self, gradient: Tensor) -> float:
@@ -280,7 +280,7 @@ def make_mesh(device_type: str, *, model_size: int, timeout: timedelta | None) -
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("data", "model"))
 
 
-def at_once(send: Callable[[Tensor], object], tensors: Sequence[Tensor]) -> None:
+def send_as_one(send: Callable[[Tensor], object], tensors: Sequence[Tensor]) -> None:
     """Call `send` with all elements of `tensors`, (n,), and copy its results back, in place."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     send(flat)
@@ -288,7 +288,7 @@ def at_once(send: Callable[[Tensor], object], tensors: Sequence[Tensor]) -> None
     internals.foreach_copy_([*tensors], [part.view_as(tensor) for tensor, part in zip(tensors, parts, strict=True)])
 
 
-def place(tensors: Iterable[Tensor], device: torch.device) -> None:
+def move_and_broadcast(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Move `tensors` to `device`, in place, with the values of the first process; every process must call this."""
     for tensor in tensors:
         tensor.data = tensor.detach().to(device, memory_format=torch.contiguous_format)

@@ -19,7 +19,7 @@ from lit_cifar.strategies.base import CutStrategy, compiles
 from lit_cifar.strategies.mesh import AveragingStrategy
 from lit_cifar.strategies.parts import VirtualParts
 from lit_cifar.strategies.pipeline import EqualMicrobatches, Pipeline, ScheduleName
-from lit_cifar.strategies.state_dicts import full
+from lit_cifar.strategies.state_dicts import whole_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,42 +40,22 @@ class Schedule:
         processes = self.num_processes
         return {"GPipe": 1, "ZBVZeroBubble": 2 * processes - 1}.get(self.name, processes)
 
-    def check(self, num_microbatches: int) -> None:
-        """Raise a `ConfigError` unless the schedule works with `num_microbatches`."""
+    def check(self, num_microbatches: int, *, parts: VirtualParts | None = None) -> None:
+        """Raise a `ConfigError` unless the schedule works with `num_microbatches`, which `parts` may prescribe."""
         name = f"the schedule {self.name} over {self.num_processes} processes"
         if num_microbatches < (fewest := self.fewest_microbatches):
-            raise ConfigError(
-                f"{name} needs at least {fewest} microbatches, not {num_microbatches}",
-                remedy=f"pass --trainer.strategy.num_microbatches={fewest} or more",
-            )
+            remedy = f"pass --trainer.strategy.num_microbatches={fewest} or more"
+            if parts is not None:
+                num_pipelines = parts.num_parts // parts.count
+                remedy = f"pass --virtual_replicas={num_pipelines << (fewest - 1).bit_length()}"
+            raise ConfigError(f"{name} needs at least {fewest} microbatches, not {num_microbatches}", remedy=remedy)
         rounds = max(1, num_microbatches // self.num_processes)
         if self.name == "Interleaved1F1B" and num_microbatches % rounds:
+            remedy = f"pass --trainer.strategy.num_microbatches={rounds * self.num_processes}"
             raise ConfigError(
                 f"{name} runs {num_microbatches} microbatches in {rounds} rounds, which does not come out even",
-                remedy=f"pass --trainer.strategy.num_microbatches={rounds * self.num_processes}",
+                remedy=remedy if parts is None else "pass --trainer.strategy.schedule=1F1B",
             )
-
-    def check_parts(self, parts: VirtualParts, *, asked: int | None) -> None:
-        """Raise a `ConfigError` unless `parts` can be the microbatches, whose number the user may have `asked` for."""
-        name = f"--virtual_replicas={parts.num_parts}"
-        if self.name == "ZBVZeroBubble":
-            raise ConfigError(
-                f"{name} with the schedule ZBVZeroBubble, which computes the gradients of a microbatch in two pieces",
-                remedy="pass --trainer.strategy.schedule=1F1B",
-            )
-        if asked not in (None, parts.count):
-            raise ConfigError(
-                f"{name} cuts the batch of a pipeline into {parts.count} microbatches, not {asked}",
-                remedy=f"pass --trainer.strategy.num_microbatches={parts.count}, or leave it out",
-            )
-        if parts.count < (fewest := self.fewest_microbatches):
-            num_pipelines = parts.num_parts // parts.count
-            raise ConfigError(
-                f"{name} cuts the batch of a pipeline into {parts.count} microbatches, and the schedule {self.name} "
-                f"over {self.num_processes} processes needs {fewest}",
-                remedy=f"pass --virtual_replicas={num_pipelines << (fewest - 1).bit_length()}",
-            )
-        self.check(parts.count)
 
 
 def stages_per_process(name: ScheduleName) -> int:
@@ -167,7 +147,18 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
     @override
     def use_virtual_parts(self, parts: VirtualParts) -> None:
         """Let `parts` be the microbatches; refuse schedules and numbers of microbatches that do not allow it."""
-        self.schedule.check_parts(parts, asked=self._num_microbatches)
+        name = f"--virtual_replicas={parts.num_parts}"
+        if self.schedule_name == "ZBVZeroBubble":
+            raise ConfigError(
+                f"{name} with the schedule ZBVZeroBubble, which computes the gradients of a microbatch in two pieces",
+                remedy="pass --trainer.strategy.schedule=1F1B",
+            )
+        if self._num_microbatches not in (None, parts.count):
+            raise ConfigError(
+                f"{name} cuts the batch of a pipeline into {parts.count} microbatches, not {self._num_microbatches}",
+                remedy=f"pass --trainer.strategy.num_microbatches={parts.count}, or leave it out",
+            )
+        self.schedule.check(parts.count, parts=parts)
         super().use_virtual_parts(parts)
 
     @override
@@ -254,7 +245,7 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         # Adagrad begins with a state of every parameter, but only this process's parameters are stepped here.
         own = self.part_of_state(super().optimizer_state(optimizer), optimizer)
         parts: list[Any] = [None] * self.model_parallel_size
-        dist.all_gather_object(parts, full(own["state"]), group=self.model_group)
+        dist.all_gather_object(parts, whole_state(own["state"]), group=self.model_group)
         merged = {index: entry for part in parts for index, entry in part.items()}
         return {**own, "state": dict(sorted(merged.items()))}
 

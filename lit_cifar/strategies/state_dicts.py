@@ -15,7 +15,7 @@ from lit_cifar.internals import tree_map_only
 from lit_cifar.mode.tensors import local_part
 
 
-def full(state: dict[Any, Any]) -> dict[Any, Any]:
+def whole_state(state: dict[Any, Any]) -> dict[Any, Any]:
     """A `state_dict()` with each tensor as a whole, plain one on the CPU."""
 
     def whole(tensor: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def _gather(tensor: DTensor) -> Tensor:
     return tensor.to_local()
 
 
-def part_of(whole: Any, like: Tensor) -> Any:
+def divided_like(whole: Any, like: Tensor) -> Any:
     """Divide `whole` like `like`. What has another shape, such as a count of steps, is kept."""
     if not (isinstance(whole, Tensor) and isinstance(like, DTensor) and whole.shape == like.shape):
         return whole

@@ -25,7 +25,7 @@ from lit_cifar.mode import Layout
 from lit_cifar.mode.tensors import local_part
 from lit_cifar.models.blocks import SplitKind, num_tensor_parts, tensor_split_of
 from lit_cifar.models.memory_format import with_plain_gradient
-from lit_cifar.strategies.mesh import place
+from lit_cifar.strategies.mesh import move_and_broadcast
 
 # The dim that is split. A weight's dims begin with outputs and inputs; a tensor with fewer, such as a bias, is whole.
 _SPLIT_DIM: dict[SplitKind, int] = {"columns": 0, "channels": 0, "rows": 1, "head": 1}
@@ -64,7 +64,7 @@ def split_tensors(network: nn.Module, mesh: DeviceMesh, device: torch.device) ->
     for name, layer in list(network.named_modules()):
         own = dict(layer.named_parameters(recurse=False)) | dict(layer.named_buffers(recurse=False))
         for key, tensor in own.items():
-            place([tensor], device)
+            move_and_broadcast([tensor], device)
             # Without a source rank each process cuts its part from its own, equal tensor.
             placement = [placed[f"{name}.{key}".lstrip(".")]]
             part: Tensor = distribute_tensor(tensor.detach(), mesh, placement, src_data_rank=None)

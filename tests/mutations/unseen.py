@@ -82,7 +82,7 @@ def _stale_buffer(site: Site) -> None:
     site.replace(site.module, "on_save_checkpoint", with_old)
 
 
-@mutation("the network gets its first buffers back", "fsdp2", fsdp2, "full")
+@mutation("the network gets its first buffers back", "fsdp2", fsdp2, "whole_state")
 def _old_statistics(site: Site, collect: Any, state: dict[str, Any]) -> dict[str, Any]:
     whole = dict(site.trainer.strategy._whole.named_buffers())
     found: dict[str, Any] = collect(state)
