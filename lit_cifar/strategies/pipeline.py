@@ -202,7 +202,7 @@ class Pipeline:
                 given = self._boundary(index, images)
                 dist.recv(given, group=self.group, group_src=sender)
             given = given.requires_grad_() if trains and index > 0 else given
-            with self.forward(index, microbatch, trains=trains):
+            with self.forward_context(index, microbatch, trains=trains):
                 output = self._callable(index, len(images))(given)
             passed[index] = given, output
             if index != self._last and (receiver := self._peer(index + 1)) is not None:
@@ -220,7 +220,7 @@ class Pipeline:
             else:
                 grad = torch.empty_like(output)
                 dist.recv(grad, group=self.group, group_src=sender)
-            with self.span("backward", index, microbatch):
+            with self.work_context("backward", index, microbatch):
                 if output.requires_grad:  # nothing may be trained in the first stages
                     output.backward(grad)  # type: ignore[no-untyped-call]
             if index > 0 and (receiver := self._peer(index - 1)) is not None:
@@ -251,16 +251,16 @@ class Pipeline:
         return self._from_last(torch.cat(outputs) if outputs else None, images)
 
     @contextmanager
-    def forward(self, stage: int, microbatch: int, *, trains: bool = True) -> Iterator[None]:
+    def forward_context(self, stage: int, microbatch: int, *, trains: bool = True) -> Iterator[None]:
         """Return a context for the forward of a microbatch, which has random streams and, in training, statistics."""
         moved = self.stages[stage].buffers() if trains else ()
         draw_for_part(self.microbatches.number_in_batch(microbatch))
         draw_for_stage(stage)
-        with self.span("forward", stage, microbatch), self.microbatches.own_statistics(moved):
+        with self.work_context("forward", stage, microbatch), self.microbatches.own_statistics(moved):
             yield
 
     @contextmanager
-    def span(self, kind: WorkKind, stage: int, microbatch: int) -> Iterator[None]:
+    def work_context(self, kind: WorkKind, stage: int, microbatch: int) -> Iterator[None]:
         """Return the recorder's context for a stage's work on a microbatch. Backward has the types of forward."""
         worker = f"process {dist.get_rank()}"
         types = nullcontext() if kind == "forward" else torch.autocast(self.device.type, enabled=False)
@@ -300,17 +300,18 @@ class ScheduledStage(PipelineStage):
         self._pipeline = pipeline
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._pipeline.forward(self.stage_index, fwd_chunk_id):
+        with self._pipeline.forward_context(self.stage_index, fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> Any:
-        with self._pipeline.span("backward" if full_backward else "backward_input", self.stage_index, bwd_chunk_id):
+        kind: WorkKind = "backward" if full_backward else "backward_input"
+        with self._pipeline.work_context(kind, self.stage_index, bwd_chunk_id):
             return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
-        with self._pipeline.span("backward_weight", self.stage_index, bwd_chunk_id):
+        with self._pipeline.work_context("backward_weight", self.stage_index, bwd_chunk_id):
             return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     # In torch 2.11 the first step exchanges a message between neighbouring stages, even if a V puts both on one
