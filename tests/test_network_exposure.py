@@ -23,7 +23,8 @@ from torch.distributed import TCPStore
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch import rendezvous
 from lit_cifar.launch.network_interfaces import LOOPBACK
-from lit_cifar.launch.rendezvous import LocalEnvironment, TorchrunEnvironment, open_store, resolve_world_size
+from lit_cifar.launch.rendezvous import LocalEnvironment, TorchrunEnvironment, open_store
+from lit_cifar.launch.world_size import resolve_world_size
 from lit_cifar.strategies import DDPLayerParallelStrategy, ProcessSyncBatchNorm
 
 CHECKOUT = Path(__file__).parents[1]

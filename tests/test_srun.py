@@ -10,7 +10,7 @@ from commands import TINY, launch, mode_flags
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.rendezvous import cluster_environment
-from lit_cifar.launch.srun import task_variables
+from lit_cifar.launch.torchrun import task_variables
 
 ROOT = Path(__file__).parents[1]
 # As `srun --nodes=2 --ntasks-per-node=2` of SLURM 22.05 sets them for the last of four tasks.

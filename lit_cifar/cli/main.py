@@ -43,9 +43,9 @@ from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.datamodule import open_dataset
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch import startup
-from lit_cifar.launch.rendezvous import as_list, check_processes, resolve_world_size
 from lit_cifar.launch.signals import handlers_put_back, signals_to_spawned
-from lit_cifar.launch.srun import adopt_task
+from lit_cifar.launch.torchrun import adopt_task
+from lit_cifar.launch.world_size import as_list, check_processes, resolve_world_size
 from lit_cifar.mode import mode_of
 from lit_cifar.models import DEFAULT_ARCH
 from lit_cifar.reporting.figures import EvaluationFigures

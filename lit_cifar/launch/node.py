@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from lit_cifar.launch.network_interfaces import address_of, loopback_interface, named_interface
 from lit_cifar.launch.startup import die_with_parent
+from lit_cifar.launch.torchrun import torchrun_variables
 
 _PIPE_BYTES = 2**20
 
@@ -70,26 +71,6 @@ class NodeProcesses:
         """Send a signal to the processes that run."""
         for process in self._processes:
             process.send_signal(number)
-
-
-def torchrun_variables(
-    place: tuple[str, int], *, local_rank: int, num_local: int, node: int = 0, num_nodes: int = 1, restarts: int = 0
-) -> dict[str, str]:
-    """The environment variables that torchrun gives a rank, where rank 0 is to open the store at `place`."""
-    variables = {
-        "MASTER_ADDR": place[0],
-        "MASTER_PORT": place[1],
-        "RANK": node * num_local + local_rank,
-        "LOCAL_RANK": local_rank,
-        "WORLD_SIZE": num_nodes * num_local,
-        "LOCAL_WORLD_SIZE": num_local,
-        "GROUP_WORLD_SIZE": num_nodes,
-        "GROUP_RANK": node,
-        "TORCHELASTIC_RUN_ID": "lit-cifar",
-        "TORCHELASTIC_RESTART_COUNT": restarts,
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-    }
-    return {name: str(value) for name, value in variables.items()}
 
 
 @contextmanager

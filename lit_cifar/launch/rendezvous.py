@@ -1,8 +1,4 @@
-"""Number of a run's processes, the place where they meet, and the network interface on which they listen.
-
-torchrun may start a different number after a restart. `--trainer.devices` and `--trainer.num_nodes` need not be
-repeated on the command line, and cannot be if the number of machines changes. What is said of torchrun here holds for
-`srun` too: its tasks have torchrun's variables (`srun.py`).
+"""The place where the processes of a run meet, and the network interface on which they listen.
 
 A process group opens up to three kinds of ports: the store of rank 0, through which the processes find each other, and
 the listeners of gloo and NCCL. None of them asks who is calling, and torch opens the first on every interface. Here all
@@ -26,8 +22,6 @@ from lightning.fabric.plugins.environments.lsf import LSFEnvironment
 from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ParallelStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from typing_extensions import override
@@ -40,106 +34,13 @@ from lit_cifar.launch.network_interfaces import (
     loopback_interface,
     named_interface,
 )
-from lit_cifar.launch.srun import is_task
-from lit_cifar.mode import mode_of
+from lit_cifar.launch.torchrun import is_task, launcher_name
 
 _PLACE = "lit_cifar/place"  # key of the address of rank 0 in the store of torchrun's agent
 _MEETING_TIMEOUT_S = 300.0
 _LAST_PORT = 65535
-_UNSET = ("auto", 1, "1")
-_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # Lightning reads these, in this order
 # Stores of this process under torchrun: the process group that uses one outlives the Trainer that has opened it.
 _KEPT: list[TCPStore] = []
-
-
-def resolve_world_size(config: dict[str, Any]) -> None:
-    """Take `devices` and `num_nodes` from torchrun, if it started this process, and say where processes meet.
-
-    `config`, the arguments of a Trainer, is changed in place. Its strategy is made, or a registered name.
-    """
-    strategy = _made(config["strategy"])
-    if mode_of(strategy).is_single_process:  # the strategy itself refuses several processes
-        plugins = as_list(config["plugins"])
-        if SLURMEnvironment.detect() and not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
-            # Lightning's own would save in the middle of a step and start the job again from that.
-            config["plugins"] = [*plugins, SLURMEnvironment(auto_requeue=False)]
-        return
-    if TorchElasticEnvironment.detect():
-        _follow_torchrun(config, strategy)
-    plugins = as_list(config["plugins"])
-    given = [*plugins, strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None]
-    if not any(isinstance(plugin, ClusterEnvironment) for plugin in given):
-        config["plugins"] = [*plugins, cluster_environment(num_nodes=config["num_nodes"])]
-
-
-def check_processes(trainer: Trainer, *, rank: int) -> None:
-    """Refuse a rank other than 0 without other processes, and processes that do not know where they meet."""
-    if rank and trainer.world_size == 1:
-        given = [name for name in _RANKS if os.environ.get(name) == str(rank)]
-        raise ConfigError(
-            f"{' '.join(f'{name}={rank}' for name in given) or f'rank {rank}'} in the environment, and this run has "
-            "one process, which is rank 0",
-            remedy=f"unset {' '.join(given or _RANKS)}, or pass --trainer.strategy=ddp and --trainer.devices=N",
-        )
-    strategy = trainer.strategy
-    environment = strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None
-    if trainer.world_size > 1 and isinstance(environment, LocalEnvironment):
-        environment.check()
-
-
-def _follow_torchrun(config: dict[str, Any], strategy: Strategy | None) -> None:
-    mode, launcher = mode_of(strategy), _launcher()
-    if mode.start_method != "popen":
-        raise ConfigError(
-            f"--trainer.strategy={config['strategy']} starts processes itself, and {launcher} has already started them",
-            remedy=f"pass --trainer.strategy=ddp, or start it with python in place of {launcher}",
-        )
-    processes, machines, total = (int(os.environ[f"{name}WORLD_SIZE"]) for name in ("LOCAL_", "GROUP_", ""))
-    if processes * machines != total:
-        raise ConfigError(
-            f"{total} processes on {machines} machines, but {processes} on this one: machines must have equally many",
-            remedy="pass srun --ntasks-per-node=N"
-            if is_task()
-            else "start torchrun with the same --nproc-per-node on every machine",
-        )
-    each = mode.devices_per_process
-    option = "ntasks" if is_task() else "nproc"
-    _follow(config, "devices", processes * each, started=f"--{option}-per-node={processes}")
-    _follow(config, "num_nodes", machines, started=f"{machines} machine(s)")
-
-
-def _made(strategy: Any) -> Strategy | None:
-    """The strategy itself, None where Lightning will choose or refuse."""
-    if isinstance(strategy, str):
-        return StrategyRegistry.get(strategy) if strategy in StrategyRegistry.available_strategies() else None
-    return strategy if isinstance(strategy, Strategy) else None
-
-
-def _follow(config: dict[str, Any], name: str, value: int, *, started: str) -> None:
-    given = config[name]
-    if given in _UNSET:
-        config[name] = value
-    elif _count(given) not in (None, value):
-        raise ConfigError(
-            f"--trainer.{name}={given}, but {_launcher()} started {started}, which makes {value}",
-            remedy=f"leave out --trainer.{name}, {_launcher()} decides it",
-        )
-
-
-def _count(given: Any) -> int | None:
-    """Number of devices or machines that are asked for; None if only the accelerator can count them, as for -1."""
-    if isinstance(given, str):
-        given = [part for part in given.split(",") if part] if "," in given else int(given)
-    if isinstance(given, int):
-        return None if given < 0 else given
-    return len(given)
-
-
-def as_list(plugins: Any) -> list[Any]:
-    """A Trainer's `plugins` as a new list: they may be none, one or several."""
-    if plugins is None:
-        return []
-    return list(plugins) if isinstance(plugins, list | tuple) else [plugins]
 
 
 def cluster_environment(*, num_nodes: int = 1) -> ClusterEnvironment:
@@ -261,7 +162,7 @@ class TorchrunEnvironment(TorchElasticEnvironment):
         if self.global_rank() == 0:
             if socket.gethostbyname(address) != self._address:
                 raise ConfigError(
-                    f"{_launcher()} sends the other machines to {address}, which is not {self._interface} "
+                    f"{launcher_name()} sends the other machines to {address}, which is not {self._interface} "
                     f"({self._address})",
                     remedy=f"export MASTER_ADDR={self._address} for all tasks"
                     if is_task()
@@ -336,10 +237,6 @@ def _num_cluster_tasks() -> int:
         return int(os.environ["SLURM_NTASKS"])  # Lightning's class might refuse the job
     others = (kind for kind in (LSFEnvironment, MPIEnvironment) if kind.detect())
     return max((kind().world_size() for kind in others), default=1)
-
-
-def _launcher() -> str:
-    return "srun" if is_task() else "torchrun"
 
 
 def _num_machines() -> int:

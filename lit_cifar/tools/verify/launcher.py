@@ -20,8 +20,8 @@ from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
-from lit_cifar.launch.rendezvous import as_list
 from lit_cifar.launch.signals import EXIT_REFUSED
+from lit_cifar.launch.world_size import as_list
 from lit_cifar.models.resnet import SHAPES
 from lit_cifar.task.callbacks import default_callbacks
 from lit_cifar.task.module import LitResNet

@@ -1,7 +1,7 @@
-"""The tasks of plain `srun python -m lit_cifar fit ...`, one for each device.
+"""The variables of torchrun, by which a process knows its place among others.
 
-SLURM's variables become those of torchrun, so that modes, refusals and resume are the same under both. Only torchrun
-starts processes again after a failure; a failed task ends the job step.
+The tasks of plain `srun python -m lit_cifar fit ...`, one for each device, make them of SLURM's: modes, refusals and
+resume are the same under both. Only torchrun starts processes again after a failure; a failed task ends the job step.
 """
 
 import os
@@ -9,8 +9,6 @@ import re
 from collections.abc import Mapping
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-
-from lit_cifar.launch.node import torchrun_variables
 
 SRUN = "srun"  # in place of torchrun's name of a run
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000  # below those that Linux gives to clients
@@ -24,6 +22,11 @@ def adopt_task() -> None:
 def is_task() -> bool:
     """Whether `srun` has started this process as one of several."""
     return os.environ.get("TORCHELASTIC_RUN_ID") == SRUN
+
+
+def launcher_name() -> str:
+    """What has started the processes."""
+    return "srun" if is_task() else "torchrun"
 
 
 def task_variables(slurm: Mapping[str, str]) -> dict[str, str]:
@@ -48,6 +51,26 @@ def task_variables(slurm: Mapping[str, str]) -> dict[str, str]:
         restarts=int(slurm.get("SLURM_RESTART_COUNT", 0)),
     )
     return variables | {"RANK": slurm["SLURM_PROCID"], "WORLD_SIZE": num_tasks, "TORCHELASTIC_RUN_ID": SRUN}
+
+
+def torchrun_variables(
+    place: tuple[str, int], *, local_rank: int, num_local: int, node: int = 0, num_nodes: int = 1, restarts: int = 0
+) -> dict[str, str]:
+    """The environment variables that torchrun gives a rank, where rank 0 is to open the store at `place`."""
+    variables = {
+        "MASTER_ADDR": place[0],
+        "MASTER_PORT": place[1],
+        "RANK": node * num_local + local_rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": num_nodes * num_local,
+        "LOCAL_WORLD_SIZE": num_local,
+        "GROUP_WORLD_SIZE": num_nodes,
+        "GROUP_RANK": node,
+        "TORCHELASTIC_RUN_ID": "lit-cifar",
+        "TORCHELASTIC_RESTART_COUNT": restarts,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+    return {name: str(value) for name, value in variables.items()}
 
 
 def _tasks_by_node(text: str) -> list[int]:

@@ -1,0 +1,116 @@
+"""Number of a run's processes and devices.
+
+torchrun may start a different number after a restart. `--trainer.devices` and `--trainer.num_nodes` need not be
+repeated on the command line, and cannot be if the number of machines changes. What is said of torchrun here holds for
+`srun` too: its tasks have torchrun's variables (`torchrun.py`).
+"""
+
+import os
+from typing import Any
+
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy, Strategy, StrategyRegistry
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.launch.torchrun import is_task, launcher_name
+from lit_cifar.mode import mode_of
+
+_UNSET = ("auto", 1, "1")
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # Lightning reads these, in this order
+
+
+def resolve_world_size(config: dict[str, Any]) -> None:
+    """Take `devices` and `num_nodes` from torchrun, if it started this process, and say where processes meet.
+
+    `config`, the arguments of a Trainer, is changed in place. Its strategy is made, or a registered name.
+    """
+    strategy = _made(config["strategy"])
+    if mode_of(strategy).is_single_process:  # the strategy itself refuses several processes
+        plugins = as_list(config["plugins"])
+        if SLURMEnvironment.detect() and not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
+            # Lightning's own would save in the middle of a step and start the job again from that.
+            config["plugins"] = [*plugins, SLURMEnvironment(auto_requeue=False)]
+        return
+    if TorchElasticEnvironment.detect():
+        _follow_torchrun(config, strategy)
+    plugins = as_list(config["plugins"])
+    given = [*plugins, strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None]
+    if not any(isinstance(plugin, ClusterEnvironment) for plugin in given):
+        from lit_cifar.launch.rendezvous import cluster_environment  # a process alone meets no other
+
+        config["plugins"] = [*plugins, cluster_environment(num_nodes=config["num_nodes"])]
+
+
+def check_processes(trainer: Trainer, *, rank: int) -> None:
+    """Refuse a rank other than 0 without other processes, and processes that do not know where they meet."""
+    if rank and trainer.world_size == 1:
+        given = [name for name in _RANKS if os.environ.get(name) == str(rank)]
+        raise ConfigError(
+            f"{' '.join(f'{name}={rank}' for name in given) or f'rank {rank}'} in the environment, and this run has "
+            "one process, which is rank 0",
+            remedy=f"unset {' '.join(given or _RANKS)}, or pass --trainer.strategy=ddp and --trainer.devices=N",
+        )
+    if trainer.world_size > 1 and isinstance(trainer.strategy, ParallelStrategy):
+        from lit_cifar.launch.rendezvous import LocalEnvironment
+
+        environment = trainer.strategy.cluster_environment
+        if isinstance(environment, LocalEnvironment):
+            environment.check()
+
+
+def _follow_torchrun(config: dict[str, Any], strategy: Strategy | None) -> None:
+    mode, launcher = mode_of(strategy), launcher_name()
+    if mode.start_method != "popen":
+        raise ConfigError(
+            f"--trainer.strategy={config['strategy']} starts processes itself, and {launcher} has already started them",
+            remedy=f"pass --trainer.strategy=ddp, or start it with python in place of {launcher}",
+        )
+    processes, machines, total = (int(os.environ[f"{name}WORLD_SIZE"]) for name in ("LOCAL_", "GROUP_", ""))
+    if processes * machines != total:
+        raise ConfigError(
+            f"{total} processes on {machines} machines, but {processes} on this one: machines must have equally many",
+            remedy="pass srun --ntasks-per-node=N"
+            if is_task()
+            else "start torchrun with the same --nproc-per-node on every machine",
+        )
+    each = mode.devices_per_process
+    option = "ntasks" if is_task() else "nproc"
+    _follow(config, "devices", processes * each, started=f"--{option}-per-node={processes}")
+    _follow(config, "num_nodes", machines, started=f"{machines} machine(s)")
+
+
+def _made(strategy: Any) -> Strategy | None:
+    """The strategy itself, None where Lightning will choose or refuse."""
+    if isinstance(strategy, str):
+        return StrategyRegistry.get(strategy) if strategy in StrategyRegistry.available_strategies() else None
+    return strategy if isinstance(strategy, Strategy) else None
+
+
+def _follow(config: dict[str, Any], name: str, value: int, *, started: str) -> None:
+    given = config[name]
+    if given in _UNSET:
+        config[name] = value
+    elif _count(given) not in (None, value):
+        raise ConfigError(
+            f"--trainer.{name}={given}, but {launcher_name()} started {started}, which makes {value}",
+            remedy=f"leave out --trainer.{name}, {launcher_name()} decides it",
+        )
+
+
+def _count(given: Any) -> int | None:
+    """Number of devices or machines that are asked for; None if only the accelerator can count them, as for -1."""
+    if isinstance(given, str):
+        given = [part for part in given.split(",") if part] if "," in given else int(given)
+    if isinstance(given, int):
+        return None if given < 0 else given
+    return len(given)
+
+
+def as_list(plugins: Any) -> list[Any]:
+    """A Trainer's `plugins` as a new list: they may be none, one or several."""
+    if plugins is None:
+        return []
+    return list(plugins) if isinstance(plugins, list | tuple) else [plugins]
