@@ -43,7 +43,7 @@ NAMES = {
         lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver._run
         lightning.pytorch.Trainer._run_stage""",
     MODES: """lightning.pytorch.overrides.distributed._sync_module_states
-        lightning.pytorch.strategies.DDPStrategy._configure_launcher ._reset_optimizers_and_schedulers ._timeout
+        lightning.pytorch.strategies.DDPStrategy._configure_launcher ._timeout
         torch.Tensor._backward_hooks ._post_accumulate_grad_hooks torch.amp.GradScaler._unscale_grads_
         torch.autograd.Variable._execution_engine torch.nn.Module._buffers ._parameters""",
     "--trainer.strategy=mp": "lightning.fabric.utilities.device_dtype_mixin._update_properties",

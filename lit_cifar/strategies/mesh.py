@@ -128,7 +128,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.precision_plugin.convert_module(self.model)
-        self._reset_optimizers_and_schedulers()
+        self.optimizers, self.lr_scheduler_configs = [], []
         self.model_to_device()
         self.module.use_forward_fn(self.make_forward_fn(self.module.network))
         self._count_along_data(self.data_group)
