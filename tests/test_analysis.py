@@ -1,9 +1,8 @@
 """What the notebooks read from run folders and draw: mostly folders written by hand."""
 
-import json
 import math
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,11 +10,11 @@ import pytest
 import torch
 from commands import TINY, launch, mode_flags, run_here
 
-from analysis import interrupted_runs, memory
+from analysis import memory
 from analysis.comparing_runs import paired, welch
-from analysis.interrupted_runs import StepWatch, interruption, learning_rates, read_step_log
+from analysis.interrupted_runs import learning_rates, read_step_log
 from analysis.run_frames import per_rank_frame, read_digests, read_metrics, read_per_rank
-from analysis.scaling import MIB, accuracy_over_time, read_memory, read_speed, scaling_frame, time_to
+from analysis.scaling import MIB, accuracy_over_time, read_memory, read_speed, time_to
 from analysis.stage_timeline import read_timeline
 from analysis.training_differences import read_losses, read_weights
 from lit_cifar.errors import ConfigError
@@ -77,54 +76,7 @@ def test_per_rank_rows_come_back_with_intervals_and_flags(tmp_path: Path) -> Non
 # ---------------------------------------------------------------- what a killed process costs
 
 
-def test_what_a_restart_repeats_and_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock: Iterator[float] = iter([0.0, 0.0, 1.0, 2.0, 3.0, 3.5, 3.6, 9.0, 11.0, 12.0])
-    monkeypatch.setattr(interrupted_runs, "perf_counter", lambda: next(clock))
-    steps = iter([0, 1, 2, 3, 3, 3, 4, 2, 3, 5])
-    watch = StepWatch(lambda: next(steps))
-    for event in ("", "", "", "", "", "rank 1 is killed", "", "", "", ""):
-        watch.look(event)
-    assert watch.frame["step"].tolist() == [0, 1, 2, 3, 3, 4, 2, 3, 5]  # changes and the event
-    assert interruption(watch.frame).to_dict() == {
-        "killed_after_step": 4,  # one more was done before the process was gone
-        "resumed_from_step": 2,
-        "steps_repeated": 2,
-        "seconds_to_next_step": 7.5,
-    }
-    just_after_saving = watch.frame.drop(index=[5, 6, 7])
-    assert [*interruption(just_after_saving)] == [3, 3, 0, 8.5]
-
-
 # ---------------------------------------------------------------- speed, memory and time to an accuracy
-
-
-def write_run(folder: Path, *, speeds: tuple[int, ...], state_mib: tuple[int, ...] = (3,)) -> Path:
-    folder.mkdir(parents=True)
-    rows = [f"0,{step},{speed}" for step, speed in enumerate(speeds)]
-    (folder / "metrics.csv").write_text("\n".join(["epoch,step,train/images_per_s", *rows, ""]))
-    for rank, size in enumerate(state_mib):
-        content = {"rank": rank, "state_bytes": size * MIB, "gpu_peak_bytes": None}
-        (folder / f"memory-rank{rank}.json").write_text(json.dumps(content))
-    return folder
-
-
-def test_modes_are_compared_with_one_device(tmp_path: Path) -> None:
-    speeds = {("single", 1): (90, 100, 400), ("fsdp2", 2): (135, 160, 640)}
-    states = {("single", 1): (6,), ("fsdp2", 2): (2, 4)}
-    runs = {
-        kind: [write_run(tmp_path / f"{kind[0]}{speed}", speeds=(speed, speed), state_mib=states[kind]) for speed in of]
-        for kind, of in speeds.items()
-    }
-    single, double = scaling_frame(runs).to_dict("records")
-    assert (single["repeats"], single["images_per_s"], single["slowest"], single["fastest"]) == (3, 100, 90, 400)
-    assert (double["repeats"], double["images_per_s"], double["slowest"], double["fastest"]) == (3, 160, 135, 640)
-    assert (single["speedup"], single["efficiency"], single["state_mib"]) == (1, 1, 6)
-    # Round by round 1.5, 1.6 and 1.6: the last round is fast for both.
-    assert (double["speedup"], double["lowest"], double["highest"]) == (1.6, 1.5, 1.6)
-    assert (double["efficiency"], double["state_mib"]) == (0.8, 4)
-    runs["fsdp2", 2].pop()
-    with pytest.raises(ConfigError, match=r"\('fsdp2', 2\): 2.*\n.*every round"):
-        scaling_frame(runs)
 
 
 def test_seconds_follow_from_the_speed_of_each_window(tmp_path: Path) -> None:

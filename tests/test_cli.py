@@ -147,18 +147,6 @@ def test_hooks_of_a_step_that_do_nothing_are_passed_over_and_no_others() -> None
     assert {name for name in vars(Callback) if name.startswith("on_")} - called == idle
 
 
-def test_a_profiler_that_is_asked_for_sees_the_steps(tmp_path: Path) -> None:
-    run_here(
-        "fit",
-        *TINY,
-        "--trainer.profiler=SimpleProfiler",
-        f"--trainer.profiler.dirpath={tmp_path}",
-        "--trainer.profiler.filename=profile",
-        f"--run_dir={tmp_path / 'run'}",
-    )
-    assert "run_training_batch" in (tmp_path / "fit-profile.txt").read_text()
-
-
 @pytest.mark.parametrize(
     ("words", "named", "command"),
     [

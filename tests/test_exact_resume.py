@@ -6,7 +6,6 @@ ends that resumes the same checkpoint and normalises as the mode does; and where
 if both modes normalise alike. In float64, so that the bound is sharp.
 """
 
-import os
 import re
 import shutil
 import subprocess
@@ -22,7 +21,6 @@ import torch.distributed as dist
 import yaml
 from checkpoints import assert_same_checkpoint
 from commands import (
-    FIT,
     TINY,
     Result,
     callback,
@@ -43,14 +41,12 @@ from tiny_task import read_events
 from torchmetrics import CatMetric, MaxMetric
 
 from lit_cifar import LitResNet
-from lit_cifar.checkpoint.atomic import write_checkpoint
 from lit_cifar.checkpoint.exact_resume import SameStart, StartingPoint, _collect, _metrics, steps_of
 from lit_cifar.checkpoint.files import DIGESTS, weights_digest
 from lit_cifar.checkpoint.format import check_optimizer, name_optimizer
 from lit_cifar.cli.main import CLI
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import CheckpointError
-from lit_cifar.launch.forked import ForkedRun, _rank_environments
 from lit_cifar.launch.signals import Stopped
 from lit_cifar.reporting.run_folder import LOCK
 from lit_cifar.task.metrics import MeanLoss
@@ -103,48 +99,22 @@ def assert_same_end(run: Path, undisturbed: Path) -> None:
         assert digests.endswith(f"{weights_digest(found['state_dict'])}  epoch {position['epoch'] - 1}\n")
 
 
-def test_differing_checkpoints_are_told(undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a network file system shows one of them an older file. Here each has a folder of its own."""
-    for rank in (0, 1):
-        shutil.copytree(undisturbed, tmp_path / str(rank) / "run")
-    last = Path("run", "checkpoints", "last.ckpt")
-    write_checkpoint(last_checkpoint(undisturbed) | {"global_step": 9}, tmp_path / "1" / last)
-    before = (tmp_path / "0" / "run" / "metrics.csv").read_bytes()
-    started = []
-    words = ["fit", *SETTINGS, *mode_flags("ddp"), "--resume=auto", "--run_dir=run"]
-    with _rank_environments({**os.environ, "OMP_NUM_THREADS": "1"}, 2) as environments:
-        for rank, environment in enumerate(environments):
-            monkeypatch.chdir(tmp_path / str(rank))
-            own = {name: tmp_path / f"{name}{rank}" for name in ("stdout", "stderr")}
-            started.append(ForkedRun(words, **FIT, environment=environment, **own))
-    try:
-        assert started[0].wait(100) == 2
-        assert started[1].wait(100) is not None
-    finally:
-        for run in started:
-            run.kill()
-    told = (tmp_path / "stderr0").read_text().partition("lit_cifar: error: ")[2].splitlines()
-    assert len(told) == 4
-    assert told[1].endswith(f": {last} after 10 optimizer steps")
-    assert told[2].endswith(f": {last} after 9 optimizer steps")
-    assert "Traceback" not in (tmp_path / "stderr0").read_text() + (tmp_path / "stderr1").read_text()
-    assert (tmp_path / "0" / "run" / "metrics.csv").read_bytes() == before
-
-
 @pytest.mark.parametrize(
     ("first", "other", "differ"),
     [
-        (StartingPoint("a", "", "a"), StartingPoint("a", "", "a"), False),
-        (StartingPoint("a", "", "b"), StartingPoint("b", "", "b"), False),  # which is damaged
-        (StartingPoint("a", "", None), StartingPoint("a", "", None), False),  # which is cut short
-        (StartingPoint("a", "", "a"), StartingPoint("b", "", "a"), True),
-        (StartingPoint("a", "", None), StartingPoint(None, ""), True),
-        (StartingPoint(None, ""), StartingPoint("a", "", "a"), True),
+        (StartingPoint("a", "ten", "a"), StartingPoint("a", "ten", "a"), False),
+        (StartingPoint("a", "ten", "b"), StartingPoint("b", "ten", "b"), False),  # which is damaged
+        (StartingPoint("a", "ten", None), StartingPoint("a", "ten", None), False),  # which is cut short
+        (StartingPoint("a", "ten", "a"), StartingPoint("b", "nine", "a"), True),
+        (StartingPoint("a", "ten", None), StartingPoint(None, "nine"), True),
+        (StartingPoint(None, "ten"), StartingPoint("a", "nine", "a"), True),
     ],
 )
-def test_only_the_first_process_may_find_that_a_checkpoint_is_damaged(
-    first: StartingPoint, other: StartingPoint, differ: bool
+def test_all_start_alike_and_only_the_first_process_may_find_that_a_checkpoint_is_damaged(
+    first: StartingPoint, other: StartingPoint, differ: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """As where a network file system shows one of them an older file."""
+
     def meet(rank: int) -> bool:
         strategy = SimpleNamespace(barrier=dist.barrier, launcher=None)
         trainer: Any = SimpleNamespace(world_size=2, is_global_zero=rank == 0, strategy=strategy)
@@ -155,6 +125,8 @@ def test_only_the_first_process_may_find_that_a_checkpoint_is_damaged(
         return False
 
     assert on_ranks(2, meet) == [differ] * 2
+    told = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(": ")[2] for line in told[1:3]] == ["ten", "nine"] * differ
 
 
 @short
@@ -193,10 +165,14 @@ def test_a_script_resumes_on_two_processes(tmp_path: Path) -> None:
 def test_a_script_that_would_cut_the_epoch_otherwise_is_refused(
     kind: str, sizes: dict[str, int], settings: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
+    """Also if its data module is of another class."""
     file = tmp_path / "within.ckpt"
     fit_script(make(kind), tmp_path, callbacks=[Watch(file, 1)])
-    with pytest.raises(CheckpointError, match=says):
-        fit_script(make(kind), tmp_path, data(**sizes), resume=file, **settings)
+    for of in (CIFAR10DataModule, OwnData):
+        again = data(**sizes)
+        again.__class__ = of
+        with pytest.raises(CheckpointError, match=says):
+            fit_script(make(kind), tmp_path, again, resume=file, **settings)
 
 
 class OwnData(CIFAR10DataModule):
@@ -235,15 +211,6 @@ def test_a_script_does_not_validate_on_what_it_was_trained_on(
         told = pytest.raises(CheckpointError, match=r"trained on would be validated on: --data\.seed=1\n")
         with told if "seed" in changed else nullcontext():
             go_on()
-
-
-@short
-def test_the_rest_of_an_epoch_is_compared_with_a_data_module_of_another_class(tmp_path: Path) -> None:
-    file, again = tmp_path / "within.ckpt", data(batch_size=32)
-    again.__class__ = OwnData
-    fit_script(make("foreign"), tmp_path, callbacks=[Watch(file, 1)])
-    with pytest.raises(CheckpointError, match=r"batch_size=16; .*batch_size=32"):
-        fit_script(make("foreign"), tmp_path, again, resume=file)
 
 
 @short

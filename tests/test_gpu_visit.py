@@ -85,43 +85,6 @@ def test_a_step_that_fails_does_not_stop_the_next(visit: Visit) -> None:
     assert results["steps"][1]["findings"]["number"]["figures"] == {"n": 1}
 
 
-def test_a_second_visit_to_a_folder_keeps_what_the_first_has_found(visit: Visit) -> None:
-    """A later finding takes the place of an earlier one, but not one for which there was no time."""
-    answers = iter([FailedError("at first"), processes.OutOfTimeError("later"), "mended"])
-
-    def tried(step: Step) -> None:
-        def check() -> str:
-            answer = next(answers)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-        step.check("tried", check)
-
-    def found() -> list[tuple[str, str]]:
-        return [(f.status, f.text) for step in visited(visit, tried, works).steps for f in step.findings.values()]
-
-    assert found() == [("failed", "at first"), ("ok", "found")]
-    assert found() == [("failed", "at first"), ("ok", "found")]
-    assert found() == [("ok", "mended"), ("ok", "found")]
-    again = Report(visit.out, ["tried", "new"], about=ABOUT)
-    assert [step.status for step in again.steps] == ["ok", "not taken"]
-    assert len(again.visits) == 4
-
-
-def test_what_needs_several_gpus_says_so_where_there_is_one(visit: Visit) -> None:
-    one, two = (replace(visit, accelerator="cuda", num_gpus=number) for number in (1, 2))
-
-    def scaling(step: Step) -> None:
-        number = step.visit.several()
-        step.check("speed", lambda: f"of {number}")
-
-    (left_out,) = visited(one, scaling).steps
-    assert (left_out.status, left_out.text.partition("; ")[2][:17]) == ("left out", "the rest: one GPU")
-    (taken,) = visited(two, scaling).steps
-    assert [(f.status, f.text) for f in taken.findings.values()] == [("ok", "of 2")]
-
-
 def test_the_commands_for_gpus_can_be_typed(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which no machine without one runs: on eight all modes, sizes and recipes."""
     typed: list[tuple[str, ...]] = []

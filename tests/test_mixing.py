@@ -88,13 +88,6 @@ def test_shares_are_drawn_from_a_beta_distribution() -> None:
     assert torch.tensor([mix.share for mix in cut]).mean() == pytest.approx(1 - inside.mean().item(), abs=0.03)
 
 
-def test_the_draw_is_a_function_of_seed_epoch_and_step() -> None:
-    draw = Mixing(seed=1, mixup=1.0).draw(epoch=2, step=3, size=(8, 8))
-    assert draw == Mixing(seed=1, mixup=1.0).draw(epoch=2, step=3, size=(8, 8))
-    for seed, epoch, step in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (1, 3, 2)):
-        assert draw != Mixing(seed=seed, mixup=1.0).draw(epoch=epoch, step=step, size=(8, 8))
-
-
 def test_shares_at_their_ends() -> None:
     own, other = images().images[:8], images().images[8:16]
     for share, expected in ((0.0, other), (1.0, own)):

@@ -84,11 +84,6 @@ REFUSED = {
         f"dev {SPLIT}, and would not",
     ),
     "a year": ([f"{split}/{name} 1" for split in ("train2017", "val2017") for name in TWO], f"{SPLIT}, and would be a"),
-    "a set": (
-        [f"{split}/{name} 1" for split in ("training_set", "test_set") for name in TWO],
-        f"{SPLIT}, and would be",
-    ),
-    "a letter": ([f"{split}/{name} 1" for split in ("trainA", "testA") for name in TWO], f"{SPLIT}, and would be a"),
     "one of two": (
         [f"{split}/{name} 1" for split in ("seg_train", "test") for name in TWO],
         f"seg_train {SPLIT}, and would be a",
@@ -97,8 +92,6 @@ REFUSED = {
     "classes beside those": (["train/cat 1", "train/dog 1", "more/cat 1"], f"more {SPLIT}, and would not be used"),
     "classes among those": (["cat 1", "dog 1", "more/cat 1", "more/dog 1"], "more would be a class, and holds others"),
     "one folder too many": (["all/train/cat 1", "all/test/cat 1"], "holds one class, all: there is nothing to tell"),
-    "two too many": (["a/train/cat 1", "b/train/cat 1"], "a would be a class, and holds others or splits: train"),
-    "twice": (["train/train/cat 1", "train/train/dog 1"], "train holds one class, train"),
     "classes first": (["cat/train 1", "cat/val 1", "dog/train 1"], "cat would be a class, and holds others or splits"),
     "nothing but what is hidden": ([".git 1"], "holds no folders of pictures"),
     "a split without classes": (["cat 1", "dog 1", "test 3"], "test has no folders of classes: it may be a class"),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -47,20 +47,6 @@ def test_nohup_is_heard_and_a_signal_that_comes_twice_is_one() -> None:
 def test_without_ray_the_command_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     assert "pip install 'lit-cifar[ray]'" in refused("ray", "fit")
-
-
-def test_each_process_is_told_what_torchrun_would_tell_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    started: list[dict[str, Any]] = []
-    monkeypatch.setattr(subprocess, "Popen", lambda words, **kwargs: started.append(kwargs))
-    NodeProcesses().start(
-        ["fit"], folder=str(tmp_path), place=("10.0.0.1", 29500), node=1, num_nodes=3, num_local=2, restarts=1
-    )
-    variables = [each["env"] for each in started]
-    assert [each["RANK"] for each in variables] == ["2", "3"]
-    assert [each["LOCAL_RANK"] for each in variables] == ["0", "1"]
-    for each in variables:
-        assert (each["WORLD_SIZE"], each["LOCAL_WORLD_SIZE"], each["GROUP_WORLD_SIZE"]) == ("6", "2", "3")
-        assert (each["MASTER_ADDR"], each["MASTER_PORT"], each["GROUP_RANK"]) == ("10.0.0.1", "29500", "1")
 
 
 def test_what_processes_print_and_their_end_are_handed_over(tmp_path: Path) -> None:

@@ -41,8 +41,6 @@ def test_the_layout_is_known_before_processes_start(trainer: dict[str, object], 
 
 
 def test_replicas_multiply_and_microbatches_are_pieces_of_them() -> None:
-    strategy = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 3, "rank": 2})
-    assert mode_of(strategy).layout == Layout(data_parallel_size=3, data_parallel_rank=2)
     layout = Layout(data_parallel_size=3, data_parallel_rank=2, local_replicas=2, num_microbatches=4)
     assert layout.num_replicas == 6
     assert GhostBatches.of(layout, accumulation=5) == GhostBatches(
@@ -231,9 +229,7 @@ def test_a_loader_without_a_trainer_cannot_be_resumed() -> None:
     [
         (128, Layout(data_parallel_size=3), 1, "3 replicas", "126 129"),
         (100, Layout(data_parallel_size=2, local_replicas=4), 1, "8 replicas", "96 104"),
-        (100, Layout(data_parallel_size=4), 3, "4 replicas x 3 accumulation steps", "96 108"),
         (2, Layout(data_parallel_size=4), 1, "4 replicas", "4"),
-        (100, Layout(data_parallel_size=2, num_microbatches=4), 1, "2 replicas x 4 microbatches", "96 104"),
         (100, Layout(num_microbatches=4), 3, "1 replica x 3 accumulation steps x 4 microbatches", "96 108"),
         (9, Layout(num_microbatches=4), 1, "1 replica x 4 microbatches of at least 2 samples", "8 12"),
         (3, Layout(data_parallel_size=2, num_microbatches=4), 1, "2 replicas x 4 microbatches", "16"),

@@ -1,6 +1,5 @@
 """Who works when: the recorder, its trace, and what is read from it; `test_pipeline` has the callback in runs."""
 
-import json
 from pathlib import Path
 
 import pandas as pd
@@ -90,16 +89,3 @@ def test_stored_activations_are_counted_until_their_last_backward() -> None:
     halves = [("forward", 0, 0), ("backward_input", 0, 0), ("forward", 0, 1), ("backward_input", 0, 1)]
     halves += [("backward_weight", 0, 0), ("backward_weight", 0, 1)]
     assert stored_mib(timeline_of(halves)).to_dict() == {"process 0": 6.0}
-
-
-def test_the_trace_has_a_row_for_each_stage_and_microseconds(tmp_path: Path) -> None:
-    args = {"step": 0, "stage": 1, "microbatch": 2, "rank": 1, "worker": "process 1", "saved_bytes": 0}
-    spans = [
-        {"ph": "X", "pid": 1, "tid": 1, "ts": start, "dur": 5.0, "args": args | {"kind": kind}}
-        for kind, start in (("backward", 3000.0), ("forward", 1000.0))
-    ]
-    write_trace(spans, tmp_path / "timeline.json")
-    name, *events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    assert name["args"] == {"name": "stage 1, process 1"}
-    assert [(event["args"]["kind"], event["ts"]) for event in events] == [("forward", 0.0), ("backward", 2000.0)]
-    assert read_timeline(tmp_path)["start_ms"].tolist() == [0.0, 2.0]
