@@ -4,9 +4,13 @@ The message of a user's mistake says what was received, which rule it breaks and
 prints it without a traceback and exits with status 2 (see `lit_cifar.cli.main`).
 """
 
+import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import partial
+from typing import TypeVar
+
+_Number = TypeVar("_Number", bound=float | None)
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -49,6 +53,16 @@ class ConfigError(ValueError):
     def __reduce__(self) -> tuple[object, ...]:
         """Survive pickling with both fields: spawned processes send their exceptions to the parent."""
         return partial(type(self), remedy=self.remedy), (self.problem,)
+
+
+def bounded(flag: str, value: _Number, least: float, most: float = math.inf) -> _Number:
+    """`value`, the number given by `flag`, or None; a `ConfigError` unless it is from `least` to `most`."""
+    if value is not None and not least <= value <= most:
+        rule = f"at least {least}" if most == math.inf else f"between {least} and {most}"
+        raise ConfigError(
+            f"{flag}={value} must be {rule}", remedy=f"pass {flag}={least if least >= 0 else 1}, or leave it out"
+        )
+    return value
 
 
 class DataError(ConfigError):

@@ -18,9 +18,9 @@ from documents import ROOT
 
 from lit_cifar.checkpoint.files import weights_digest
 from lit_cifar.cli.main import CLI
-from lit_cifar.cli.preflight import REFUSED
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.run_folder import RunLock
+from lit_cifar.task.refused_callbacks import REFUSED
 
 BASE = ["fit", *TINY, "--trainer.max_epochs=2", "--trainer.num_sanity_val_steps=0", "--last_checkpoint.every_n_steps=1"]
 

@@ -2,7 +2,8 @@
 
 import math
 import re
-from functools import reduce
+from collections.abc import Callable
+from functools import partial, reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,14 @@ from commands import TINY, mode_flags, refused, run_here
 from jsonargparse import Namespace
 from verifying import TINY as VERIFIED
 
+from lit_cifar.checkpoint.callbacks import LastCheckpoint
 from lit_cifar.cli.main import CLI
-from lit_cifar.cli.preflight import BOUNDS, check_bounds
+from lit_cifar.cli.trainer_arguments import BOUNDS, check_bounds
+from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data.options import Augment, Pictures
 from lit_cifar.errors import ConfigError
+from lit_cifar.reporting.figures import EvaluationFigures
+from lit_cifar.task.module import LitResNet
 
 TRANSFORM = "--data.augment.transforms+=torchvision.transforms.v2."
 # Flags of a fit, and what is said of them.
@@ -267,13 +273,44 @@ def test_every_remedy_is_accepted(flags: str, monkeypatch: pytest.MonkeyPatch) -
         run_here("fit", *command, *pasted)
 
 
+# Where each number of ours is bounded, and between what.
+OWN_BOUNDS: dict[str, tuple[Callable[..., object], float, float]] = {
+    "model.label_smoothing": (partial(LitResNet, "tiny"), 0, 1),
+    "model.base_batch_size": (partial(LitResNet, "tiny"), 1, math.inf),
+    "model.head_lr": (partial(LitResNet, "tiny"), 0, math.inf),
+    "model.unfreeze_at": (partial(LitResNet, "tiny"), 1, math.inf),
+    "data.eval_batch_size": (partial(CIFAR10DataModule, dataset="synthetic"), 1, math.inf),
+    "data.seed": (partial(CIFAR10DataModule, dataset="synthetic"), 0, math.inf),
+    "data.val_size": (partial(CIFAR10DataModule, dataset="synthetic"), 0, math.inf),
+    "data.num_workers": (partial(CIFAR10DataModule, dataset="folder"), 0, 2**16),
+    "data.augment.padding": (
+        lambda **settings: Augment(**settings).of_images(32, decoded_size=None, seed=0),
+        0,
+        math.inf,
+    ),
+    "data.augment.cutout": (
+        lambda **settings: Augment(**settings).of_images(32, decoded_size=None, seed=0),
+        0,
+        math.inf,
+    ),
+    "data.pictures.memory_gb": (Pictures, 0, math.inf),
+    "figures.num_wrong": (EvaluationFigures, 0, 2**16),
+    "figures.every_n_epochs": (EvaluationFigures, 0, math.inf),
+    "last_checkpoint.every_n_epochs": (LastCheckpoint, 0, math.inf),
+    "last_checkpoint.every_n_steps": (LastCheckpoint, 1, math.inf),
+    "last_checkpoint.every_n_seconds": (LastCheckpoint, 0, math.inf),
+}
+
+
 def test_a_number_out_of_bounds_is_refused_with_one_within() -> None:
     """Of every flag that has bounds; a flag that was renamed would have none."""
     settings = yaml.safe_load(run_here("fit", *TINY, "--data.augment.cutout=1", "--print_config").stdout)
-    for name, (least, most) in BOUNDS.items():
+    of_trainer = {name: (check_bounds, *bounds) for name, bounds in BOUNDS.items()}
+    for name, (make, least, most) in (of_trainer | OWN_BOUNDS).items():
         reduce(getitem, name.split("."), settings)  # a KeyError where there is no such flag
         for beyond in (least - 1, *([] if most == math.inf else [10**12])):
+            given = {"arguments": Namespace({name: beyond})} if make is check_bounds else {name.split(".")[-1]: beyond}
             with pytest.raises(ConfigError, match=f"--{name}={beyond} must be ") as error:
-                check_bounds(Namespace({name: beyond}))
+                make(**given)
             (told,) = re.findall(rf"--{name}=(\d+)", error.value.remedy)
             assert least <= int(told) <= most

@@ -26,7 +26,7 @@ from torch.nn.utils import get_total_norm
 from lit_cifar.checkpoint.atomic import BEST, LAST
 from lit_cifar.checkpoint.files import CheckpointFiles
 from lit_cifar.data.images import Batch
-from lit_cifar.errors import CheckpointError
+from lit_cifar.errors import CheckpointError, bounded
 from lit_cifar.launch.signals import EXIT_STOPPED, Keystrokes, end_together, stop_signals
 from lit_cifar.mode.tensors import local_part
 from lit_cifar.reporting.run_folder import run_folder
@@ -162,9 +162,9 @@ class LastCheckpoint(callbacks.Checkpoint):
         every_n_seconds: float | None = None,
     ) -> None:
         super().__init__()
-        self.every_n_epochs = every_n_epochs
-        self.every_n_steps = every_n_steps
-        self.every_n_seconds = every_n_seconds
+        self.every_n_epochs = bounded("--last_checkpoint.every_n_epochs", every_n_epochs, 0)
+        self.every_n_steps = bounded("--last_checkpoint.every_n_steps", every_n_steps, 1)
+        self.every_n_seconds = bounded("--last_checkpoint.every_n_seconds", every_n_seconds, 0)
         self.newest: Path | None = None
         self._folder = Path()
         self._saved_step = 0

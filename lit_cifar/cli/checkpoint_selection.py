@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_cifar.checkpoint.atomic import LAST, best_of, carried_hash, content_hash, newest_valid, read_checked
@@ -23,7 +25,13 @@ from lit_cifar.checkpoint.format import (
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.dataset import Dataset
-from lit_cifar.data.sample_order import OrderSettings, settings_in
+from lit_cifar.data.sample_order import (
+    OrderSettings,
+    check_held_out,
+    check_rest_of_epoch,
+    order_settings,
+    settings_in,
+)
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.reporting.run_folder import CONFIG, process_rank
 from lit_cifar.task.module import LitResNet
@@ -102,6 +110,22 @@ class StartingCheckpoint:
             return
         with naming(self._config.ckpt_path):
             self._compare(content, module, data)
+
+    def compare_images(self, data: CIFAR10DataModule) -> None:
+        """Refuse to go on with other images; of weights alone, with which a new training starts, this is told."""
+        if self.order is None:
+            return
+        now = order_settings(data)
+        with naming(self._config.ckpt_path):
+            if self.within_epoch:
+                check_rest_of_epoch(self.order, now)
+            try:
+                check_held_out(self.order, now)
+            except CheckpointError as error:
+                if not self.has_weights_alone:
+                    raise
+                if self.order.get("dataset") == now["dataset"]:  # else none of these was seen
+                    rank_zero_warn(f"{error.problem}. They are not new to the weights, so that val/acc says too much")
 
     def _choose(self, module: LitResNet) -> None:
         """Start with the weights that the model was given, unless a training goes on with its own."""
@@ -183,3 +207,20 @@ def _newest(subcommand: str, config: Namespace) -> tuple[str | None, list[str]]:
         rank_zero_warn(f"{flags} skips a checkpoint: {problem}")
     rank_zero_info(f"{flags}: " + (f"resuming from {path}" if path else f"starting a new run in {config.run_dir}"))
     return None if path is None else str(path), refused
+
+
+def check_unasked_resume(trainer: Any, *, trains: bool) -> None:
+    """Refuse a run that Lightning would begin with a file that another has left."""
+    left = sorted(Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt")) if SLURMEnvironment.detect() else []
+    if left:
+        raise ConfigError(
+            f"{left[-1]} is there, and in a job of SLURM Lightning would load it unasked",
+            remedy="move it, and pass it as --ckpt_path to go on from it",
+        )
+    for callback in trainer.callbacks:
+        if trains and isinstance(callback, OnExceptionCheckpoint) and Path(callback.ckpt_path).exists():
+            raise ConfigError(
+                f"{callback.ckpt_path} is there, and with OnExceptionCheckpoint Lightning would resume from it unasked",
+                remedy="move it, and pass it as --ckpt_path to go on from it; or pass another "
+                "--trainer.callbacks.dirpath",
+            )

@@ -26,17 +26,11 @@ from lit_cifar.checkpoint.exact_resume import Fingerprint, SameStart
 from lit_cifar.checkpoint.files import CheckpointFiles
 from lit_cifar.checks.replica_audit import ReplicaAudit
 from lit_cifar.checks.watchdog.callback import Watchdog
-from lit_cifar.cli.checkpoint_selection import StartingCheckpoint, spelled_out
+from lit_cifar.cli.checkpoint_selection import StartingCheckpoint, check_unasked_resume, spelled_out
 from lit_cifar.cli.gone import refuse_words
 from lit_cifar.cli.help import COMMON, SUBCOMMANDS, replace_texts
-from lit_cifar.cli.preflight import (
-    check_arguments,
-    check_bounds,
-    check_run,
-    check_saved_config,
-    check_sizes,
-    check_unasked_resume,
-)
+from lit_cifar.cli.preflight import check_run, check_sizes
+from lit_cifar.cli.trainer_arguments import check_arguments, check_bounds
 from lit_cifar.cli.usage_errors import PROGRAM, Parser, as_config_error, check_command, cli_exit
 from lit_cifar.configured import made
 from lit_cifar.data import CIFAR10DataModule
@@ -55,6 +49,7 @@ from lit_cifar.reporting.progress import ProgressBar
 from lit_cifar.reporting.run_folder import (
     RunLock,
     SavedConfig,
+    check_saved_config,
     create_run_folder,
     lock_run_folder,
     process_rank,

@@ -31,7 +31,7 @@ from lit_cifar.data.sample_order import (
 )
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
 from lit_cifar.data.workers import num_cores
-from lit_cifar.errors import CheckpointError, ConfigError, nearest
+from lit_cifar.errors import CheckpointError, ConfigError, bounded, nearest
 from lit_cifar.mode import Layout, mode_of
 
 if TYPE_CHECKING:
@@ -149,16 +149,16 @@ class CIFAR10DataModule(L.LightningDataModule):
         super().__init__()
         self.root = Path(root)
         self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size
+        self.eval_batch_size = bounded("--data.eval_batch_size", eval_batch_size, 1)
         self.num_images = {"train": num_train, "test": num_test}
         self.shuffle = shuffle
         self.frozen_order = frozen_order
         self.drop_last = drop_last
         self.pad_eval = pad_eval
-        self.resident, self.num_workers = resident, num_workers
+        self.resident, self.num_workers = resident, bounded("--data.num_workers", num_workers, 0, 2**16)
         self.download = download
-        self.seed = seed
-        self._dataset, self._held_out = dataset, val_size
+        self.seed = bounded("--data.seed", seed, 0)
+        self._dataset, self._held_out = dataset, bounded("--data.val_size", val_size, 0)
         self.predict_dir = None if predict_dir is None else Path(predict_dir)
         self.source = open_dataset(dataset, root, image_size=image_size, seed=seed, pictures=pictures)
         self.name, self.image_size = self.source.title, self.source.image_size

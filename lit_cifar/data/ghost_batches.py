@@ -1,11 +1,13 @@
 """The chunks of a global batch that the layers normalise together: plain arithmetic, without a process group."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lit_cifar.errors import ConfigError
 from lit_cifar.mode import Layout
 
 
@@ -42,6 +44,22 @@ class GhostBatches:
     def __post_init__(self) -> None:
         if min(self.data_parallel_size, self.accumulation, self.local_replicas, self.num_microbatches) < 1:
             raise ValueError(f"not a way to cut a batch: {self}")
+
+    def check(self, layout: Layout, batch_size: int) -> None:
+        """Refuse more chunks than a batch has images, and a run whose mode, of this `layout`, has chunks of its own."""
+        if layout != Layout():
+            raise ConfigError(
+                f"--model.ghost_batchnorm computes on one device what a mode does, and this run has a mode: {layout}",
+                remedy="leave it out, or leave out --trainer.strategy and pass --trainer.devices=1",
+            )
+        sizes = {name: size for name, size in vars(self).items() if name != "synchronised"}
+        if (num_parts := math.prod(sizes.values())) > batch_size:
+            name = max(sizes, key=lambda name: sizes[name])
+            most = max(batch_size * sizes[name] // num_parts, 1)
+            raise ConfigError(
+                f"--model.ghost_batchnorm cuts a batch of {batch_size} images into {num_parts} parts",
+                remedy=f"pass --model.ghost_batchnorm.{name}={most} or less",
+            )
 
     def positions(self, num_samples: int) -> list[list[Tensor]]:
         """The chunks that each replica normalises, in order: positions in the batch, int64, not empty."""

@@ -7,7 +7,7 @@ from torch import nn
 
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.transforms import Transforms
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, bounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,8 @@ class Augment:
 
     def of_images(self, size: int, *, decoded_size: int | None, seed: int) -> Augmentation:
         """The augmentation of images of `size` x `size` pixels, windows of `decoded_size` x `decoded_size` if given."""
+        bounded("--data.augment.padding", self.padding, 0)
+        bounded("--data.augment.cutout", self.cutout, 0)
         if decoded_size is not None and (changed := _changed(self, "padding", "reflect")):
             raise ConfigError(
                 "--data.pictures.decoded_size crops images that are not padded",
@@ -73,6 +75,9 @@ class Pictures:
     decoded_size: int | None = None
     memory_gb: float | None = None
     skip_unreadable: bool = False
+
+    def __post_init__(self) -> None:
+        bounded("--data.pictures.memory_gb", self.memory_gb, 0)
 
     def check(self, image_size: int) -> None:
         """Refuse settings that contradict each other, or images of `image_size` pixels."""

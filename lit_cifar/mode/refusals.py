@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.mode import Mode
+from lit_cifar.mode import Mode, mode_of
 from lit_cifar.mode.table import MODES
 
 NAMES = tuple("single_device" if row.name == "single" else row.name for row in MODES)
@@ -134,3 +135,30 @@ def refuse_averages(trainer: Trainer, mode: Mode) -> None:
     """Raise the `ConfigError` of the table if a callback averages weights, and `mode` refuses that."""
     if any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         refuse("--trainer.callbacks+=EMAWeightAveraging", mode)
+
+
+def check_cuda_graphs(trainer: Trainer, *, has_parts: bool) -> None:
+    """Refuse CUDA graphs where there is no GPU, and where gradients are kept while the next batch passes."""
+    flag = "--model.compile=cuda_graphs"
+    refuse(flag, mode_of(trainer.strategy))
+    batches = trainer.accumulate_grad_batches
+    if batches > 1 or has_parts:
+        other = f"--trainer.accumulate_grad_batches={batches}" if batches > 1 else "--virtual_replicas"
+        raise ConfigError(
+            f"{flag} with {other}: gradients are added up, and a graph overwrites those of the batch before",
+            remedy="leave out one of the two",
+        )
+    if trainer.strategy.root_device.type != "cuda":
+        raise ConfigError(f"{flag} needs a GPU", remedy="pass --model.compile=true, or leave it out")
+
+
+def check_sync_batchnorm(trainer: Trainer, *, compiles: bool) -> None:
+    """Refuse statistics of all processes in a compiled network, and warn where one process has the whole batch."""
+    if trainer.world_size == 1:
+        rank_zero_warn("--trainer.sync_batchnorm=true has no effect with one process, which sees the whole batch")
+    elif compiles:
+        raise ConfigError(
+            "--model.compile=true with --trainer.sync_batchnorm=true: torch.compile cannot trace the communication "
+            "in every BatchNorm layer",
+            remedy="leave out one of the two",
+        )

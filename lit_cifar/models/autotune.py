@@ -24,6 +24,7 @@ from lit_cifar.configured import made
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.malloc_tuning import keep_freed_memory
 from lit_cifar.models import build_network, stem_of
+from lit_cifar.models.precision import cpu_has_bf16
 
 Precision = Literal["32-true", "bf16-mixed"]
 VARIABLE = "LIT_CIFAR_AUTOTUNE"  # the parent's choice, for the processes that a run starts
@@ -44,13 +45,6 @@ class Candidate:
 
 
 CANDIDATES = tuple(Candidate(precision, layout) for precision in get_args(Precision) for layout in (False, True))
-
-
-def cpu_has_bf16() -> bool:
-    """Whether the CPU's convolutions compute in bfloat16. If not, they take 25 to 31 times as long (AMD Zen 3)."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def autotune(arguments: Namespace, *, batch_size: Callable[[], int]) -> tuple[Candidate, dict[str, float]]:

@@ -20,12 +20,13 @@ from PIL import Image
 from torch import Tensor
 
 from lit_cifar.data.images import Batch, ImageSet
-from lit_cifar.errors import one_line, printable
+from lit_cifar.errors import bounded, one_line, printable
 from lit_cifar.reporting.evaluation_tables import EvaluationCallback, Split
 from lit_cifar.reporting.loggers import log_to_tensorboard, logged_step, tensorboard_writer
 
 _IMAGE_SIDE = 160  # side in pixels at which an image of any size is drawn
 _MOST_CLASSES = 20  # more classes get no numbers and not all names: their texts would take minutes
+_MOST_WRONG = 2**16
 _LONGEST = 16  # most characters of a name
 _SPLIT_WORDS: dict[Split, str] = {"val": "validation", "test": "test"}
 
@@ -53,8 +54,8 @@ class EvaluationFigures(EvaluationCallback):
     """
 
     def __init__(self, *, num_wrong: int = 16, every_n_epochs: int = 1) -> None:
-        self.num_wrong = num_wrong
-        self.every_n_epochs = every_n_epochs
+        self.num_wrong = bounded("--figures.num_wrong", num_wrong, 0, _MOST_WRONG)
+        self.every_n_epochs = bounded("--figures.every_n_epochs", every_n_epochs, 0)
         self._worst = MostConfidentMistakes(num_wrong)
         self._drawing: Thread | None = None
 

@@ -85,6 +85,18 @@ class VirtualReplicas(Callback):
             whole[place::count] = part
         return whole
 
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise a `ConfigError` for an optimizer that multiplies several matrices at once.
+
+        Their number in a process depends on the mode, and a library may choose kernels by that number.
+        """
+        if getattr(optimizer, "steps_matrices", False):
+            raise ConfigError(
+                f"--virtual_replicas with --model.optimizer={type(optimizer).__name__}, whose bits depend on how many "
+                "matrices a process has",
+                remedy="leave out one of the two",
+            )
+
     def check(self, trainer: L.Trainer, data: CIFAR10DataModule) -> None:
         """Raise a `ConfigError` for settings that would change the bits, before any process is started."""
         num_parts, strategy, mode = self.num_parts, trainer.strategy, mode_of(trainer.strategy)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
+STEP_METRICS = ("train/loss_step", "train/acc_step")  # of each process's own part of a batch
+
 
 class MeanLoss(Metric):
     """Mean of the losses of all samples, the same for any order in which they are added.

@@ -32,14 +32,21 @@ from lit_cifar.checkpoint.format import (
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.images import Batch
-from lit_cifar.errors import CheckpointError, ConfigError
+from lit_cifar.errors import CheckpointError, ConfigError, bounded
 from lit_cifar.models import DEFAULT_ARCH, Arch, Stem, Whitening, build_network, stem_of
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.fine_tuning import Frozen, head_of
 from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.memory_format import follow_parameters, plain
 from lit_cifar.models.random_streams import RandomStreams
-from lit_cifar.task.metrics import ConfusionMatrix, EpochMeans, EvaluationMetrics, MeanLoss, TopAccuracy
+from lit_cifar.task.metrics import (
+    STEP_METRICS,
+    ConfusionMatrix,
+    EpochMeans,
+    EvaluationMetrics,
+    MeanLoss,
+    TopAccuracy,
+)
 from lit_cifar.task.optim import (
     NesterovSGD,
     Recipe,
@@ -155,10 +162,12 @@ class LitResNet(L.LightningModule):
                         f"--model.network={own} is a network, and --model.{name}={value} is about another one",
                         remedy="leave one of the two out",
                     )
+        self.ghost_batchnorm = ghost_batchnorm
         self.network = network if ghost_batchnorm is None else normalise_apart(network, ghost_batchnorm)
         self.weights = weights
         self.frozen = Frozen.matching(self.network, [freeze] if isinstance(freeze, str) else freeze or [])
-        self.unfreeze_at, self.head_lr = unfreeze_at, head_lr
+        self.unfreeze_at = bounded("--model.unfreeze_at", unfreeze_at, 1)
+        self.head_lr = bounded("--model.head_lr", head_lr, 0)
         if unfreeze_at is None:
             for name in self.frozen.parameters:
                 self.network.get_parameter(name).requires_grad_(False)
@@ -173,9 +182,9 @@ class LitResNet(L.LightningModule):
         self.make_optimizer = optimizer
         self.make_lr_scheduler = lr_scheduler
         self.test_views = test_views
-        self.label_smoothing = label_smoothing
+        self.label_smoothing = bounded("--model.label_smoothing", label_smoothing, 0, 1)
         self.lr_scaling: LRScaling = lr_scaling
-        self.base_batch_size = base_batch_size
+        self.base_batch_size = bounded("--model.base_batch_size", base_batch_size, 1)
         self._forward_fn: Callable[[Tensor], Tensor] | None = None
         self.virtual_replicas: PartByPart | None = None
         self._newest: tuple[Tensor, Tensor, Tensor] | None = None  # losses, logits, labels of a batch
@@ -332,7 +341,7 @@ class LitResNet(L.LightningModule):
             return {}
         losses, logits, labels = self._newest
         accuracy = (logits.argmax(dim=1) == labels).float().mean()
-        return {"train/loss_step": losses.mean(), "train/acc_step": accuracy}
+        return dict(zip(STEP_METRICS, (losses.mean(), accuracy), strict=True))
 
     def on_validation_epoch_start(self) -> None:
         self.val_metrics.confusion.reset()

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from itertools import chain
 from typing import Any, Literal
@@ -11,8 +11,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
-    CosineAnnealingWarmRestarts,
     CyclicLR,
     LRScheduler,
     OneCycleLR,
@@ -122,20 +120,6 @@ def scale_rates(scheduler: Any, group: dict[str, Any], *, number: int, ratio: fl
 def followed_metric(scheduler: ReduceLROnPlateau) -> str:
     """The metric that it follows: Lightning's own class names it, torch's does not."""
     return str(getattr(scheduler, "monitor", "val/loss"))
-
-
-def check_ratio(scheduler: Any, optimizer: Optimizer, rates: Sequence[float]) -> None:
-    """Refuse a schedule that has taken a step and given parameter groups rates of another ratio than they had."""
-    first, *others = zip(optimizer.param_groups, rates, strict=True)
-    # Which one step may not reach.
-    has_floor = isinstance(scheduler, ReduceLROnPlateau) and any(scheduler.min_lrs)
-    has_floor |= isinstance(scheduler, CosineAnnealingLR | CosineAnnealingWarmRestarts) and scheduler.eta_min > 0
-    for group, rate in others:
-        if has_floor or not math.isclose(group["lr"] * first[1], rate * first[0]["lr"], rel_tol=1e-6):
-            raise ConfigError(
-                f"{type(scheduler).__name__} does not keep the ratio of --model.head_lr to the other learning rate",
-                remedy="leave out a floor (--model.lr_scheduler.eta_min, min_lr), or pass another --model.lr_scheduler",
-            )
 
 
 def keep_saved_types(optimizer: Optimizer) -> None:

@@ -1,0 +1,67 @@
+"""Arguments of Lightning's Trainer that it would take, and by which a run would not do what its user expects."""
+
+import math
+import shlex
+
+from jsonargparse import Namespace
+
+from lit_cifar.errors import ConfigError, bounded
+
+_MANY = 2**16  # more devices than anybody has
+# The least and the largest value of Lightning's numbers that nobody else checks before the first step.
+BOUNDS: dict[str, tuple[float, float]] = {
+    "seed_everything": (0, 2**32 - 1),
+    "trainer.devices": (-1, _MANY),
+    "trainer.min_epochs": (0, math.inf),
+    "trainer.min_steps": (0, math.inf),
+    "trainer.check_val_every_n_epoch": (1, math.inf),
+    "trainer.log_every_n_steps": (0, math.inf),
+    "trainer.accumulate_grad_batches": (1, math.inf),
+    "trainer.gradient_clip_val": (0, math.inf),
+}
+
+
+def check_bounds(arguments: Namespace) -> None:
+    """Refuse numbers outside of `BOUNDS`."""
+    for name, (least, most) in BOUNDS.items():
+        value = arguments.get(name)
+        if isinstance(value, str) and value.isdecimal():  # the number of devices is read as a string
+            value = int(value)
+        if isinstance(value, int | float):
+            bounded(f"--{name}", value, least, most)
+
+
+def check_arguments(trainer: Namespace, *, trains: bool) -> None:
+    """Refuse arguments of the Trainer by which it would not train, log or save, or would write to another folder."""
+    if trainer.default_root_dir is not None:
+        folder = trainer.default_root_dir
+        raise ConfigError(
+            f"--trainer.default_root_dir={folder} has no effect: everything goes to the run folder",
+            remedy="pass " + shlex.quote(f"--run_dir={folder}"),
+        )
+    for name in ("limit_train_batches", "max_epochs", "max_steps"):
+        if trains and trainer[name] == 0:
+            raise ConfigError(f"--trainer.{name}=0 would train nothing", remedy=f"leave it out, or pass another {name}")
+    for least, most in (("min_epochs", "max_epochs"), ("min_steps", "max_steps")):
+        if trains and trainer[least] and trainer[most] not in (None, -1) and trainer[least] > trainer[most]:
+            raise ConfigError(
+                f"--trainer.{least}={trainer[least]} is more than --trainer.{most}={trainer[most]}, which ends the run",
+                remedy=f"pass --trainer.{most}={trainer[least]}, or leave out {least}",
+            )
+    if trainer.val_check_interval == 0:
+        raise ConfigError(
+            "--trainer.val_check_interval=0 is no interval",
+            remedy="pass --trainer.val_check_interval=1.0 to validate after each epoch",
+        )
+    if trains and not isinstance(trainer.val_check_interval, int | float | None):
+        raise ConfigError(
+            f"--trainer.val_check_interval={trainer.val_check_interval}: by the clock, a validation comes elsewhere in "
+            "each process, and when a run is repeated",
+            remedy="pass a number of batches, or a share of them: --trainer.val_check_interval=0.5",
+        )
+    for name, refused in (("logger", (False, [])), ("enable_checkpointing", (False,)), ("barebones", (True,))):
+        if trainer[name] in refused:
+            raise ConfigError(
+                f"--trainer.{name}={str(trainer[name]).lower()}: every run writes logs and checkpoints to its folder",
+                remedy="leave it out; --trainer.fast_dev_run=N runs a few steps and writes nothing",
+            )

@@ -1,0 +1,67 @@
+"""Limits and intervals of a Trainer that do not fit the batches of an epoch."""
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lit_cifar.data.datamodule import CIFAR10DataModule
+from lit_cifar.errors import ConfigError
+
+
+def check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> int:
+    """Refuse an epoch of no batch or with a last step of fewer than are accumulated, and a validation that never comes.
+
+    Returns the number of batches of an epoch.
+
+    Lightning would divide the gradients of that step by the full number, and take a smaller step.
+    """
+    sampler, limit = data.train_sampler(), trainer.limit_train_batches
+    num_batches, accumulation = len(sampler), sampler.accumulation
+    counted = min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
+    overfits = trainer.overfit_batches  # type: ignore[attr-defined]  # Lightning's own omission
+    flag = "--trainer.overfit_batches" if overfits else "--trainer.limit_train_batches"
+    _check_share(flag, limit, num_batches)
+    if counted % accumulation and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        whole = counted // accumulation * accumulation
+        nearest = [f"{flag}={value}" for value in (whole, whole + accumulation) if value]
+        raise ConfigError(
+            f"{flag}={limit} leaves {counted} of {num_batches} batches, "
+            f"and --trainer.accumulate_grad_batches={accumulation} are one step",
+            remedy="the nearest that are whole steps: " + " or ".join(nearest),
+        )
+    every = trainer.val_check_interval
+    if data.val_size and trainer.limit_val_batches:
+        _check_share("--trainer.val_check_interval", every, counted)
+    every = every if isinstance(every, int) else int(counted * every)
+    if every % accumulation and trainer.limit_val_batches and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"--trainer.val_check_interval={trainer.val_check_interval} validates and saves after {every} batches, and "
+            f"--trainer.accumulate_grad_batches={accumulation} are one step",
+            remedy=f"pass --trainer.val_check_interval={-(-every // accumulation) * accumulation}",
+        )
+    interval, counts_epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch is not None
+    if isinstance(interval, int) and interval > counted and counts_epochs and trainer.limit_val_batches:
+        raise ConfigError(
+            f"--trainer.val_check_interval={interval} batches is longer than an epoch, which has {counted}",
+            remedy=f"pass --trainer.val_check_interval={counted}, or --trainer.check_val_every_n_epoch=null too",
+        )
+    return counted
+
+
+def check_evaluation(trainer: Any, data: CIFAR10DataModule, subcommand: str) -> None:
+    """Refuse a share of the batches of an evaluation that is less than one."""
+    split = subcommand if subcommand in ("test", "predict") else "val"
+    if split != "val" or data.val_size:
+        overfits = split == "val" and trainer.overfit_batches
+        flag = "--trainer.overfit_batches" if overfits else f"--trainer.limit_{split}_batches"
+        limit = getattr(trainer, f"limit_{split}_batches")
+        _check_share(flag, limit or 1.0, len(data.evaluation_sampler(split)), kind=f"{split} ")
+
+
+def _check_share(flag: str, limit: float, num_batches: int, *, kind: str = "") -> None:
+    """Refuse `limit`, a number of batches or a share of all, if it comes to none."""
+    if isinstance(limit, float) and int(num_batches * limit) < 1:
+        raise ConfigError(
+            f"{flag}={limit} of {num_batches} {kind}batch{'es' * (num_batches > 1)} is less than one",
+            remedy=f"pass {flag}=1, which means one batch",
+        )

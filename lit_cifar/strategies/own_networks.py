@@ -1,0 +1,43 @@
+"""What a network of the user's must do with its gradients, before processes are started that would wait for them."""
+
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.mode import mode_of
+from lit_cifar.models.blocks import unreached_parameters
+from lit_cifar.strategies.base import check_gradient_hooks
+from lit_cifar.strategies.mesh import MeshStrategy
+from lit_cifar.task.module import LitResNet
+
+
+def check_gradients(strategy: Any, module: LitResNet, *, has_parts: bool) -> None:
+    """Refuse gradients that `DistributedDataParallel` or virtual replicas, `has_parts`, could not add up."""
+    _check_reached(strategy, module, has_parts=has_parts)
+    mode = mode_of(strategy)
+    if isinstance(strategy, DDPStrategy) and mode.is_spawned:  # torch does not send hooks to processes
+        check_gradient_hooks(module, strategy=f"ddp_{mode.start_method}")
+
+
+def _check_reached(strategy: Any, module: LitResNet, *, has_parts: bool) -> None:
+    """Refuse parameters for whose gradients DistributedDataParallel, or other virtual replicas, would wait in vain."""
+    is_ddp = isinstance(strategy, DDPStrategy)
+    finds = not is_ddp or strategy._ddp_kwargs.get("find_unused_parameters") or strategy._ddp_kwargs.get("static_graph")
+    if finds and not has_parts:
+        return
+    start = f"_{strategy._start_method}" if is_ddp and strategy._start_method != "popen" else ""
+    other, kind = f"pass --trainer.strategy=ddp{start}_find_unused_parameters_true", type(module.network).__name__
+    never, sometimes = unreached_parameters(module.network, module.image_shape)
+    if sometimes and (has_parts or mode_of(strategy).layout.data_parallel_size > 1):
+        raise ConfigError(
+            f"{kind} leaves out {sometimes[0]} in some steps, as it draws: replicas would mix each other's gradients, "
+            "or wait for them",
+            remedy=("" if has_parts else f"{other}, or ") + "multiply by 0 in place of leaving it out",
+        )
+    if never and not finds and not isinstance(strategy, MeshStrategy):
+        raise ConfigError(
+            f"the loss of {kind} does not depend on {len(never)} of its parameters, the first is {never[0]}: ddp would "
+            "wait for their gradients",
+            remedy=f"{other}, or remove them",
+        )

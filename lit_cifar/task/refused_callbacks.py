@@ -1,0 +1,91 @@
+"""Callbacks of Lightning's that cannot work here, and settings by which one would decide on the wrong number."""
+
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelPruning,
+    SpikeDetection,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    Timer,
+)
+
+from lit_cifar.errors import ConfigError
+from lit_cifar.mode import mode_of
+from lit_cifar.task.metrics import STEP_METRICS
+
+# Each callback, why it cannot work, and what to do instead.
+REFUSED: dict[type[Callback], tuple[str, str]] = {
+    BackboneFinetuning: (
+        "needs a module with a `backbone`, and the network is not divided into one and a head",
+        "pass --model.freeze=PATTERN --model.unfreeze_at=EPOCH, or derive a callback of your own from "
+        "lightning.pytorch.callbacks.BaseFinetuning",
+    ),
+    BatchSizeFinder: (
+        "changes the batch size when the run is planned and written down",
+        "pass --data.batch_size=N; --trainer.fast_dev_run=3 tries one",
+    ),
+    GradientAccumulationScheduler: (
+        "changes between epochs into how many parts a batch is cut, which the sampler does once",
+        "pass --trainer.accumulate_grad_batches=N",
+    ),
+    LearningRateFinder: (
+        "sets a learning rate that the module does not have, as the optimizer has its own",
+        "pass --model.optimizer.lr=VALUE",
+    ),
+    ModelPruning: (
+        "has masks that a checkpoint does not hold, so that a resumed run would train what was pruned",
+        "leave it out, and prune the network of best.ckpt by torch.nn.utils.prune",
+    ),
+    SpikeDetection: (
+        "keeps what it cannot read back, so that the run could not be resumed",
+        "pass --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val/loss "
+        "--trainer.callbacks.divergence_threshold=VALUE",
+    ),
+    StochasticWeightAveraging: (
+        "adds an epoch without steps at the end, for BatchNorm, and forgets its learning rate in a run that is resumed "
+        "within an epoch",
+        "average with --trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging",
+    ),
+    ThroughputMonitor: (
+        "logs the batches of a validation as if they were steps of the training",
+        "leave it out; --trainer.log_every_n_steps=N logs train/images_per_s",
+    ),
+    Timer: ("has a setting that config.yaml cannot hold", "pass --trainer.max_time=DAYS:HOURS:MINUTES:SECONDS"),
+}
+
+
+def check_callbacks(trainer: Any, *, timed: bool) -> None:
+    """Refuse the callbacks of `REFUSED`; a run that is `timed` has a Timer of Lightning's."""
+    for kind, (reason, remedy) in REFUSED.items():
+        found = any(isinstance(callback, kind) for callback in trainer.callbacks)
+        if found and not (timed and kind is Timer):
+            raise ConfigError(f"--trainer.callbacks: {kind.__name__} {reason}", remedy=remedy)
+    for callback in trainer.callbacks:
+        if isinstance(callback, EarlyStopping | ModelCheckpoint):
+            _check_monitor(callback, processes=mode_of(trainer.strategy).layout.data_parallel_size)
+
+
+def _check_monitor(callback: EarlyStopping | ModelCheckpoint, *, processes: int) -> None:
+    """Refuse decisions on what processes log apart, and on what a resumed run has not logged yet."""
+    name, monitor = f"--trainer.callbacks: {type(callback).__name__}", callback.monitor
+    if monitor in STEP_METRICS and processes > 1:
+        raise ConfigError(
+            f"{name} with {monitor}, of which each process logs that of its own part of the batch: what is decided "
+            "would depend on their number",
+            remedy=f"pass --trainer.callbacks.monitor={monitor.removesuffix('_step')}, the mean of an epoch",
+        )
+    between = isinstance(callback, ModelCheckpoint) and callback.every_n_epochs == 0  # saves by steps or by time
+    if monitor is not None and monitor not in STEP_METRICS and between:
+        raise ConfigError(
+            f"{name} between validations would be ranked by the {monitor} of an earlier one, which a run that is "
+            "resumed does not know",
+            remedy="leave out the monitor, or every_n_train_steps and train_time_interval",
+        )
