@@ -17,8 +17,8 @@ import pytest
 from PIL import Image
 
 from lit_cifar.data.cifar10 import Cifar10
-from lit_cifar.data.datamodule import open_dataset
 from lit_cifar.data.dataset import Split
+from lit_cifar.data.datasets import open_dataset
 from lit_cifar.data.images import ImageSet
 
 NUM_CLASSES = 10

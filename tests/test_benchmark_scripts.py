@@ -67,7 +67,7 @@ def test_the_cases_are_the_configurations_of_the_articles() -> None:
         config = parser_of("fit").parse_args(["fit", *case.flags]).fit
         settings = config.model.optimizer.init_args
         parts = config.model.ghost_batchnorm.data_parallel_size if config.model.ghost_batchnorm else 1
-        order = "frozen" if config.data.frozen_order else "new"
+        order = "frozen" if config.data.order.frozen else "new"
         found[case.name] = (config.data.batch_size, parts, order, settings.nesterov, settings.weight_decay)
     assert found == {
         "one device": (128, 1, "new", False, 0.0),

@@ -328,7 +328,7 @@ def test_a_checkpoint_without_header_is_refused(checkpoint: dict[str, object]) -
     [
         "fit --resume=auto",
         *(f"{name} --ckpt_path={{}}" for name in ("fit", "test", "predict")),
-        "fit --model.weights={}",
+        "fit --model.fine_tuning.weights={}",
     ],
 )
 @pytest.mark.parametrize("is_folder", [False, True])

@@ -120,7 +120,7 @@ def test_only_what_a_user_can_act_on_is_a_warning(tmp_path: Path, monkeypatch: p
     repeated = ["fit", *TINY, "--trainer.overfit_batches=2"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run_here(*repeated, "--data.shuffle=false", f"--run_dir={tmp_path / 'a'}")
+        run_here(*repeated, "--data.order.shuffle=false", f"--run_dir={tmp_path / 'a'}")
         run_here(*repeated, f"--run_dir={tmp_path / 'b'}")
 
 

@@ -45,7 +45,7 @@ from lit_cifar.checkpoint.exact_resume import SameStart, StartingPoint, _collect
 from lit_cifar.checkpoint.files import DIGESTS, weights_digest
 from lit_cifar.checkpoint.format import check_optimizer, name_optimizer
 from lit_cifar.cli.main import CLI
-from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data import CIFAR10DataModule, Order
 from lit_cifar.errors import CheckpointError
 from lit_cifar.launch.signals import Stopped
 from lit_cifar.reporting.run_folder import LOCK
@@ -157,7 +157,12 @@ def test_a_script_resumes_on_two_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "sizes", "settings", "says"),
     [
-        ("own", {"shuffle": False}, {}, "within an epoch with --data.shuffle=true; --data.shuffle=false would order"),
+        (
+            "own",
+            {"order": Order(shuffle=False)},
+            {},
+            "within an epoch with --data.order.shuffle=true; --data.order.shuffle=false would order",
+        ),
         ("foreign", {"batch_size": 32}, {}, "batch_size=16; .*batch_size=32"),  # which has fewer steps in an epoch
         ("foreign", {}, {"accumulate_grad_batches": 2}, "after 1 optimizer steps, which accumulate_grad_batches=2"),
     ],

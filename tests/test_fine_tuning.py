@@ -13,14 +13,14 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, OneCycleLR, St
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_network
-from lit_cifar.models.fine_tuning import Frozen, head_of
+from lit_cifar.models.fine_tuning import FineTuning, Frozen, head_of
 from lit_cifar.task.module import LitResNet
 from lit_cifar.task.optim import WarmupDecay
 from lit_cifar.tools.verify import verify
 from lit_cifar.tools.verify.judge import frozen_problems
 
 # The first layers stay; the learning rate does not depend on the length of the run.
-STEM = [*TINY, "--model.freeze=['conv1.*','bn1.*','layer1.*']", "--last_checkpoint.every_n_steps=1"]
+STEM = [*TINY, "--model.fine_tuning.freeze=['conv1.*','bn1.*','layer1.*']", "--last_checkpoint.every_n_steps=1"]
 STEM += ["--model.lr_scheduler=StepLR", "--model.lr_scheduler.step_size=9"]
 
 # ---------------------------------------------------------------- what is frozen
@@ -53,9 +53,9 @@ def test_names_that_match_and_layers_that_have_no_others(
 @pytest.mark.parametrize(
     ("patterns", "problem", "remedy"),
     [
-        (["conv1"], "--model.freeze=conv1 matches no parameter of TinyResNet", "conv1.*"),
-        (["conv1.*", "bn1.wieght"], "--model.freeze=bn1.wieght matches no", "bn1.weight"),
-        (["*"], "--model.freeze=* leaves no parameter of TinyResNet to train", "name fewer"),
+        (["conv1"], "--model.fine_tuning.freeze=conv1 matches no parameter of TinyResNet", "conv1.*"),
+        (["conv1.*", "bn1.wieght"], "--model.fine_tuning.freeze=bn1.wieght matches no", "bn1.weight"),
+        (["*"], "--model.fine_tuning.freeze=* leaves no parameter of TinyResNet to train", "name fewer"),
     ],
 )
 def test_a_pattern_that_matches_nothing_or_all_is_refused(patterns: list[str], problem: str, remedy: str) -> None:
@@ -67,13 +67,13 @@ def test_a_pattern_that_matches_nothing_or_all_is_refused(patterns: list[str], p
 
 
 def test_frozen_layers_stay_in_evaluation_mode() -> None:
-    module = LitResNet("tiny", stem="imagenet", freeze="bn1.*").train()
+    module = LitResNet("tiny", stem="imagenet", fine_tuning=FineTuning(freeze="bn1.*")).train()
     for _ in range(2):
         assert (module.network.bn1.training, module.network.layer1[0].bn1.training) == (False, True)
         assert not module.network.bn1.weight.requires_grad
         module.eval()
         module.train()
-    later = LitResNet("tiny", stem="imagenet", freeze="bn1.*", unfreeze_at=2)
+    later = LitResNet("tiny", stem="imagenet", fine_tuning=FineTuning(freeze="bn1.*", unfreeze_at=2))
     assert (later.train().network.bn1.training, later.network.bn1.weight.requires_grad) == (False, True)
 
 
@@ -102,8 +102,8 @@ def test_schedules_keep_the_ratio_and_the_other_rates(schedule: Any) -> None:
     def rates(**given: Any) -> list[list[float]]:
         settings: Any = {"optimizer": lambda params: SGD(params, lr=0.1, momentum=0.9), "lr_scheduler": schedule}
         module = LitResNet("tiny", stem="imagenet", **settings, **given)
-        optimizer = module.new_optimizer()
-        scheduler = module.new_scheduler(optimizer)
+        optimizer = module.optimization.new_optimizer(module.network)
+        scheduler = module.optimization.new_scheduler(optimizer)
         if isinstance(scheduler, WarmupDecay):
             scheduler.set_total_steps(20)
         seen = []
@@ -113,7 +113,7 @@ def test_schedules_keep_the_ratio_and_the_other_rates(schedule: Any) -> None:
             scheduler.step()
         return seen
 
-    alone, both = rates(), rates(head_lr=0.4)
+    alone, both = rates(), rates(fine_tuning=FineTuning(head_lr=0.4))
     assert [first for first, _ in both] == [rate for (rate,) in alone]
     assert [head for _, head in both] == pytest.approx([4 * rate for (rate,) in alone], rel=1e-12)
 
@@ -121,17 +121,20 @@ def test_schedules_keep_the_ratio_and_the_other_rates(schedule: Any) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--model.unfreeze_at=1", ["but nothing is frozen", "add --model.freeze"]),
-        ("--model.head_lr=1 --model.optimizer=lit_cifar.MuonSGD", ["the optimizer takes no groups of parameters"]),
+        ("--model.fine_tuning.unfreeze_at=1", ["but nothing is frozen", "add --model.fine_tuning.freeze"]),
         (
-            "--model.head_lr=1 --model.lr_scheduler=CosineAnnealingLR --model.lr_scheduler.T_max=5 "
-            "--model.lr_scheduler.eta_min=0.01",
-            ["CosineAnnealingLR does not keep the ratio of --model.head_lr", "leave out a floor"],
+            "--model.fine_tuning.head_lr=1 --model.optimizer=lit_cifar.MuonSGD",
+            ["the optimizer takes no groups of parameters"],
         ),
         (
-            "--model.head_lr=1 --model.lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau "
+            "--model.fine_tuning.head_lr=1 --model.lr_scheduler=CosineAnnealingLR --model.lr_scheduler.T_max=5 "
+            "--model.lr_scheduler.eta_min=0.01",
+            ["CosineAnnealingLR does not keep the ratio of --model.fine_tuning.head_lr", "leave out a floor"],
+        ),
+        (
+            "--model.fine_tuning.head_lr=1 --model.lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau "
             "--model.lr_scheduler.min_lr=0.01",
-            ["ReduceLROnPlateau does not keep the ratio of --model.head_lr", "min_lr"],
+            ["ReduceLROnPlateau does not keep the ratio of --model.fine_tuning.head_lr", "min_lr"],
         ),
     ],
 )
@@ -151,7 +154,7 @@ def moved(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
 @pytest.mark.filterwarnings("ignore:the training before had lr_scheduler.total_steps")
 def test_a_training_moves_the_rest_and_resumes_within_an_epoch(tmp_path: Path) -> None:
     """Exactly as one that was not interrupted; groups of another number are refused."""
-    flags = [*STEM, "--model.head_lr=0.3"]
+    flags = [*STEM, "--model.fine_tuning.head_lr=0.3"]
     runs = {name: tmp_path / name for name in ("first", "whole", "cut")}
     run_here("fit", *flags, f"--run_dir={runs['first']}", "--trainer.max_steps=1")
     run_here("fit", *flags, f"--run_dir={runs['whole']}")
@@ -163,13 +166,13 @@ def test_a_training_moves_the_rest_and_resumes_within_an_epoch(tmp_path: Path) -
     assert moved(whole, cut) == set()
     trained = [name for name, _ in LitResNet("tiny", stem="imagenet").network.named_parameters() if name in names]
     assert len(whole["optimizer_states"][0]["state"]) == len(trained)  # no momentum of the others
-    says = ["groups of [39, 2] parameters; this one has [41]", "pass --model.head_lr"]
+    says = ["groups of [39, 2] parameters; this one has [41]", "pass --model.fine_tuning.head_lr"]
     refused("fit", *STEM, f"--run_dir={runs['cut']}", "--resume=auto", "--trainer.max_epochs=2", says=says)
 
 
 def test_all_is_trained_from_the_epoch_on(tmp_path: Path) -> None:
     """Also in a run that is resumed within that epoch, or the one before."""
-    flags = [*STEM, "--model.unfreeze_at=1", "--trainer.max_epochs=2"]
+    flags = [*STEM, "--model.fine_tuning.unfreeze_at=1", "--trainer.max_epochs=2"]
     ends = {}
     for step in (1, 5, 10):
         run_here("fit", *flags, f"--run_dir={tmp_path / str(step)}", f"--trainer.max_steps={step}")
@@ -192,11 +195,11 @@ def test_what_is_frozen_and_moves_is_found_where_one_device_moves_it_too() -> No
     steps = {number: {"parameters": {"0.weight": torch.ones(2)}, "buffers": {}} for number in (1, 2, 3)}
     for number, step in steps.items():
         step["buffers"] = {"1.running_mean": torch.full((2,), float(max(2, number)))}
-    module = SimpleNamespace(frozen=Frozen(frozenset(["0.weight"]), ("1",)), unfreeze_at=None)
+    module = SimpleNamespace(frozen=Frozen(frozenset(["0.weight"]), ("1",)))
     record: Any = SimpleNamespace(steps=[1, 2, 3], step=steps.__getitem__, ends_of_epochs={0: 2})
     settings: Any = SimpleNamespace(plain_module=module)
     assert frozen_problems(record, settings) == ["step 3: 1.running_mean is frozen, and has moved since step 1"]
-    module.unfreeze_at = 1
+    module.frozen = Frozen(frozenset(["0.weight"]), ("1",), until=1)
     assert frozen_problems(record, settings) == []
     steps[2]["parameters"] = {"0.weight": torch.zeros(2)}
     assert frozen_problems(record, settings) == ["step 2: 0.weight is frozen, and has moved since step 1"]
@@ -209,11 +212,18 @@ def test_what_is_frozen_and_moves_is_found_where_one_device_moves_it_too() -> No
     "flags",
     [
         # A stage has nothing to train, or no gradients to clip.
-        ["--model.freeze=['conv1.*','bn1.*','layer1.*','layer2.*','layer3.*']", "--trainer.gradient_clip_val=0.1"],
-        ["--model.freeze=['conv1.*','bn1.*','*.bn2.*']", "--model.unfreeze_at=1", "--data.num_train=144"],
+        [
+            "--model.fine_tuning.freeze=['conv1.*','bn1.*','layer1.*','layer2.*','layer3.*']",
+            "--trainer.gradient_clip_val=0.1",
+        ],
+        [
+            "--model.fine_tuning.freeze=['conv1.*','bn1.*','*.bn2.*']",
+            "--model.fine_tuning.unfreeze_at=1",
+            "--data.num_train=144",
+        ],
     ],
     ids=["frozen", "until epoch 1"],
 )
 def test_modes_equal_one_device(modes: str, flags: list[str]) -> None:
-    rows = verify(modes.split(","), args=[*flags, "--model.head_lr=0.3"])
+    rows = verify(modes.split(","), args=[*flags, "--model.fine_tuning.head_lr=0.3"])
     assert [(row.mode, row.problems) for row in rows if not row.passed] == []

@@ -89,7 +89,7 @@ def test_one_device_stands_for_several() -> None:
 def test_parts_on_one_device_train_what_one_device_trains(tmp_path: Path) -> None:
     """On the CPU in place of the GPU, with everything else as it is there."""
     on_one = [placed(sized_modes(2)[name], num_gpus=1) for name in places(1)]
-    settings = Configuration.of([*ARGS, "--data.drop_last=true"], devices=2, folder=tmp_path)
+    settings = Configuration.of([*ARGS, "--data.order.drop_last=true"], devices=2, folder=tmp_path)
     rows = verify_modes(Verifier(Launcher(settings, 3, tmp_path)), on_one)
     assert {row.mode: row.problems for row in rows} == {mode.name: [] for mode in on_one}
     assert max(max(row.differences.values()) for row in rows) <= EXACT_BOUND

@@ -59,7 +59,7 @@ def test_a_step_is_left_out_where_another_process_has_overflowed(
 def test_a_stage_without_gradients_takes_part_in_the_agreement(fused: bool, tmp_path: Path) -> None:
     """Its peers would wait for it; it learns from them that the scale has to be lowered."""
     model, precision = LitResNet("tiny", stem="imagenet"), scaled()
-    model.make_optimizer = partial(torch.optim.SGD, lr=0.1, fused=fused)
+    model.optimization.make_optimizer = partial(torch.optim.SGD, lr=0.1, fused=fused)
     model.network.requires_grad_(False)
     fit(model, tmp_path, strategy="pp", plugins=[precision], max_steps=1)
     assert precision.scaler.get_scale() == 512.0

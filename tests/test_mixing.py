@@ -22,7 +22,7 @@ from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.mode import Layout
 
 NUM_CLASSES = 4
-BOTH = Mixing(seed=3, mixup=0.4, cutmix=1.0)
+BOTH = Mixing(mixup=0.4, cutmix=1.0)
 WEIGHTS = torch.tensor([1.0, 2.0, 5.0, 0.5])
 
 
@@ -37,7 +37,7 @@ def steps(num_ranks: int = 1, accumulation: int = 1, *, mixing: Mixing | None = 
     loaders = []
     for rank in range(num_ranks):
         layout = Layout(data_parallel_size=num_ranks, data_parallel_rank=rank)
-        sampler = TrainSampler(num_samples=44, batch_size=8, layout=layout, accumulation=accumulation, epoch=2)
+        sampler = TrainSampler(num_samples=44, batch_size=8, layout=layout, accumulation=accumulation, seed=3, epoch=2)
         augmentation = Augmentation(seed=1, padding=2)
         loaders.append(BatchLoader(images(), sampler, augmentation=augmentation, mixing=mixing, class_weights=WEIGHTS))
     turns = list(zip(*loaders, strict=True))
@@ -58,7 +58,7 @@ def test_a_step_mixes_each_image_with_the_one_before_it() -> None:
     plain, mixed = steps(mixing=None), steps()
     kinds = set()
     for step, ((before,), (after,)) in enumerate(zip(plain, mixed, strict=True)):
-        mix = BOTH.draw(epoch=2, step=step, size=(8, 8))
+        mix = BOTH.draw(3, epoch=2, step=step, size=(8, 8))
         kinds.add(mix.box is None)
         own, other = before.images.float(), before.images.roll(1, 0).float()
         if mix.box is None:
@@ -76,13 +76,13 @@ def test_a_step_mixes_each_image_with_the_one_before_it() -> None:
 def test_shares_are_drawn_from_a_beta_distribution() -> None:
     """Its mean is 1/2, and its variance 1 / (4 * (2 * parameter + 1)); CutMix clips rectangles at the border."""
     for parameter in (0.2, 1.0, 4.0):
-        drawn = [Mixing(seed=0, mixup=parameter).draw(epoch=0, step=step, size=(32, 32)) for step in range(4000)]
+        drawn = [Mixing(mixup=parameter).draw(0, epoch=0, step=step, size=(32, 32)) for step in range(4000)]
         shares = torch.tensor([mix.share for mix in drawn])
         assert shares.mean() == pytest.approx(0.5, abs=0.02)
         assert shares.var() == pytest.approx(1 / (4 * (2 * parameter + 1)), rel=0.05)
-    ways = [BOTH.draw(epoch=0, step=step, size=(32, 32)).box is None for step in range(4000)]
+    ways = [BOTH.draw(3, epoch=0, step=step, size=(32, 32)).box is None for step in range(4000)]
     assert sum(ways) / 4000 == pytest.approx(0.5, abs=0.03)
-    cut = [Mixing(seed=0, cutmix=1.0).draw(epoch=0, step=step, size=(32, 32)) for step in range(4000)]
+    cut = [Mixing(cutmix=1.0).draw(0, epoch=0, step=step, size=(32, 32)) for step in range(4000)]
     centres, sides = torch.rand(2, 100_000), torch.rand(100_000).sqrt()  # the same without a grid of pixels
     inside = ((centres + sides / 2).clamp(max=1) - (centres - sides / 2).clamp(min=0)).prod(0)
     assert torch.tensor([mix.share for mix in cut]).mean() == pytest.approx(1 - inside.mean().item(), abs=0.03)
@@ -157,7 +157,12 @@ def test_classes_are_drawn_equally_often_and_their_samples_in_turn() -> None:
 
 # ---------------------------------------------------------------- through the command line
 
-MIXED = ["--data.mixup=0.4", "--data.cutmix=1.0", "--data.class_weights=balanced", "--data.balanced=true"]
+MIXED = [
+    "--data.mixing.mixup=0.4",
+    "--data.mixing.cutmix=1.0",
+    "--data.balance.class_weights=balanced",
+    "--data.balance.draw_equally=true",
+]
 ALL = [
     *TINY,
     *MIXED,
@@ -201,12 +206,18 @@ def test_modes_compute_what_one_device_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--data.mixup=-1", ["--data.mixup=-1 is the parameter of a Beta distribution", "--data.mixup=1.0"]),
-        ("--data.cutmix=inf", ["--data.cutmix=inf"]),
-        ("--data.class_weights=[1,2]", ["2 factors for 10 classes", "disc plain"]),
-        ("--data.class_weights=[1,-2]", ["[1.0, -2.0]", "balanced"]),
-        ("--data.class_weights=equal", ["class_weights"]),
-        ("--data.balanced=true --data.shuffle=false", ["--data.balanced=true draws an order"]),
+        (
+            "--data.mixing.mixup=-1",
+            ["--data.mixing.mixup=-1 is the parameter of a Beta distribution", "--data.mixing.mixup=1.0"],
+        ),
+        ("--data.mixing.cutmix=inf", ["--data.mixing.cutmix=inf"]),
+        ("--data.balance.class_weights=[1,2]", ["2 factors for 10 classes", "disc plain"]),
+        ("--data.balance.class_weights=[1,-2]", ["[1.0, -2.0]", "balanced"]),
+        ("--data.balance.class_weights=equal", ["class_weights"]),
+        (
+            "--data.balance.draw_equally=true --data.order.shuffle=false",
+            ["--data.balance.draw_equally=true draws an order"],
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(flags: str, says: list[str], tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pickle
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,12 +20,13 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from lit_cifar import CIFAR10DataModule, LitResNet, MuonSGD, WarmupDecay
-from lit_cifar.data import Augment, Batch
+from lit_cifar.data import Augment, Batch, Order
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import Whitening
 from lit_cifar.task.metrics import EvaluationMetrics, MeanLoss
 from lit_cifar.task.optim import NesterovSGD, keep_saved_types
+from lit_cifar.task.optimization import RateScaling
 
 pytestmark = short
 images_of = partial(data, num_train=96, num_test=40, val_size=16)
@@ -68,8 +69,8 @@ def test_metrics_are_those_of_torchmetrics_bit_for_bit(num_classes: int, dtype: 
 
 
 @pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
-def test_the_rate_follows_the_batch_and_the_schedule_the_run(tmp_path: Path, scaling: str, factor: float) -> None:
-    module = LitResNet("tiny", stem="imagenet", lr_scaling=scaling, base_batch_size=4)
+def test_the_rate_follows_the_batch_and_the_schedule_the_run(tmp_path: Path, scaling: Any, factor: float) -> None:
+    module = LitResNet("tiny", stem="imagenet", rate_scaling=RateScaling(rule=scaling, base_batch_size=4))
     settings = {"max_epochs": 2, "accumulate_grad_batches": 2, "limit_val_batches": 0}
     run = fit(module, tmp_path, images_of(), **settings)
     assert run.lr_scheduler_configs[0].scheduler.base_lrs == [pytest.approx(0.1 * factor)]
@@ -78,7 +79,9 @@ def test_the_rate_follows_the_batch_and_the_schedule_the_run(tmp_path: Path, sca
 
 def test_the_rate_of_a_schedule_follows_the_batch_too_and_a_plateau_its_metric(tmp_path: Path) -> None:
     schedule = partial(OneCycleLR, max_lr=0.1, total_steps=10)
-    module = LitResNet("tiny", stem="imagenet", lr_scaling="linear", base_batch_size=4, lr_scheduler=schedule)
+    module = LitResNet(
+        "tiny", stem="imagenet", rate_scaling=RateScaling(rule="linear", base_batch_size=4), lr_scheduler=schedule
+    )
     settings = {"max_epochs": 2, "accumulate_grad_batches": 2, "limit_val_batches": 0}
     run = fit(module, tmp_path, images_of(), **settings)
     assert run.optimizers[0].param_groups[0]["max_lr"] == pytest.approx(0.4)
@@ -126,9 +129,9 @@ def test_a_recipe_takes_the_steps_of_a_plain_loop(tmp_path: Path) -> None:
     """Muon a matrix at a time, as airbench94 writes it, and a rate that rises for 4 of 20 steps, then falls to 0."""
     torch.manual_seed(0)
     module = LitResNet("tiny", stem="imagenet", zero_init_residual=True, label_smoothing=0.2, optimizer=MuonSGD)
-    module.make_lr_scheduler = partial(WarmupDecay, warmup=0.2, decay="linear")
+    module.optimization.make_lr_scheduler = partial(WarmupDecay, warmup=0.2, decay="linear")
     plain = copy.deepcopy(module.network).double()
-    images = images_of(batch_size=16, drop_last=True, augment=Augment(reflect=True, alternate_flips=True))
+    images = images_of(batch_size=16, order=Order(drop_last=True), augment=Augment(reflect=True, alternate_flips=True))
     fit(module, tmp_path, images, precision="64-true", max_epochs=4)
 
     filters = {weight: torch.zeros_like(weight) for weight in plain.parameters() if weight.ndim == 4}
@@ -170,9 +173,9 @@ def test_what_is_sent_to_spawned_processes() -> None:
     """Defaults and weights, but not the images, and no metric that counts in shared memory."""
     module, images = LitResNet("tiny", stem="imagenet"), data()
     copied = pickle.loads(pickle.dumps(module))
-    optimizer = copied.make_optimizer(copied.network.parameters())
+    optimizer = copied.optimization.make_optimizer(copied.network.parameters())
     assert type(optimizer) is NesterovSGD
-    assert type(copied.make_lr_scheduler(optimizer)) is WarmupDecay
+    assert type(copied.optimization.make_lr_scheduler(optimizer)) is WarmupDecay
     assert copied.network.conv1.weight.equal(module.network.conv1.weight)
     images.setup("fit")
     assert pickle.loads(pickle.dumps(images)).sets == {}

@@ -100,7 +100,7 @@ def test_predictions_need_no_training_pictures(pictures: Path, tmp_path: Path) -
     shutil.copytree(pictures, root / "val")
     run_here(
         "fit",
-        *flags(root, own("Chain"), "--data.pictures.decoded_size=30", "--data.drop_last=true"),
+        *flags(root, own("Chain"), "--data.pictures.decoded_size=30", "--data.order.drop_last=true"),
         f"--run_dir={run}",
     )
     given = [f"--config={run / 'config.yaml'}", f"--data.predict_dir={pictures}"]
@@ -128,7 +128,7 @@ def test_predictions_need_no_training_pictures(pictures: Path, tmp_path: Path) -
 def test_nothing_that_was_trained_on_is_validated_on(pictures: Path, tmp_path: Path) -> None:
     """After a resume between two epochs, where the order may change."""
     root, run = shutil.copytree(pictures, tmp_path / "pictures"), tmp_path / "run"
-    fitting = flags(root, own("Chain"), "--data.val_size=1", "--data.drop_last=true", "--trainer.max_steps=2")
+    fitting = flags(root, own("Chain"), "--data.val_size=1", "--data.order.drop_last=true", "--trainer.max_steps=2")
     fitting += [f"--run_dir={run}"]
     run_here("fit", *fitting)
     checkpoint = run / "checkpoints" / "last.ckpt"
@@ -155,7 +155,7 @@ def test_a_picture_that_can_be_read_again_must_be_as_it_was(pictures: Path, tmp_
     torn = root / "dog" / "3a.png"
     torn.write_bytes((root / "dog" / "3.png").read_bytes()[:300])
     fitting = flags(
-        root, own("Chain"), "--data.val_size=1", "--data.drop_last=true", "--data.pictures.skip_unreadable=true"
+        root, own("Chain"), "--data.val_size=1", "--data.order.drop_last=true", "--data.pictures.skip_unreadable=true"
     )
     run_here("fit", *fitting, "--trainer.max_steps=2", f"--run_dir={run}")
     longer = [*fitting, f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}", f"--run_dir={tmp_path / 'longer'}"]

@@ -37,7 +37,7 @@ TRANSFORMS = [
     "--data.augment.transforms+=torchvision.transforms.v2.RandomErasing",
 ]
 TORCHVISION = ["--model.network=torchvision.models.resnet18", "--model.network.num_classes=10"]
-TORCHVISION += ["--model.freeze=['conv1.*','bn1.*']"]
+TORCHVISION += ["--model.fine_tuning.freeze=['conv1.*','bn1.*']"]
 TORCHVISION += ["--data.num_train=48", "--data.batch_size=16", "--data.val_size=16"]
 DRAWING = ["--model.network=own_networks.Drawing", *BITS, "--trainer.precision=32-true"]
 

@@ -16,6 +16,7 @@ from lit_cifar.checkpoint.atomic import write_checkpoint
 from lit_cifar.checkpoint.pretrained import start_from_file, take_weights
 from lit_cifar.errors import CheckpointError
 from lit_cifar.models import build_network, build_resnet
+from lit_cifar.models.fine_tuning import FineTuning
 
 RESNET = torchvision.models.resnet18(num_classes=5).state_dict()
 WRAPPED = {f"module.{name}": tensor for name, tensor in RESNET.items()}
@@ -163,7 +164,7 @@ def test_a_file_of_safetensors(tmp_path: Path) -> None:
 
 
 def test_a_module_that_has_loaded_weights_reads_no_file() -> None:
-    module = LitResNet("tiny", stem="imagenet", weights="nowhere.pth")
+    module = LitResNet("tiny", stem="imagenet", fine_tuning=FineTuning(weights="nowhere.pth"))
     module.load_state_dict(module.state_dict())  # as Lightning does when spawned processes have ended
     module.start_from_weights()
 
@@ -213,7 +214,7 @@ def begun_with(run: Path, given: Path) -> bool:
 
 @pytest.mark.filterwarnings("ignore:the training before had lr_scheduler.total_steps")
 def test_a_training_starts_from_a_file_and_a_resume_wins(given: Path, tmp_path: Path, caplog: Any) -> None:
-    flags, run = still(f"--model.weights={given}"), tmp_path / "run"
+    flags, run = still(f"--model.fine_tuning.weights={given}"), tmp_path / "run"
     with caplog.at_level("INFO"):
         run_here("fit", *flags, f"--run_dir={run}", "--resume=auto")
     assert "tensors are taken" in caplog.text
@@ -222,11 +223,11 @@ def test_a_training_starts_from_a_file_and_a_resume_wins(given: Path, tmp_path: 
     given.rename(tmp_path / "elsewhere.pth")
     with caplog.at_level("INFO"):
         run_here("fit", *flags, f"--run_dir={run}", "--resume=auto", "--trainer.max_steps=2")
-    assert f"--model.weights={given} is not read: the training goes on with the weights in " in caplog.text
+    assert f"--model.fine_tuning.weights={given} is not read: the training goes on with the weights in " in caplog.text
     assert f"weights: {given}" in (run / "config.yaml").read_text()
     run_here("test", run, f"--run_dir={tmp_path / 'tested'}")
     # An own checkpoint gives its weights alone: no step of the training before.
-    again = still(f"--model.weights={run / 'checkpoints' / 'last.ckpt'}", f"--run_dir={tmp_path / 'again'}")
+    again = still(f"--model.fine_tuning.weights={run / 'checkpoints' / 'last.ckpt'}", f"--run_dir={tmp_path / 'again'}")
     run_here("fit", *again)
     assert begun_with(tmp_path / "again", tmp_path / "elsewhere.pth")
     assert last_checkpoint(tmp_path / "again")["global_step"] == 1
@@ -237,11 +238,11 @@ def test_a_training_starts_from_a_file_and_a_resume_wins(given: Path, tmp_path: 
     [
         ("--model.arch=resnet10", ["in the model", "--model.arch=resnet18"]),
         ("--ckpt_path={}", ["holds weights alone: a training starts from one file", "leave one of the two out"]),
-        ("--model.weights=nowhere.pth", ["there is no checkpoint nowhere.pth"]),
+        ("--model.fine_tuning.weights=nowhere.pth", ["there is no checkpoint nowhere.pth"]),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused(more: str, says: list[str], given: Path, tmp_path: Path) -> None:
-    flags = still(f"--model.weights={given}", *more.format(given).split(), f"--run_dir={tmp_path / 'run'}")
+    flags = still(f"--model.fine_tuning.weights={given}", *more.format(given).split(), f"--run_dir={tmp_path / 'run'}")
     refused("fit", *flags, says=says)
     assert not (tmp_path / "run").exists()
 
@@ -250,7 +251,7 @@ def test_a_file_that_cannot_be_used_is_refused(more: str, says: list[str], given
 def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """Random weights stand for torchvision's own, which would be a download."""
     page = ROOT / "docs" / "training.md"
-    block = next(block for block in blocks(page) if any("--model.weights=resnet18.pth" in c for c in block))
+    block = next(block for block in blocks(page) if any("--model.fine_tuning.weights=resnet18.pth" in c for c in block))
     monkeypatch.chdir(tmp_path)
     given = torchvision.models.resnet18().state_dict()
     torch.save(given, "resnet18.pth")
@@ -280,5 +281,5 @@ def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("mode", ["ddp", "ddp_spawn", "pp", "fsdp2", "tp"])
 def test_every_rank_starts_from_the_file(mode: str, given: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    launch("fit", *still(f"--model.weights={given}", *mode_flags(mode), f"--run_dir={run}"))
+    launch("fit", *still(f"--model.fine_tuning.weights={given}", *mode_flags(mode), f"--run_dir={run}"))
     assert begun_with(run, given)

@@ -20,9 +20,12 @@ from lit_cifar.cli.main import CLI
 from lit_cifar.cli.trainer_arguments import BOUNDS, check_bounds
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.options import Augment, Pictures
+from lit_cifar.data.placement import Placement
 from lit_cifar.errors import ConfigError
+from lit_cifar.models.fine_tuning import FineTuning
 from lit_cifar.reporting.figures import EvaluationFigures
 from lit_cifar.task.module import LitResNet
+from lit_cifar.task.optimization import RateScaling
 
 TRANSFORM = "--data.augment.transforms+=torchvision.transforms.v2."
 # Flags of a fit, and what is said of them.
@@ -45,7 +48,7 @@ REFUSED = {
     "--trainer.val_check_interval=99": ["follows val/loss"],
     "--trainer.val_check_interval=0.01": ["is less than one", "pass --trainer.val_check_interval=1"],
     "--trainer.val_check_interval=00:00:10:00": ["by the clock", "a number of batches"],
-    "--trainer.overfit_batches=2 --data.balanced=true": ["--data.balanced=true draws others"],
+    "--trainer.overfit_batches=2 --data.balance.draw_equally=true": ["--data.balance.draw_equally=true draws others"],
     "--trainer.accumulate_grad_batches=2 --trainer.overfit_batches=1": ["whole steps: --trainer.overfit_batches=2"],
     "--trainer.callbacks+=StochasticWeightAveraging --trainer.callbacks.swa_lrs=0.01": ["EMAWeightAveraging"],
     "--trainer.callbacks+=BackboneFinetuning": ["`backbone`", "BaseFinetuning"],
@@ -76,11 +79,11 @@ REFUSED = {
     "--trainer.strategy=mp --trainer.devices=10": ["10 stages of a network of 6 blocks"],
     "--trainer.strategy=dp --trainer.devices=2 --model.ghost_batchnorm.data_parallel_size=2": ["--trainer.devices=1"],
     "--data.val_size=96": ["--data.val_size=9"],
-    "--data.num_train=97": ["--data.drop_last=true"],
+    "--data.num_train=97": ["--data.order.drop_last=true"],
     f"{TRANSFORM}Resize --data.augment.transforms.size=16": [
         "Resize made torch.uint8, (3, 16, 16) of an image of torch.uint8, (3, 32, 32)"
     ],
-    f"{TRANSFORM}MixUp --data.augment.transforms.num_classes=10": ["pass --data.mixup=1.0"],
+    f"{TRANSFORM}MixUp --data.augment.transforms.num_classes=10": ["pass --data.mixing.mixup=1.0"],
     f"{TRANSFORM}Normalize --data.augment.transforms.mean=[0.5] --data.augment.transforms.std=[1]": [
         "Normalize cannot transform a uint8 tensor (3, 32, 32): Input tensor should be a float tensor"
     ],
@@ -88,7 +91,7 @@ REFUSED = {
     f"{TRANSFORM}RandAugment --data.resident=device": ["--data.augment.transforms run on the host"],
     "--data.num_workers=2": ["--data.num_workers=2 has nothing to do"],
     "--data.augment.reflect=true --data.augment.padding=32": ["lower --data.augment.padding"],
-    "--data.frozen_order=true --data.shuffle=false": ["--data.frozen_order"],
+    "--data.order.frozen=true --data.order.shuffle=false": ["--data.order.frozen"],
     "--data.pictures.memory_gb=5": ["--data.pictures.memory_gb=5.0 is for pictures of your own"],
     "--data.dataset=cifar10 --data.download=false --data.root=nowhere": ["synthetic"],
     "--trainer.barebones=true": ["--trainer.barebones=true", "--trainer.fast_dev_run=N"],
@@ -276,13 +279,13 @@ def test_every_remedy_is_accepted(flags: str, monkeypatch: pytest.MonkeyPatch) -
 # Where each number of ours is bounded, and between what.
 OWN_BOUNDS: dict[str, tuple[Callable[..., object], float, float]] = {
     "model.label_smoothing": (partial(LitResNet, "tiny"), 0, 1),
-    "model.base_batch_size": (partial(LitResNet, "tiny"), 1, math.inf),
-    "model.head_lr": (partial(LitResNet, "tiny"), 0, math.inf),
-    "model.unfreeze_at": (partial(LitResNet, "tiny"), 1, math.inf),
+    "model.rate_scaling.base_batch_size": (RateScaling, 1, math.inf),
+    "model.fine_tuning.head_lr": (FineTuning, 0, math.inf),
+    "model.fine_tuning.unfreeze_at": (FineTuning, 1, math.inf),
     "data.eval_batch_size": (partial(CIFAR10DataModule, dataset="synthetic"), 1, math.inf),
     "data.seed": (partial(CIFAR10DataModule, dataset="synthetic"), 0, math.inf),
     "data.val_size": (partial(CIFAR10DataModule, dataset="synthetic"), 0, math.inf),
-    "data.num_workers": (partial(CIFAR10DataModule, dataset="folder"), 0, 2**16),
+    "data.num_workers": (partial(Placement, "auto", transforms=False, are_pictures=True), 0, 2**16),
     "data.augment.padding": (
         lambda **settings: Augment(**settings).of_images(32, decoded_size=None, seed=0),
         0,

@@ -28,7 +28,7 @@ from lit_cifar.checkpoint.sample_audit import (
     failure,
     write_epoch,
 )
-from lit_cifar.data import Batch, CIFAR10DataModule
+from lit_cifar.data import Batch, CIFAR10DataModule, Order
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import CheckpointError, SampleAuditError
 from lit_cifar.mode import Layout
@@ -267,10 +267,10 @@ def expected_lines(num_epochs: int = 2, *, num_steps: int | None = None, **setti
     ("settings", "options", "expected"),
     [
         ({"batch_size": 24}, {"accumulate_grad_batches": 2}, {"batch_size": 24}),
-        ({"batch_size": 24, "drop_last": True}, {}, {"batch_size": 24, "drop_last": True}),
+        ({"batch_size": 24, "order": Order(drop_last=True)}, {}, {"batch_size": 24, "drop_last": True}),
         ({"seed": 5}, {"limit_train_batches": 3}, {"seed": 5, "num_steps": 3}),
         ({}, {"limit_train_batches": 4, "accumulate_grad_batches": 2}, {"num_steps": 2}),
-        ({"frozen_order": True}, {}, {"frozen": True}),
+        ({"order": Order(frozen=True)}, {}, {"frozen": True}),
         ({}, {"max_epochs": -1, "max_steps": 7}, {"num_epochs": 1}),
     ],
     ids=str,

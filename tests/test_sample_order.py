@@ -13,9 +13,9 @@ SETTINGS = {
     "val_size": 20,
     "batch_size": 24,
     "seed": 0,
-    "shuffle": True,
-    "frozen_order": False,
-    "drop_last": False,
+    "order.shuffle": True,
+    "order.frozen": False,
+    "order.drop_last": False,
 }
 OWN_VAL = {"train files": "a", "val files": "c", "val_size": 0}  # pictures in folders, of which some are to validate on
 
@@ -25,7 +25,7 @@ OWN_VAL = {"train files": "a", "val files": "c", "val_size": 0}  # pictures in f
     [
         ({"seed": 1}, "--data.seed=1", "--data.seed=0"),
         ({"batch_size": 20}, "--data.batch_size=20", "--data.batch_size=24"),
-        ({"shuffle": False}, "--data.shuffle=false", "--data.shuffle=true"),
+        ({"order.shuffle": False}, "--data.order.shuffle=false", "--data.order.shuffle=true"),
         ({"val_size": 10}, "--data.val_size=10", "--data.val_size=20"),
         ({"dataset": "cifar10"}, "--data.dataset=cifar10", "--data.dataset=synthetic"),
         ({"num_train": 130, "seed": 1}, "--data.num_train=130 --data.seed=1", "--data.num_train=120 --data.seed=0"),
@@ -47,7 +47,7 @@ def test_other_settings_are_refused_within_an_epoch(changed: dict[str, Any], pro
 # What was trained on and what is held out now, as (then, now, whether some images are of both).
 HELD_OUT: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "nothing changed": ({}, {}, None),
-    "another order": ({}, {"batch_size": 20, "shuffle": False, "drop_last": True}, None),
+    "another order": ({}, {"batch_size": 20, "order.shuffle": False, "order.drop_last": True}, None),
     "another seed": ({}, {"seed": 1}, "--data.seed=0"),
     "another seed, and nothing is validated on": ({}, {"seed": 1, "val_size": 0}, None),
     "more are held out": ({}, {"val_size": 30}, "--data.val_size=20"),

@@ -12,7 +12,7 @@ from counting import Operators
 from library_fits import Watch, make
 from short_fits import data, fit, short
 
-from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data import CIFAR10DataModule, Order
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.images import Batch, ImageSet
@@ -272,7 +272,7 @@ def test_every_chunk_needs_two_samples(rest: int, layout: Layout, accumulation: 
         return
     with pytest.raises(ConfigError, match=f"has {rest} of {64 + rest} images for .*; each needs 2") as error:
         TrainSampler(num_samples=64 + rest, **settings).check()
-    assert "--data.drop_last=true" in error.value.remedy
+    assert "--data.order.drop_last=true" in error.value.remedy
 
 
 # ---------------------------------------------------------------- evaluation
@@ -282,7 +282,7 @@ def eval_ids(num_ranks: int, *, num_samples: int, pad: bool = False) -> list[lis
     """The ids that the test loader of every rank hands out; asserts that all make equally many steps."""
     found = []
     for rank in range(num_ranks):
-        data = CIFAR10DataModule(dataset="synthetic", eval_batch_size=500, pad_eval=pad)
+        data = CIFAR10DataModule(dataset="synthetic", eval_batch_size=500, order=Order(pad_eval=pad))
         data.sets["test"] = images_of(num_samples)
         strategy = SimpleNamespace(
             root_device=torch.device("cpu"), distributed_sampler_kwargs={"num_replicas": num_ranks, "rank": rank}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from lit_cifar import CIFAR10DataModule, ConfigError
-from lit_cifar.data import Augment
+from lit_cifar.data import Augment, Balance, Mixing
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.counter_rng import Purpose, keyed_integers
 from lit_cifar.data.images import Batch
@@ -94,7 +94,7 @@ def batches(**settings: Any) -> list[Batch]:
     return list(train)
 
 
-@pytest.mark.parametrize("settings", [{}, {"mixup": 1.0}])
+@pytest.mark.parametrize("settings", [{}, {"mixing": Mixing(mixup=1.0)}])
 def test_workers_make_the_same_batches(settings: dict[str, Any]) -> None:
     augment = Augment(transforms=[v2.TrivialAugmentWide(), DrawsEverywhere()])
     here, there = (batches(augment=augment, num_workers=number, **settings) for number in (0, 2))
@@ -105,7 +105,9 @@ def test_workers_make_the_same_batches(settings: dict[str, Any]) -> None:
 
 
 def test_images_that_a_balanced_epoch_repeats_are_drawn_anew() -> None:
-    data = CIFAR10DataModule(dataset="synthetic", num_train=200, val_size=0, batch_size=64, balanced=True)
+    data = CIFAR10DataModule(
+        dataset="synthetic", num_train=200, val_size=0, batch_size=64, balance=Balance(draw_equally=True)
+    )
     data.setup("fit")
     kept = torch.cat([torch.nonzero(data.sets["train"].labels > 0)[:, 0], torch.tensor([0])])
     data.sets["train"] = data.sets["train"].subset(kept)

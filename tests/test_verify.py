@@ -128,8 +128,8 @@ def test_a_network_without_buffers_may_be_frozen() -> None:
     """Such as a transformer."""
     without = {kind: tensors for kind, tensors in step().items() if kind != "buffers"}
     record: Any = SimpleNamespace(steps=[1], step=lambda number: without, ends_of_epochs={})
-    frozen = SimpleNamespace(parameters={"conv.weight"}, norms=())
-    own: Any = SimpleNamespace(plain_module=SimpleNamespace(frozen=frozen, unfreeze_at=None))
+    frozen = SimpleNamespace(parameters={"conv.weight"}, norms=(), until=None)
+    own: Any = SimpleNamespace(plain_module=SimpleNamespace(frozen=frozen))
     assert frozen_problems(record, own) == []
 
 

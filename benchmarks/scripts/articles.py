@@ -39,7 +39,7 @@ class Case:
     def flags(self) -> list[str]:
         files = ["single", *(["plain_momentum"] if self.momentum == "plain" else [])]
         flags = [f"--config={CONFIGS / name}.yaml" for name in files]
-        flags += [f"--data.batch_size={self.batch_size}", f"--data.frozen_order={str(not self.set_epoch).lower()}"]
+        flags += [f"--data.batch_size={self.batch_size}", f"--data.order.frozen={str(not self.set_epoch).lower()}"]
         return flags + ([f"--model.ghost_batchnorm.data_parallel_size={self.num_gpus}"] if self.num_gpus > 1 else [])
 
 

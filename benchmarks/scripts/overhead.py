@@ -109,8 +109,8 @@ class PlainLoop:
         self._forward = Compiled(network, cuda_graphs=module.cuda_graphs) if module.compiles else network
         self._layout = torch.channels_last if module.channels_last else torch.contiguous_format
         self._precision = trainer.precision_plugin.forward_context
-        self.optimizer = module.make_optimizer(network.parameters())
-        self.scheduler: Any = module.make_lr_scheduler(self.optimizer)
+        self.optimizer = module.optimization.make_optimizer(network.parameters())
+        self.scheduler: Any = module.optimization.make_lr_scheduler(self.optimizer)
         if isinstance(self.scheduler, WarmupDecay):
             self.scheduler.set_total_steps(_MANY)
         self.log_every_n_steps = trainer.log_every_n_steps

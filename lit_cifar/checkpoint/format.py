@@ -203,7 +203,7 @@ def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer, schedul
     if then != now:
         raise CheckpointError(
             f"the checkpoint continues a training whose optimizer had groups of {then} parameters; this one has {now}",
-            remedy="pass --model.head_lr, and arguments of --model.optimizer, as its training had them: "
+            remedy="pass --model.fine_tuning.head_lr, and arguments of --model.optimizer, as its training had them: "
             "RUN_FOLDER/config.yaml",
         )
 

@@ -1,6 +1,7 @@
 """The sample audit: proof that an epoch has used every sample as planned, and a digest of the uses in each step.
 
-The plan is the order of the sampler: each sample once, unless `--data.balanced=true` draws some several times.
+The plan is the order of the sampler: each sample once, unless `--data.balance.draw_equally=true`
+draws some several times.
 
 During the training every use is added to a tally on the device, and nothing waits for it. When a checkpoint is written
 or an epoch ends, the ranks' uses since the last time are summed and compared with the plan: the order of the sampler.

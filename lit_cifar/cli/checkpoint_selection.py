@@ -129,7 +129,7 @@ class StartingCheckpoint:
 
     def _choose(self, module: LitResNet) -> None:
         """Start with the weights that the model was given, unless a training goes on with its own."""
-        path, flag = self._config.ckpt_path, f"--model.weights={module.weights}"
+        path, flag = self._config.ckpt_path, f"--model.fine_tuning.weights={module.weights}"
         if path is None:
             module.start_from_weights()
         elif self.has_weights_alone:
@@ -160,15 +160,15 @@ class StartingCheckpoint:
         except CheckpointError as error:
             if self._subcommand != "fit" or self._config.resume is not None:
                 raise
-            weights = shlex.quote(f"--model.weights={self._config.ckpt_path}")
+            weights = shlex.quote(f"--model.fine_tuning.weights={self._config.ckpt_path}")
             start = f"or start a new training with its weights alone, in place of --ckpt_path: {weights}"
             raise CheckpointError(error.problem, remedy=f"{error.remedy},\n{start}") from error
         module.header.check(content)
         check_shapes(module.network, content.get("state_dict", {}))
         if self._subcommand == "fit":
             with as_config_error():
-                optimizer = module.new_optimizer()
-                scheduler = module.new_scheduler(optimizer)
+                optimizer = module.optimization.new_optimizer(module.network)
+                scheduler = module.optimization.new_scheduler(optimizer)
             check_optimizer(content, optimizer, scheduler)
 
 

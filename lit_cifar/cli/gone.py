@@ -45,9 +45,23 @@ INSTEAD: dict[str, str] = {
     "--data.pictures.num_workers": "--data.num_workers",
     "--data.pictures.cache_dir": "leave it out: pictures are decoded into the memory",
     "--data.pictures.cache_limit_gb": "--data.pictures.memory_gb",
+    "--data.mixup": "--data.mixing.mixup",
+    "--data.cutmix": "--data.mixing.cutmix",
+    "--data.class_weights": "--data.balance.class_weights",
+    "--data.balanced": "--data.balance.draw_equally",
+    "--data.shuffle": "--data.order.shuffle",
+    "--data.frozen_order": "--data.order.frozen",
+    "--data.drop_last": "--data.order.drop_last",
+    "--data.pad_eval": "--data.order.pad_eval",
     # Training, checkpoints and ranks.
     "--last_checkpoint.sharded": "fsdp2 writes one file, which every mode reads",
     "--max_restarts": "torchrun --max-restarts=3 --nproc-per-node=2 -m lit_cifar fit --resume=auto --run_dir=FOLDER",
+    "--model.weights": "--model.fine_tuning.weights",
+    "--model.freeze": "--model.fine_tuning.freeze",
+    "--model.unfreeze_at": "--model.fine_tuning.unfreeze_at",
+    "--model.head_lr": "--model.fine_tuning.head_lr",
+    "--model.lr_scaling": "--model.rate_scaling.rule",
+    "--model.base_batch_size": "--model.rate_scaling.base_batch_size",
     "--model.recompute": "--trainer.accumulate_grad_batches or --trainer.precision=bf16-mixed take less memory",
 }
 

@@ -24,7 +24,7 @@ COMMON: dict[str, dict[str, tuple[str, ...]]] = {
         "run": (*_RUN, "resume", "ckpt_path"),
         "network": _NETWORK,
         "optimization": (
-            *("model.optimizer", "model.lr_scheduler", "model.lr_scaling"),
+            *("model.optimizer", "model.lr_scheduler", "model.rate_scaling.rule"),
             *("trainer.max_epochs", "trainer.accumulate_grad_batches"),
         ),
         "data": _DATA,

@@ -1,28 +1,26 @@
-"""The data sets by name, and one of them as a LightningDataModule whose batch size is the global one.
-
-A damaged data set is an error: it is never repaired, or replaced by another in silence.
-"""
+"""A data set as a LightningDataModule whose batch size is the global one."""
 
 from contextlib import suppress
-from functools import cache, cached_property
-from importlib import import_module
-from math import inf
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_cifar.data.augment import Augmentation
-from lit_cifar.data.dataset import Dataset, Split
-from lit_cifar.data.images import Batch, ImageSet
+from lit_cifar.data.balance import Balance
+from lit_cifar.data.dataset import Split
+from lit_cifar.data.datasets import open_dataset
+from lit_cifar.data.images import Batch, ImageSet, normalised
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.mixing import Mixing
 from lit_cifar.data.options import Augment, Pictures
+from lit_cifar.data.placement import Placement
 from lit_cifar.data.sample_order import (
+    Order,
     OrderSettings,
     check_held_out,
     check_rest_of_epoch,
@@ -30,39 +28,11 @@ from lit_cifar.data.sample_order import (
     settings_in,
 )
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
-from lit_cifar.data.workers import num_cores
-from lit_cifar.errors import CheckpointError, ConfigError, bounded, nearest
+from lit_cifar.errors import CheckpointError, ConfigError, bounded
 from lit_cifar.mode import Layout, mode_of
 
 if TYPE_CHECKING:
     from lit_cifar.data.pictures import FolderImages
-
-# The class of each data set, which is imported when it is asked for.
-DATASETS = {
-    "cifar10": "cifar10.Cifar10",
-    "cifar100": "cifar10.Cifar100",
-    "fashion_mnist": "fashion_mnist.Fashion",
-    "synthetic": "synthetic.Synthetic",
-    "folder": "pictures.OwnPictures",
-}
-
-
-def open_dataset(
-    name: str, root: str | Path, *, image_size: int | None = None, seed: int = 0, pictures: Pictures | None = None
-) -> Dataset:
-    """The data set called `name`, with `Dataset`'s arguments; `pictures` are further ones, of "folder"."""
-    if name not in DATASETS:
-        meant = nearest(name, DATASETS)
-        guess = "" if meant is None else f"did you mean --data.dataset={meant}? "
-        raise ConfigError(f"there is no data set {name!r}", remedy=f"{guess}choose one of {', '.join(DATASETS)}")
-    given: dict[str, Any] = {}
-    if name == "folder":
-        given["pictures"] = pictures
-    elif pictures is not None:
-        pictures.refuse()
-    module, _, kind = DATASETS[name].partition(".")
-    dataset: type[Dataset] = getattr(import_module(f"lit_cifar.data.{module}"), kind)
-    return dataset(Path(root), image_size=image_size, seed=seed, **given)
 
 
 class CIFAR10DataModule(L.LightningDataModule):
@@ -86,19 +56,9 @@ class CIFAR10DataModule(L.LightningDataModule):
         num_test: Use only the first n test images. The synthetic data set draws n images.
         augment: What training images go through: with true random crops after padding, and random flips; with false
             nothing. Or `Augment`, its settings: --data.augment.cutout=8 adds cutout to these.
-        mixup: Mix each training image with another one of its global batch (Zhang et al., 2018): the parameter of the
-            Beta distribution of their shares. With 0 there is no mixup. A loss must then be taken with `Batch.targets`.
-        cutmix: Replace a rectangle of each training image by that of another one (Yun et al., 2019): the parameter, as
-            above. With both, each step takes one of the two. With 0 there is no CutMix.
-        class_weights: Factors of the losses by class, in the order of the classes, or "balanced": in inverse proportion
-            to the number of training images. They are divided by their mean over the global batch.
-        balanced: Draw each class equally often in an epoch, which has as many samples as before: those of rare classes
-            several times, those of frequent ones not all.
-        shuffle: Draw a new permutation for each epoch. With false every epoch has the order of the files.
-        frozen_order: Repeat the order of the first epoch in every epoch, as a forgotten `set_epoch` does. For study.
-        drop_last: Leave out the last batch of an epoch if it is not full. With false it is weighted by its size.
-        pad_eval: Repeat samples until each process evaluates equally many, as torch's DistributedSampler does, and
-            count them twice. For study.
+        mixing: Mixup and CutMix of training images: `Mixing`.
+        balance: What is done for rare classes: `Balance`.
+        order: In which order images are trained on, and which are left out or repeated: `Order`.
         resident: Place of the uint8 images: in "host" memory, or on the "device", where the GPU makes its batches
             itself. With "auto" they are on the GPU if it has room for four copies of them.
         num_workers: Number of worker processes, for each process that trains, that decode pictures which do not fit the
@@ -131,18 +91,13 @@ class CIFAR10DataModule(L.LightningDataModule):
         num_train: int | None = None,
         num_test: int | None = None,
         augment: bool | Augment = True,
-        mixup: float = 0.0,
-        cutmix: float = 0.0,
-        class_weights: Literal["balanced"] | list[float] | None = None,
-        balanced: bool = False,
-        shuffle: bool = True,
-        frozen_order: bool = False,
-        drop_last: bool = False,
-        pad_eval: bool = False,
+        mixing: Mixing = Mixing(),  # noqa: B008  # it is frozen, and so are the next
+        balance: Balance = Balance(),  # noqa: B008
+        order: Order = Order(),  # noqa: B008
         resident: Literal["auto", "host", "device"] = "auto",
         num_workers: int | None = None,
         download: bool = True,
-        pictures: Pictures = Pictures(),  # noqa: B008  # it is frozen
+        pictures: Pictures = Pictures(),  # noqa: B008
         seed: int = 0,
         predict_dir: str | Path | None = None,
     ) -> None:
@@ -151,11 +106,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         self.batch_size = batch_size
         self.eval_batch_size = bounded("--data.eval_batch_size", eval_batch_size, 1)
         self.num_images = {"train": num_train, "test": num_test}
-        self.shuffle = shuffle
-        self.frozen_order = frozen_order
-        self.drop_last = drop_last
-        self.pad_eval = pad_eval
-        self.resident, self.num_workers = resident, bounded("--data.num_workers", num_workers, 0, 2**16)
+        self.mixing, self.balance, self.order = mixing, balance, order
         self.download = download
         self.seed = bounded("--data.seed", seed, 0)
         self._dataset, self._held_out = dataset, bounded("--data.val_size", val_size, 0)
@@ -167,32 +118,13 @@ class CIFAR10DataModule(L.LightningDataModule):
         self.augmentation: Augmentation | None = None
         if settings:
             self.augmentation = settings.of_images(self.image_size, decoded_size=pictures.decoded_size, seed=seed)
-        self.mixing = Mixing(seed=seed, mixup=mixup, cutmix=cutmix) if mixup or cutmix else None
-        self.class_weights, self.balanced = class_weights, balanced
+        balance.check(order)
+        transforms = self.augmentation is not None and bool(self.augmentation.transforms)
+        self._placement = Placement(resident, num_workers, transforms=transforms, are_pictures=dataset == "folder")
         self.sets: dict[str, ImageSet] = {}
         self._resumed: OrderSettings = {}  # `state_dict` of the run that wrote the checkpoint
         self.folder: FolderImages | None = None
         self._prepared = False
-        for name, parameter in {"mixup": mixup, "cutmix": cutmix}.items():
-            if not 0 <= parameter < inf:
-                problem = f"--data.{name}={parameter:g} is the parameter of a Beta distribution, which is positive"
-                raise ConfigError(problem, remedy=f"pass --data.{name}=1.0, or 0 for none")
-        if isinstance(class_weights, list) and not all(0 < factor < inf for factor in class_weights):
-            problem = f"--data.class_weights={class_weights}: a factor of a loss is positive and finite"
-            raise ConfigError(problem, remedy="pass one factor for each class, or balanced")
-        self._transforms = self.augmentation is not None and bool(self.augmentation.transforms)
-        if self._transforms and resident == "device":
-            problem = "--data.resident=device makes batches on the GPU, and --data.augment.transforms run on the host"
-            raise ConfigError(problem, remedy="leave one of the two out")
-        if num_workers is not None and not self._transforms and dataset != "folder":
-            problem = f"--data.num_workers={num_workers} has nothing to do: these images are in memory"
-            raise ConfigError(problem, remedy="leave it out, or add --data.augment.transforms")
-        if balanced and not shuffle:
-            problem = "--data.balanced=true draws an order, and --data.shuffle=false has none"
-            raise ConfigError(problem, remedy="leave one of the two out")
-        if frozen_order and not shuffle:
-            problem = "--data.frozen_order=true repeats one shuffled order, and --data.shuffle=false has none"
-            raise ConfigError(problem, remedy="leave one of the two out")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without images: a spawned process reads them, as 150 MB do not fit every shared memory."""
@@ -296,9 +228,10 @@ class CIFAR10DataModule(L.LightningDataModule):
         # Overfitting needs the same batches in every epoch, and Lightning can turn off the shuffling of DataLoaders
         # only.
         overfits = self.trainer is not None and self.trainer.overfit_batches > 0  # type: ignore[attr-defined]
-        if overfits and self.balanced:
+        if overfits and self.balance.draw_equally:
             raise ConfigError(
-                "--trainer.overfit_batches repeats the first batches, and --data.balanced=true draws others",
+                "--trainer.overfit_batches repeats the first batches, and --data.balance.draw_equally=true draws "
+                "others",
                 remedy="leave out one of them",
             )
         return TrainSampler(
@@ -307,10 +240,10 @@ class CIFAR10DataModule(L.LightningDataModule):
             layout=self.layout,
             accumulation=1 if self.trainer is None else self.trainer.accumulate_grad_batches,
             seed=self.seed,
-            shuffle=self.shuffle and not overfits,
-            frozen=self.frozen_order,
-            drop_last=self.drop_last,
-            balanced=self.sets["train"].labels.cpu() if self.balanced else None,
+            shuffle=self.order.shuffle and not overfits,
+            frozen=self.order.frozen,
+            drop_last=self.order.drop_last,
+            balanced=self.sets["train"].labels.cpu() if self.balance.draw_equally else None,
             behind=None if self.trainer is None else self._batches_behind,
         )
 
@@ -357,30 +290,21 @@ class CIFAR10DataModule(L.LightningDataModule):
         """Loader of this process's part of every global batch, augmented, uint8."""
         sampler = self.train_sampler()
         sampler.check()
-        images = self._resident("train")
+        images = self._placed("train")
         factors = self.class_factors()
         weights = None if factors is None else factors.to(images.images.device)
         return BatchLoader(
             images,
             sampler,
             augmentation=self.augmentation,
-            mixing=self.mixing,
+            mixing=self.mixing or None,
             class_weights=weights,
-            num_workers=self._workers(images, transforms=self._transforms),
+            num_workers=self._placement.workers(images, split="train", num_processes=self._num_processes),
         )
 
     def class_factors(self) -> Tensor | None:
         """Factors of the loss of each class, float32, (C,), if there are any; a wrong number of them is refused."""
-        if self.class_weights is None:
-            return None
-        if isinstance(self.class_weights, list):
-            factors = torch.tensor(self.class_weights)
-        else:
-            factors = 1 / torch.bincount(self.sets["train"].labels, minlength=len(self.classes)).clamp(min=1)
-        if len(factors) != len(self.classes):
-            problem = f"--data.class_weights has {len(factors)} factors for {len(self.classes)} classes"
-            raise ConfigError(problem, remedy=f"pass one for each of {', '.join(self.classes[:5])} ...")
-        return factors
+        return self.balance.factors(self.sets["train"].labels, self.classes)
 
     def val_dataloader(self) -> BatchLoader | list[BatchLoader]:
         """Loader of the held-out images, each once over all processes; none when there are no images."""
@@ -399,29 +323,18 @@ class CIFAR10DataModule(L.LightningDataModule):
             num_samples=len(self.sets[split]),
             batch_size=self.eval_batch_size,
             layout=self.layout,
-            pad=self.pad_eval and split != "predict",
+            pad=self.order.pad_eval and split != "predict",
         )
 
     def _evaluation_loader(self, split: str) -> BatchLoader:
-        images = self._resident(split)
-        return BatchLoader(images, self.evaluation_sampler(split), num_workers=self._workers(images))
+        images = self._placed(split)
+        workers = self._placement.workers(images, split=split, num_processes=self._num_processes)
+        return BatchLoader(images, self.evaluation_sampler(split), num_workers=workers)
 
-    def _workers(self, images: ImageSet, *, transforms: bool = False) -> int | None:
-        """Number of processes that make the batches, 0 if it is this one, None if blocks of batches are made here."""
-        if images.are_encoded and self.num_workers is None:
-            return max(1, num_cores() // self._num_processes)
-        return self.num_workers if images.are_encoded or (transforms and self.num_workers) else None
-
-    def _resident(self, split: str) -> ImageSet:
-        """The images of `split` where `resident` wants them."""
-        images = self.sets[split]
-        device = images.images.device if self.trainer is None else self.trainer.strategy.root_device
-        if self.resident == "device" and device.type == "cpu":
-            rank_zero_warn("--data.resident=device has no effect on the CPU: the host's memory is the device's")
-        on_host = self.resident == "host" or (split == "train" and self._transforms and not images.are_encoded)
-        if on_host or (self.resident == "auto" and not _has_room(images.images, device)):
-            return images
-        return images.to(device)
+    def _placed(self, split: str) -> ImageSet:
+        """The images of `split` where batches are made of them."""
+        device = None if self.trainer is None else self.trainer.strategy.root_device
+        return self._placement.place(self.sets[split], split=split, device=device)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Normalise the images on the device, in the precision of the run."""
@@ -436,12 +349,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         return self._normalised(images.gather(torch.arange(min(num_images, len(images)))))
 
     def _normalised(self, images: Tensor) -> Tensor:
-        """The centres of `images`, normalised, from uint8 to float32."""
-        size = self.image_size
-        border = max(0, images.shape[3] - size) // 2  # 0 after augmentation
-        centre = images[:, :, border : border + size, border : border + size]
-        mean, std = (_channel_values(values, images.device) for values in (self.source.mean, self.source.std))
-        return centre.to(torch.float32, copy=True).sub_(mean).div_(std)
+        return normalised(images, size=self.image_size, mean=self.source.mean, std=self.source.std)
 
 
 class _HandsOver(L.Callback):
@@ -451,13 +359,3 @@ class _HandsOver(L.Callback):
         data: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
         if isinstance(data, CIFAR10DataModule):
             data.compare(checkpoint)
-
-
-@cache
-def _channel_values(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Shares of the full range in units of a byte, (C, 1, 1). Cached: the host waits for a copy to a GPU."""
-    return 255 * torch.tensor(values, device=device)[:, None, None]
-
-
-def _has_room(images: Tensor, device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.mem_get_info(device)[0] > 4 * images.nbytes

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -62,3 +63,17 @@ class Batch(NamedTuple):
     def targets(self) -> Tensor:
         """What the loss is taken with."""
         return self.labels if self.soft_targets is None else self.soft_targets
+
+
+def normalised(images: Tensor, *, size: int, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """The centres of `images`, (n, 3, size, size), from uint8 to float32, in units of the channels' deviations."""
+    border = max(0, images.shape[3] - size) // 2  # 0 after augmentation
+    centre = images[:, :, border : border + size, border : border + size]
+    means, deviations = (_channel_values(values, images.device) for values in (mean, std))
+    return centre.to(torch.float32, copy=True).sub_(means).div_(deviations)
+
+
+@cache
+def _channel_values(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Shares of the full range in units of a byte, (C, 1, 1). Cached: the host waits for a copy to a GPU."""
+    return 255 * torch.tensor(values, device=device)[:, None, None]

@@ -72,7 +72,8 @@ class BatchLoader:
         if self._mixing is not None:
             images, others = partners or (batch.images.roll(1, 0), labels.roll(1))
             height, width = images.shape[2:]
-            mix = self._mixing.draw(epoch=self.sampler.epoch, step=part.step, size=(height, width))
+            assert isinstance(self.sampler, TrainSampler)  # an evaluation mixes nothing
+            mix = self._mixing.draw(self.sampler.seed, epoch=self.sampler.epoch, step=part.step, size=(height, width))
             batch = batch._replace(images=mix(batch.images, images))
         if self._class_weights is not None:
             whole = self.images.labels[part.whole.to(labels.device, non_blocking=True)]

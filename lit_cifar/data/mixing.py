@@ -5,6 +5,7 @@ mixes its images with those of another one where these are the partners, and mak
 """
 
 from dataclasses import dataclass
+from math import inf
 from random import Random
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lit_cifar.data.counter_rng import Purpose, key_of
+from lit_cifar.errors import ConfigError
 
 _PARTS = 128  # a share is a whole number of them: 255 * 128 is within 16 bits
 
@@ -36,19 +38,31 @@ class Mix(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
-    """Draws how a step mixes; where both ways are wanted, each step takes one of them with equal probability.
+    """Mixup and CutMix of training images. With both, each step takes one of them with equal probability.
 
-    Mixup: Zhang et al., "mixup: Beyond empirical risk minimization", ICLR 2018. CutMix: Yun et al., "CutMix",
-    ICCV 2019.
+    Args:
+        mixup: Mix each training image with another one of its global batch (Zhang et al., 2018): the parameter of the
+            Beta distribution of their shares. With 0 there is no mixup. A loss must then be taken with `Batch.targets`.
+        cutmix: Replace a rectangle of each training image by that of another one (Yun et al., 2019): the parameter, as
+            above. With 0 there is no CutMix.
     """
 
-    seed: int  # a part of every draw's key
-    mixup: float = 0.0  # both parameters of the Beta distribution of the share; with 0 there is no mixup
-    cutmix: float = 0.0  # the same for CutMix
+    mixup: float = 0.0
+    cutmix: float = 0.0
 
-    def draw(self, *, epoch: int, step: int, size: tuple[int, int]) -> Mix:
+    def __post_init__(self) -> None:
+        for name, parameter in vars(self).items():
+            if not 0 <= parameter < inf:
+                flag = f"--data.mixing.{name}"
+                problem = f"{flag}={parameter:g} is the parameter of a Beta distribution, which is positive"
+                raise ConfigError(problem, remedy=f"pass {flag}=1.0, or 0 for none")
+
+    def __bool__(self) -> bool:
+        return bool(self.mixup or self.cutmix)
+
+    def draw(self, seed: int, *, epoch: int, step: int, size: tuple[int, int]) -> Mix:
         """Draw for the images, `size` (height, width), of optimizer step `step` of `epoch`."""
-        random = Random(key_of(self.seed, epoch, int(Purpose.MIX), step) % 2**64)
+        random = Random(key_of(seed, epoch, int(Purpose.MIX), step) % 2**64)
         if self.mixup and (not self.cutmix or random.random() < 0.5):
             return Mix(round(_PARTS * random.betavariate(self.mixup, self.mixup)) / _PARTS)
         reach = (1 - random.betavariate(self.cutmix, self.cutmix)) ** 0.5 / 2  # from the centre, in units of a side

@@ -1,14 +1,38 @@
 """Settings that decide which image is used in which step. Checkpoints hold them, to compare with a resumed run's."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from lit_cifar.errors import CheckpointError, printable
+from lit_cifar.errors import CheckpointError, ConfigError, printable
 
 OrderSettings = dict[str, int | str]
 
 _TRAIN, _VAL = _FILES = ("train files", "val files")  # settings that are no flags: digests of lists of files
 _PUT_BACK = "put them back as they were, with an empty file in place of each picture that could not be read then"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """In which order images are trained on, and which are left out or repeated.
+
+    Args:
+        shuffle: Draw a new permutation for each epoch. With false every epoch has the order of the files.
+        frozen: Repeat the order of the first epoch in every epoch, as a forgotten `set_epoch` does. For study.
+        drop_last: Leave out the last batch of an epoch if it is not full. With false it is weighted by its size.
+        pad_eval: Repeat samples until each process evaluates equally many, as torch's DistributedSampler does, and
+            count them twice. For study.
+    """
+
+    shuffle: bool = True
+    frozen: bool = False
+    drop_last: bool = False
+    pad_eval: bool = False
+
+    def __post_init__(self) -> None:
+        if self.frozen and not self.shuffle:
+            problem = "--data.order.frozen=true repeats one shuffled order, and --data.order.shuffle=false has none"
+            raise ConfigError(problem, remedy="leave one of the two out")
 
 
 def order_settings(data: Any) -> OrderSettings:
@@ -22,10 +46,10 @@ def order_settings(data: Any) -> OrderSettings:
         "val_size": held_out,
         "batch_size": sampler.batch_size,
         "seed": sampler.seed,
-        "shuffle": sampler.shuffle,
-        "frozen_order": sampler.frozen,
-        "drop_last": sampler.drop_last,
-        "balanced": sampler.balanced is not None,
+        "order.shuffle": sampler.shuffle,
+        "order.frozen": sampler.frozen,
+        "order.drop_last": sampler.drop_last,
+        "balance.draw_equally": sampler.balanced is not None,
     }
 
 

@@ -124,14 +124,16 @@ class TrainSampler:
                 remedy="the nearest that do: " + " or ".join(f"--data.batch_size={size}" for size in nearest),
             )
         if not self.num_batches:
-            problem = f"--data.batch_size={size} with --data.drop_last=true leaves none of {self.num_samples} images"
-            raise ConfigError(problem, remedy="lower --data.batch_size, or pass --data.drop_last=false")
+            problem = (
+                f"--data.batch_size={size} with --data.order.drop_last=true leaves none of {self.num_samples} images"
+            )
+            raise ConfigError(problem, remedy="lower --data.batch_size, or pass --data.order.drop_last=false")
         rest = 0 if self.drop_last else self.num_samples % size
         replicas = GhostBatches.of(self.layout, accumulation=self.accumulation).positions(rest)
         if any(len(chunk) < 2 for chunks in replicas for chunk in chunks):
             raise ConfigError(
                 f"the last batch of an epoch has {rest} of {self.num_samples} images for {self._cut}; each needs 2",
-                remedy="pass --data.drop_last=true, or change --data.batch_size or --data.val_size",
+                remedy="pass --data.order.drop_last=true, or change --data.batch_size or --data.val_size",
             )
 
     @property

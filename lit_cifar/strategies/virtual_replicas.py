@@ -217,10 +217,10 @@ def _check_sizes(num_parts: int, data: CIFAR10DataModule) -> None:
                 remedy=f"pass --data.{flag}={max(1, size // num_parts) * num_parts}",
             )
     rest = len(data.sets["train"]) % data.batch_size if "train" in data.sets else 0
-    if rest and not data.drop_last and rest < 2 * num_parts:
+    if rest and not data.order.drop_last and rest < 2 * num_parts:
         raise ConfigError(
             f"the last batch of an epoch has {rest} images for {num_parts} virtual replicas; each needs 2",
-            remedy="pass --data.drop_last=true, or change --data.batch_size or --data.val_size",
+            remedy="pass --data.order.drop_last=true, or change --data.batch_size or --data.val_size",
         )
 
 

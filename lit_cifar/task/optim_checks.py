@@ -21,9 +21,9 @@ def try_optimizer(module: LitResNet) -> tuple[Optimizer, Any]:
     """Make the user's optimizer and schedule, and let the schedule take a step; the fit makes both anew."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the schedule's step comes before the optimizer's
-        optimizer = module.new_optimizer()
+        optimizer = module.optimization.new_optimizer(module.network)
         rates = [group["lr"] for group in optimizer.param_groups]
-        scheduler: Any = module.new_scheduler(optimizer)
+        scheduler: Any = module.optimization.new_scheduler(optimizer)
         try:
             scheduler.step(*([0.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
         except ArithmeticError as error:
@@ -31,7 +31,7 @@ def try_optimizer(module: LitResNet) -> tuple[Optimizer, Any]:
                 f"--model.lr_scheduler={type(scheduler).__name__} cannot take a step: {error}",
                 remedy="correct its arguments: --model.lr_scheduler.NAME=VALUE",
             ) from error
-        if module.head_lr is not None and optimizer.param_groups[0]["lr"]:
+        if module.optimization.head_lr is not None and optimizer.param_groups[0]["lr"]:
             _check_ratio(scheduler, optimizer, rates)
     return optimizer, scheduler
 
@@ -52,7 +52,8 @@ def _check_ratio(scheduler: Any, optimizer: Optimizer, rates: Sequence[float]) -
     for group, rate in others:
         if has_floor or not math.isclose(group["lr"] * first[1], rate * first[0]["lr"], rel_tol=1e-6):
             raise ConfigError(
-                f"{type(scheduler).__name__} does not keep the ratio of --model.head_lr to the other learning rate",
+                f"{type(scheduler).__name__} does not keep the ratio of --model.fine_tuning.head_lr to the other "
+                "learning rate",
                 remedy="leave out a floor (--model.lr_scheduler.eta_min, min_lr), or pass another --model.lr_scheduler",
             )
 

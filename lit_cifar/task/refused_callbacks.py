@@ -25,8 +25,8 @@ from lit_cifar.task.metrics import STEP_METRICS
 REFUSED: dict[type[Callback], tuple[str, str]] = {
     BackboneFinetuning: (
         "needs a module with a `backbone`, and the network is not divided into one and a head",
-        "pass --model.freeze=PATTERN --model.unfreeze_at=EPOCH, or derive a callback of your own from "
-        "lightning.pytorch.callbacks.BaseFinetuning",
+        "pass --model.fine_tuning.freeze=PATTERN --model.fine_tuning.unfreeze_at=EPOCH, or derive a callback of your "
+        "own from lightning.pytorch.callbacks.BaseFinetuning",
     ),
     BatchSizeFinder: (
         "changes the batch size when the run is planned and written down",

@@ -109,4 +109,4 @@ def planted(
 
 
 # The ragged batch is too small for microbatches of two accumulated steps; clipped, so that the norm matters.
-PIPELINE = ("--data.drop_last=true", "--trainer.gradient_clip_val=0.5")
+PIPELINE = ("--data.order.drop_last=true", "--trainer.gradient_clip_val=0.5")

@@ -21,7 +21,7 @@ _EPOCHS = {
 }
 _USUAL = ["--trainer.callbacks+=analysis.memory.TrainingMemory", "--trainer.enable_progress_bar=false"]
 _USUAL += ["--trainer.benchmark=true", "--trainer.limit_val_batches=0", "--data.val_size=0"]
-_USUAL += ["--data.drop_last=true", "--data.dataset=synthetic"]  # each shape of a batch is compiled anew
+_USUAL += ["--data.order.drop_last=true", "--data.dataset=synthetic"]  # each shape of a batch is compiled anew
 
 
 def plain_loop(step: Step) -> None:

@@ -129,14 +129,14 @@ def _compare_steps(row: VerifiedMode, record: Record, reference: Record) -> list
 
 
 def frozen_problems(record: Record, settings: Configuration) -> list[str]:
-    """What `--model.freeze` names and has moved since the first step, before the epoch in which it may.
+    """What `--model.fine_tuning.freeze` names and has moved since the first step, before the epoch in which it may.
 
     The comparison with one device would not find what this does wrong too.
     """
     module = settings.plain_module
     if not module.frozen.parameters:
         return []
-    last = record.ends_of_epochs.get((module.unfreeze_at or 0) - 1, max(record.steps))
+    last = record.ends_of_epochs.get((module.frozen.until or 0) - 1, max(record.steps))
     start, problems = record.step(min(record.steps)), []
     for number in [number for number in record.steps if number <= last]:
         step = record.step(number)
@@ -285,7 +285,8 @@ def _loaded(checkpoint: dict[str, Any], settings: Configuration) -> Step:
     settings.plain_module.header.check(checkpoint)
     network, weights = settings.plain_module.network, checkpoint["state_dict"]
     network.to(next(iter(weights.values())).dtype).load_state_dict(weights, strict=True)
-    optimizer: Optimizer = made(settings.config["model"]["optimizer"], settings.plain_module.parameter_groups())
+    groups = settings.plain_module.optimization.parameter_groups(network)
+    optimizer: Optimizer = made(settings.config["model"]["optimizer"], groups)
     optimizer.load_state_dict(checkpoint["optimizer_states"][0])
     return kinds(held(SimpleNamespace(strategy=None, optimizers=[optimizer]), network))
 

@@ -22,6 +22,7 @@ from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.signals import EXIT_REFUSED
 from lit_cifar.launch.world_size import as_list
+from lit_cifar.models.fine_tuning import FineTuning
 from lit_cifar.models.resnet import SHAPES
 from lit_cifar.task.callbacks import default_callbacks
 from lit_cifar.task.module import LitResNet
@@ -143,7 +144,7 @@ class Configuration:
             network=own_network(model["network"]),
             num_classes=model["num_classes"] or len(data.classes),
             image_size=model["image_size"] or data.image_size,
-            **{name: model.get(name) for name in ("freeze", "unfreeze_at", "head_lr")},
+            fine_tuning=FineTuning(**model["fine_tuning"]),
             **kwargs,
         )
 

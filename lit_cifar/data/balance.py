@@ -1,0 +1,54 @@
+"""Rare classes: factors of their loss, or as many draws as others have."""
+
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lit_cifar.data.sample_order import Order
+from lit_cifar.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """What is done for rare classes.
+
+    Args:
+        class_weights: Factors of the losses by class, in the order of the classes, or "balanced": in inverse proportion
+            to the number of training images. They are divided by their mean over the global batch.
+        draw_equally: Draw each class equally often in an epoch, which has as many samples as before: those of rare
+            classes several times, those of frequent ones not all.
+    """
+
+    class_weights: Literal["balanced"] | list[float] | None = None
+    draw_equally: bool = False
+
+    def __post_init__(self) -> None:
+        weights = self.class_weights
+        if isinstance(weights, list) and not all(0 < factor < inf for factor in weights):
+            problem = f"--data.balance.class_weights={weights}: a factor of a loss is positive and finite"
+            raise ConfigError(problem, remedy="pass one factor for each class, or balanced")
+
+    def check(self, order: Order) -> None:
+        """Refuse to draw in an order that is none."""
+        if self.draw_equally and not order.shuffle:
+            problem = "--data.balance.draw_equally=true draws an order, and --data.order.shuffle=false has none"
+            raise ConfigError(problem, remedy="leave one of the two out")
+
+    def factors(self, labels: Tensor, classes: tuple[str, ...]) -> Tensor | None:
+        """Factors of the loss of each class, float32, (C,), if there are any; a wrong number of them is refused.
+
+        `labels` are those of the training images, int64, (N,).
+        """
+        if self.class_weights is None:
+            return None
+        if isinstance(self.class_weights, list):
+            factors = torch.tensor(self.class_weights)
+        else:
+            factors = 1 / torch.bincount(labels, minlength=len(classes)).clamp(min=1)
+        if len(factors) != len(classes):
+            problem = f"--data.balance.class_weights has {len(factors)} factors for {len(classes)} classes"
+            raise ConfigError(problem, remedy=f"pass one for each of {', '.join(classes[:5])} ...")
+        return factors

@@ -1,0 +1,153 @@
+"""The optimizer and the schedule of a run: made as the user asks, scaled by the batch, and kept when it is resumed."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
+
+from lit_cifar.checkpoint.exact_resume import batches_of_epoch, steps_of
+from lit_cifar.checkpoint.format import SETTINGS, holds_training, name_optimizer
+from lit_cifar.errors import ConfigError, bounded
+from lit_cifar.models.fine_tuning import FineTuning
+from lit_cifar.models.memory_format import follow_parameters
+from lit_cifar.task.optim import (
+    Recipe,
+    WarmupDecay,
+    check_total_steps,
+    followed_metric,
+    keep_saved_types,
+    scale_rates,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateScaling:
+    """Scaling of the learning rate with the global batch.
+
+    Args:
+        rule: "linear" (Goyal et al., 2017) multiplies the rate by batch_size / base_batch_size, "sqrt" by the square
+            root of that, "none" by 1.
+        base_batch_size: The global batch size that the learning rate was chosen for.
+    """
+
+    rule: Literal["none", "linear", "sqrt"] = "none"
+    base_batch_size: int = 128
+
+    def __post_init__(self) -> None:
+        bounded("--model.rate_scaling.base_batch_size", self.base_batch_size, 1)
+
+    def factor(self, trainer: Any) -> float:
+        """The factor of the learning rate in a run of `trainer`."""
+        if self.rule == "none":
+            return 1.0
+        ratio: float = trainer.datamodule.batch_size / self.base_batch_size
+        return ratio if self.rule == "linear" else ratio**0.5
+
+
+class Optimization:
+    """Makes the optimizer and the schedule, and lets their settings hold in a run that is resumed."""
+
+    def __init__(
+        self,
+        make_optimizer: OptimizerCallable,
+        make_lr_scheduler: LRSchedulerCallable,
+        *,
+        fine_tuning: FineTuning,
+        rate_scaling: RateScaling,
+        num_classes: int,
+    ) -> None:
+        self.make_optimizer, self.make_lr_scheduler = make_optimizer, make_lr_scheduler
+        self.head_lr, self._rate_scaling = fine_tuning.head_lr, rate_scaling
+        self._fine_tuning, self._num_classes = fine_tuning, num_classes
+        self._recipe: Recipe | None = None
+        self._resumed: dict[str, Any] | None = None  # settings of the training that goes on, until it starts
+
+    def parameter_groups(self, network: nn.Module) -> Any:
+        """What the optimizer is given of `network`."""
+        return self._fine_tuning.parameter_groups(network, self._num_classes)
+
+    def new_optimizer(self, network: nn.Module) -> Optimizer:
+        """The user's optimizer before its first step."""
+        try:
+            optimizer = self.make_optimizer(self.parameter_groups(network))
+        except (AttributeError, TypeError) as error:
+            if self.head_lr is None:
+                raise
+            raise ConfigError(
+                f"--model.fine_tuning.head_lr={self.head_lr}: the optimizer takes no groups of parameters ({error})",
+                remedy="leave it out, or pass another --model.optimizer",
+            ) from error
+        if isinstance(optimizer, LBFGS):
+            raise ConfigError(
+                "--model.optimizer=LBFGS computes a batch several times in a step, and each time would be counted",
+                remedy="pass another --model.optimizer",
+            )
+        return optimizer
+
+    def new_scheduler(self, optimizer: Optimizer) -> Any:
+        """The user's schedule before its first step, whose rates have the ratio of `head_lr` to that of the others."""
+        rates = [group["lr"] for group in optimizer.param_groups]
+        scheduler = self.make_lr_scheduler(optimizer)
+        if self.head_lr is not None:
+            scale_rates(scheduler, optimizer.param_groups[1], number=1, ratio=rates[1] / rates[0] if rates[0] else 1.0)
+        return scheduler
+
+    def configure(self, network: nn.Module, trainer: Any) -> dict[str, Any]:
+        """What Lightning's `configure_optimizers` returns: rates scaled, and the schedule planned over the run."""
+        optimizer = self.new_optimizer(network)
+        keep_saved_types(optimizer)
+        optimizer.register_load_state_dict_post_hook(follow_parameters)
+        factor = self._rate_scaling.factor(trainer)
+        for group in optimizer.param_groups:
+            group["lr"] *= factor
+        self._recipe = Recipe(optimizer)
+        scheduler = self.new_scheduler(optimizer)
+        for number, group in enumerate(optimizer.param_groups):
+            scale_rates(scheduler, group, number=number, ratio=factor)
+        if self._rate_scaling.rule != "none":
+            first, rule = optimizer.param_groups[0], self._rate_scaling.rule
+            peak = first.get("max_lr", first.get("initial_lr", first["lr"]))
+            rank_zero_info(f"learning rate x {factor:.4g} = {peak:.4g}: {rule} scaling by the global batch")
+        when: dict[str, Any] = {}
+        if isinstance(scheduler, ReduceLROnPlateau):
+            when = {"monitor": followed_metric(scheduler)}
+        total_steps = trainer.estimated_stepping_batches
+        check_total_steps(scheduler, total_steps)
+        if isinstance(scheduler, WarmupDecay):
+            scheduler.set_total_steps(int(total_steps))
+        if isinstance(scheduler, WarmupDecay | OneCycleLR | CyclicLR):
+            when = {"interval": "step"}
+        self._recipe.add(optimizer, scheduler)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **when}}
+
+    def forget(self) -> None:
+        """Begin anew: no training goes on."""
+        self._resumed = None
+
+    def start(self, trainer: Any) -> None:
+        """Use this run's own settings of optimizer and schedule where those of a resumed training differ."""
+        if self._resumed is not None and self._recipe is not None:
+            found, step, planned = self._resumed[SETTINGS], trainer.global_step, trainer.lr_scheduler_configs[0]
+            before = found if isinstance(found, dict) else None
+            taken = None
+            ends_by_epochs = trainer.max_steps != trainer.estimated_stepping_batches
+            if planned.interval == "step" and ends_by_epochs:
+                # Earlier epochs may have had other batches; the schedule is made of steps of this run.
+                taken = trainer.current_epoch * steps_of(trainer, trainer.num_training_batches)
+                taken += steps_of(trainer, batches_of_epoch(trainer))
+            self._recipe.resume(trainer.optimizers[0], planned.scheduler, before=before, step=step, taken=taken)
+        self._resumed = None
+
+    def save(self, checkpoint: dict[str, Any], trainer: Any) -> None:
+        """Name the states of optimizer and schedule in a checkpoint, and add the settings that they were made with."""
+        name_optimizer(checkpoint, trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler)
+        if self._recipe is not None:
+            checkpoint[SETTINGS] = self._recipe.settings()
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Note the settings of the training that goes on from a checkpoint, if it holds one."""
+        self._resumed = {SETTINGS: checkpoint.get(SETTINGS)} if holds_training(checkpoint) else None
