@@ -68,9 +68,8 @@ def _strided_microbatches(site: Site, run: Any, forward_fn: StagedForward, image
     return torch.cat([run(forward_fn, images[start :: forward_fn.num_microbatches]) for start in range(2)])
 
 
-@mutation("confusion.csv has the first rank's counts alone", "fsdp2", MODULE, "on_validation_epoch_start")
-def _own_confusion(site: Site, start: Any) -> None:
-    start()
+@mutation("confusion.csv has the first rank's counts alone", "fsdp2", at="on_validation_epoch_start")
+def _own_confusion(site: Site) -> None:
     site.set(site.module.val_metrics.confusion, "_to_sync", False)
 
 
