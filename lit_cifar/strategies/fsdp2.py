@@ -117,9 +117,9 @@ class ShardedStrategy(MeshStrategy):
         if self.tensor_parallel_size != 1:
             check_divisible(network, self.layout, strategy=self.strategy_name)
             check_untied(network, network.modules(), strategy=self.strategy_name, recurse=False)
-        make_optimizer = getattr(model, "make_optimizer", None)
-        if make_optimizer is not None:
-            self._check_optimizer(make_optimizer(network.parameters()))
+        optimization = getattr(model, "optimization", None)  # other modules than ours have none
+        if optimization is not None:
+            self._check_optimizer(optimization.make_optimizer(network.parameters()))
 
     @override
     def use_virtual_parts(self, parts: VirtualParts) -> None:
