@@ -159,16 +159,16 @@ class Noise(nn.Module):
 
 
 class Tied(nn.Sequential):
-    """Two layers of one weight, the first of which is in the first of two stages; or the same layer twice."""
+    """Two layers of one weight, the first of which is in the first of two stages."""
 
-    def __init__(self, *, reused: bool = False) -> None:
+    def __init__(self) -> None:
         layers = [nn.Conv2d(3, 3, kernel_size=1, bias=False) for _ in range(2)]
         layers[1].weight = layers[0].weight
         super().__init__(
             layers[0],
             nn.ReLU(),
             nn.Conv2d(3, 3, kernel_size=3),
-            layers[0 if reused else 1],
+            layers[1],
             Widening(3),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),

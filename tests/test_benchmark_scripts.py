@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from commands import TINY
-from documents import SCRIPTS, parser_of
+from documents import SCRIPTS
 from short_fits import data, fit, short
 from torch import nn
 from torch.optim import SGD
@@ -58,26 +58,6 @@ def test_a_recipe_and_a_case_of_the_articles_are_trained_and_tested(monkeypatch:
     assert found["train_s"] == pytest.approx(3 * found["epoch_s"], abs=0.01)
     found = articles.trained(articles.CASES[4], [*TINY, "--trainer.max_epochs=2"], seed=1)
     assert (found["num_gpus"], found["seed"], found["total"], len(found["losses"])) == (2, 1, 100, 2)
-
-
-def test_the_cases_are_the_configurations_of_the_articles() -> None:
-    """On one device: global batch, parts of BatchNorm, order and momentum."""
-    found = {}
-    for case in articles.CASES:
-        config = parser_of("fit").parse_args(["fit", *case.flags]).fit
-        settings = config.model.optimizer.init_args
-        parts = config.model.ghost_batchnorm.data_parallel_size if config.model.ghost_batchnorm else 1
-        order = "frozen" if config.data.order.frozen else "new"
-        found[case.name] = (config.data.batch_size, parts, order, settings.nesterov, settings.weight_decay)
-    assert found == {
-        "one device": (128, 1, "new", False, 0.0),
-        "one device, Nesterov momentum, weight decay 5e-4": (128, 1, "new", True, 5e-4),
-        "dp, 2 GPUs": (128, 2, "new", False, 0.0),
-        "ddp, 2 GPUs": (256, 2, "new", False, 0.0),
-        "ddp, 2 GPUs, without set_epoch": (256, 2, "frozen", False, 0.0),
-        "ddp, 4 GPUs": (512, 4, "new", False, 0.0),
-        "ddp, 4 GPUs, without set_epoch": (512, 4, "frozen", False, 0.0),
-    }
 
 
 class Small(nn.Sequential):

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TextIO
 import pytest
 import torch
 import yaml
-from commands import TINY, callback, counts, environment_of, last_checkpoint, mode_flags, refused, run_here
+from commands import TINY, callback, counts, environment_of, graded, last_checkpoint, mode_flags, refused, run_here
 from documents import ROOT
 from lightning.pytorch import Callback
 
@@ -419,11 +419,10 @@ SELDOM = ("lit_cifar.checkpoint.pretrained", "lit_cifar.models.autotune")
 
 @pytest.mark.parametrize(
     ("flags", "rooms", "loaded"),
-    [
+    graded(
         ([], ("lit_cifar.strategies", "lit_cifar.checks.watchdog", *SELDOM), WATCHDOG),
-        (mode_flags("ddp"), ("lit_cifar.checks.relations",), []),
-    ],
-    ids=["one device", "ddp"],
+        slow=[(mode_flags("ddp"), ("lit_cifar.checks.relations",), [])],
+    ),
 )
 def test_a_fit_imports_what_it_needs(
     flags: list[str], rooms: tuple[str, ...], loaded: list[str], tmp_path: Path

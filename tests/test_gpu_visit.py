@@ -131,25 +131,6 @@ where_it_hangs()
         time.sleep(0.05)
 
 
-def test_steps_and_visits_end_with_their_time_or_when_stopped(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = program(visit, "sleeps", "import time; time.sleep(600)")
-
-    def slow(step: Step) -> None:
-        step.check("sleeps", lambda: step.output_of("sleeps", name))
-        step.check("comes too late", lambda: step.output_of("late", name))
-
-    def stopped(step: Step) -> None:
-        processes.end_all()
-        step.check("after", lambda: step.output_of("after", name))
-
-    report = visited(visit, slow, works, step_s=1)
-    assert [finding.status for finding in report.steps[0].findings.values()] == ["time limit"] * 2
-    assert [step.status for step in report.steps] == ["time limit", "ok"]
-    assert [step.status for step in visited(visit, fails, limit_s=-1).steps] == ["not taken"]
-    monkeypatch.setattr(processes, "_over", processes.threading.Event())
-    assert [step.status for step in visited(visit, stopped).steps] == ["time limit"]
-
-
 def test_the_wheels_cover_what_the_package_needs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["test"]]

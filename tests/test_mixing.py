@@ -190,7 +190,7 @@ def test_the_bits_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> No
     ends = []
     for ranks in (1, 2, 4):
         mode = mode_flags("ddp", devices=ranks) if ranks > 1 else ["--trainer.devices=1"]
-        launch("fit", *ALL, *mode, "--virtual_replicas=4", f"--run_dir={tmp_path / str(ranks)}")
+        launch("fit", *ALL, *mode, "--virtual_replicas=4", f"--run_dir={tmp_path / str(ranks)}", ranks=ranks)
         ends.append([(tmp_path / str(ranks) / name).read_text() for name in (FILE_NAME, "weights.sha256")])
     assert ends[0] == ends[1] == ends[2]
 

@@ -55,7 +55,7 @@ def flip(flags: list[str] = TINY, **where: int | str) -> list[str]:
 def test_a_flipped_bit_is_found_in_the_next_audit(of: str, name: str, tmp_path: Path) -> None:
     """And every checkpoint is of equal replicas: the last one before the flip was audited."""
     flags = [*mode_flags("ddp", 3), "--data.batch_size=15", "--data.num_train=91", "--last_checkpoint.every_n_steps=1"]
-    result = launch("fit", *flip(rank=1, of=of), *flags, f"--run_dir={tmp_path}", check=False)
+    result = launch("fit", *flip(rank=1, of=of), *flags, f"--run_dir={tmp_path}", check=False, ranks=3)
     assert result.status == 1
     assert "replicas differ after optimizer step 4; after step 3 they were equal" in result.stderr, result.stderr
     assert f"  {name}" in result.stderr
@@ -66,7 +66,7 @@ def test_a_flipped_bit_is_found_in_the_next_audit(of: str, name: str, tmp_path: 
 def test_replicas_of_several_processes_are_compared_part_by_part(tmp_path: Path) -> None:
     """And the run may go on."""
     flags = [*flip(own_network("Scaled"), rank=3, of="buffer"), "--replica_audit.stop=false"]
-    result = launch("fit", *flags, *mode_flags("ddp_pp", 4), f"--run_dir={tmp_path}")
+    result = launch("fit", *flags, *mode_flags("ddp_pp", 4), f"--run_dir={tmp_path}", ranks=4)
     assert "replicas differ after optimizer step 4; after step 2 they were equal" in result.stderr, result.stderr
     assert "scale (buffer): ranks 1, 3 differ, and there is no majority" in result.stderr
 

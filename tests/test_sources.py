@@ -256,16 +256,6 @@ def test_the_default_holds_out_at_most_a_tenth(num_train: int | None, held_out: 
     assert CIFAR10DataModule(dataset="synthetic", num_train=num_train).val_size == held_out
 
 
-def test_data_are_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command line does so before processes start; Lightning then asks again."""
-    times: list[bool] = []
-    monkeypatch.setattr(Synthetic, "prepare", lambda *_, download: times.append(download))
-    data = CIFAR10DataModule(dataset="synthetic")
-    data.prepare_data()
-    data.prepare_data()
-    assert times == [True]
-
-
 def test_data_are_read_ahead_once_and_only_if_they_are_there(tmp_path: Path) -> None:
     data = CIFAR10DataModule(root=tmp_path, val_size=10)
     data.read_ahead("fit")
@@ -414,12 +404,6 @@ def test_every_image_is_another_and_classes_are_balanced_in_every_block() -> Non
     assert len({image.numpy().tobytes() for image in torch.cat([train, test])}) == 4 * BLOCK + 1000
     counts = torch.stack([torch.bincount(block, minlength=10) for block in labels.split(BLOCK)])
     assert (counts == BLOCK // len(set(CLASSES))).all()
-
-
-def test_full_sizes_are_the_limit() -> None:
-    for split, num_images in (("train", 50_001), ("test", 10_001)):
-        with pytest.raises(ConfigError, match=f"{num_images} {split} images asked of synthetic"):
-            Synthetic(Path()).load(split, num_images=num_images)
 
 
 def test_normalisation_statistics_are_those_of_the_images() -> None:

@@ -1,6 +1,5 @@
 """What a user sees of a run: our own lines and nothing of Lightning's, and a help that begins with what people use."""
 
-import multiprocessing
 import os
 import re
 import signal
@@ -11,7 +10,9 @@ import yaml
 from commands import TINY, launch, mode_flags, run_here
 
 from lit_cifar.cli.help import COMMON
+from lit_cifar.launch.forked import start_forked
 from lit_cifar.tools.terminal import exit_orderly_when_terminated
+from lit_cifar.tools.verify.runs import TRAINER
 
 # Each of these makes Lightning say something.
 TALKATIVE = ["--trainer.log_every_n_steps=50", "--trainer.limit_val_batches=1", "--seed_everything=1"]
@@ -86,7 +87,6 @@ def hang_up_and_terminate() -> None:
 
 
 def test_what_is_ignored_stays_ignored_as_nohup_wants_it() -> None:
-    process = multiprocessing.get_context("forkserver").Process(target=hang_up_and_terminate)
-    process.start()
+    process = start_forked(hang_up_and_terminate, (), preload=TRAINER)
     process.join(30)
     assert process.exitcode == 128 + signal.SIGTERM

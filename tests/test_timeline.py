@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from analysis.stage_timeline import read_timeline, stored_mib
+from analysis.stage_timeline import read_timeline
 from analysis.timeline import StageRecorder, write_trace
 from lit_cifar.models import build_resnet
 from lit_cifar.models.partition import Partition
@@ -70,22 +70,3 @@ def test_what_is_saved_for_backward_is_that_of_the_microbatch_without_parameters
         layer(torch.ones(2, 512, requires_grad=True))
     (span,) = linear.spans()
     assert span["args"]["saved_bytes"] == 2 * 512 * 4
-
-
-def timeline_of(works: list[tuple[str, int, int]]) -> pd.DataFrame:
-    """A frame in which one work follows the other."""
-    rows = [
-        {"step": 0, "worker": f"process {stage}", "stage": stage, "microbatch": microbatch, "kind": kind}
-        | {"start_ms": float(index), "end_ms": index + 1.0, "saved_mib": 3.0 if kind == "forward" else 0.0}
-        for index, (kind, stage, microbatch) in enumerate(works)
-    ]
-    return pd.DataFrame(rows)
-
-
-def test_stored_activations_are_counted_until_their_last_backward() -> None:
-    freed = [("forward", 0, 0), ("backward", 0, 0), ("forward", 0, 1), ("backward", 0, 1)]
-    gpipe = [("forward", 1, 0), ("forward", 1, 1), ("backward", 1, 0), ("backward", 1, 1)]
-    assert stored_mib(timeline_of(freed + gpipe)).to_dict() == {"process 0": 3.0, "process 1": 6.0}
-    halves = [("forward", 0, 0), ("backward_input", 0, 0), ("forward", 0, 1), ("backward_input", 0, 1)]
-    halves += [("backward_weight", 0, 0), ("backward_weight", 0, 1)]
-    assert stored_mib(timeline_of(halves)).to_dict() == {"process 0": 6.0}

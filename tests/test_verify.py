@@ -53,7 +53,6 @@ from lit_cifar.tools.verify.record import (
     Evaluated,
     Record,
     Step,
-    change_problems,
     difference,
     differences,
     largest,
@@ -115,13 +114,6 @@ def test_a_change_of_each_kind_is_seen_and_named(change: dict[str, float], kind:
     assert [(words.split(" differs ")[0], words.rpartition(" ")[2]) for words in problems] == (
         [(f"step 2: {name}", f"({kind})")] if change else []
     )
-
-
-@pytest.mark.parametrize(("kind", "lost"), [("parameters", "conv.weight"), ("buffers", "bn.running_mean")])
-def test_what_one_side_lacks_is_an_infinite_difference(kind: str, lost: str) -> None:
-    lacking = {**step(), kind: {name: value for name, value in step()[kind].items() if name != lost}}
-    for pair in ((lacking, step()), (step(), lacking)):
-        assert math.inf in {value for by_name in differences(*pair).values() for value in by_name.values()}
 
 
 def test_a_network_without_buffers_may_be_frozen() -> None:
@@ -459,21 +451,6 @@ def test_equal_parts_must_be_equal_in_all_processes() -> None:
     assert peer_problems(snapshots(*states)) == []
 
 
-def test_a_process_may_not_change_between_two_moments_that_must_be_the_same() -> None:
-    before: State = {"fc.bias (parameters)": ("", None, "a"), "bn.running_mean (buffers)": ("", 1, "a")}
-    # Another replica is given the first one's statistics.
-    after: State = {"fc.bias (parameters)": ("", None, "a"), "bn.running_mean (buffers)": ("", None, "b")}
-    changed: State = {**after, "fc.bias (parameters)": ("", None, "b")}
-    moments = snapshots(before, before)
-    assert change_problems([*moments, *snapshots(after, after, when="end", same_as="step 1")]) == []
-    assert change_problems([*moments, *snapshots(after, changed, when="end", same_as="step 1")]) == [
-        "end: fc.bias (parameters) of process 1 is not that of step 1"
-    ]
-    first: State = {"bn.running_mean (buffers)": ("", 0, "a")}
-    moved: State = {"bn.running_mean (buffers)": ("", None, "b")}
-    assert change_problems([*snapshots(first), *snapshots(moved, when="end", same_as="step 1")]) != []
-
-
 def trained() -> tuple[nn.Module, SimpleNamespace]:
     """Two layers after a step, and what stands for the trainer of process 1 of 2."""
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double()
@@ -482,36 +459,6 @@ def trained() -> tuple[nn.Module, SimpleNamespace]:
     optimizer.step()
     strategy = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2, "rank": 1}, _layer_sync=None)
     return module, SimpleNamespace(strategy=strategy, optimizers=[optimizer])
-
-
-def _with_a_stranger(module: Any, optimizer: Any) -> None:
-    optimizer.param_groups[0]["params"][1] = nn.Parameter(module[0].bias.detach().clone())
-
-
-def _last_bit(module: Any, optimizer: Any) -> None:
-    module[0].bias.data.copy_(torch.nextafter(module[0].bias.data, torch.tensor(math.inf)))
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    {
-        "0.bias (parameters)": _last_bit,
-        "1.num_batches_tracked (buffers)": lambda module, optimizer: module[1].num_batches_tracked.add_(1),
-        "1.bias:momentum_buffer (optimizer)": lambda module, optimizer: optimizer.state[module[1].bias][
-            "momentum_buffer"
-        ].zero_(),
-        "0.bias:entries (optimizer)": lambda module, optimizer: optimizer.state.pop(module[0].bias),
-        "group 0:lr (optimizer)": lambda module, optimizer: optimizer.param_groups[0].update(lr=0.2),
-        "group 0:params (optimizer)": _with_a_stranger,
-    }.items(),
-)
-def test_a_change_in_one_process_is_seen(name: str, change: Any) -> None:
-    torch.manual_seed(0)
-    module, trainer = trained()
-    before: Any = own_state(trainer, module, one_model=False)
-    change(module, trainer.optimizers[0])
-    (problem,) = peer_problems(snapshots(before, own_state(trainer, module, one_model=False)))
-    assert name in problem
 
 
 class SecondStage(Mode):
@@ -621,13 +568,6 @@ def test_where_a_callback_averages_weights_only_the_steps_are_judged(tf32: list[
     record = recorded(tmp_path, *own_network("Odd"), *callback("lightning.pytorch.callbacks.EMAWeightAveraging"))
     assert "with EMA one device itself evaluates or saves other weights" in (other_weights(record, ["EMA"]) or "")
     assert other_weights(record, []) is None
-
-
-def test_callbacks_that_are_the_user_s_are_known() -> None:
-    config = settings().config
-    paths = ["my_package.Averages", "lightning.pytorch.callbacks.LearningRateMonitor"]
-    config["trainer"]["callbacks"] = [{"class_path": path} for path in paths]
-    assert Configuration((), config).added_callbacks == ["my_package.Averages"]
 
 
 def test_one_process_holds_what_it_held_and_what_it_saved(tf32: list[Any], tmp_path: Path) -> None:

@@ -29,9 +29,6 @@ def _clones(tensors: dict[str, Any]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-# Copies that are not brought up to date
-
-
 @mutation("only means are the first pipeline's", "ddp_pp", STRATEGY, "local_buffers", args=UNCUT, devices=4)
 def _means_alone(site: Site, buffers: Any) -> list[Tensor]:
     stages = site.trainer.strategy.pipeline.stages.values()
@@ -136,12 +133,6 @@ def _buffers_not_restored(site: Site, load: Any, checkpoint: dict[str, Any], *ar
 def _epoch_ahead(site: Site, save: Any, checkpoint: dict[str, Any]) -> None:
     save(checkpoint)
     checkpoint["epoch"] += 1
-
-
-# Hard sizes and the second epoch
-
-
-# Reduction
 
 
 @mutation("gradients are averaged in float32", "ddp", at="on_before_optimizer_step")
