@@ -3,16 +3,16 @@
 `blocks` says what a mode may ask of them.
 """
 
-from typing import Literal, cast
+from typing import Literal
 
 from torch import nn
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.models import resnet, vit
-from lit_cifar.models.fast import FastNetwork, Whitening
+from lit_cifar.models import resnet
 from lit_cifar.models.resnet import Stem, build_resnet
+from lit_cifar.models.whitening import Whitening
 
-Arch = Literal[resnet.Arch, vit.Arch, "fast"]
+Arch = Literal[resnet.Arch, "vit_micro", "vit_tiny", "fast"]
 DEFAULT_ARCH: Arch = "resnet34"
 
 __all__ = ["DEFAULT_ARCH", "Arch", "Stem", "Whitening", "build_network", "build_resnet", "stem_of"]
@@ -25,11 +25,14 @@ def build_network(
     if zero_init_residual and arch not in resnet.SHAPES:
         raise ConfigError(f"--model.zero_init_residual=true is of a ResNet, and {arch} is none", remedy="leave it out")
     if arch == "fast":
+        from lit_cifar.models.fast import FastNetwork
+
         return FastNetwork(num_classes=num_classes)
-    if arch in vit.SHAPES:
-        return vit.VisionTransformer(cast(vit.Arch, arch), num_classes=num_classes, image_size=image_size)
-    name = cast(resnet.Arch, arch)
-    return build_resnet(name, stem=stem or "cifar", num_classes=num_classes, zero_init_residual=zero_init_residual)
+    if arch == "vit_micro" or arch == "vit_tiny":
+        from lit_cifar.models.vit import VisionTransformer
+
+        return VisionTransformer(arch, num_classes=num_classes, image_size=image_size)
+    return build_resnet(arch, stem=stem or "cifar", num_classes=num_classes, zero_init_residual=zero_init_residual)
 
 
 def stem_of(arch: Arch, stem: Stem | None) -> Stem | None:
