@@ -28,6 +28,7 @@ from lit_cifar.checkpoint.atomic import (
     verify_checkpoint,
     write_checkpoint,
 )
+from lit_cifar.checkpoint.compatibility import check_classes, check_network
 from lit_cifar.checkpoint.files import DIGESTS, CheckpointFiles, note_epoch, weights_digest
 from lit_cifar.checkpoint.format import Header, TrainedOn, read_checkpoint
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError
@@ -279,7 +280,7 @@ def test_another_network_is_named_with_the_flags_it_needs(other: dict[str, objec
     checkpoint: dict[str, object] = {}
     Header(**fields).write(checkpoint)
     with pytest.raises(CheckpointError) as error:
-        HEADER.check(checkpoint)
+        check_network(checkpoint, HEADER)
     assert "resnet34 with the cifar stem and 10 classes" in error.value.problem
     for name, value in other.items():  # the number of classes is that of the data
         flag = "config.yaml" if name == "num_classes" else f"--model.{name}={value}"
@@ -314,13 +315,13 @@ def test_classes_are_compared_by_name(there: Any, here: Any, problem: str | None
     warns = there is None or (there[1] == here[1] and not normalised)
     expected = pytest.warns(UserWarning, match=problem) if warns else pytest.raises(CheckpointError, match=problem)
     with nullcontext() if problem is None else expected:
-        TrainedOn.of(checkpoint).check(TrainedOn(*here), normalised=normalised)
+        check_classes(checkpoint, TrainedOn(*here), normalised=normalised)
 
 
 @pytest.mark.parametrize("checkpoint", [{}, {"lit_cifar": 3}, {"lit_cifar": {"format": 2, "arch": "resnet34"}}])
 def test_a_checkpoint_without_header_is_refused(checkpoint: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match="no lit_cifar header"):
-        HEADER.check(checkpoint)
+        check_network(checkpoint, HEADER)
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,10 @@ from tiny_task import read_events
 from torchmetrics import CatMetric, MaxMetric
 
 from lit_cifar import LitResNet
+from lit_cifar.checkpoint.compatibility import check_optimizer
 from lit_cifar.checkpoint.exact_resume import SameStart, StartingPoint, _collect, _metrics, steps_of
 from lit_cifar.checkpoint.files import DIGESTS, weights_digest
-from lit_cifar.checkpoint.format import check_optimizer, name_optimizer
+from lit_cifar.checkpoint.format import name_optimizer
 from lit_cifar.cli.main import CLI
 from lit_cifar.data import CIFAR10DataModule, Order
 from lit_cifar.errors import CheckpointError

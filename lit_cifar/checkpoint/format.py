@@ -1,34 +1,28 @@
 """Entries of a checkpoint beside Lightning's own, and opening a file without running code from it."""
 
 import re
-import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from importlib import import_module
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_cifar.data.dataset import Dataset
-from lit_cifar.errors import CheckpointError, ConfigError, DataError, printable
+from lit_cifar.errors import CheckpointError, ConfigError, printable
 
 _KEY = "lit_cifar"
 _NUMBER = 2  # of this format, which the header says; that of version 0.1 had none
-_OPTIMIZER, _SCHEDULE = "optimizer", "lr_scheduler"
+OPTIMIZER, SCHEDULE = "optimizer", "lr_scheduler"
 SETTINGS = "settings"  # entry of the settings of optimizer and schedule
 POSITION, METRICS = "position", "metrics"  # the entries of `exact_resume`
 COUNTER = "num_batches_tracked"
 SAVE_ALONE = "save those of one network alone: torch.save(network.state_dict(), 'weights.pth')"
 _DATA = "trained_on"
-_MAX_NAMES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +41,7 @@ class Header:
         checkpoint[_KEY] = {"format": _NUMBER} | asdict(self)
 
     @classmethod
-    def of(cls, checkpoint: dict[str, Any]) -> "Header":
+    def read(cls, checkpoint: dict[str, Any]) -> "Header":
         """The header of `checkpoint`, which must have one."""
         check_format(checkpoint)
         found = checkpoint.get(_KEY)
@@ -58,24 +52,6 @@ class Header:
                 remedy="pass one that `python -m lit_cifar fit` wrote",
             )
         return cls(**{name: found[name] for name in names})
-
-    def check(self, checkpoint: dict[str, Any]) -> None:
-        """Raise a `CheckpointError` if `checkpoint` is of a different network."""
-        found = Header.of(checkpoint)
-        if found != self:
-            raise CheckpointError(
-                f"the checkpoint holds {found}, the model is {self}",
-                remedy=f"to use this checkpoint pass {found._flags(self)}",
-            )
-
-    def _flags(self, other: "Header") -> str:
-        """The flags that ask for this network where `other` was asked for."""
-        if self.num_classes != other.num_classes:  # the data set decides it on the command line
-            return "the --data.dataset and --data.root of its training, which RUN_FOLDER/config.yaml has"
-        flags = {"--model.arch": self.arch, "--model.stem": self.stem, "--model.network": self.network}
-        if self.image_size != other.image_size:
-            flags["--data.image_size"] = str(self.image_size)
-        return " ".join(f"{name}={value}" for name, value in flags.items() if value is not None)
 
     def arguments(self) -> dict[str, Any]:
         """Arguments that make the network; the caller must pass the user's own network."""
@@ -96,57 +72,19 @@ class Header:
 class TrainedOn:
     """The data of a checkpoint's training, by which its logits have a meaning."""
 
-    dataset: str | None  # a value of `--data.dataset`; None if the checkpoint does not say
-    classes: tuple[str, ...] | None  # names by label; None if the checkpoint does not say, or the data set says it
+    dataset: str  # a value of `--data.dataset`
+    classes: tuple[str, ...]  # names by label
 
     def write(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[_DATA] = {"dataset": self.dataset, "classes": [*(self.classes or ())]}
+        checkpoint[_DATA] = {"dataset": self.dataset, "classes": [*self.classes]}
 
     @classmethod
-    def of(cls, checkpoint: Mapping[str, Any]) -> "TrainedOn":
-        """Data set and classes in `checkpoint`, made printable: it may come from anybody."""
+    def read(cls, checkpoint: Mapping[str, Any]) -> "TrainedOn | None":
+        """Data set and classes in `checkpoint`, if it names them, made printable: it may come from anybody."""
         found = checkpoint.get(_DATA)
         if not isinstance(found, dict):
-            return cls(None, None)
+            return None
         return cls(printable(str(found["dataset"])), tuple(printable(str(name)) for name in found["classes"]))
-
-    def name_classes(self, data: Dataset) -> None:
-        """Give `data` the checkpoint's classes if its folders of pictures are gone."""
-        try:
-            _ = data.classes
-        except DataError as error:
-            if self.classes is None:
-                raise
-            data.classes = self.classes
-            rank_zero_info(f"{error.problem}: the names of the classes are those in the checkpoint")
-
-    def check(self, own: "TrainedOn", *, normalised: bool) -> None:
-        """Raise a `CheckpointError` unless `own` data have the same classes in the same order.
-
-        If only the data sets differ, that is an error where images must be `normalised` alike, and otherwise a warning.
-        """
-        if self.dataset is None:
-            rank_zero_warn("the checkpoint does not say which classes it was trained on: they are not compared")
-        elif self.classes is not None and own.classes is not None and self.classes != own.classes:
-            kept = self.dataset == own.dataset
-            flag = "another --data.root" if kept else shlex.quote(f"--data.dataset={self.dataset}")
-            pairs = enumerate(zip_longest(self.classes, own.classes, fillvalue="nothing"))
-            label, (there, here) = next((label, pair) for label, pair in pairs if pair[0] != pair[1])
-            raise CheckpointError(
-                f"class {label} is {there} in the checkpoint and {here} in these data; it was trained on "
-                f"{_listed(self.classes)}, and these are {_listed(own.classes)}",
-                remedy=f"pass {flag}, as its training had it: RUN_FOLDER/config.yaml",
-            )
-        elif self.dataset != own.dataset:
-            problem = f"the checkpoint was trained on {self.dataset}, which is normalised otherwise than {own.dataset}"
-            if normalised:
-                raise CheckpointError(problem, remedy="pass " + shlex.quote(f"--data.dataset={self.dataset}"))
-            rank_zero_warn(f"{problem}: that may cost accuracy")
-
-
-def _listed(classes: tuple[str, ...]) -> str:
-    names = [*classes[:_MAX_NAMES], *(["..."] if len(classes) > _MAX_NAMES else [])]
-    return f"{len(classes)} classes ({', '.join(names)})"
 
 
 @contextmanager
@@ -168,47 +106,12 @@ def is_own(checkpoint: Mapping[str, Any]) -> bool:
     return _KEY in checkpoint
 
 
-def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Raise a `CheckpointError` unless `weights` have the names and shapes of this network's."""
-    own = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    for name in (*own, *found):
-        if own.get(name) != found.get(name):
-            here, there = (shapes.get(name, "missing") for shapes in (own, found))
-            raise CheckpointError(
-                f"the weights do not fit this {type(network).__name__}: {name} is {there} in the checkpoint, {here} in "
-                "the model",
-                remedy="pass the flags of their training, --config RUN_FOLDER/config.yaml, or of their network, e.g. "
-                "--model.arch=resnet18 --model.stem=imagenet",
-            )
-
-
 def name_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer, scheduler: Any) -> None:
     """Write the names of optimizer and schedule, as values of `--model`."""
-    checkpoint |= {_OPTIMIZER: _class_path(optimizer), _SCHEDULE: _class_path(scheduler)}
+    checkpoint |= {OPTIMIZER: class_path(optimizer), SCHEDULE: class_path(scheduler)}
 
 
-def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer, scheduler: Any) -> None:
-    """Raise a `CheckpointError` if a training had a different optimizer, parameter groups or schedule."""
-    for key, own in {_OPTIMIZER: _class_path(optimizer), _SCHEDULE: _class_path(scheduler)}.items():
-        if (found := checkpoint.get(key)) not in (None, own):
-            raise CheckpointError(
-                f"the checkpoint continues a training with {found}; this one has {own}",
-                remedy=f"pass --model.{key}={found}" + (" and its arguments" if key == _SCHEDULE else ""),
-            )
-    states = checkpoint.get("optimizer_states") or [{"param_groups": optimizer.param_groups}]
-    then, now = (
-        [len(group["params"]) for group in groups] for groups in (states[0]["param_groups"], optimizer.param_groups)
-    )
-    if then != now:
-        raise CheckpointError(
-            f"the checkpoint continues a training whose optimizer had groups of {then} parameters; this one has {now}",
-            remedy="pass --model.fine_tuning.head_lr, and arguments of --model.optimizer, as its training had them: "
-            "RUN_FOLDER/config.yaml",
-        )
-
-
-def _class_path(part: Any) -> str:
+def class_path(part: Any) -> str:
     """The shortest path of a class that a user can type. It stays when a file moves inside its package."""
     kind = type(part)
     name: str = kind.__name__

@@ -10,7 +10,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lit_cifar.checkpoint.atomic import read_checked
-from lit_cifar.checkpoint.format import COUNTER, SAVE_ALONE, check_shapes, is_own, naming
+from lit_cifar.checkpoint.compatibility import check_shapes
+from lit_cifar.checkpoint.format import COUNTER, SAVE_ALONE, is_own, naming
 from lit_cifar.errors import CheckpointError, printable
 
 _NUM_NAMED = 4

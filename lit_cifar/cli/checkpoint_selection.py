@@ -12,16 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_cifar.checkpoint.atomic import LAST, best_of, carried_hash, content_hash, newest_valid, read_checked
 from lit_cifar.checkpoint.exact_resume import StartingPoint
-from lit_cifar.checkpoint.format import (
-    POSITION,
-    TrainedOn,
-    check_optimizer,
-    check_shapes,
-    holds_training,
-    is_own,
-    naming,
-    read_checkpoint,
-)
+from lit_cifar.checkpoint.format import POSITION, TrainedOn, holds_training, is_own, naming, read_checkpoint
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.dataset import Dataset
@@ -99,7 +90,9 @@ class StartingCheckpoint:
     def name_classes(self, data: Dataset) -> None:
         """Let `data` do without the pictures of the training, if the checkpoint names their classes."""
         if self._content is not None and not self.has_weights_alone:
-            TrainedOn.of(self._content).name_classes(data)
+            from lit_cifar.checkpoint.compatibility import name_classes
+
+            name_classes(data, self._content)
 
     def check(self, module: LitResNet, data: CIFAR10DataModule) -> None:
         """Refuse a checkpoint of a different network or different classes; load weights alone at once."""
@@ -154,16 +147,17 @@ class StartingCheckpoint:
             if not is_own(content):
                 rank_zero_info("the file does not say which classes it is of: they are taken for those of the data")
             return
+        from lit_cifar.checkpoint.compatibility import check_classes, check_network, check_optimizer, check_shapes
+
         try:
-            trained = TrainedOn.of(content)
-            trained.check(TrainedOn(*data.meaning), normalised=self._subcommand == "predict")
+            check_classes(content, TrainedOn(*data.meaning), normalised=self._subcommand == "predict")
         except CheckpointError as error:
             if self._subcommand != "fit" or self._config.resume is not None:
                 raise
             weights = shlex.quote(f"--model.fine_tuning.weights={self._config.ckpt_path}")
             start = f"or start a new training with its weights alone, in place of --ckpt_path: {weights}"
             raise CheckpointError(error.problem, remedy=f"{error.remedy},\n{start}") from error
-        module.header.check(content)
+        check_network(content, module.header)
         check_shapes(module.network, content.get("state_dict", {}))
         if self._subcommand == "fit":
             with as_config_error():

@@ -20,7 +20,7 @@ from torchmetrics import Metric
 
 from lit_cifar.checkpoint.atomic import read_checked
 from lit_cifar.checkpoint.exact_resume import ExactResume
-from lit_cifar.checkpoint.format import Header, TrainedOn, check_shapes
+from lit_cifar.checkpoint.format import Header, TrainedOn
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.images import Batch
@@ -340,7 +340,7 @@ class LitResNet(L.LightningModule):
             CheckpointError: The file cannot be read, or holds a different network.
         """
         content = read_checked(Path(checkpoint_path))
-        header = Header.of(content)
+        header = Header.read(content)
         if header.network is not None and "network" not in kwargs:
             raise CheckpointError(
                 f"the checkpoint holds {header}, and no code is run because a checkpoint names it",
@@ -364,11 +364,13 @@ class LitResNet(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check the header and the classes, and give the keys back this module's prefix."""
+        from lit_cifar.checkpoint.compatibility import check_classes, check_network, check_shapes
+
         data = _data_of(self)
         if data is not None:
-            TrainedOn.of(checkpoint).check(TrainedOn(*data.meaning), normalised=False)
+            check_classes(checkpoint, TrainedOn(*data.meaning), normalised=False)
             data.compare(checkpoint)  # also weights alone, of which callbacks are not told
-        self.header.check(checkpoint)
+        check_network(checkpoint, self.header)
         check_shapes(self.network, checkpoint["state_dict"])
         checkpoint["state_dict"] = {_PREFIX + key: value for key, value in checkpoint["state_dict"].items()}
         self.optimization.load(checkpoint)
