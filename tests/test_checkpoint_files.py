@@ -28,7 +28,7 @@ from lit_cifar.checkpoint.atomic import (
     verify_checkpoint,
     write_checkpoint,
 )
-from lit_cifar.checkpoint.compatibility import check_classes, check_network
+from lit_cifar.checkpoint.compatibility import check_classes, check_header
 from lit_cifar.checkpoint.files import DIGESTS, CheckpointFiles, note_epoch, weights_digest
 from lit_cifar.checkpoint.format import Header, TrainedOn, read_checkpoint
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError
@@ -280,7 +280,7 @@ def test_another_network_is_named_with_the_flags_it_needs(other: dict[str, objec
     checkpoint: dict[str, object] = {}
     Header(**fields).write(checkpoint)
     with pytest.raises(CheckpointError) as error:
-        check_network(checkpoint, HEADER)
+        check_header(checkpoint, HEADER)
     assert "resnet34 with the cifar stem and 10 classes" in error.value.problem
     for name, value in other.items():  # the number of classes is that of the data
         flag = "config.yaml" if name == "num_classes" else f"--model.{name}={value}"
@@ -321,7 +321,7 @@ def test_classes_are_compared_by_name(there: Any, here: Any, problem: str | None
 @pytest.mark.parametrize("checkpoint", [{}, {"lit_cifar": 3}, {"lit_cifar": {"format": 2, "arch": "resnet34"}}])
 def test_a_checkpoint_without_header_is_refused(checkpoint: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match="no lit_cifar header"):
-        check_network(checkpoint, HEADER)
+        check_header(checkpoint, HEADER)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lit_cifar.data.sample_order import check_held_out, check_rest_of_epoch
+from lit_cifar.data.changed_order import check_held_out, check_rest_of_epoch
 from lit_cifar.errors import CheckpointError
 
 SETTINGS = {

@@ -16,7 +16,7 @@ from lit_cifar.errors import CheckpointError, DataError
 _MAX_NAMES = 5
 
 
-def check_network(checkpoint: dict[str, Any], own: Header) -> None:
+def check_header(checkpoint: dict[str, Any], own: Header) -> None:
     """Raise a `CheckpointError` if `checkpoint` is of a different network."""
     found = Header.read(checkpoint)
     if found != own:

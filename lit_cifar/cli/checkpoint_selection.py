@@ -6,54 +6,38 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lit_cifar.checkpoint.atomic import LAST, best_of, carried_hash, content_hash, newest_valid, read_checked
+from lit_cifar.checkpoint.atomic import LAST, carried_hash, content_hash, newest_valid, read_checked
 from lit_cifar.checkpoint.exact_resume import StartingPoint
 from lit_cifar.checkpoint.format import POSITION, TrainedOn, holds_training, is_own, naming, read_checkpoint
+from lit_cifar.cli.start import Start
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data.changed_order import check_held_out, check_rest_of_epoch
 from lit_cifar.data.dataset import Dataset
-from lit_cifar.data.sample_order import (
-    OrderSettings,
-    check_held_out,
-    check_rest_of_epoch,
-    order_settings,
-    settings_in,
-)
+from lit_cifar.data.sample_order import OrderSettings, order_settings, settings_in
 from lit_cifar.errors import CheckpointError, ConfigError
-from lit_cifar.reporting.run_folder import CONFIG, process_rank
+from lit_cifar.reporting.run_folder import process_rank
 from lit_cifar.task.module import LitResNet
 
 
-def spelled_out(words: list[str]) -> list[str]:
-    """`words` with the flags that a run folder stands for in `test RUN_FOLDER`: its settings and best checkpoint."""
-    if words[0] not in ("validate", "test", "predict") or len(words) == 1 or words[1].startswith("-"):
-        return words
-    command, folder, *flags = words
-    return [command, f"--config={Path(folder, CONFIG)}", f"--ckpt_path={best_of(Path(folder))}", *flags]
+class StartingCheckpoint(Start):
+    """The checkpoint that a command starts from, read before the model is made.
 
-
-class StartingCheckpoint:
-    """The checkpoint that a command starts from, read before the model is made. A new fit has none.
-
-    With `--resume=auto` the `ckpt_path` of `config` is set.
+    With `--resume=auto` the `ckpt_path` of `config` is set; there may be none yet.
     """
 
     def __init__(self, subcommand: str, config: Namespace) -> None:
-        self.position: dict[str, Any] = {}  # position of the run that is resumed in its own folder; empty for a new run
+        super().__init__()
         self.order: OrderSettings | None = None  # of the training before a fit or a validation: settings of the order
         self.within_epoch = False  # whether the position is within an epoch
-        self.has_weights_alone = False  # whether the network only starts with its weights
-        self.start = StartingPoint(None, "no checkpoint")
         self._content: dict[str, Any] | None = None
         self._config = config
         self._subcommand = subcommand
         if config.resume is not None:
             config.ckpt_path, refused = _newest(subcommand, config)
-            self.start = StartingPoint(None, "; ".join(["no checkpoint", *refused]))
+            self.point = StartingPoint(None, "; ".join(["no checkpoint", *refused]))
         if config.ckpt_path is not None:
             self._read(Path(config.ckpt_path), resumes=config.resume is not None)
         elif subcommand != "fit":
@@ -68,7 +52,7 @@ class StartingCheckpoint:
         at = f" after {step} optimizer steps" if isinstance(step, int) else ""
         last = path.with_name(LAST)
         newest = carried_hash(last) if resumes and last.is_file() else None
-        self.start = StartingPoint(carried_hash(path) or content_hash(path), f"{path}{at}", newest)
+        self.point = StartingPoint(carried_hash(path) or content_hash(path), f"{path}{at}", newest)
         fits = self._subcommand == "fit"
         own = is_own(self._content)
         self.has_weights_alone = not own or (fits and not holds_training(self._content))
@@ -88,14 +72,12 @@ class StartingCheckpoint:
             self.position = position
 
     def name_classes(self, data: Dataset) -> None:
-        """Let `data` do without the pictures of the training, if the checkpoint names their classes."""
         if self._content is not None and not self.has_weights_alone:
             from lit_cifar.checkpoint.compatibility import name_classes
 
             name_classes(data, self._content)
 
     def check(self, module: LitResNet, data: CIFAR10DataModule) -> None:
-        """Refuse a checkpoint of a different network or different classes; load weights alone at once."""
         content, self._content = self._content, None  # the file may be replaced from now on
         if self._subcommand == "fit" and module.weights is not None:
             self._choose(module)
@@ -105,7 +87,6 @@ class StartingCheckpoint:
             self._compare(content, module, data)
 
     def compare_images(self, data: CIFAR10DataModule) -> None:
-        """Refuse to go on with other images; of weights alone, with which a new training starts, this is told."""
         if self.order is None:
             return
         now = order_settings(data)
@@ -147,7 +128,7 @@ class StartingCheckpoint:
             if not is_own(content):
                 rank_zero_info("the file does not say which classes it is of: they are taken for those of the data")
             return
-        from lit_cifar.checkpoint.compatibility import check_classes, check_network, check_optimizer, check_shapes
+        from lit_cifar.checkpoint.compatibility import check_classes, check_header, check_optimizer, check_shapes
 
         try:
             check_classes(content, TrainedOn(*data.meaning), normalised=self._subcommand == "predict")
@@ -157,7 +138,7 @@ class StartingCheckpoint:
             weights = shlex.quote(f"--model.fine_tuning.weights={self._config.ckpt_path}")
             start = f"or start a new training with its weights alone, in place of --ckpt_path: {weights}"
             raise CheckpointError(error.problem, remedy=f"{error.remedy},\n{start}") from error
-        check_network(content, module.header)
+        check_header(content, module.header)
         check_shapes(module.network, content.get("state_dict", {}))
         if self._subcommand == "fit":
             with as_config_error():
@@ -201,20 +182,3 @@ def _newest(subcommand: str, config: Namespace) -> tuple[str | None, list[str]]:
         rank_zero_warn(f"{flags} skips a checkpoint: {problem}")
     rank_zero_info(f"{flags}: " + (f"resuming from {path}" if path else f"starting a new run in {config.run_dir}"))
     return None if path is None else str(path), refused
-
-
-def check_unasked_resume(trainer: Any, *, trains: bool) -> None:
-    """Refuse a run that Lightning would begin with a file that another has left."""
-    left = sorted(Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt")) if SLURMEnvironment.detect() else []
-    if left:
-        raise ConfigError(
-            f"{left[-1]} is there, and in a job of SLURM Lightning would load it unasked",
-            remedy="move it, and pass it as --ckpt_path to go on from it",
-        )
-    for callback in trainer.callbacks:
-        if trains and isinstance(callback, OnExceptionCheckpoint) and Path(callback.ckpt_path).exists():
-            raise ConfigError(
-                f"{callback.ckpt_path} is there, and with OnExceptionCheckpoint Lightning would resume from it unasked",
-                remedy="move it, and pass it as --ckpt_path to go on from it; or pass another "
-                "--trainer.callbacks.dirpath",
-            )

@@ -5,7 +5,7 @@ flags without a class are here, and of some of Lightning's flags, whose own are 
 """
 
 import re
-from argparse import SUPPRESS, Action, _HelpAction
+from argparse import SUPPRESS, Action
 from collections.abc import Mapping
 from typing import Any
 
@@ -94,27 +94,18 @@ def overview(program: str) -> str:
     return "\n".join([*lines, "", "Each command has a --help of its own. --version prints the version."])
 
 
-class HelpAction(_HelpAction):
-    """`--help` shows the commands, or the common flags of one; `--help=all` shows every flag."""
-
-    def __init__(self, option_strings: list[str], dest: str = SUPPRESS, default: str = SUPPRESS, **kwargs: Any) -> None:
-        super().__init__(option_strings, dest, default, **kwargs)
-        self.nargs, self.metavar, self.choices = "?", "all", ["all"]
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if values == "all":
-            print(parser.format_help().rstrip())
-        else:
-            print(short_help(parser, parser.common) if parser.common else overview(parser.prog))
-        parser.exit()
-
-
-def replace_texts(parser: ArgumentParser) -> None:
-    """Give flags and subcommands the texts of this file."""
+def help_of(parser: Any, *, everything: bool) -> str:
+    """All commands, or of one the common flags; `everything` is every flag."""
+    parser.description = SUBCOMMANDS.get(parser.subcommand, parser.description)
     for action in parser._actions:
         action.help = _TEXTS.get(action.dest, action.help)
+        if action.dest == "model.network":
+            action.extra_help = str  # "" in place of the names of all layers that torch has
         for subcommand in getattr(action, "_choices_actions", ()):
             subcommand.help = SUBCOMMANDS[subcommand.dest]
+    if everything:
+        return str(parser.format_help()).rstrip()
+    return overview(parser.prog) if parser.subcommand is None else short_help(parser, COMMON[parser.subcommand])
 
 
 def short_help(parser: ArgumentParser, groups: Mapping[str, tuple[str, ...]]) -> str:

@@ -26,10 +26,9 @@ from lit_cifar.checkpoint.exact_resume import Fingerprint, SameStart
 from lit_cifar.checkpoint.files import CheckpointFiles
 from lit_cifar.checks.replica_audit import ReplicaAudit
 from lit_cifar.checks.watchdog.callback import Watchdog
-from lit_cifar.cli.checkpoint_selection import StartingCheckpoint, check_unasked_resume, spelled_out
 from lit_cifar.cli.gone import refuse_words
-from lit_cifar.cli.help import COMMON, SUBCOMMANDS, replace_texts
 from lit_cifar.cli.preflight import check_run, check_sizes
+from lit_cifar.cli.start import Start, check_unasked_resume, spelled_out
 from lit_cifar.cli.trainer_arguments import check_arguments, check_bounds
 from lit_cifar.cli.usage_errors import PROGRAM, Parser, as_config_error, check_command, cli_exit
 from lit_cifar.configured import made
@@ -113,7 +112,6 @@ class CLI(LightningCLI):
             parser_kwargs={
                 "prog": PROGRAM,
                 "version": __version__,
-                **{name: {"description": text} for name, text in SUBCOMMANDS.items()},
             },
             save_config_callback=SavedConfig,
             seed_everything_default=0,
@@ -141,21 +139,11 @@ class CLI(LightningCLI):
         parser.add_lightning_class_args(Watchdog, "watchdog")
         parser.add_lightning_class_args(ReplicaAudit, "replica_audit")
 
-    def setup_parser(self, *args: Any, **kwargs: Any) -> None:
-        """Set up Lightning's parser, with our texts for the subcommands."""
-        super().setup_parser(*args, **kwargs)
-        replace_texts(self.parser)
-
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         if self._named not in (None, subcommand):
             return self.init_parser(**kwargs)  # adding the options of other subcommands takes long
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        replace_texts(parser)
-        cast(Parser, parser).common = COMMON[subcommand]
-        action: Any
-        for action in parser._actions:
-            if action.dest == "model.network":
-                action.extra_help = str  # "" in place of the names of all layers that torch has
+        cast(Parser, parser).subcommand = subcommand
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -182,7 +170,12 @@ class CLI(LightningCLI):
         """
         if self._arguments.resume is not None and self._arguments.run_dir is not None:
             lock_run_folder(self._arguments.run_dir, self._lock)
-        self._start = StartingCheckpoint(self._subcommand, self._arguments)
+        self._start = Start()
+        asked = self._arguments
+        if self._subcommand != "fit" or asked.ckpt_path is not None or asked.resume is not None:
+            from lit_cifar.cli.checkpoint_selection import StartingCheckpoint
+
+            self._start = StartingCheckpoint(self._subcommand, asked)
 
     def before_instantiate_classes(self) -> None:
         """Refuse arguments that the Trainer accepts but a run folder cannot use; tell the model about the data."""
@@ -241,7 +234,7 @@ class CLI(LightningCLI):
         if config["enable_progress_bar"] is not False and not others:
             callbacks = [ProgressBar(), *callbacks]
         num_parts = self._arguments.virtual_replicas
-        callbacks = [SameStart(self._start.start), Fingerprint(num_parts), *callbacks]
+        callbacks = [SameStart(self._start.point), Fingerprint(num_parts), *callbacks]
         if num_parts is not None:
             from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 

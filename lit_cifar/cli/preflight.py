@@ -9,19 +9,17 @@ from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
-from lit_cifar.cli.checkpoint_selection import StartingCheckpoint
+from lit_cifar.cli.start import Start
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.dataset import Dataset
 from lit_cifar.data.limits import check_evaluation, check_intervals
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import mode_of
-from lit_cifar.mode.refusals import check_cuda_graphs, check_sync_batchnorm, refuse_averages
-from lit_cifar.models.blocks import check_network
 from lit_cifar.models.precision import check_precision
 from lit_cifar.task.module import LitResNet
 from lit_cifar.task.optim_checks import check_schedule, try_optimizer
-from lit_cifar.task.refused_callbacks import check_callbacks
+from lit_cifar.task.refused_callbacks import check_callbacks, refuse_averages
 
 
 def check_sizes(model: Namespace, data: Dataset) -> None:
@@ -41,7 +39,7 @@ def check_run(
     *,
     asked: Namespace,
     subcommand: str,
-    start: StartingCheckpoint,
+    start: Start,
     replicas: Any,
 ) -> None:
     """Refuse a run that cannot work, and leave `data` set up.
@@ -54,13 +52,19 @@ def check_run(
     check_callbacks(trainer, timed=asked.trainer.max_time is not None)
     check_precision(trainer, asked=asked.trainer.precision)
     if asked.trainer.sync_batchnorm:
+        from lit_cifar.mode.refusals import check_sync_batchnorm
+
         check_sync_batchnorm(trainer, compiles=module.compiles)
     if module.cuda_graphs:
+        from lit_cifar.mode.refusals import check_cuda_graphs
+
         check_cuda_graphs(trainer, has_parts=has_parts)
     if module.ghost_batchnorm is not None:
         module.ghost_batchnorm.check(mode.layout, data.batch_size)
     # What a network or an optimizer of the user's shows once it is tried.
     if module.header.network is not None:
+        from lit_cifar.models.own_network import check_network
+
         check_network(module.network, module.image_shape, num_classes=len(data.classes))
         if trains and (has_parts or isinstance(trainer.strategy, DDPStrategy)):
             from lit_cifar.strategies.own_networks import check_gradients  # others need no strategies

@@ -5,8 +5,9 @@ import re
 import shlex
 import signal
 import sys
+from argparse import SUPPRESS, _HelpAction
 from ast import literal_eval
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pkgutil import resolve_name
@@ -21,7 +22,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lit_cifar.cli.gone import refuse_settings
-from lit_cifar.cli.help import HelpAction
 from lit_cifar.errors import ConfigError, SaveError, nearest, printable
 from lit_cifar.reporting.run_folder import process_rank
 from lit_cifar.tools.commands import COMMANDS
@@ -50,12 +50,26 @@ _TYPES = {
 }
 
 
+class HelpAction(_HelpAction):
+    """`--help` shows the commands, or the common flags of one; `--help=all` shows every flag."""
+
+    def __init__(self, option_strings: list[str], dest: str = SUPPRESS, default: str = SUPPRESS, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, default, **kwargs)
+        self.nargs, self.metavar, self.choices = "?", "all", ["all"]
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        from lit_cifar.cli.help import help_of
+
+        print(help_of(parser, everything=values == "all"))
+        parser.exit()
+
+
 class Parser(LightningArgumentParser):
     """Reports what is wrong in a few lines, not the three hundred options that exist."""
 
     def __init__(self, *args: Any, version: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, add_help=False, **kwargs)
-        self.common: Mapping[str, tuple[str, ...]] | None = None
+        self.subcommand: str | None = None  # the command whose flags it knows
         self.add_argument("-h", "--help", action=HelpAction, help="Print this help, or all of it, and exit.")
         if version is not None:  # jsonargparse would print the program's name, which is a command here
             self.add_argument("--version", action="version", version=f"lit_cifar {version}", help="Print and exit.")

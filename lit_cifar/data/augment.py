@@ -6,15 +6,18 @@ throughout: the CPU and the GPU give the same bytes, and the host waits for noth
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lit_cifar.data.counter_rng import Purpose, keyed_integers
-from lit_cifar.data.transforms import Transforms
+
+if TYPE_CHECKING:
+    from lit_cifar.data.transforms import Transforms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +34,7 @@ class Augmentation:
     reflect: bool = False  # whether added pixels mirror the inner ones; otherwise they are black
     flip: bool = True  # whether half of the images are mirrored left to right
     alternate: bool = False  # whether every second epoch mirrors the other half; otherwise each epoch draws anew
-    transforms: Transforms = field(default_factory=Transforms)  # what images then go through one by one
+    transforms: "Transforms | None" = None  # what images then go through one by one
     cutout: int = 0  # side in pixels of a black square at a random centre (DeVries and Taylor, 2017); 0 for none
 
     def draw(self, keys: Tensor, size: Sequence[int], *, epoch: int) -> Tensor:

@@ -19,14 +19,7 @@ from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.mixing import Mixing
 from lit_cifar.data.options import Augment, Pictures
 from lit_cifar.data.placement import Placement
-from lit_cifar.data.sample_order import (
-    Order,
-    OrderSettings,
-    check_held_out,
-    check_rest_of_epoch,
-    order_settings,
-    settings_in,
-)
+from lit_cifar.data.sample_order import Order, OrderSettings, order_settings, settings_in
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
 from lit_cifar.errors import CheckpointError, ConfigError, bounded
 from lit_cifar.mode import Layout, mode_of
@@ -119,7 +112,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         if settings:
             self.augmentation = settings.of_images(self.image_size, decoded_size=pictures.decoded_size, seed=seed)
         balance.check(order)
-        transforms = self.augmentation is not None and bool(self.augmentation.transforms)
+        transforms = self.augmentation is not None and self.augmentation.transforms is not None
         self._placement = Placement(resident, num_workers, transforms=transforms, are_pictures=dataset == "folder")
         self.sets: dict[str, ImageSet] = {}
         self._resumed: OrderSettings = {}  # `state_dict` of the run that wrote the checkpoint
@@ -257,6 +250,8 @@ class CIFAR10DataModule(L.LightningDataModule):
         """Refuse to validate on images that the run that wrote the checkpoint was trained on."""
         self._resumed = state_dict
         if self.trainer is not None and self.trainer.state.fn in (TrainerFn.FITTING, TrainerFn.VALIDATING):
+            from lit_cifar.data.changed_order import check_held_out
+
             check_held_out(state_dict, order_settings(self))
 
     def compare(self, checkpoint: dict[str, Any]) -> None:
@@ -276,6 +271,8 @@ class CIFAR10DataModule(L.LightningDataModule):
             return 0
         behind = self._trained()
         if self._resumed:
+            from lit_cifar.data.changed_order import check_rest_of_epoch
+
             check_rest_of_epoch(self._resumed, order_settings(self))
         # With 0 behind, all batches have been trained on, and the next epoch begins.
         if behind and self._resumed.get("steps") not in (None, behind // self.trainer.accumulate_grad_batches):

@@ -6,7 +6,6 @@ from typing import Any
 from torch import nn
 
 from lit_cifar.data.augment import Augmentation
-from lit_cifar.data.transforms import Transforms
 from lit_cifar.errors import ConfigError, bounded
 
 
@@ -43,8 +42,11 @@ class Augment:
         if self.reflect and self.padding >= size:
             problem = "--data.augment.reflect=true has too few pixels to mirror"
             raise ConfigError(problem, remedy="lower --data.augment.padding")
-        transforms = Transforms(tuple(self.transforms))
-        if transforms:
+        transforms = None
+        if self.transforms:
+            from lit_cifar.data.transforms import Transforms
+
+            transforms = Transforms(tuple(self.transforms))
             transforms.check(size)
         return Augmentation(
             seed=seed,

@@ -7,7 +7,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_cifar.data.images import ImageSet
-from lit_cifar.data.workers import num_cores
 from lit_cifar.errors import ConfigError, bounded
 
 Resident = Literal["auto", "host", "device"]
@@ -43,6 +42,8 @@ class Placement:
     def workers(self, images: ImageSet, *, split: str, num_processes: int) -> int | None:
         """Number of processes that make the batches, 0 if it is this one, None if blocks of batches are made here."""
         if images.are_encoded and self._num_workers is None:
+            from lit_cifar.data.workers import num_cores
+
             return max(1, num_cores() // num_processes)
         transforms = split == "train" and self._transforms
         return self._num_workers if images.are_encoded or (transforms and self._num_workers) else None

@@ -24,10 +24,7 @@ _TRIES = 8  # images on which transforms are tried: some do something to few ima
 class Transforms:
     """What an image goes through, in this order; the last must return uint8 of the size that the first gets."""
 
-    chain: tuple[nn.Module, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.chain)
+    chain: tuple[nn.Module, ...]
 
     def __call__(self, images: Tensor, seeds: Tensor) -> Tensor:
         """The `images` (uint8, (n, C, H, W), on the host) after what `seeds` (int64, (n,)) let them draw."""

@@ -6,7 +6,6 @@ What depends on sizes, on the network or on a library is refused where it is kno
 from dataclasses import dataclass
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_cifar.errors import ConfigError
@@ -129,12 +128,6 @@ def refuse(option: str, mode: Mode, **names: object) -> None:
     if row is not None:
         shown = {"option": option, "mode": mode.name.removesuffix("-tp"), **names}
         raise ConfigError(row.problem.format(**shown), remedy=row.remedy)
-
-
-def refuse_averages(trainer: Trainer, mode: Mode) -> None:
-    """Raise the `ConfigError` of the table if a callback averages weights, and `mode` refuses that."""
-    if any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-        refuse("--trainer.callbacks+=EMAWeightAveraging", mode)
 
 
 def check_cuda_graphs(trainer: Trainer, *, has_parts: bool) -> None:

@@ -14,16 +14,10 @@ trained in `dp`, `ddp`, `ddp_spawn` and `fsdp2`. It may tell more about itself:
 """
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
-import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
-
-from lit_cifar.errors import ConfigError, one_line
 
 # The part of a convolution or linear layer, or of a layer between two of them, that each process holds.
 # "columns": some of the outputs, computed from the whole input, which is the same in all processes.
@@ -57,62 +51,6 @@ def _topmost(module: nn.Module, wanted: set[nn.Module]) -> Iterator[nn.Module]:
     else:
         for child in module.children():
             yield from _topmost(child, wanted)
-
-
-@torch.no_grad()
-def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes: int) -> None:
-    """Refuse a network that does not return logits for two images of noise, or whose blocks compute something else."""
-    name = type(network).__name__
-    lazy = [key for key, tensor in network.named_parameters() if is_lazy(tensor)]
-    alone = deepcopy(network).eval()
-    images = torch.randn(2, *image_shape, generator=torch.Generator().manual_seed(0))
-    try:
-        logits = alone(images)
-        outputs = images
-        for block in (blocks_of(alone) or {"forward": alone}).values():
-            outputs = block(outputs)
-    except Exception as error:  # the network is the user's own code
-        problem = f"{name} cannot take images {tuple(image_shape)}: {type(error).__name__}: {one_line(error)[:200]}"
-        raise ConfigError(problem, remedy="correct it, or its arguments: --model.network.NAME=VALUE") from error
-    if lazy:
-        layer = lazy[0].rpartition(".")[0]
-        raise ConfigError(
-            f"{name} has the lazy layer {layer}, and an optimizer needs all parameters before the first batch",
-            remedy=f"make it nn.{alone.get_submodule(layer)}",
-        )
-    shape = tuple(getattr(logits, "shape", ()))
-    if shape != (2, num_classes):
-        raise ConfigError(
-            f"{name} returns {shape or type(logits).__name__} for 2 images, not logits of {num_classes} classes",
-            remedy=f"let it return (2, {num_classes}), by --model.network.num_classes={num_classes} if it has such",
-        )
-    if not torch.equal(logits, outputs):
-        raise ConfigError(
-            f"the blocks of {name}, one after the other, do not compute its forward()",
-            remedy="let blocks() return all of them in order, with what happens between them",
-        )
-
-
-def unreached_parameters(network: nn.Module, image_shape: Sequence[int]) -> tuple[list[str], list[str]]:
-    """The parameters that get no gradient from the logits of two images of noise: the names of those that never do.
-
-    Then the names of those that do for some of eight draws of the network's random numbers, and for others not.
-    """
-    alone = deepcopy(network).train()
-    trained = {name: parameter for name, parameter in alone.named_parameters() if parameter.requires_grad}
-    counts = Counter[str]()
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        images = torch.randn(2, *image_shape)
-        for draw in range(1, 9):
-            torch.default_generator.manual_seed(draw)  # not those of GPUs, which the fork does not bring back
-            before = torch.get_rng_state()
-            alone.zero_grad()
-            alone(images).sum().backward()
-            counts.update(name for name, parameter in trained.items() if parameter.grad is None)
-            if torch.get_rng_state().equal(before):  # it draws nothing
-                break
-    never = [name for name in trained if counts[name] == draw]
-    return never, [name for name in trained if 0 < counts[name] < draw]
 
 
 def tensor_split_of(network: nn.Module) -> dict[str, SplitKind]:

@@ -31,9 +31,9 @@ from typing_extensions import override
 from lit_cifar import internals
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import StartMethod
-from lit_cifar.mode.refusals import refuse_averages
 from lit_cifar.mode.tensors import local_part, parameters_of, squares
 from lit_cifar.strategies.base import CustomForwardStrategy, check_gradient_hooks
+from lit_cifar.task.refused_callbacks import refuse_averages
 
 
 class MeshStrategy(CustomForwardStrategy, DDPStrategy):

@@ -6,7 +6,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import mode_of
-from lit_cifar.models.blocks import unreached_parameters
+from lit_cifar.models.own_network import unreached_parameters
 from lit_cifar.strategies.base import check_gradient_hooks
 from lit_cifar.strategies.mesh import MeshStrategy
 from lit_cifar.task.module import LitResNet

@@ -26,9 +26,7 @@ from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError, bounded
 from lit_cifar.models import Arch, Stem, Whitening
-from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.fine_tuning import FineTuning, Frozen, KeepFrozen
-from lit_cifar.models.ghost_batchnorm import normalise_apart
 from lit_cifar.models.memory_format import plain
 from lit_cifar.models.random_streams import RandomStreams
 from lit_cifar.models.views import NumViews, mean_logits
@@ -119,7 +117,7 @@ class LitResNet(L.LightningModule):
         num_classes = 10 if num_classes is None else num_classes
         image_size = 32 if image_size is None else image_size
         self.image_shape = (3, image_size, image_size)
-        plain_network, self.header = choose_network(
+        self.network, self.header = choose_network(
             arch,
             stem=stem,
             zero_init_residual=zero_init_residual,
@@ -128,7 +126,10 @@ class LitResNet(L.LightningModule):
             image_size=image_size,
         )
         self.ghost_batchnorm = ghost_batchnorm
-        self.network = plain_network if ghost_batchnorm is None else normalise_apart(plain_network, ghost_batchnorm)
+        if ghost_batchnorm is not None:
+            from lit_cifar.models.ghost_batchnorm import normalise_apart
+
+            normalise_apart(self.network, ghost_batchnorm)
         self.weights = fine_tuning.weights
         self.frozen = Frozen.of(fine_tuning, self.network)
         if channels_last:
@@ -193,6 +194,8 @@ class LitResNet(L.LightningModule):
         self._newest = self._logged_epoch = None
         self.optimization.forget()
         if self.compiles:  # a strategy may later replace it by its own function
+            from lit_cifar.models.compiled import Compiled
+
             self.use_forward_fn(Compiled(self.network, cuda_graphs=self.cuda_graphs))
 
     def teardown(self, stage: str) -> None:
@@ -364,13 +367,13 @@ class LitResNet(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check the header and the classes, and give the keys back this module's prefix."""
-        from lit_cifar.checkpoint.compatibility import check_classes, check_network, check_shapes
+        from lit_cifar.checkpoint.compatibility import check_classes, check_header, check_shapes
 
         data = _data_of(self)
         if data is not None:
             check_classes(checkpoint, TrainedOn(*data.meaning), normalised=False)
             data.compare(checkpoint)  # also weights alone, of which callbacks are not told
-        check_network(checkpoint, self.header)
+        check_header(checkpoint, self.header)
         check_shapes(self.network, checkpoint["state_dict"])
         checkpoint["state_dict"] = {_PREFIX + key: value for key, value in checkpoint["state_dict"].items()}
         self.optimization.load(checkpoint)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BatchSizeFinder,
@@ -15,10 +15,11 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     ThroughputMonitor,
     Timer,
+    WeightAveraging,
 )
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.mode import mode_of
+from lit_cifar.mode import Mode, mode_of
 from lit_cifar.task.metrics import STEP_METRICS
 
 # Each callback, why it cannot work, and what to do instead.
@@ -89,3 +90,11 @@ def _check_monitor(callback: EarlyStopping | ModelCheckpoint, *, processes: int)
             "resumed does not know",
             remedy="leave out the monitor, or every_n_train_steps and train_time_interval",
         )
+
+
+def refuse_averages(trainer: Trainer, mode: Mode) -> None:
+    """Raise the `ConfigError` of the table if a callback averages weights, and `mode` refuses that."""
+    if any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        from lit_cifar.mode.refusals import refuse
+
+        refuse("--trainer.callbacks+=EMAWeightAveraging", mode)

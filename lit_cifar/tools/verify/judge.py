@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_cifar.checkpoint.atomic import BEST
-from lit_cifar.checkpoint.compatibility import check_network
+from lit_cifar.checkpoint.compatibility import check_header
 from lit_cifar.checkpoint.files import DIGESTS, weights_digest
 from lit_cifar.checkpoint.format import POSITION, read_checkpoint
 from lit_cifar.configured import made
@@ -283,7 +283,7 @@ def checkpoint_problems(record: Record, settings: Configuration) -> list[str]:
 
 
 def _loaded(checkpoint: dict[str, Any], settings: Configuration) -> Step:
-    check_network(checkpoint, settings.plain_module.header)
+    check_header(checkpoint, settings.plain_module.header)
     network, weights = settings.plain_module.network, checkpoint["state_dict"]
     network.to(next(iter(weights.values())).dtype).load_state_dict(weights, strict=True)
     groups = settings.plain_module.optimization.parameter_groups(network)

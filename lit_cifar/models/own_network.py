@@ -1,0 +1,68 @@
+"""A network of the user's, tried with images of noise before a run begins."""
+
+from collections import Counter
+from collections.abc import Sequence
+from copy import deepcopy
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lit_cifar.errors import ConfigError, one_line
+from lit_cifar.models.blocks import blocks_of
+
+
+@torch.no_grad()
+def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes: int) -> None:
+    """Refuse a network that does not return logits for two images of noise, or whose blocks compute something else."""
+    name = type(network).__name__
+    lazy = [key for key, tensor in network.named_parameters() if is_lazy(tensor)]
+    alone = deepcopy(network).eval()
+    images = torch.randn(2, *image_shape, generator=torch.Generator().manual_seed(0))
+    try:
+        logits = alone(images)
+        outputs = images
+        for block in (blocks_of(alone) or {"forward": alone}).values():
+            outputs = block(outputs)
+    except Exception as error:  # the network is the user's own code
+        problem = f"{name} cannot take images {tuple(image_shape)}: {type(error).__name__}: {one_line(error)[:200]}"
+        raise ConfigError(problem, remedy="correct it, or its arguments: --model.network.NAME=VALUE") from error
+    if lazy:
+        layer = lazy[0].rpartition(".")[0]
+        raise ConfigError(
+            f"{name} has the lazy layer {layer}, and an optimizer needs all parameters before the first batch",
+            remedy=f"make it nn.{alone.get_submodule(layer)}",
+        )
+    shape = tuple(getattr(logits, "shape", ()))
+    if shape != (2, num_classes):
+        raise ConfigError(
+            f"{name} returns {shape or type(logits).__name__} for 2 images, not logits of {num_classes} classes",
+            remedy=f"let it return (2, {num_classes}), by --model.network.num_classes={num_classes} if it has such",
+        )
+    if not torch.equal(logits, outputs):
+        raise ConfigError(
+            f"the blocks of {name}, one after the other, do not compute its forward()",
+            remedy="let blocks() return all of them in order, with what happens between them",
+        )
+
+
+def unreached_parameters(network: nn.Module, image_shape: Sequence[int]) -> tuple[list[str], list[str]]:
+    """The parameters that get no gradient from the logits of two images of noise: the names of those that never do.
+
+    Then the names of those that do for some of eight draws of the network's random numbers, and for others not.
+    """
+    alone = deepcopy(network).train()
+    trained = {name: parameter for name, parameter in alone.named_parameters() if parameter.requires_grad}
+    counts = Counter[str]()
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        images = torch.randn(2, *image_shape)
+        for draw in range(1, 9):
+            torch.default_generator.manual_seed(draw)  # not those of GPUs, which the fork does not bring back
+            before = torch.get_rng_state()
+            alone.zero_grad()
+            alone(images).sum().backward()
+            counts.update(name for name, parameter in trained.items() if parameter.grad is None)
+            if torch.get_rng_state().equal(before):  # it draws nothing
+                break
+    never = [name for name in trained if counts[name] == draw]
+    return never, [name for name in trained if 0 < counts[name] < draw]
