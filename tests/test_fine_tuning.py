@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, OneCycleLR, St
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_network
-from lit_cifar.models.fine_tuning import FineTuning, Frozen, head_of
+from lit_cifar.models.fine_tuning import FineTuning, Frozen
+from lit_cifar.models.freezing import head_of, matching
 from lit_cifar.task.module import LitResNet
 from lit_cifar.task.optim import WarmupDecay
 from lit_cifar.tools.verify import verify
@@ -47,7 +48,7 @@ class Plain(nn.Sequential):
 def test_names_that_match_and_layers_that_have_no_others(
     patterns: list[str], parameters: set[str], norms: tuple[str, ...]
 ) -> None:
-    assert Frozen.matching(Plain(), patterns) == Frozen(frozenset(parameters), norms)
+    assert matching(Plain(), patterns) == (parameters, norms)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_names_that_match_and_layers_that_have_no_others(
 def test_a_pattern_that_matches_nothing_or_all_is_refused(patterns: list[str], problem: str, remedy: str) -> None:
     network = build_network("tiny", stem="imagenet", num_classes=10, image_size=32)
     with pytest.raises(ConfigError) as error:
-        Frozen.matching(network, patterns)
+        matching(network, patterns)
     assert problem in error.value.problem
     assert remedy in error.value.remedy
 

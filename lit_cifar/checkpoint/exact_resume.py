@@ -27,7 +27,6 @@ from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.launch.signals import end_together
 from lit_cifar.mode import mode_of
-from lit_cifar.reporting.environment import cpu_model
 
 
 class StartingPoint(NamedTuple):
@@ -58,8 +57,8 @@ class SameStart(Callback):
         same = (starts[0].digest, starts[0].newest or starts[0].digest)
         other = next((rank for rank, start in enumerate(starts) if start.digest not in same), None)
         if other is not None:
-            told = [f"  rank {rank} on {starts[rank].host}: {starts[rank].text}" for rank in (0, other)]
-            lines = ["error: the processes would start from different checkpoints", *told]
+            both = [f"  rank {rank} on {starts[rank].host}: {starts[rank].text}" for rank in (0, other)]
+            lines = ["error: the processes would start from different checkpoints", *both]
             remedy = "  let every machine see the same files, then start again"
             end_together(trainer, "\n".join([*lines, remedy]), status=2)
 
@@ -76,7 +75,7 @@ class Position:
     validates: bool = False  # whether a validation that is due after the newest batch is still to come
 
     @classmethod
-    def of(cls, trainer: Trainer) -> "Position":
+    def reached_by(cls, trainer: Trainer) -> "Position":
         """The position of `trainer`, which is at a step boundary, or after an epoch or the whole training."""
         epochs: Any = trainer.fit_loop.epoch_progress.current
         newest: Any = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -125,7 +124,7 @@ class ExactResume(Callback):
         """Write position, counts, and the logs, which belong to a checkpoint, to the disk."""
         for logger in trainer.loggers:
             logger.save()
-        position = Position.of(trainer)
+        position = Position.reached_by(trainer)
         checkpoint[POSITION] = asdict(position)
         checkpoint[METRICS] = _collect(trainer, pl_module) if self._counts is None else self._counts
         if position.started and batches_of_epoch(trainer) % trainer.accumulate_grad_batches:
@@ -182,36 +181,6 @@ class ExactResume(Callback):
         if self._resumed is not None:
             trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
             self._resumed = None
-
-
-class Fingerprint(Callback):
-    """Writes into checkpoints, with virtual replicas, what the bits depend on. A run that differs there warns."""
-
-    def __init__(self, num_parts: int | None) -> None:
-        self.num_parts = num_parts
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self.num_parts is not None:
-            checkpoint["fingerprint"] = self._of(trainer)
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        before, now = checkpoint.get("fingerprint", {"virtual replicas": "none"}), self._of(trainer)
-        names = [name for name in now if before.get(name, now[name]) != now[name]]
-        changed = [f"\n  {name}: {before[name]} before, {now[name]} now" for name in names]
-        if trainer.state.fn == TrainerFn.FITTING and changed:
-            words = "the bits of this training may differ from those of an uninterrupted run, which depend on"
-            rank_zero_warn(words + "".join(changed))
-
-    def _of(self, trainer: Trainer) -> dict[str, str]:
-        on_gpu = trainer.strategy.root_device.type == "cuda"
-        return {
-            "virtual replicas": str(self.num_parts or "none"),
-            "processor": torch.cuda.get_device_name() if on_gpu else cpu_model(),
-            "instructions": torch.backends.cpu.get_cpu_capability(),
-            "torch": str(torch.__version__),
-            "cuDNN": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
-            "threads": str(torch.get_num_threads()),
-        }
 
 
 def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:

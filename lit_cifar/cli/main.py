@@ -22,7 +22,7 @@ from torch.distributed import is_torchelastic_launched
 from lit_cifar import __version__, internals
 from lit_cifar.checkpoint.atomic import reporting_disk
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
-from lit_cifar.checkpoint.exact_resume import Fingerprint, SameStart
+from lit_cifar.checkpoint.exact_resume import SameStart
 from lit_cifar.checkpoint.files import CheckpointFiles
 from lit_cifar.checks.replica_audit import ReplicaAudit
 from lit_cifar.checks.watchdog.callback import Watchdog
@@ -234,7 +234,11 @@ class CLI(LightningCLI):
         if config["enable_progress_bar"] is not False and not others:
             callbacks = [ProgressBar(), *callbacks]
         num_parts = self._arguments.virtual_replicas
-        callbacks = [SameStart(self._start.point), Fingerprint(num_parts), *callbacks]
+        callbacks = [SameStart(self._start.point), *callbacks]
+        if num_parts is not None or self._arguments.ckpt_path is not None:
+            from lit_cifar.checkpoint.fingerprint import Fingerprint
+
+            callbacks.append(Fingerprint(num_parts))
         if num_parts is not None:
             from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 

@@ -26,7 +26,7 @@ from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError, bounded
 from lit_cifar.models import Arch, Stem, Whitening
-from lit_cifar.models.fine_tuning import FineTuning, Frozen, KeepFrozen
+from lit_cifar.models.fine_tuning import FineTuning, Frozen
 from lit_cifar.models.memory_format import plain
 from lit_cifar.models.random_streams import RandomStreams
 from lit_cifar.models.views import NumViews, mean_logits
@@ -314,7 +314,10 @@ class LitResNet(L.LightningModule):
         trainer: Any = self.trainer
         needed: list[type[Callback]] = [ExactResume]
         needed += [RandomStreams] if isinstance(trainer.datamodule, CIFAR10DataModule) else []
-        needed += [KeepFrozen] if self.frozen.parameters or self.frozen.norms else []
+        if self.frozen.parameters or self.frozen.norms:
+            from lit_cifar.models.freezing import KeepFrozen
+
+            needed.append(KeepFrozen)
         given = {type(callback) for callback in trainer.callbacks}
         if EpochMeans not in given:
             trainer.callbacks.insert(0, EpochMeans())

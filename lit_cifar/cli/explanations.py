@@ -1,0 +1,129 @@
+"""What jsonargparse and Lightning say of an argument that they refuse, in few lines, with what may have been meant."""
+
+import inspect
+import re
+import shlex
+from ast import literal_eval
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pkgutil import resolve_name
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lit_cifar.errors import nearest
+from lit_cifar.mode.table import MODES
+
+_ARGUMENT_OF_NAME = re.compile(  # a part of jsonargparse's message
+    r"""key "trainer\.strategy":.* import path string: (\S+)\n.*NestedArg\(key='(.+?)', val=(.*)\)""",
+    flags=re.DOTALL,
+)
+
+# The base of the classes that an option takes, and types in words.
+_BASES: dict[str, type[Any]] = {
+    "model.optimizer": Optimizer,
+    "model.lr_scheduler": LRScheduler,
+    "trainer.callbacks": Callback,
+    "trainer.logger": Logger,
+}
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a word",
+    "datetime.timedelta": "a duration, as 0:10:00",
+    "lit_cifar.data.options.Augment": "settings",
+}
+
+
+def explained(message: str, *, known: Iterable[str], program: str) -> tuple[str, str]:
+    """The problem of which jsonargparse's `message` is, and a remedy; `known` are the flags of `program`."""
+    if found := _ARGUMENT_OF_NAME.search(message):
+        return _of_arguments_of_name(*found.groups())
+    problem, guess = _of_value(_without_alternatives(message))
+    if found := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
+        # Options are long and begin alike, so the cutoff is higher than for single words.
+        near = get_close_matches(found[1], known, n=1, cutoff=0.75)
+        guess = near[0] if near else None
+    guess = _open_argument(problem) or guess
+    help = f"see {program} --help"
+    return problem, help if guess is None else f"did you mean {guess}? {help}"
+
+
+def of_strategy_name(message: str) -> tuple[str, str]:
+    """The problem and the remedy where Lightning's `message` says that it knows no strategy of that name."""
+    modes = ["auto", *(mode.name for mode in MODES if mode.name != "single")]
+    problem = message.split(". ")[0]
+    given = problem.split("'")[-2]
+    alike = [name for name in modes if len(name) == len(given)]  # one wrong letter is likelier than one too many
+    meant = nearest(given, alike) or nearest(given, [*modes, *_subclasses(Strategy)])
+    guess = "" if meant is None else f"did you mean --trainer.strategy={meant}? "
+    return problem, f"{guess}the modes: {', '.join(modes)}"
+
+
+def _of_arguments_of_name(name: str, key: str, value: str) -> tuple[str, str]:
+    """The problem and the remedy where a strategy was given by its short `name` with an argument."""
+    strategy, arguments = "CLASS", {key: value.strip("'\"")}
+    if name in StrategyRegistry:
+        strategy = StrategyRegistry[name]["strategy"].__name__
+        arguments = StrategyRegistry[name]["init_params"] | arguments
+    flags = [f"--trainer.strategy.{key}={'null' if value is None else value}" for key, value in arguments.items()]
+    problem = f"--trainer.strategy={name} is a short name, which takes no arguments; a class takes them"
+    return problem, f"use {shlex.join([f'--trainer.strategy={strategy}', *flags])}"
+
+
+def _open_argument(message: str) -> str | None:
+    """The flag that may be meant by one that a class does not have.
+
+    What a function takes by `**kwargs` has another flag, as jsonargparse cannot see which arguments there are.
+    """
+    found = re.search(r"key \"(\S+?)\": '(\S+?)':.*Option '(\w+)' is not accepted", message, flags=re.DOTALL)
+    if found is None:
+        return None
+    parameters = inspect.signature(resolve_name(found[2])).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    if takes_any:
+        return f"--{found[1]}.dict_kwargs.{found[3]}"
+    meant = nearest(found[3], [parameter.name for parameter in parameters])
+    return None if meant is None else f"--{found[1]}.{meant}"
+
+
+def _without_alternatives(message: str) -> str:
+    """A message about an option of several types, reduced to the type that was meant."""
+    key, _, rest = message.partition("\n")
+    _, found, meant = rest.partition("- Problem with given class_path ")
+    return f"{key} {meant.rpartition('Given value type')[0]}" if found else message
+
+
+def _of_value(message: str) -> tuple[str, str | None]:
+    """A message of jsonargparse about a value, in one line, and what may have been meant; others unchanged."""
+    keys = re.findall(r'Parser key "(.+?)"', message)
+    flag = f"--{'.'.join(keys)}"
+    missing = re.search(r"import path string: (\S+)|has no attribute '\w+'\. Got value: (\S+)", message)
+    if keys and missing and "data.augment" not in keys:  # whose class has no other one in its place
+        name = missing[1] or missing[2]
+        meant = nearest(name.rpartition(".")[2], _subclasses(_BASES.get(keys[-1], type(None))))
+        return f"{flag}={name}: there is no such class", None if meant is None else f"{flag}={meant}"
+    given = re.search(r"(?:Got|Given) value: (.*?)(?:\. Got value|$)", message, flags=re.MULTILINE)
+    union = re.search(r"Subtypes: (.*)", message)
+    kinds = re.findall(r"<class '(.+?)'>|typing\.Literal(\[.*?\])", union[1] if union else message)
+    if not (keys and given and kinds) or "is not accepted" in message:
+        return message, None
+    words = [str(word) for _, choices in kinds if choices for word in literal_eval(choices)]
+    allowed = [*(_TYPES.get(kind, kind) for kind, _ in kinds if kind not in ("", "NoneType")), *words]
+    allowed += ["null"] if ("NoneType", "") in kinds else []
+    *most, last = dict.fromkeys(allowed)
+    meant = nearest(given[1], words)
+    problem = f"{flag}={given[1]} must be {', '.join(most)}{' or ' if most else ''}{last}"
+    return problem, None if meant is None else f"{flag}={meant}"
+
+
+def _subclasses(base: type[Any]) -> list[str]:
+    """The names of all known subclasses that are public."""
+    children: list[type[Any]] = base.__subclasses__()
+    below = [name for child in children for name in (child.__name__, *_subclasses(child))]
+    return [name for name in below if not name.startswith("_")]
