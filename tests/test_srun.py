@@ -9,8 +9,8 @@ import pytest
 from commands import TINY, launch, mode_flags
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.launch.rendezvous import cluster_environment
 from lit_cifar.launch.torchrun import task_variables
+from lit_cifar.launch.world_size import cluster_environment
 
 ROOT = Path(__file__).parents[1]
 # As `srun --nodes=2 --ntasks-per-node=2` of SLURM 22.05 sets them for the last of four tasks.

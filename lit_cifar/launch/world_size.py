@@ -1,4 +1,4 @@
-"""Number of a run's processes and devices.
+"""Number of a run's processes and devices, and the plugin by which they meet.
 
 torchrun may start a different number after a restart. `--trainer.devices` and `--trainer.num_nodes` need not be
 repeated on the command line, and cannot be if the number of machines changes. What is said of torchrun here holds for
@@ -9,12 +9,15 @@ import os
 from typing import Any
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lsf import LSFEnvironment
+from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy, Strategy, StrategyRegistry
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.launch.rendezvous import LocalEnvironment
 from lit_cifar.launch.torchrun import is_task, launcher_name
 from lit_cifar.mode import mode_of
 
@@ -39,8 +42,6 @@ def resolve_world_size(config: dict[str, Any]) -> None:
     plugins = as_list(config["plugins"])
     given = [*plugins, strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None]
     if not any(isinstance(plugin, ClusterEnvironment) for plugin in given):
-        from lit_cifar.launch.rendezvous import cluster_environment  # a process alone meets no other
-
         config["plugins"] = [*plugins, cluster_environment(num_nodes=config["num_nodes"])]
 
 
@@ -53,12 +54,10 @@ def check_processes(trainer: Trainer, *, rank: int) -> None:
             "one process, which is rank 0",
             remedy=f"unset {' '.join(given or _RANKS)}, or pass --trainer.strategy=ddp and --trainer.devices=N",
         )
-    if trainer.world_size > 1 and isinstance(trainer.strategy, ParallelStrategy):
-        from lit_cifar.launch.rendezvous import LocalEnvironment
-
-        environment = trainer.strategy.cluster_environment
-        if isinstance(environment, LocalEnvironment):
-            environment.check()
+    strategy = trainer.strategy
+    environment = strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None
+    if trainer.world_size > 1 and isinstance(environment, LocalEnvironment):
+        environment.check()
 
 
 def _follow_torchrun(config: dict[str, Any], strategy: Strategy | None) -> None:
@@ -107,6 +106,35 @@ def _count(given: Any) -> int | None:
     if isinstance(given, int):
         return None if given < 0 else given
     return len(given)
+
+
+def cluster_environment(*, num_nodes: int = 1) -> ClusterEnvironment:
+    """The plugin for `Trainer(plugins=[...])` by which the processes meet where other machines cannot connect."""
+    if TorchElasticEnvironment.detect():
+        from lit_cifar.launch.torchrun_rendezvous import TorchrunEnvironment
+
+        return TorchrunEnvironment()
+    num_tasks = _num_cluster_tasks()
+    if num_tasks > 1:
+        raise ConfigError(
+            f"a cluster has {num_tasks} tasks for this job, and this process does not train together with others",
+            remedy="srun python -m lit_cifar fit, a task for each device; or configs/cluster/slurm.sh; for one process "
+            "srun --ntasks=1; in a shell of salloc's: export SLURM_JOB_NAME=bash",
+        )
+    if num_nodes > 1:
+        raise ConfigError(
+            f"--trainer.num_nodes={num_nodes}, but the processes were not started by torchrun",
+            remedy="start torchrun on each machine: see configs/cluster/torchrun.sh",
+        )
+    return LocalEnvironment()
+
+
+def _num_cluster_tasks() -> int:
+    """Number of tasks of a scheduler's job; 1 without a scheduler."""
+    if SLURMEnvironment.detect():
+        return int(os.environ["SLURM_NTASKS"])  # Lightning's class might refuse the job
+    others = (kind for kind in (LSFEnvironment, MPIEnvironment) if kind.detect())
+    return max((kind().world_size() for kind in others), default=1)
 
 
 def as_list(plugins: Any) -> list[Any]:

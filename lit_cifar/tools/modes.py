@@ -11,7 +11,7 @@ from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
-from lit_cifar.launch.rendezvous import cluster_environment
+from lit_cifar.launch.world_size import cluster_environment
 from lit_cifar.mode import Layout, mode_of
 from lit_cifar.mode.table import MODES
 from lit_cifar.strategies.virtual_replicas import VirtualReplicas
