@@ -20,11 +20,12 @@ from lit_cifar.data.pictures import FolderImages
 from lit_cifar.mode import Layout, Mode
 from lit_cifar.reporting.evaluation_tables import (
     PerRankAccuracy,
-    PredictionWriter,
     write_confusion,
     write_per_rank,
 )
-from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, log_chance, pooled
+from lit_cifar.reporting.predictions import PredictionWriter
+from lit_cifar.reporting.rank_deviation import deviates, log_chance
+from lit_cifar.reporting.rank_statistics import AccuracyCount, pooled
 
 # ---------------------------------------------------------------- accuracy of every rank
 

@@ -244,6 +244,10 @@ class CLI(LightningCLI):
 
             self._replicas = VirtualReplicas(num_parts)
             callbacks = [self._replicas, *callbacks]
+        if self._subcommand == "predict":
+            from lit_cifar.reporting.predictions import PredictionWriter
+
+            callbacks.append(PredictionWriter())
         config["profiler"] = config["profiler"] or NoProfiler()
         config["plugins"] = [*as_list(config["plugins"]), CheckpointFiles()]
         if config["sync_batchnorm"]:

@@ -1,6 +1,6 @@
-"""The tables that an evaluation writes, from integer counts: `per_rank.csv`, `confusion.csv` and `predictions.csv`."""
+"""The tables that an evaluation writes, from integer counts: `per_rank.csv` and `confusion.csv`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,16 +13,15 @@ from torch import Tensor
 
 from lit_cifar.data.images import Batch
 from lit_cifar.mode import Layout, mode_of
-from lit_cifar.reporting.files import replace_csv, replace_split
+from lit_cifar.reporting.files import replace_split
 from lit_cifar.reporting.loggers import log_to_tensorboard
-from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, pooled
+from lit_cifar.reporting.rank_statistics import AccuracyCount, pooled
 from lit_cifar.reporting.run_folder import run_folder
 
 Split = Literal["val", "test"]
-PER_RANK, CONFUSION, PREDICTIONS = "per_rank.csv", "confusion.csv", "predictions.csv"
+PER_RANK, CONFUSION = "per_rank.csv", "confusion.csv"
 _PER_RANK_COLUMNS = ("split", "rank", "correct", "total", "accuracy")
 _CONFUSION_COLUMNS = ("split", "class")  # the names of the classes follow
-_PREDICTION_COLUMNS = ("file", "class", "confidence", "error")
 
 
 class EvaluationCallback(Callback):
@@ -60,7 +59,7 @@ class PerRankAccuracy(EvaluationCallback):
     device until the epoch ends. Then they are summed over the processes, and written to `per_rank.csv` in the run
     folder, in place of those of an earlier evaluation of the split, and to TensorBoard as `val/acc_rank0` and so on.
     `validate` and `test` print a table with 95 % intervals, in which a rank that differs from the others beyond chance
-    is flagged (see `lit_cifar.reporting.rank_statistics.deviates`).
+    is flagged (see `lit_cifar.reporting.rank_deviation`).
 
     Expects one loader for each split, logits (n, C) as the step's output, and a `Batch`; n may be 0.
     """
@@ -112,6 +111,8 @@ class PerRankAccuracy(EvaluationCallback):
 
 def _per_rank_table(counts: list[AccuracyCount], *, title: str) -> Table:
     """A table of the ranks and their sum with 95 % intervals; the last column flags ranks that differ beyond chance."""
+    from lit_cifar.reporting.rank_deviation import deviates
+
     right = [Column(name, justify="right") for name in ("correct", "total", "accuracy", "95 % interval")]
     table = Table("rank", *right, "beyond chance", title=title)
     for rank, (count, flag) in enumerate(zip(counts, deviates(counts), strict=True)):
@@ -158,56 +159,6 @@ def write_confusion(folder: Path, split: str, classes: Sequence[str], counts: Se
     """Replace this split's rows of counts, true by predicted class, in `confusion.csv`; keep those of other splits."""
     rows = ([name, *row] for name, row in zip(classes, counts, strict=True))
     replace_split(folder / CONFUSION, [*_CONFUSION_COLUMNS, *classes], split, rows)
-
-
-class PredictionWriter(Callback):
-    """Writes `predictions.csv` (`file,class,confidence,error`) into the run folder, rows in input order.
-
-    A file that could not be read has an error and no class. Expects softmax probabilities (n, C) of `predict_step`.
-    """
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[str, str, str, str]] = []
-        self._table = torch.zeros(0, 3, dtype=torch.float64)
-
-    def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # One row for each readable image: class, confidence, how often it was classified. A row stays zero except on
-        # the process that classifies the image, so that the sum over processes is the whole table.
-        num_images = len(_datamodule(trainer).sets["predict"])
-        self._table = torch.zeros(num_images, 3, dtype=torch.float64, device=trainer.strategy.root_device)
-
-    def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, *_: Any, **__: Any
-    ) -> None:
-        """Fill in the batch's rows, without waiting for the device."""
-        probabilities: Tensor = outputs
-        confidence, classes = probabilities.max(dim=1)
-        filled = torch.stack([classes, confidence, torch.ones_like(confidence)], dim=1)
-        self._table[batch.ids] = filled.to(self._table)
-
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        table = trainer.strategy.reduce(self._table, reduce_op="sum")
-        folder = run_folder(trainer)
-        if not trainer.is_global_zero:
-            return
-        datamodule = _datamodule(trainer)
-        results = _predicted(table.cpu(), datamodule.classes)
-        self.rows = [
-            (file.as_posix(), *(next(results) if error is None else ("", "", error)))
-            for file, error in zip(datamodule.folder.files, datamodule.folder.errors, strict=True)
-        ]
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            replace_csv(folder / PREDICTIONS, [_PREDICTION_COLUMNS, *self.rows])
-
-
-def _predicted(table: Tensor, classes: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:
-    """Class, confidence and error of each image; `table` is (N, 3) and summed over processes."""
-    for label, confidence, times in table.tolist():
-        if times == 0:
-            yield "", "", "not classified: the run was limited to fewer batches"
-        else:  # processes that hold one replica have equal results, so the mean is the result
-            yield classes[round(label / times)], f"{confidence / times:.6f}", ""
 
 
 def _datamodule(trainer: Trainer) -> Any:

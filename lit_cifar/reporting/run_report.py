@@ -13,7 +13,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lit_cifar.errors import printable
 from lit_cifar.mode import Layout, mode_of
 from lit_cifar.reporting.environment import environment
-from lit_cifar.reporting.evaluation_tables import PREDICTIONS
 from lit_cifar.reporting.output import leave_out_banners, outlast_streams
 from lit_cifar.reporting.run_folder import CONFIG, best_files, run_folder
 
@@ -184,6 +183,8 @@ def next_steps(folder: Path, stage: str, *, checkpoint: Path | None = None) -> l
     """The run folder and commands to paste, a line each, never wrapped."""
     lines = [_line("run folder", shown(folder))]
     if stage == "predict":
+        from lit_cifar.reporting.predictions import PREDICTIONS
+
         lines.append(_line("predictions", shown(folder / PREDICTIONS)))
     else:
         lines.append(_line("look at it", f"tensorboard --logdir {shown(folder)} --host localhost"))

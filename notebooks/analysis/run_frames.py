@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from lit_cifar.checkpoint.files import DIGESTS
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.evaluation_tables import PER_RANK
-from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, pooled
+from lit_cifar.reporting.rank_deviation import deviates
+from lit_cifar.reporting.rank_statistics import AccuracyCount, pooled
 
 BLUE, RED, GREY = "#1f6fb4", "#c8321e", "#666666"
 OF_FIT = "python -m lit_cifar fit writes one; its run folder is printed at the end"
@@ -48,7 +49,7 @@ def read_per_rank(run: str | Path, *, split: str) -> pd.DataFrame:
 
     Returns:
         Columns split, rank ("0", "1", ..., "all"), correct, total, accuracy, low and high (95 % interval), deviates
-        (differs from the other ranks beyond chance; see `lit_cifar.reporting.rank_statistics.deviates`).
+        (differs from the other ranks beyond chance; see `lit_cifar.reporting.rank_deviation.deviates`).
 
     Raises:
         ConfigError: If the folder has no such file, or it has no such split.

@@ -1,0 +1,65 @@
+"""The table of predictions, `predictions.csv`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lit_cifar.data.images import Batch
+from lit_cifar.reporting.files import replace_csv
+from lit_cifar.reporting.run_folder import run_folder
+
+PREDICTIONS = "predictions.csv"
+_COLUMNS = ("file", "class", "confidence", "error")
+
+
+class PredictionWriter(Callback):
+    """Writes `predictions.csv` (`file,class,confidence,error`) into the run folder, rows in input order.
+
+    A file that could not be read has an error and no class. Expects softmax probabilities (n, C) of `predict_step`.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, str, str, str]] = []
+        self._table = torch.zeros(0, 3, dtype=torch.float64)
+
+    def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # One row for each readable image: class, confidence, how often it was classified. A row stays zero except on
+        # the process that classifies the image, so that the sum over processes is the whole table.
+        num_images = len(trainer.datamodule.sets["predict"])  # type: ignore[attr-defined]  # Lightning's own omission
+        self._table = torch.zeros(num_images, 3, dtype=torch.float64, device=trainer.strategy.root_device)
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, *_: Any, **__: Any
+    ) -> None:
+        """Fill in the batch's rows, without waiting for the device."""
+        probabilities: Tensor = outputs
+        confidence, classes = probabilities.max(dim=1)
+        filled = torch.stack([classes, confidence, torch.ones_like(confidence)], dim=1)
+        self._table[batch.ids] = filled.to(self._table)
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        table = trainer.strategy.reduce(self._table, reduce_op="sum")
+        folder = run_folder(trainer)
+        if not trainer.is_global_zero:
+            return
+        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
+        results = _predicted(table.cpu(), datamodule.classes)
+        self.rows = [
+            (file.as_posix(), *(next(results) if error is None else ("", "", error)))
+            for file, error in zip(datamodule.folder.files, datamodule.folder.errors, strict=True)
+        ]
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_csv(folder / PREDICTIONS, [_COLUMNS, *self.rows])
+
+
+def _predicted(table: Tensor, classes: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:
+    """Class, confidence and error of each image; `table` is (N, 3) and summed over processes."""
+    for label, confidence, times in table.tolist():
+        if times == 0:
+            yield "", "", "not classified: the run was limited to fewer batches"
+        else:  # processes that hold one replica have equal results, so the mean is the result
+            yield classes[round(label / times)], f"{confidence / times:.6f}", ""
