@@ -137,13 +137,3 @@ def destroy_process_group_at_exit() -> None:
 
 
 atexit.register(destroy_process_group_at_exit)  # the callbacks of every process of a run import this file
-
-
-def ending(exit_code: int) -> str:
-    """An exit code of `subprocess.Popen` in words: a negative one is a signal's number."""
-    if exit_code >= 0:
-        return f"exit status {exit_code}"
-    try:
-        return signal.Signals(-exit_code).name
-    except ValueError:
-        return f"signal {-exit_code}"

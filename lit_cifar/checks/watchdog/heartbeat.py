@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from lit_cifar.launch.signals import ending
-
 # Fields of /proc/PID/stat after the command's name: proc_pid_stat(5), from field 3 on.
 _STATE, _START_TIME, _EXIT_CODE = 0, 19, 49
 
@@ -40,6 +38,16 @@ def look_at(pid: int, started: str) -> Sight:
         status = int(fields[_EXIT_CODE])  # also 0 if this user may not read it
         return Sight("gone", ending(os.waitstatus_to_exitcode(status)) if status else "")
     return Sight("stopped" if fields[_STATE] == "T" else "running")
+
+
+def ending(exit_code: int) -> str:
+    """An exit code of `subprocess.Popen` in words: a negative one is a signal's number."""
+    if exit_code >= 0:
+        return f"exit status {exit_code}"
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"
 
 
 def _stat(pid: int) -> list[str]:
