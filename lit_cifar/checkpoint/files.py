@@ -17,14 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lit_cifar.checkpoint.atomic import (
-    LAST,
-    read_checked,
-    save_error,
-    saving,
-    snapshot,
-    write_checkpoint,
-)
+from lit_cifar.checkpoint.atomic import LAST, read_checked, save_error, saving, snapshot, write_checkpoint
 from lit_cifar.checkpoint.format import POSITION
 from lit_cifar.errors import CheckpointError, ConfigError, printable
 from lit_cifar.reporting.files import make_folder, replacing, sync
