@@ -171,7 +171,7 @@ def test_a_module_that_has_loaded_weights_reads_no_file() -> None:
 
 def test_no_training_starts_from_a_damaged_file(tmp_path: Path) -> None:
     path = tmp_path / "best.ckpt"
-    write_checkpoint({"lit_cifar": {}, "state_dict": dict(RESNET)}, path)
+    write_checkpoint({"state_dict": dict(RESNET)}, path)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)

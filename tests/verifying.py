@@ -29,7 +29,14 @@ def settings(*, num_parts: int | None = None, **data: int) -> Configuration:
             "limit_val_batches": None,
             "overfit_batches": 0.0,
         },
-        "model": {"arch": "resnet10", "stem": "imagenet", "num_classes": 10, "network": None, "image_size": None},
+        "model": {
+            "arch": "resnet10",
+            "stem": "imagenet",
+            "num_classes": 10,
+            "network": None,
+            "image_size": None,
+            "fine_tuning": {},
+        },
         "data": {"dataset": "synthetic", "num_train": 96, "val_size": 0, "batch_size": 16} | data,
     }
     return Configuration(tuple(flag for flag in TINY if "accumulate" not in flag), config)
