@@ -20,7 +20,7 @@ from torch import nn
 
 import lit_cifar
 from lit_cifar import Watchdog, internals
-from lit_cifar.checks.replica_audit.replicas import what_is_not_held_twice
+from lit_cifar.checks.replica_audit.replicas import why_not_compared
 from lit_cifar.errors import ConfigError
 from lit_cifar.tools.doctor.command import check_internals
 
@@ -85,7 +85,7 @@ def test_the_watchdog_says_that_it_does_not_watch(monkeypatch: pytest.MonkeyPatc
 def test_replicas_are_not_compared_where_a_hook_could_not_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.parallel.DistributedDataParallel", nn.Module)
     trainer: Any = None
-    assert "has no torch.nn.parallel.DistributedDataParallel._comm_hooks" in what_is_not_held_twice(trainer)
+    assert "has no torch.nn.parallel.DistributedDataParallel._comm_hooks" in why_not_compared(trainer)
 
 
 # Private names in the package are ours, or on the list ----------------------------------------------------------------

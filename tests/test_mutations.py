@@ -11,10 +11,10 @@ import pytest
 from documents import ROOT
 from verifying import settings
 
+from lit_cifar.launch.runs import EndedRun
 from lit_cifar.tools.modes import sized_modes
-from lit_cifar.tools.verify.command import Compared
 from lit_cifar.tools.verify.judge import VerifiedMode
-from lit_cifar.tools.verify.runs import Outcome
+from lit_cifar.tools.verify.verifier import Compared
 from tests.mutations import of_one_process, unseen
 from tests.mutations.__main__ import main
 from tests.mutations.catalogue import BY_NAME, OF_MODES, OF_OPTIONS, OF_PARTS, on_python_path
@@ -101,7 +101,7 @@ def test_what_a_guard_of_the_product_stops_is_caught_by_it(tmp_path: Path) -> No
     (tmp_path / "duplicated-shard" / "acted1").touch()
     stderr = "Traceback\nlit_cifar.errors.SampleAuditError: 5 samples are missing\n[rank1]: connection closed"
     row = VerifiedMode("ddp", "one device", problems=["exit status 1"])
-    compared = Compared(0, row, Outcome(1, "", stderr, 1.0))
+    compared = Compared(row, EndedRun(1, "", stderr, 1.0))
     stopped = _finding(BY_NAME["duplicated-shard"], compared, tmp_path)
     assert (stopped.right, stopped.caught_by, stopped.acted) == (True, "sample audit", True)
     assert stopped.problems == ["lit_cifar.errors.SampleAuditError: 5 samples are missing"]

@@ -15,11 +15,12 @@ from verifying import TINY as CUT
 
 from lit_cifar.cli.main import CLI
 from lit_cifar.data.ghost_batches import GhostBatches
+from lit_cifar.launch.runs import EndedRun
 from lit_cifar.mode import refusals
 from lit_cifar.tools.verify import verify
-from lit_cifar.tools.verify.launcher import Configuration, Launcher
+from lit_cifar.tools.verify.configuration import Configuration
+from lit_cifar.tools.verify.launcher import Launcher
 from lit_cifar.tools.verify.record import EXACT_BOUND, Record
-from lit_cifar.tools.verify.runs import Outcome
 
 DEVICES = {"single": 1, "ddp_mp": 4, "ddp_pp": 4}
 
@@ -112,9 +113,9 @@ def test_the_one_device_goes_without_what_the_modes_are_to_show_equal(
 ) -> None:
     started: dict[str, str] = {}
 
-    def note(self: Launcher, title: str, folder: Path, flags: list[str]) -> Outcome:
+    def note(self: Launcher, title: str, folder: Path, flags: list[str]) -> EndedRun:
         started.update(flag.split("=", 1) for flag in (*self.settings.flags, *flags) if "=" in flag)
-        return Outcome(0, "", "", 0.0)
+        return EndedRun(0, "", "", 0.0)
 
     monkeypatch.setattr(Launcher, "_fit", note)
     monkeypatch.setattr(Record, "steps", [1, 2])

@@ -13,7 +13,6 @@ from verifying import TINY as HARD
 
 from lit_cifar.tools.modes import sized_modes
 from lit_cifar.tools.verify import verify
-from lit_cifar.tools.verify.launcher import DEFAULTS
 from lit_cifar.tools.verify.record import EXACT_BOUND, KINDS, LOGITS
 
 TINY = ["--model.arch=tiny", "--model.stem=imagenet"]
@@ -111,6 +110,4 @@ def test_a_mode_trains_what_one_device_trains(case: Case, tmp_path: Path, monkey
         assert {"parameters", "optimizer", LOGITS} <= row.differences.keys()
         if case.flags == HARD:
             assert row.differences.keys() == {*KINDS, LOGITS}
-            assert row.counts is not None
-            assert f"--data.val_size={row.counts[1]}" in (*DEFAULTS, *flags)
         assert row.processes == sized_modes(case.devices)[row.mode].num_processes

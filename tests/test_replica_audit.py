@@ -8,7 +8,7 @@ import torch
 from commands import TINY, callback, graded, last_checkpoint, launch, mode_flags, own_network
 
 from lit_cifar.checks.replica_audit.callback import ReplicaAudit
-from lit_cifar.checks.replica_audit.replicas import device_digest, unlike
+from lit_cifar.checks.replica_audit.replicas import device_digest, disagreements
 from lit_cifar.mode import Mode
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64]
@@ -33,14 +33,14 @@ def test_any_flipped_bit_changes_a_digest(dtype: torch.dtype, monkeypatch: pytes
 
 def test_a_majority_names_the_rank_that_is_wrong() -> None:
     right = {"weight": 1, "bias": 2}
-    assert unlike([0, 1, 2], [right] * 3) == []
+    assert disagreements([0, 1, 2], [right] * 3) == []
     five = [right, right, {"weight": 5}, right, {"weight": 6}]
     for ranks, of_ranks, text in (
         ([0, 1, 2], [right, right | {"bias": 3}, right], "  bias: rank 1 differs from the 2 others"),
         ([1, 3], [right, {"weight": 1}], "  bias: ranks 1, 3 differ, and there is no majority"),
         ([*range(5)], five, "  weight: ranks 2, 4 differ from the 3 others"),
     ):
-        assert str(unlike(ranks, of_ranks)[0]) == text
+        assert str(disagreements(ranks, of_ranks)[0]) == text
 
 
 def flip(flags: list[str] = TINY, **where: int | str) -> list[str]:

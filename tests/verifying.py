@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lit_cifar.tools.verify.launcher import Configuration
+from lit_cifar.tools.verify.configuration import Configuration
 
 TINY = [
     "--model.arch=resnet10",
@@ -19,7 +19,7 @@ TINY = [
 
 
 def settings(*, num_parts: int | None = None, **data: int) -> Configuration:
-    """As `Configuration.of` finds them, without asking the command line."""
+    """As `Configuration.from_flags` finds them, without asking the command line."""
     config: dict[str, Any] = {
         "virtual_replicas": num_parts,
         "trainer": {

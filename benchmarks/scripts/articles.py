@@ -58,7 +58,7 @@ def trained(case: Case, flags: list[str], *, seed: int, at_once: int = 1) -> dic
     """Train and test once."""
     words = [*case.flags, *SETTINGS, f"--seed_everything={seed}", f"--data.seed={seed}", *flags]
     threads = max(1, len(os.sched_getaffinity(0)) // at_once)
-    result = fit_and_test(words, threads=threads, timeout_s=TIMEOUT_S)
+    result = fit_and_test(words, threads=threads, limit_s=TIMEOUT_S)
     found = {"losses": result.logged("train/loss"), "correct": result.correct, "total": result.total}
     return asdict(case) | {"seed": seed} | found | {"seconds": round(result.seconds)}
 

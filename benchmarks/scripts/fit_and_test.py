@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lit_cifar.tools.verify.runs import TIMEOUT_S, refuse_if_invalid, run
+from lit_cifar.tools.verify.runs import LIMIT_S, refuse_if_invalid, run
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ def fit_and_test(
     tests: Sequence[Sequence[str]] = ((),),
     split: Literal["val", "test"] = "test",
     threads: int = 1,
-    timeout_s: float = TIMEOUT_S,
+    limit_s: float = LIMIT_S,
 ) -> Result:
-    """`fit` with these arguments, which may take `timeout_s`, then a `test` with each of the flags in `tests`.
+    """`fit` with these arguments, which may take `limit_s`, then a `test` with each of the flags in `tests`.
 
     With `split` "val" these count the held-out images, by `validate`.
 
@@ -49,7 +49,7 @@ def fit_and_test(
     with tempfile.TemporaryDirectory(prefix="fit-and-test-") as name:
         folder = Path(name)
         fit_dir = folder / "fit"
-        fitted = run("fit", *words, f"--run_dir={fit_dir}", folder=folder, threads=threads, timeout_s=timeout_s)
+        fitted = run(["fit", *words, f"--run_dir={fit_dir}"], folder=folder, threads=threads, limit_s=limit_s)
         refuse_if_invalid(fitted)
         checkpoint = fit_dir / "checkpoints" / "last.ckpt"
         trained = [f"--config={fit_dir / 'config.yaml'}", f"--ckpt_path={checkpoint}"]
@@ -57,7 +57,7 @@ def fit_and_test(
         command = "test" if split == "test" else "validate"
         for number, flags in enumerate(tests):
             test_dir = folder / f"test{number}"
-            refuse_if_invalid(run(command, *trained, *flags, f"--run_dir={test_dir}", folder=folder, threads=threads))
+            refuse_if_invalid(run([command, *trained, *flags, f"--run_dir={test_dir}"], folder=folder, threads=threads))
             rows = _rows(test_dir / "per_rank.csv")
             (whole,) = (row for row in rows if (row["split"], row["rank"]) == (split, "all"))
             counts.append((int(whole["correct"]), int(whole["total"])))

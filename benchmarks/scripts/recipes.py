@@ -49,7 +49,7 @@ def trained(
         words += ["--trainer.callbacks+=epoch_clock.EpochClock", f"--trainer.callbacks.path={clock}"]
         tests = [[*_WHOLE, f"--model.test_views={views}"] for views in counts.values()]
         threads = max(1, THREADS // at_once)
-        result = fit_and_test(words, tests=tests, split=split, threads=threads, timeout_s=TIMEOUT_S)
+        result = fit_and_test(words, tests=tests, split=split, threads=threads, limit_s=TIMEOUT_S)
         timed = json.loads(clock.read_text())
     epochs, usual = timed["epochs"], timed["median"]
     inner = [epoch["total_s"] for epoch in epochs[1:-1]]

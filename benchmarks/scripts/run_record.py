@@ -8,9 +8,9 @@ from typing import Any, TypeAlias, TypeVar
 
 from lit_cifar.cli.usage_errors import cli_exit
 from lit_cifar.errors import ConfigError
+from lit_cifar.launch.runs import workers
 from lit_cifar.launch.signals import handlers_put_back
 from lit_cifar.tools.terminal import about, exit_orderly_when_terminated
-from lit_cifar.tools.verify.runs import workers
 
 Case = TypeVar("Case")
 Row: TypeAlias = dict[str, Any]

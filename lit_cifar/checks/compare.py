@@ -46,24 +46,26 @@ def differences(
     return sorted((each for each in found if each.size > limit), key=lambda each: -each.size)
 
 
-def difference(one: Any, other: Any, *, least_scale: float = 0.0) -> float:
+def difference(one: Any, other: Any, *, least_scale: float = 0.0, equal_nan: bool = True) -> float:
     """Largest difference of two tensors or numbers, relative to the largest value of both, or to `least_scale`.
 
-    It is infinite where only one is there, for unlike shapes, and where one is finite and the other is not; what is not
-    finite in both, such as NaN, is left out.
+    It is infinite where only one is there, for unlike shapes, and where one has an infinite value, or NaN, that the
+    other has not. Without `equal_nan` it is infinite for any NaN.
     """
     if one is None or other is None:
         return math.inf
     if isinstance(one, int) and isinstance(other, int):  # such as digests, which float64 would round
         return abs(one - other) / max(abs(one), abs(other), least_scale) if one != other else 0.0
-    first, second = (as_real(torch.as_tensor(value)).double() for value in (one, other))
+    first, second = (as_real(torch.as_tensor(value).detach()).double() for value in (one, other))
     if first.shape != second.shape:
         return math.inf
-    if not first.numel() or torch.equal(first, second):
+    if torch.equal(first, second):
         return 0.0
-    if bool((first.isfinite() != second.isfinite()).any()):
-        return math.inf
-    first, second = first[first.isfinite()], second[second.isfinite()]
+    finite = first.isfinite() & second.isfinite()
+    if not finite.all():
+        if not torch.allclose(first[~finite], second[~finite], rtol=0.0, atol=0.0, equal_nan=equal_nan):
+            return math.inf
+        first, second = first[finite], second[finite]
     if not first.numel():
         return 0.0
     largest = max(float(first.abs().max()), float(second.abs().max()), least_scale)

@@ -1,12 +1,14 @@
 """What a check says of one relation that must hold, and how it is printed."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 # "note": true, and often no mistake. "abstain": it could not be judged. "crash": a run ended by an error.
 Outcome: TypeAlias = Literal["pass", "fail", "note", "abstain", "crash"]
+
+NO_VERDICT = 3  # exit status where nothing is known to be wrong, but not all that ran could be compared
 
 
 @dataclass
@@ -31,3 +33,17 @@ def summary(verdicts: Iterable[Verdict]) -> str:
     counts = Counter(verdict.outcome for verdict in verdicts)
     counted = (f"{counts[outcome]} {outcome}" for outcome in get_args(Outcome) if counts[outcome])
     return ", ".join(counted) or "nothing was judged"
+
+
+def exit_status(outcomes: Iterable[Outcome]) -> int:
+    """1 if anything fails; 0 if something was judged, and nothing ended by an error; else `NO_VERDICT`."""
+    found = {*outcomes}
+    if "fail" in found:
+        return 1
+    return 0 if found & {"pass", "note"} and "crash" not in found else NO_VERDICT
+
+
+def at_most(limit: int, lines: Sequence[Any], *, more: str = "and {} more") -> list[str]:
+    """The first of the lines, and below them the number of those that are left out."""
+    left_out = len(lines) - limit
+    return [*map(str, lines[:limit]), *([more.format(left_out)] if left_out > 0 else [])]

@@ -1,4 +1,4 @@
-"""The modes with sizes and flags for a number of devices, and the one-device computation that each equals."""
+"""The modes with sizes and flags for a number of devices, on one GPU too, and the computation that each equals."""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -100,27 +100,30 @@ def sized_modes(devices: int) -> dict[str, SizedMode]:
         raise ConfigError(f"--devices={devices} is not from 1 to 65536", remedy="pass --devices 2")
     stages = 2 if devices % 2 == 0 else devices  # as many replicas as the devices allow
     microbatches = max(2, devices)  # a 1F1B pipeline needs as many as it has stages
-    of = partial(SizedMode, devices=devices)
+    sized = partial(SizedMode, devices=devices)
     layers: Sizes = {"num_stages": devices, "num_microbatches": 2}
     pipeline: Sizes = {"num_stages": devices, "num_microbatches": microbatches, "schedule": "1F1B"}
     pipelines: Sizes = {"num_stages": stages, "num_microbatches": 2, "schedule": "GPipe"}
     replicas: Sizes = {"num_stages": stages, "num_microbatches": 1}
-    sized = {
+    others = {
         "single": SizedMode(name="single", strategy="auto", devices=1),
-        "ddp_mp": of(name="ddp_mp", strategy="DDPLayerParallelStrategy", sizes=replicas),
-        "pp": of(name="pp", strategy="PipelineStrategy", sizes=pipeline),
-        "ddp_pp": of(name="ddp_pp", strategy="PipelineStrategy", sizes=pipelines),
+        "ddp_mp": sized(name="ddp_mp", strategy="DDPLayerParallelStrategy", sizes=replicas),
+        "pp": sized(name="pp", strategy="PipelineStrategy", sizes=pipeline),
+        "ddp_pp": sized(name="ddp_pp", strategy="PipelineStrategy", sizes=pipelines),
     }
     variants = {
-        "ddp": [of(name="ddp_flat", strategy="ddp_flat"), of(name="ddp-sync", strategy="ddp", sync_batchnorm=True)],
-        "mp": [of(name="mp-micro", strategy="LayerParallelStrategy", sizes=layers)],
+        "ddp": [
+            sized(name="ddp_flat", strategy="ddp_flat"),
+            sized(name="ddp-sync", strategy="ddp", sync_batchnorm=True),
+        ],
+        "mp": [sized(name="mp-micro", strategy="LayerParallelStrategy", sizes=layers)],
     }
     if devices >= 4:  # with fewer devices it is one of the two
         sizes: Sizes = {"data_parallel_size": devices // 2, "tensor_parallel_size": 2}
-        variants["tp"] = [of(name="fsdp2-tp", strategy="ShardedStrategy", sizes=sizes)]
+        variants["tp"] = [sized(name="fsdp2-tp", strategy="ShardedStrategy", sizes=sizes)]
     found: list[SizedMode] = []
     for row in MODES:
-        found += [sized.get(row.name) or of(name=row.name, strategy=row.name), *variants.get(row.name, [])]
+        found += [others.get(row.name) or sized(name=row.name, strategy=row.name), *variants.get(row.name, [])]
     return {mode.name: mode for mode in found}
 
 
@@ -133,3 +136,39 @@ def chosen(names: list[str], *, devices: int) -> list[SizedMode]:
         problem = f"there is no mode {unknown[0]!r} to verify" if unknown else "no mode is named"
         raise ConfigError(problem, remedy=f"pass --modes all, or some of {','.join(known)}")
     return [mode for name, mode in known.items() if name in names or "all" in names]
+
+
+# The class that stands for a mode on one GPU, and its argument for the number of devices. `placed` has those of others.
+_ON_ONE_GPU = {
+    "dp": ("DataParallelStrategy", "num_replicas"),
+    "mp": ("LayerParallelStrategy", "num_stages"),
+    "mp-micro": ("LayerParallelStrategy", "num_stages"),
+    "ddp_flat": ("OneDeviceFlatDDPStrategy", "num_devices"),
+    "ddp_mp": ("OneDeviceDDPLayerParallelStrategy", "num_devices"),
+    "pp": ("OneDevicePipelineStrategy", "num_devices"),
+    "ddp_pp": ("OneDevicePipelineStrategy", "num_devices"),
+    "fsdp2": ("OneDeviceShardedStrategy", "num_devices"),
+    "fsdp2-tp": ("OneDeviceShardedStrategy", "num_devices"),
+    "tp": ("OneDeviceShardedStrategy", "num_devices"),
+}
+
+
+def launched(mode: SizedMode) -> SizedMode:
+    """`mode` itself, if a launcher has processes to start."""
+    if mode.num_ranks == 1:
+        problem = f"{mode.name} starts its own processes, or has one: there is nothing for --launcher to start"
+        raise ConfigError(problem, remedy="leave it out, or verify it without --launcher")
+    return mode
+
+
+def placed(mode: SizedMode, *, num_gpus: int) -> SizedMode:
+    """`mode` on at most `num_gpus` GPUs; `mode` itself on the CPU, for which that is 0, and where they suffice."""
+    if num_gpus == 0 or mode.devices <= num_gpus:
+        return mode
+    strategy, argument = _ON_ONE_GPU.get(mode.name, ("OneDeviceDDPStrategy", "num_devices"))
+    sizes: Sizes = {argument: mode.devices, **mode.sizes}
+    if mode.name == "ddp_spawn":
+        sizes["start_method"] = "spawn"
+    elif mode.name == "tp":
+        sizes |= {"data_parallel_size": 1, "tensor_parallel_size": mode.devices}
+    return replace(mode, strategy=strategy, sizes=sizes, devices=1)

@@ -10,7 +10,7 @@ from lit_cifar.checks.relations import classes
 from lit_cifar.checks.relations.judging import RELATIONS, Relation, judged
 from lit_cifar.checks.relations.options import with_further_arguments
 from lit_cifar.checks.relations.plan import Limits, Target
-from lit_cifar.checks.verdict import summary
+from lit_cifar.checks.verdict import exit_status, summary
 from lit_cifar.errors import ConfigError, nearest
 from lit_cifar.tools.terminal import (
     CommandParser,
@@ -30,7 +30,8 @@ each in a folder that mirrors this one; no file of yours is changed."""
 _RANKS = 6  # so many batches can be divided among 1, 2 and 3 ranks
 _NOT_LOOKED_AT = "GPUs and mixed precision (runs are on the CPU, in one precision), later steps"
 _EPILOG = """\
-exit status: 0 all that was judged is equal, 1 a relation fails, 2 a mistake in the command, 3 nothing could be judged
+exit status: 0 all that was judged is equal, 1 a relation fails, 2 a mistake in the command, 3 nothing could be judged,
+  or a relation ended by an error of its own
 
   python -m lit_cifar relations train.py
   python -m lit_cifar relations train.py --only=resume,ranks -- --lr=0.1
@@ -55,9 +56,7 @@ def main(args: list[str]) -> int:
     say(f"not looked at: {_NOT_LOOKED_AT}")
     say(summary(verdicts[1:]))
     write_json(file, about() | {"target": asdict(target), "verdicts": [asdict(verdict) for verdict in verdicts]})
-    if any(verdict.outcome == "fail" for verdict in verdicts):
-        return 1
-    return 0 if any(verdict.outcome in ("pass", "note") for verdict in verdicts[1:]) else 3
+    return exit_status(verdict.outcome for verdict in verdicts[1:])
 
 
 def relations_parser() -> argparse.ArgumentParser:

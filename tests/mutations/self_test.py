@@ -11,9 +11,10 @@ from rich.table import Column, Table
 from lit_cifar.errors import ConfigError
 from lit_cifar.tools import terminal
 from lit_cifar.tools.modes import SizedMode, sized_modes
-from lit_cifar.tools.verify.command import Case, Compared, Verifier
+from lit_cifar.tools.verify.configuration import EXACT, Configuration
 from lit_cifar.tools.verify.judge import RESUMED
-from lit_cifar.tools.verify.launcher import EXACT, Configuration, Launcher
+from lit_cifar.tools.verify.launcher import Launcher
+from lit_cifar.tools.verify.verifier import Case, Compared, Verifier
 from tests.mutations.catalogue import OF_MODES, OF_PARTS, planting_flags
 from tests.mutations.of_virtual_replicas import NO_PLACE
 from tests.mutations.planting import Mutation
@@ -97,7 +98,7 @@ def self_test(mutations: Sequence[Mutation] | None = None, *, with_parts: bool =
     with TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
         for args in dict.fromkeys(mutation.args for mutation in mutations):
             flags = [*ARGS, *args, f"--trainer.precision={EXACT}", *(WITH_PARTS if with_parts else ())]
-            settings = Configuration.of(flags, devices=DEVICES, folder=Path(folder))
+            settings = Configuration.from_flags(flags, devices=DEVICES, folder=Path(folder))
             launcher = Launcher(settings, STEPS, Path(folder))
             findings += _findings(Verifier(launcher), [mutation for mutation in mutations if mutation.args == args])
     return findings
@@ -117,10 +118,9 @@ def _findings(verifier: Verifier, mutations: Sequence[Mutation]) -> list[Finding
         ]
         if left := [mutation for mutation in own if mutation.name not in reasons]:
             planted += [(mode, None), *((mode, mutation) for mutation in left)]
-    found: dict[int, Finding] = {}
-    for compared in verifier.compare([_case(mode, mutation, folder) for mode, mutation in planted]):
-        found[compared.number] = _finding(planted[compared.number][1], compared, folder)
-    return [*(found[number] for number in range(len(planted))), *nowhere]
+    compared = verifier.compare([_case(mode, mutation, folder) for mode, mutation in planted])
+    found = [_finding(mutation, each, folder) for (_, mutation), each in zip(planted, compared, strict=True)]
+    return [*found, *nowhere]
 
 
 def _by_mode(mutations: Sequence[Mutation], *, with_parts: bool) -> Iterator[tuple[SizedMode, list[Mutation]]]:
@@ -153,9 +153,9 @@ def _reasons(mode: SizedMode, mutations: Iterable[Mutation], settings: Configura
 def _finding(mutation: Mutation | None, compared: Compared, folder: Path) -> Finding:
     # What only a resumed run breaks down on has not been compared; what was found before stays found.
     row = compared.row
-    found_before = bool(row.losses) and any(not problem.startswith(RESUMED) for problem in row.problems)
-    finished = compared.outcome.status == 0 or found_before
-    stderr = [] if finished else compared.outcome.stderr.splitlines()
+    found_before = row.processes is not None and any(not problem.startswith(RESUMED) for problem in row.problems)
+    finished = compared.ended.status == 0 or found_before
+    stderr = [] if finished else compared.ended.stderr.splitlines()
     said = [line.strip() for line in stderr if GUARD in line]
     guard = "sample audit" if said else None
     seen = said[-1:] or row.problems

@@ -7,7 +7,7 @@ import torch
 
 from gpu_visit.step import FailedError
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.tools.verify.record import EXACT_BOUND, KINDS, differences, largest, step_problems
+from lit_cifar.tools.verify.record import EXACT_BOUND, KINDS, gaps_of_step, largest_gaps, step_problems
 
 _LOSSES = ("train/loss", "val/loss")  # of all samples of an epoch; that of a step is of this process alone
 
@@ -18,12 +18,12 @@ def agreement(found: Path, expected: Path) -> tuple[str, dict[str, float]]:
     Raises:
         FailedError: Further than rounding in float64.
     """
-    gaps = differences(_end(found), _end(expected))
+    gaps = gaps_of_step(_end(found), _end(expected))
     last = read_checkpoint(last_checkpoint(expected))["global_step"]
-    worst = ", ".join(f"{kind} {value:.1e}" for kind, value in largest(gaps).items())
+    worst = ", ".join(f"{kind} {value:.1e}" for kind, value in largest_gaps(gaps).items())
     if problems := step_problems(gaps, dict.fromkeys(KINDS, EXACT_BOUND), step=last):
         raise FailedError(f"{''.join(problems)} (largest: {worst})")
-    return f"off by {worst}", largest(gaps)
+    return f"off by {worst}", largest_gaps(gaps)
 
 
 def last_checkpoint(run: Path) -> Path:
@@ -37,7 +37,7 @@ def logged(run: Path, column: str) -> dict[int, float]:
 
 
 def _end(run: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """The last losses and the last checkpoint, by kind and name, as `differences` takes them."""
+    """The last losses and the last checkpoint, by kind and name, as `gaps_of_step` takes them."""
     checkpoint = read_checkpoint(last_checkpoint(run))
     state = checkpoint["state_dict"]
     buffers = [name for name in state if "running_" in name or "num_batches" in name]

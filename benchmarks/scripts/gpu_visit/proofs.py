@@ -84,7 +84,7 @@ def verified(step: Step, modes: Sequence[str], devices: int, flags: Sequence[str
         if not (file := folder / "rows.json").exists():
             raise FailedError(ended.last_words)
         (row,) = json.loads(file.read_text())["rows"]
-        if row["outcome"] != "passed":
+        if row["outcome"] != "pass":
             raise FailedError(f"{row['outcome']}: {'; '.join(row['problems'])}")
         worst = ", ".join(f"{kind} {value:.1e}" for kind, value in row["differences"].items())
         return f"{row['processes']} processes, off by {worst}; {row['equals']}", row

@@ -16,7 +16,7 @@ from lit_cifar.checks.compare import Difference, differences
 from lit_cifar.checks.relations.plan import End, Imposed, RunPlan, Target, Trace
 from lit_cifar.checks.relations.snapshot import BESIDE
 from lit_cifar.checks.verdict import Verdict
-from lit_cifar.launch.forked import ForkedRun
+from lit_cifar.launch.runs import EndedRun, run
 
 # In float64, right twins differ by 1e-9 or less, mistakes by 1e-3 and more; in float32 by rounding that steps amplify.
 _LIMITS = {True: 1e-7, False: 1e-3}
@@ -84,37 +84,31 @@ class Runs:
         for rank in range(plan.ranks):
             (folder / str(rank)).mkdir(parents=True)
         (folder / "plan").write_bytes(pickle.dumps((self.target, plan)))
-        paths = os.pathsep.join(filter(None, sys.path))
-        environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
-        environment["OMP_NUM_THREADS"] = "1"  # more would add up in another order from run to run
+        variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
         if plan.torchrun:
-            environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        output = folder / "output"
-        started = ForkedRun(
+            variables |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        ended = run(
             [str(folder / "plan")],
             module="lit_cifar.checks.relations.child",
-            environment=environment,
-            stdout=output,
-            stderr=output,
+            folder=folder,
+            limit_s=self.limit_s,
             num_ranks=plan.ranks,
+            threads=1,  # more would add up in another order from run to run
+            variables=variables,
             preload=_PRELOAD,
         )
-        try:
-            status = started.wait(self.limit_s)
-        finally:
-            started.kill()
-        return [self._read(folder, rank, status) for rank in range(plan.ranks)]
+        return [self._read(folder / str(rank), ended) for rank in range(plan.ranks)]
 
-    def _read(self, folder: Path, rank: int, status: int | None) -> Trace:
+    def _read(self, folder: Path, ended: EndedRun) -> Trace:
         with suppress(FileNotFoundError):
-            trace: Trace = pickle.loads((folder / str(rank) / "trace").read_bytes())
+            trace: Trace = pickle.loads((folder / "trace").read_bytes())
             if trace.end.error.startswith("SystemExit"):
-                trace.end.error += f": {_end_of(folder / 'output')}"
+                trace.end.error += f": {_last_lines(ended)}"
             return trace
-        if status is None:
+        if ended.status is None:
             remedy = "pass a higher --limit, or make the training smaller"
             return Trace(end=End(error=f"a limit of {self.limit_s:.0f} s: {remedy}", is_late=True))
-        return Trace(end=End(error=f"exit status {status}, without a result: {_end_of(folder / 'output')}"))
+        return Trace(end=End(error=f"exit status {ended.status}, without a result: {_last_lines(ended)}"))
 
     # Comparisons
     @property
@@ -172,9 +166,9 @@ def _is_own_number(name: str, state: dict[str, Any]) -> bool:
     return name.startswith(("kept/module.", "kept/callback ")) and not isinstance(state.get(name), torch.Tensor)
 
 
-def _end_of(output: Path) -> str:
-    """The last two lines that a run has printed."""
-    lines = output.read_text(errors="replace").strip().splitlines() if output.exists() else []
+def _last_lines(ended: EndedRun) -> str:
+    """The last two lines that a run has printed, errors before anything else."""
+    lines = (ended.stderr.strip() or ended.stdout.strip()).splitlines()
     return " ".join(" ".join(lines[-2:]).split())
 
 

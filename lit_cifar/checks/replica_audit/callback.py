@@ -10,11 +10,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lit_cifar.checks.verdict import at_most
 from lit_cifar.errors import ConfigError, ReplicaAuditError
 from lit_cifar.mode import mode_of
 
 if TYPE_CHECKING:
-    from lit_cifar.checks.replica_audit.replicas import Held
+    from lit_cifar.checks.replica_audit.replicas import HeldTensors
 
 _MAX_LINES = 8
 
@@ -38,7 +39,7 @@ class ReplicaAudit(Callback):
             problem = f"--replica_audit.every_n_steps={every_n_steps} is less than 0"
             raise ConfigError(problem, remedy="pass 200, or 0 for none")
         self.every_n_steps, self.stop = every_n_steps, stop
-        self._held: Held | None = None
+        self._held: HeldTensors | None = None
         self._step = self._equal = 0  # steps of the last audit, and of the last without a difference
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -47,10 +48,10 @@ class ReplicaAudit(Callback):
         if not self.every_n_steps or trainer.world_size == 1:
             return
         # One process needs none of it.
-        from lit_cifar.checks.replica_audit.replicas import Held, what_is_not_held_twice
+        from lit_cifar.checks.replica_audit.replicas import HeldTensors, why_not_compared
 
-        if not (reason := what_is_not_held_twice(trainer)):
-            self._held = Held(trainer, pl_module)
+        if not (reason := why_not_compared(trainer)):
+            self._held = HeldTensors(trainer, pl_module)
         elif not mode_of(trainer.strategy).is_own:  # the page says it of our own modes
             rank_zero_info(f"replicas are not compared: {reason}")
 
@@ -67,15 +68,14 @@ class ReplicaAudit(Callback):
         if self._held is not None and trainer.global_step > self._step:
             self._audit(trainer, self._held)
 
-    def _audit(self, trainer: Trainer, held: "Held") -> None:
+    def _audit(self, trainer: Trainer, held: "HeldTensors") -> None:
         self._step = trainer.global_step
-        if not (found := held.differences()):
+        if not (found := held.disagreements()):
             self._equal = self._step
             return
         what = f"replicas differ after optimizer step {self._step}; after step {self._equal} they were equal"
-        more = [f"and {len(found) - _MAX_LINES} more"] if len(found) > _MAX_LINES else []
         good = "checkpoints that were written until then are good: go on from the newest of them"
-        message = "\n".join([what, *map(str, found[:_MAX_LINES]), *more, good])
+        message = "\n".join([what, *at_most(_MAX_LINES, found), good])
         if self.stop:
             raise ReplicaAuditError(message)
         rank_zero_warn(message)

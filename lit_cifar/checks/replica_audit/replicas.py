@@ -22,7 +22,9 @@ _FACTOR = 0x9E3779B1
 
 
 @dataclass(frozen=True)
-class Difference:
+class Disagreement:
+    """A tensor that is not the same on all ranks that hold it."""
+
     name: str
     ranks: tuple[int, ...]  # ranks that differ from the majority; all ranks, if there is none
     num_others: int  # size of the majority; 0 if there is none
@@ -34,7 +36,7 @@ class Difference:
         return f"  {self.name}: {ranks} differ{'s' * (len(self.ranks) == 1)} from the {self.num_others} others"
 
 
-def what_is_not_held_twice(trainer: Trainer) -> str:
+def why_not_compared(trainer: Trainer) -> str:
     """The reason why the processes of a run have nothing to compare; "" if they have."""
     for error in internals.missing(internals.AUDIT):
         return error.problem
@@ -50,7 +52,7 @@ def what_is_not_held_twice(trainer: Trainer) -> str:
     return ""
 
 
-class Held:
+class HeldTensors:
     """The tensors that this rank holds and others hold too."""
 
     def __init__(self, trainer: Trainer, module: nn.Module) -> None:
@@ -63,7 +65,7 @@ class Held:
         self._first = {name: device_digest(buffer).item() for name, buffer in self._buffers()}
         self._ignored: set[str] | None = None  # buffers that each rank changes in its own way
 
-    def differences(self) -> list[Difference]:
+    def disagreements(self) -> list[Disagreement]:
         """Tensors that are not the same in all replicas; every rank must call this and gets the same."""
         found = self._found_in_buffers() if self._ignored is None else []
         digests = {name: device_digest(tensor) for name, tensor in self._tensors()}
@@ -77,7 +79,7 @@ class Held:
             dist.all_reduce(apart, op=dist.ReduceOp.MAX)
         if apart.item():
             groups = self._gathered({name: value.item() for name, value in digests.items()})
-            found += dict.fromkeys(each for ranks, of_ranks in groups for each in unlike(ranks, of_ranks))
+            found += dict.fromkeys(each for ranks, of_ranks in groups for each in disagreements(ranks, of_ranks))
         return found
 
     def _gathered(self, value: Any) -> Iterator[tuple[Sequence[int], list[Any]]]:
@@ -87,7 +89,7 @@ class Held:
             if rank == ranks[0]:
                 yield ranks, [of_ranks[each][1] for each in ranks]
 
-    def _found_in_buffers(self) -> list[Difference]:
+    def _found_in_buffers(self) -> list[Disagreement]:
         """Differences of constant buffers. Buffers that most ranks have changed are statistics, which may differ."""
         now = {name: device_digest(buffer).item() for name, buffer in self._buffers()}
         self._ignored = set()
@@ -98,7 +100,7 @@ class Held:
                 if len(set(values)) > 1:
                     self._ignored.add(name)
                     if 2 * sum(changed for _, changed in values) <= len(ranks):
-                        found += unlike(ranks, [{name: value} for value in values])
+                        found += disagreements(ranks, [{name: value} for value in values])
         return found
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -155,7 +157,7 @@ def _weights(number: int, device: torch.device) -> Tensor:
     return 2 * _FACTOR * torch.arange(number, device=device) + 1
 
 
-def unlike(ranks: Sequence[int], of_ranks: Sequence[Mapping[str, Any]]) -> list[Difference]:
+def disagreements(ranks: Sequence[int], of_ranks: Sequence[Mapping[str, Any]]) -> list[Disagreement]:
     """Tensors that are not the same on all ranks. Of two ranks that differ nobody can say which is right."""
     found = []
     for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
@@ -165,9 +167,9 @@ def unlike(ranks: Sequence[int], of_ranks: Sequence[Mapping[str, Any]]) -> list[
             continue
         if 2 * number > len(values):
             wrong = tuple(rank for rank, value in zip(ranks, values, strict=True) if value != common)
-            found.append(Difference(name, wrong, number))
+            found.append(Disagreement(name, wrong, number))
         else:
-            found.append(Difference(name, tuple(ranks), 0))
+            found.append(Disagreement(name, tuple(ranks), 0))
     return found
 
 

@@ -85,6 +85,7 @@ class Trace(Logits):
         self._one_model = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._trainer, self._module = trainer, pl_module
         # TF32 has 10 bits: float32 would not be what it is on the CPU.
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.deterministic = True  # processes of `tp` that compute the same must get the same bits
@@ -104,15 +105,14 @@ class Trace(Logits):
             return
         self._step = trainer.global_step
         self._one_model = False
-        self._write_own(trainer, f"step {self._step}", self._own_state(trainer, pl_module))
-        self._write_samples(trainer, "step", f"step {self._step}", parts=self._parts)
-        self._parts = []
-        step = {"data_parallel_rank": mode_of(trainer.strategy).layout.data_parallel_rank, "loss": float(self._loss)}
-        self._save(trainer, "step", step | {"pieces": pieces_of(trainer, pl_module)})
-        self._loss = 0.0
+        self._write_own(f"step {self._step}", self._own_state())
+        self._write_samples("step", f"step {self._step}", parts=self._parts)
+        step = {"data_parallel_rank": self._data_parallel_rank, "loss": float(self._loss)}
+        self._save("step", step | {"pieces": pieces_of(trainer, pl_module)})
+        self._parts, self._loss = [], 0.0
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._write_samples(trainer, "epoch", f"epoch {trainer.current_epoch}", counted=counted(pl_module, "train_"))
+        self._write_samples("epoch", f"epoch {trainer.current_epoch}", counted=metric_counts(pl_module, "train_"))
 
     def on_validation_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int, *_: Any
@@ -122,23 +122,22 @@ class Trace(Logits):
         self._ids["evaluation"] += batch.ids.tolist()
         if batch_idx == 0:
             self._one_model = True
-            self._write_own(trainer, f"{self._evaluation}, first batch", self._own_state(trainer, pl_module), same=True)
+            self._write_own(f"{self._evaluation}, first batch", self._own_state(), same=True)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._write_samples(trainer, "evaluation", self._evaluation, counted=counted(pl_module, "val_"))
-        self._write_own(trainer, self._evaluation, self._own_state(trainer, pl_module), same=True)
-        self._save(trainer, "evaluation", self.take())
+        self._write_samples("evaluation", self._evaluation, counted=metric_counts(pl_module, "val_"))
+        self._write_own(self._evaluation, self._own_state(), same=True)
+        self._save("evaluation", self.take())
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write down the kind of run; the rest follows when all other callbacks have had their turn."""
         teardown = trainer.strategy.teardown
 
         def written_before_and_after() -> None:
-            own = self._own_state(trainer, pl_module) | metrics_state(trainer.callback_metrics)
-            self._write_own(trainer, "end", own, same=True)
+            self._write_own("end", self._own_state() | metrics_state(trainer.callback_metrics), same=True)
             teardown()
-            replica = None if self._one_model else mode_of(trainer.strategy).layout.data_parallel_rank
-            self._write_own(trainer, "whole network", _state(_tensors(pl_module), replica=replica))
+            replica = None if self._one_model else self._data_parallel_rank
+            self._write_own("whole network", _state(_tensors(pl_module), replica=replica))
 
         trainer.strategy.teardown = written_before_and_after  # type: ignore[method-assign]
         if trainer.is_global_zero:
@@ -149,30 +148,32 @@ class Trace(Logits):
     def _evaluation(self) -> str:
         return f"evaluation after step {self._step}"
 
-    def _own_state(self, trainer: L.Trainer, pl_module: L.LightningModule) -> State:
-        return own_state(trainer, pl_module, one_model=self._one_model)
+    @property
+    def _data_parallel_rank(self) -> int:
+        return mode_of(self._trainer.strategy).layout.data_parallel_rank
 
-    def _write_own(self, trainer: L.Trainer, when: str, state: State, *, same: bool = False) -> None:
+    def _own_state(self) -> State:
+        return own_state(self._trainer, self._module, one_model=self._one_model)
+
+    def _write_own(self, when: str, state: State, *, same: bool = False) -> None:
         same_as = f"step {self._step}" if same else None
-        snapshot = Snapshot(when=when, rank=trainer.global_rank, same_as=same_as, state=state)
-        self._append(trainer, "own", asdict(snapshot))
+        self._append("own", asdict(Snapshot(when=when, rank=self._trainer.global_rank, same_as=same_as, state=state)))
 
-    def _write_samples(self, trainer: L.Trainer, period: str, when: str, **more: Any) -> None:
-        """Write the ids since the last period; `more` are counts of metrics (`counted`), or `parts` of a step."""
-        of = {"rank": trainer.global_rank, "data_parallel_rank": mode_of(trainer.strategy).layout.data_parallel_rank}
-        line = {"when": when, **of, "ids": self._ids[period], "counted": {}, "parts": []}
-        self._append(trainer, "samples", line | more)
+    def _write_samples(self, period: str, when: str, **more: Any) -> None:
+        """Write the ids since the last period; `more` are counts of metrics (`metric_counts`), or `parts` of a step."""
+        who = {"rank": self._trainer.global_rank, "data_parallel_rank": self._data_parallel_rank}
+        self._append("samples", {"when": when, **who, "ids": self._ids[period], "counted": {}, "parts": [], **more})
         self._ids[period] = []
 
-    def _append(self, trainer: L.Trainer, name: str, line: dict[str, Any]) -> None:
-        with (self.folder / f"{name}{trainer.global_rank}.jsonl").open("a") as file:
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        with (self.folder / f"{name}{self._trainer.global_rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def _save(self, trainer: L.Trainer, what: str, content: dict[str, Any]) -> None:
-        torch.save(content, self.folder / f"{what}{self._step}-{trainer.global_rank}.pt")
+    def _save(self, what: str, content: dict[str, Any]) -> None:
+        torch.save(content, self.folder / f"{what}{self._step}-{self._trainer.global_rank}.pt")
 
 
-def counted(module: nn.Module, prefix: str = "") -> dict[str, int]:
+def metric_counts(module: nn.Module, prefix: str = "") -> dict[str, int]:
     """Number of samples that each metric of `module` with this prefix has counted here since it was reset."""
     found: dict[str, int] = {}
     for name, metric in module.named_modules():
@@ -189,10 +190,10 @@ def pieces_of(trainer: Any, module: nn.Module) -> Pieces:
 
     Only the first replica writes tensors that every replica has: those of the others are compared bit for bit.
     """
-    first = mode_of(trainer.strategy).layout.data_parallel_rank == 0
+    is_first = mode_of(trainer.strategy).layout.data_parallel_rank == 0
     return {
-        kind: {name: _piece(tensor) for name, tensor in of_kind.items() if first or _part(tensor)}
-        for kind, of_kind in kinds(held(trainer, module)).items()
+        kind: {name: _piece(tensor) for name, tensor in of_kind.items() if is_first or _part(tensor)}
+        for kind, of_kind in numbers_by_kind(own_values(trainer, module)).items()
     }
 
 
@@ -204,7 +205,7 @@ def _piece(tensor: Tensor) -> Piece:
     return {"tensor": own, "at": list(tensor.device_mesh.get_coordinate() or []), "dims": dims}
 
 
-def kinds(values: Iterable[tuple[str, str, Any]]) -> dict[str, dict[str, Tensor]]:
+def numbers_by_kind(values: Iterable[tuple[str, str, Any]]) -> dict[str, dict[str, Tensor]]:
     """Numbers by kind and name; the number of a list of names is its length."""
     found: dict[str, dict[str, Tensor]] = {PARAMETERS: {}, BUFFERS: {}, OPTIMIZER: {}}
     for name, kind, value in values:
@@ -213,7 +214,7 @@ def kinds(values: Iterable[tuple[str, str, Any]]) -> dict[str, dict[str, Tensor]
     return found
 
 
-def held(trainer: Any, module: nn.Module) -> Iterator[tuple[str, str, Any]]:
+def own_values(trainer: Any, module: nn.Module) -> Iterator[tuple[str, str, Any]]:
     """Name, kind and value of all that this process itself trains: in a pipeline its own stages, elsewhere all."""
     own = {*module.parameters(), *module.buffers()} - mode_of(trainer.strategy).trained_elsewhere()
     yield from (found for found in _tensors(module) if found[2] in own)
@@ -241,7 +242,7 @@ def _plain(name: str, module: nn.Module) -> str:
 
 
 @torch.no_grad()
-def filled(network: nn.Module, step: Mapping[str, Mapping[str, Tensor]]) -> nn.Module:
+def with_weights(network: nn.Module, step: Mapping[str, Mapping[str, Tensor]]) -> nn.Module:
     """`network` itself with the parameters and buffers of a step.
 
     Its state dict is not used: it holds tied weights under all their names, a step under the first alone.
@@ -262,7 +263,7 @@ def own_state(trainer: Any, module: nn.Module, *, one_model: bool) -> State:
     """
     strategy = trainer.strategy
     apart = not one_model and not mode_of(strategy).synchronises_batchnorm
-    return _state(held(trainer, module), replica=mode_of(strategy).layout.data_parallel_rank if apart else None)
+    return _state(own_values(trainer, module), replica=mode_of(strategy).layout.data_parallel_rank if apart else None)
 
 
 def _state(values: Iterable[tuple[str, str, Any]], *, replica: int | None) -> State:

@@ -1,0 +1,229 @@
+"""The flags that all runs of a `verify` share, and what follows from them."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from os import sched_getaffinity
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from jsonargparse import ArgumentParser
+
+from lit_cifar.configured import own_network
+from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data.ghost_batches import GhostBatches
+from lit_cifar.data.samplers import TrainSampler
+from lit_cifar.errors import ConfigError
+from lit_cifar.launch.world_size import as_list
+from lit_cifar.models.fine_tuning import FineTuning
+from lit_cifar.models.resnet import SHAPES
+from lit_cifar.task.callbacks import default_callbacks
+from lit_cifar.task.module import LitResNet
+from lit_cifar.tools.terminal import names_config, refuse_owned
+from lit_cifar.tools.verify.record import ANY, EXACT_BOUND, KINDS, METRIC_BOUND, SAME_BITS, Bounds
+from lit_cifar.tools.verify.runs import all_settings
+
+EXACT: Final = "64-true"
+
+# Flags for float64, in which no rounding looks like a mistake, on images that need no files. An epoch is a batch of 64
+# and a ragged one of 37, of which no two or four processes have equal parts, but 9 or more: BatchNorm over few values
+# magnifies rounding, and so does a large learning rate. The evaluation has batches of 24, 24 and 13.
+DEFAULTS = (
+    f"--trainer.precision={EXACT}",
+    "--model.optimizer.lr=1e-4",
+    "--data.dataset=synthetic",
+    "--data.num_train=162",
+    "--data.num_test=1",
+    "--data.val_size=61",
+    "--data.batch_size=64",
+    "--data.eval_batch_size=24",
+)
+
+# Flags of `fit` that `verify` sets itself.
+_OWNED = {"trainer.strategy", "trainer.devices", "trainer.sync_batchnorm", "trainer.max_steps", "trainer.max_epochs"}
+_OWNED |= {"run_dir", "ckpt_path", "resume"}
+
+# Switches off outputs that are not used here; each takes longer than a step.
+_LEFT_OUT = ("--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0", "--figures.every_n_epochs=0")
+
+# Precisions in which rounding does not cancel a whole step.
+_PRECISIONS = ("32", "32-true", "64", EXACT, "bf16", "bf16-mixed")
+
+_MAX_AT_ONCE = 8  # a run holds some copies of the network on disk
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The flags that all runs share, and their values after defaults and files."""
+
+    flags: tuple[str, ...]  # flags of `fit`
+    config: dict[str, Any]  # every setting with its value, from `fit --print_config`
+    launcher: tuple[str, ...] = ()  # the words before `fit` of a launcher, if it is to start processes
+
+    @classmethod
+    def from_flags(
+        cls, args: Sequence[str], *, devices: int, folder: Path, launcher: tuple[str, ...] = ()
+    ) -> "Configuration":
+        """Resolve the user's `args`; refuse flags that `verify` sets, and precisions that leave out steps."""
+        refuse_owned(args, _OWNED, command="verify")
+        own_config = names_config(args)
+        flags = [*([] if own_config else DEFAULTS), *args, *_LEFT_OUT]
+        config = all_settings(flags, folder=folder)
+        if (precision := str(config["trainer"]["precision"] or "32-true")) not in _PRECISIONS:
+            raise ConfigError(
+                f"verify compares in 32-true, 64-true or bf16-mixed, not in --trainer.precision={precision}, in which "
+                "rounding leaves out steps",
+                remedy="leave it out, or pass --trainer.precision=64-true",
+            )
+        if config["trainer"]["accelerator"] == "auto" and torch.cuda.device_count() < devices:
+            flags.append("--trainer.accelerator=cpu")
+            config["trainer"]["accelerator"] = "cpu"
+        if not own_config and config["model"]["network"] is None:
+            flags += _network_flags(config["model"])
+        return cls(tuple(flags), config, launcher)
+
+    @property
+    def num_parts(self) -> int | None:
+        """The number of virtual replicas, with which every mode is to have the bits of one device; None without."""
+        found: int | None = self.config.get("virtual_replicas")
+        return found
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the numbers of a mode are compared with one device's; rounding could explain any others."""
+        return str(self.config["trainer"]["precision"]) in ("64", EXACT) or self.num_parts is not None
+
+    def in_float64(self) -> "Configuration":
+        trainer = self.config["trainer"] | {"precision": EXACT}
+        flags = (*self.flags, f"--trainer.precision={EXACT}")
+        return replace(self, flags=flags, config=self.config | {"trainer": trainer})
+
+    @property
+    def bounds(self) -> Bounds:
+        """Bounds of a mode's difference from one device, for each kind that is compared."""
+        if self.num_parts is not None:
+            return SAME_BITS
+        return dict.fromkeys(KINDS, EXACT_BOUND) if self.is_exact else {}
+
+    @property
+    def metric_bound(self) -> float:
+        """Bound of metrics that a mode computes, and of numbers that it saves beside its weights."""
+        if self.num_parts is not None:
+            return 0.0
+        return METRIC_BOUND if self.is_exact else ANY
+
+    @property
+    def on_cpu(self) -> bool:
+        return bool(self.config["trainer"]["accelerator"] == "cpu")
+
+    @property
+    def num_gpus(self) -> int:
+        return 0 if self.on_cpu else torch.cuda.device_count()
+
+    @property
+    def num_at_once(self) -> int:
+        """Number of runs at the same time: on the CPU a short run mostly starts up, which uses one core.
+
+        A launcher may have room for one.
+        """
+        return min(len(sched_getaffinity(0)), _MAX_AT_ONCE) if self.on_cpu and not self.launcher else 1
+
+    @property
+    def accumulation(self) -> int:
+        return int(self.config["trainer"]["accumulate_grad_batches"])
+
+    @property
+    def added_callbacks(self) -> list[str]:
+        """Classes of the callbacks that are the user's choice."""
+        known = {type(callback).__name__ for callback in default_callbacks()}
+        classes = [callback["class_path"] for callback in as_list(self.config["trainer"].get("callbacks"))]
+        return [path for path in classes if path.rpartition(".")[2] not in known]
+
+    def module(self, **kwargs: Any) -> LitResNet:
+        """A module with the network that `fit` would train; `kwargs` are further arguments."""
+        model, data = self.config["model"], self.data_module()
+        return LitResNet(
+            model["arch"],
+            stem=model["stem"],
+            network=own_network(model["network"]),
+            num_classes=model["num_classes"] or len(data.classes),
+            image_size=model["image_size"] or data.image_size,
+            fine_tuning=FineTuning(**model["fine_tuning"]),
+            **kwargs,
+        )
+
+    @cached_property
+    def plain_module(self) -> LitResNet:
+        """A module to load checkpoints into: to draw the weights of a new one takes longer than to read them."""
+        return self.module()
+
+    @cached_property
+    @torch.no_grad()
+    def draws_random_numbers(self) -> bool:
+        """Whether a pass in training advances torch's generator: dropout does, and so does any code that samples."""
+        module = self.module()
+        with torch.random.fork_rng(devices=[]):
+            before = torch.get_rng_state()
+            with suppress(Exception):  # the network may be the user's; `fit` reports its errors
+                module.network.train()(torch.zeros(4, *module.image_shape))
+            return not torch.equal(before, torch.get_rng_state())
+
+    def data_module(self) -> CIFAR10DataModule:
+        """The data module of `fit`, not set up."""
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(CIFAR10DataModule, "data")
+        made: CIFAR10DataModule = parser.instantiate(parser.parse_object({"data": self.config["data"]})).data
+        return made
+
+    def data(self) -> CIFAR10DataModule:
+        data = self.data_module()
+        data.prepare_data()
+        data.setup("fit")
+        return data
+
+    def train_sampler(self, data: CIFAR10DataModule) -> TrainSampler:
+        sampler = replace(data.train_sampler(), accumulation=self.accumulation)
+        sampler.check()
+        return sampler
+
+    def in_words(self, chunks: GhostBatches) -> str:
+        """The single-device computation, e.g. "one device, 2 x 16 images normalised apart"."""
+        if self.num_parts is not None:
+            return f"one device, {self.num_parts} virtual replicas"
+        num_chunks = chunks.accumulation
+        if not chunks.synchronised:
+            num_chunks *= chunks.data_parallel_size * chunks.local_replicas * chunks.num_microbatches
+        if num_chunks == 1:
+            return "one device"
+        return f"one device, {num_chunks} x {self.config['data']['batch_size'] // num_chunks} images normalised apart"
+
+    def length_flags(self, *, steps: int, accumulation: int) -> list[str]:
+        """Flags for `steps` optimizer steps, each logged, in any number of epochs, with a checkpoint before the last.
+
+        There are equally many steps between evaluations, the last of which comes at the end.
+        """
+        flags = [f"--trainer.max_steps={steps}", "--trainer.max_epochs=-1", "--trainer.log_every_n_steps=1"]
+        flags += [f"--trainer.accumulate_grad_batches={accumulation}", f"--last_checkpoint.every_n_steps={steps - 1}"]
+        if isinstance(limit := self.config["trainer"].get("limit_train_batches"), int):  # of the loader, not steps
+            flags.append(f"--trainer.limit_train_batches={limit * accumulation // self.accumulation}")
+        if self.data_module().val_size > 0 and self.config["trainer"]["limit_val_batches"] != 0:
+            every = max(every for every in range(1, steps) if steps % every == 0)  # half of them, if possible
+            flags += ["--trainer.check_val_every_n_epoch=null", f"--trainer.val_check_interval={every * accumulation}"]
+        return flags
+
+
+def _network_flags(model: dict[str, Any]) -> list[str]:
+    """Fill in what the user has left open, and return flags that say so.
+
+    `tiny` has every kind of layer that ResNet34 has, with an eighth of the channels: a run takes little but its start.
+    """
+    flags = []
+    if model["arch"] is None:
+        model["arch"] = "tiny"
+        flags.append("--model.arch=tiny")
+    if model["arch"] in SHAPES and model["stem"] is None:
+        model["stem"] = "imagenet"
+        flags.append("--model.stem=imagenet")
+    return flags

@@ -1,0 +1,199 @@
+"""Checkpoints and tables of a run: whether they say what the run did, and what those of one device say."""
+
+import csv
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import zip_longest
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lit_cifar.checkpoint.atomic import BEST
+from lit_cifar.checkpoint.compatibility import check_header
+from lit_cifar.checkpoint.files import DIGESTS, weights_digest
+from lit_cifar.checkpoint.format import POSITION, read_checkpoint
+from lit_cifar.configured import made
+from lit_cifar.errors import CheckpointError
+from lit_cifar.reporting.evaluation_tables import CONFUSION, PER_RANK
+from lit_cifar.tools.verify.configuration import Configuration
+from lit_cifar.tools.verify.record import (
+    ANY,
+    METRICS,
+    Evaluated,
+    Record,
+    Step,
+    first_of,
+    gap,
+    gaps_of_step,
+)
+from lit_cifar.tools.verify.recorder import numbers_by_kind, own_values, with_weights
+
+# Entries of a checkpoint that need not be those of the one device, and why.
+MAY_DIFFER = {
+    "state_dict": "each checkpoint's is compared with the steps of its own run",
+    "optimizer_states": "likewise",
+    "epoch_loop.val_loop.batch_progress": "depends on the number of processes, and nothing reads it",
+}
+OF_ACCUMULATION = {"loops": "Lightning counts the batches of the loader, and an accumulated step has several"}
+OF_RESUME = {
+    "current_score": "Lightning forgets the last score of the best checkpoint, and nothing reads it",
+    "epoch_loop.val_loop.batch_progress": "a resumed run counts them from 0",
+}
+
+
+def file_problems(record: Record, alone: Record, settings: Configuration, *, source: str) -> list[str]:
+    """All that is wrong with a run's files, beside those of the one device, which is called `source`."""
+    problems = []
+    if (last := record.evaluated(max(record.steps))) and alone.logged:
+        problems += evaluation_table_problems(record, last, in_chunks=settings.num_parts is None)
+    problems += checkpoint_problems(record, settings)
+    may_differ = [*MAY_DIFFER, *(OF_ACCUMULATION if settings.accumulation > 1 else [])]
+    problems += entry_problems(record, alone, bound=settings.metric_bound, source=source, leave_out=may_differ)
+    problems += table_problems(record, alone, source=source, leave_out=(PER_RANK, CONFUSION, DIGESTS))
+    return problems + digest_problems(record, alone, settings.plain_module.network)
+
+
+def checkpoint_problems(record: Record, settings: Configuration) -> list[str]:
+    """Checkpoints that, loaded strictly into a plain module, are not bit for bit the step that they are of."""
+    found = []
+    for name, path in record.checkpoints.items():
+        checkpoint = read_checkpoint(path)
+        number = checkpoint.get(POSITION, {}).get("global_step")
+        try:
+            loaded = _loaded(checkpoint, settings)
+        except (CheckpointError, RuntimeError, ValueError, KeyError, IndexError) as error:
+            found.append(f"{name}: one device cannot load it: {str(error).splitlines()[0][:160]}")
+            continue
+        if number not in record.steps:
+            found.append(f"{name}: it is of step {number}, which this run has not made")
+            continue
+        step = record.step(number)
+        gaps = gaps_of_step({**step, **loaded}, step)
+        other = [(key, kind) for kind, by_name in gaps.items() for key, size in by_name.items() if size]
+        found += first_of([f"{name}: {key} differs from step {number} ({kind})" for key, kind in other])
+    return found
+
+
+def _loaded(checkpoint: dict[str, Any], settings: Configuration) -> Step:
+    check_header(checkpoint, settings.plain_module.header)
+    network, weights = settings.plain_module.network, checkpoint["state_dict"]
+    network.to(next(iter(weights.values())).dtype).load_state_dict(weights, strict=True)
+    groups = settings.plain_module.optimization.parameter_groups(network)
+    optimizer: Optimizer = made(settings.config["model"]["optimizer"], groups)
+    optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+    return numbers_by_kind(own_values(SimpleNamespace(strategy=None, optimizers=[optimizer]), network))
+
+
+def entry_problems(
+    found: Record, expected: Record, *, bound: float, source: str, leave_out: Collection[str]
+) -> list[str]:
+    """Entries of a run's checkpoints that differ from those of another run, and should not.
+
+    Numbers in tensors may differ by `bound`, all else not at all. Where rounding may turn answers, and `bound` is
+    `ANY`, the best checkpoint may be of a different step.
+    """
+    problems = []
+    for name in sorted(found.checkpoints.keys() | expected.checkpoints.keys()):
+        if name not in found.checkpoints or name not in expected.checkpoints:
+            problems.append(f"{name}: only {source if name not in found.checkpoints else 'this run'} has one")
+        elif name != BEST or bound < ANY:
+            mine, wanted = (
+                dict(_entries("", read_checkpoint(record.checkpoints[name]), leave_out)) for record in (found, expected)
+            )
+            both = {key: (mine.get(key), wanted.get(key)) for key in {**wanted, **mine}}
+            other = {key: [*map(_shown, pair)] for key, pair in both.items() if not _equal(*pair, bound=bound)}
+            problems += first_of(
+                [f"{name}: {key} is {own}, {source} has {right}" for key, (own, right) in other.items()]
+            )
+    return problems
+
+
+def _entries(path: str, value: Any, leave_out: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """The leaves of a checkpoint by their path in it; the run's own folder is called RUN."""
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            if key not in leave_out:
+                yield from _entries(f"{path}/{key}".lstrip("/"), inner, leave_out)
+    else:
+        yield _in_run(path), _in_run(value) if isinstance(value, str) else value
+
+
+def _in_run(text: str) -> str:
+    return re.sub(r"[^ ]*/run/checkpoints", "RUN/checkpoints", text)
+
+
+def _equal(found: Any, wanted: Any, *, bound: float) -> bool:
+    if isinstance(found, Tensor) and isinstance(wanted, Tensor):
+        return gap(found, wanted) <= bound
+    rounded = isinstance(found, float) and bound == ANY  # as the best loss that a ReduceLROnPlateau has seen
+    return type(found) is type(wanted) and (rounded or bool(found == wanted))
+
+
+def _shown(value: Any) -> str:
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) and value.ndim else str(value)[:80]
+
+
+def table_problems(found: Record, expected: Record, *, source: str, leave_out: Collection[str] = ()) -> list[str]:
+    """Tables of a run that are not, byte for byte, those of another run."""
+    paths = [path for record in (found, expected) for end in ("csv", "sha256") for path in record.run.glob(f"*.{end}")]
+    problems = []
+    for name in sorted({path.name for path in paths} - {METRICS, *leave_out}):
+        problems += _line_problems(name, found.lines(name), expected.lines(name), f"the one that {source} has")
+    return problems
+
+
+def evaluation_table_problems(record: Record, last: dict[int, Evaluated], *, in_chunks: bool) -> list[str]:
+    """Places where `per_rank.csv` and `confusion.csv` contradict the logits of the last evaluation.
+
+    Replicas of `dp` are compared `in_chunks`, which virtual replicas divide differently, or else by process.
+    """
+    ranks, problems = record.first_of_ranks(last), []
+    matrix = torch.zeros(2 * [ranks[0].logits.shape[1]], dtype=torch.int64)
+    for rank in ranks:
+        matrix.index_put_((rank.labels, rank.logits.argmax(dim=1)), torch.tensor(1), accumulate=True)
+    if [list(map(int, row[2:])) for row in _rows(record, CONFUSION)] != matrix.tolist():
+        problems.append(f"{CONFUSION} is not what the logits of the last evaluation say")
+    *counted, total = [(int(row[2]), int(row[3])) for row in _rows(record, PER_RANK)] or [(0, 0)]
+    share = max(1, len(counted) // len(ranks))  # replicas of one process of `dp`
+    if in_chunks:
+        wanted = [counts for rank in ranks for counts in rank.of_replicas(share)]
+    else:
+        wanted = [rank.counts for rank in ranks]
+        counted = [_sum(counted[place : place + share]) for place in range(0, len(counted), share)]
+    for place, (mine, right) in enumerate(zip_longest([*counted, total], [*wanted, _sum(wanted)])):
+        if mine != right:
+            who = "all" if place == len(wanted) else f"rank {place}"
+            problems.append(f"{PER_RANK}: right and seen of {who} are {mine}, its logits say {right}")
+    wrong = [row[1] for row in _rows(record, PER_RANK) if row[4] != f"{int(row[2]) / max(1, int(row[3])):.6f}"]
+    return problems + [f"{PER_RANK}: the accuracy of {who} is not its quotient" for who in wrong]
+
+
+def digest_problems(record: Record, expected: Record, network: nn.Module) -> list[str]:
+    """Lines of `weights.sha256` that are not of the weights at the end of their epoch.
+
+    There must be as many as `expected` has. The weights are put into `network`, one after the other.
+    """
+    ends = record.ends_of_epochs  # an epoch that has not ended is reported with its samples
+    steps = (record.step(ends.get(epoch, max(record.steps))) for epoch in range(len(expected.lines(DIGESTS))))
+    digests = [weights_digest(with_weights(network, step).state_dict()) for step in steps]
+    wanted = [f"{line}  epoch {epoch}" for epoch, line in enumerate(digests)]
+    return _line_problems(DIGESTS, record.lines(DIGESTS), wanted, "of the weights at the end of its epoch")
+
+
+def _line_problems(name: str, found: Sequence[Any], wanted: Sequence[Any], source: str) -> list[str]:
+    other = [number for number, (line, right) in enumerate(zip_longest(found, wanted), 1) if line != right]
+    return first_of([f"{name}: line {number} is not {source}" for number in other])
+
+
+def _rows(record: Record, name: str) -> list[list[str]]:
+    return [row for row in csv.reader(record.lines(name)) if row[0] == "val"]
+
+
+def _sum(counts: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    right, seen = zip(*counts, strict=True)
+    return sum(right), sum(seen)

@@ -1,0 +1,126 @@
+"""Whether the processes of a run have read each sample once, and hold what their peers hold."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lit_cifar.checkpoint.atomic import LAST
+from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.tools.verify.record import Record, first_of
+from lit_cifar.tools.verify.recorder import Snapshot, short_digest
+
+
+def sample_problems(record: Record, reference: Record) -> list[str]:
+    """Steps and evaluations that did not use each sample of the reference once."""
+    problems, samples = [], _samples(record)
+    for when, ranks in _samples(reference).items():
+        mine = samples.get(when, {})
+        unlike = [rank for rank, readers in mine.items() if any(ids != readers[0] for ids in readers)]
+        problems += [f"{when}: the processes of data-parallel rank {rank} read different samples" for rank in unlike]
+        expected = [i for readers in ranks.values() for i in readers[0]]
+        found = unequal_samples([readers[0] for readers in mine.values()], expected)
+        problems += [f"{when}: {problem}" for problem in found]
+    return problems
+
+
+def _samples(record: Record) -> dict[str, dict[int, list[list[int]]]]:
+    """Ids by moment ("step 1", "epoch 0") and data-parallel rank: a list for each process."""
+    found: dict[str, dict[int, list[list[int]]]] = {}
+    for line in record.written("samples"):
+        found.setdefault(line["when"], {}).setdefault(line["data_parallel_rank"], []).append(line["ids"])
+    return found
+
+
+def unequal_samples(found: Sequence[Sequence[int]], expected: Sequence[int]) -> list[str]:
+    """Phrases for the ids that are missing, seen too often or foreign, of those that the processes of a step read.
+
+    `found` holds the ids of every data-parallel rank, `expected` those of the reference, in any order.
+    """
+    seen, wanted = Counter(i for of_rank in found for i in of_rank), Counter(expected)
+    missing, surplus = sorted((wanted - seen).elements()), sorted((seen - wanted).elements())
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} samples are missing, e.g. {missing[0]}")
+    if surplus:
+        problems.append(f"{len(surplus)} samples are unknown or used too often, e.g. {surplus[0]}")
+    return problems
+
+
+def count_problems(record: Record) -> list[str]:
+    """Metrics of a process that did not count each of its samples once."""
+    return [
+        f"{line['when']}: {name} has counted {count} samples in a process that read {len(line['ids'])}"
+        for line in record.written("samples")
+        for name, count in line["counted"].items()
+        if count != len(line["ids"])
+    ]
+
+
+def weight_problems(record: Record) -> list[str]:
+    """Steps in whose mean loss a part of the batch does not count by its number of samples."""
+    steps: dict[str, dict[int, list[tuple[int, float]]]] = {}
+    for line in record.written("samples"):
+        steps.setdefault(line["when"], {})[line["data_parallel_rank"]] = line["parts"]
+    problems = []
+    for when, of_ranks in steps.items():
+        parts = [part for of_rank in of_ranks.values() for part in of_rank]
+        total = sum(size for size, _ in parts)
+        wrong = [(size, weight) for size, weight in parts if not math.isclose(weight, size * len(parts) / total)]
+        problems += [
+            f"{when}: a part with {size} of {total} samples counts {weight:.6g}-fold in a mean of {len(parts)}"
+            for size, weight in wrong[:1]
+        ]
+    return problems
+
+
+def own_problems(record: Record) -> list[str]:
+    """Values of a process that differ from those of its peers, its own earlier ones, or the checkpoint's."""
+    snapshots = [Snapshot(**line) for line in record.written("own")]
+    whole = [snapshot for snapshot in snapshots if snapshot.when == "whole network"]
+    last = record.checkpoints.get(LAST)
+    saved = [] if last is None else saved_problems(whole, read_checkpoint(last)["state_dict"])
+    return [*peer_problems(snapshots), *change_problems(snapshots), *saved]
+
+
+def peer_problems(snapshots: Sequence[Snapshot]) -> list[str]:
+    """The first difference, at each moment, between processes that must hold the same."""
+    seen: dict[tuple[str, str, str, int | None], tuple[int, str]] = {}
+    found: dict[str, list[str]] = {}
+    for peer in snapshots:
+        for name, (part, replica, digest) in peer.state.items():
+            rank, former = seen.setdefault((peer.when, name, part, replica), (peer.rank, digest))
+            if digest != former:
+                problem = f"{peer.when}: {name} of process {peer.rank} is not that of process {rank}"
+                found.setdefault(peer.when, []).append(problem)
+    return [problem for of_moment in found.values() for problem in first_of(of_moment)]
+
+
+def change_problems(snapshots: Sequence[Snapshot]) -> list[str]:
+    """The first change, for each process and moment, since an earlier moment that must be the same."""
+    by_moment = {(snapshot.rank, snapshot.when): snapshot.state for snapshot in snapshots}
+    found = []
+    for now in snapshots:
+        before = by_moment.get((now.rank, now.same_as or ""), {})
+        both = ((name, before[name], state) for name, state in now.state.items() if name in before)
+        changed = [
+            f"{now.when}: {name} of process {now.rank} is not that of {now.same_as}"
+            for name, (_, former_replica, former), (_, replica, digest) in both
+            if digest != former and not (former_replica or replica)  # these were given the first one's statistics
+        ]
+        found += first_of(changed)
+    return found
+
+
+def saved_problems(snapshots: Sequence[Snapshot], saved: Mapping[str, Any]) -> list[str]:
+    """Processes with a whole network that differs from the checkpoint, whose "state_dict" is `saved`."""
+    wanted = {name: short_digest(value) for name, value in saved.items()}
+    found = []
+    for snapshot in snapshots:
+        other = [
+            f"{snapshot.when}: {name} of process {snapshot.rank} is not the checkpoint's"
+            for name, (_, replica, digest) in snapshot.state.items()
+            if not replica and digest != wanted.get(name.split()[0])
+        ]
+        found += first_of(other)
+    return found

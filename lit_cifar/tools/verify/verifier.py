@@ -1,0 +1,159 @@
+"""Runs of modes, beside the runs of one device that they need, and their rows once they are judged."""
+
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, as_completed
+from dataclasses import dataclass, replace
+from functools import cached_property
+from threading import Lock
+
+from lit_cifar.data.ghost_batches import GhostBatches
+from lit_cifar.errors import ConfigError
+from lit_cifar.launch.runs import EndedRun, workers
+from lit_cifar.models.ghost_batchnorm import normalises_batches
+from lit_cifar.tools.modes import SizedMode
+from lit_cifar.tools.terminal import say
+from lit_cifar.tools.verify.judge import VerifiedMode, judge
+from lit_cifar.tools.verify.launcher import Launcher
+from lit_cifar.tools.verify.record import EXACT_BOUND, Bounds, Record, gaps_of_step, largest_gaps
+
+_SMALL = 1e-6  # larger differences are not taken for rounding, whatever it does
+
+RANDOM = (
+    "not judged: the network draws random numbers in training, as dropout does, and with several parts of a batch it "
+    "draws others than one device; pass --virtual_replicas=2 or more, with which all modes draw the same"
+)
+
+ILL_CONDITIONED = (
+    "not judged: last bits of the weights change one device's steps so much that rounding explains differences up to "
+    "{:.0e}, as where BatchNorm normalises few values; pass a larger --data.batch_size, or larger images"
+)
+
+NOT_IN_FLOAT64 = "its numbers are not judged, because it does not run in float64"
+
+
+@dataclass(frozen=True)
+class Case:
+    mode: SizedMode
+    flags: tuple[str, ...] = ()  # further flags of `fit`, for the runs of the mode alone
+    title: str | None = None  # title of its runs, if not the mode's name
+
+
+@dataclass(frozen=True)
+class Compared:
+    row: VerifiedMode
+    ended: EndedRun
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """Compares modes under the launcher's configuration."""
+
+    launcher: Launcher
+
+    def compare(self, cases: Sequence[Case]) -> list[Compared]:
+        """Run and judge each case.
+
+        In float32 and bfloat16 rounding is magnified from step to step, and could explain any difference. A case in
+        which nothing else was wrong is run once more in float64, whose numbers it then has.
+        """
+        found = self._compare(cases)
+        again = [number for number, each in enumerate(found) if each.row.outcome not in ("fail", "crash")]
+        if self.launcher.settings.is_exact or not again:
+            return found
+        say("once more in float64, where rounding is no excuse: " + ", ".join(cases[it].mode.name for it in again))
+        in_float64 = Verifier(replace(self.launcher, settings=self.launcher.settings.in_float64()))
+        try:
+            for number, compared in zip(again, in_float64._compare([cases[it] for it in again]), strict=True):
+                compared.row.seconds += found[number].row.seconds
+                found[number] = compared
+        except ConfigError as error:  # one device cannot
+            for row in (found[number].row for number in again):
+                row.outcome = "abstain"
+                row.problems.append(f"{NOT_IN_FLOAT64}: {error.problem}")
+        return found
+
+    def _compare(self, cases: Sequence[Case]) -> list[Compared]:
+        """Run each case and the references that they need, several at a time.
+
+        A worker judges what it has run before it runs the next: records are large, and must not pile up on the disk. So
+        each reference is removed as soon as its last case has been judged.
+        """
+        settings = self.launcher.settings
+        chunks = [self.ghost_batches_of(case.mode) for case in cases]
+        waiting = Counter(chunks)
+        judging = Lock()  # the precision in which an evaluation is repeated is set for all threads
+        references: dict[GhostBatches, Future[Record]] = {}
+
+        def compared(number: int) -> Compared:
+            case, key = cases[number], chunks[number]
+            record = Record(self.launcher.new_folder(case.mode.name))
+            title = case.title or case.mode.name
+            ended = self.launcher.run_mode(case.mode, record.folder, title=title, more=case.flags)
+            alone = references[key].result()
+            with judging:
+                row = self._judged(case.mode, ended, record, alone)
+                waiting[key] -= 1
+                if not waiting[key]:
+                    shutil.rmtree(alone.folder)
+            shutil.rmtree(record.folder)
+            return Compared(row, ended)
+
+        # Modes whose processes import everything anew come first: the last ones have nothing beside them.
+        slowest_first = sorted(range(len(cases)), key=lambda number: cases[number].mode.name != "ddp_spawn")
+        launched: dict[int, Future[Compared]] = {}
+        with workers(settings.num_at_once) as pool:
+            for key in dict.fromkeys(chunks[number] for number in slowest_first):
+                references[key] = pool.submit(self.launcher.run_alone, f"reference: {settings.in_words(key)}", key)
+                numbers = [number for number in slowest_first if chunks[number] == key]
+                launched |= {number: pool.submit(compared, number) for number in numbers}
+            for done in as_completed(launched.values()):
+                done.result()  # an error ends all others
+        return [launched[number].result() for number in range(len(cases))]
+
+    def _judged(self, mode: SizedMode, ended: EndedRun, record: Record, alone: Record) -> VerifiedMode:
+        settings, chunks = self.launcher.settings, self.ghost_batches_of(mode)
+        row = VerifiedMode(mode.name, settings.in_words(chunks))
+        judge(row, ended, record, alone, settings)
+        far = max(row.differences.values(), default=0.0)
+        if row.outcome == "fail" and settings.num_parts is None and EXACT_BOUND < far < _SMALL:
+            bounds = self._rounding(chunks, alone)
+            wide = VerifiedMode(row.mode, row.equals, tolerance=bounds)
+            judge(wide, ended, record, alone, settings)
+            if not wide.problems:
+                row.outcome, row.problems = "abstain", [ILL_CONDITIONED.format(max(wide.tolerance.values()))]
+        return row
+
+    def _rounding(self, chunks: GhostBatches, reference: Record) -> Bounds:
+        """Bounds within which a difference could be rounding: what last bits of the weights change on one device."""
+        settings = self.launcher.settings
+        more = ["--trainer.callbacks+=lit_cifar.tools.verify.recorder.LastBits"]
+        record = self.launcher.run_alone(f"rounding: {settings.in_words(chunks)}", chunks, more=more)
+        bounds = settings.bounds
+        for number in reference.steps:
+            for kind, value in largest_gaps(gaps_of_step(record.step(number), reference.step(number))).items():
+                bounds[kind] = max(bounds.get(kind, 0.0), value)
+        shutil.rmtree(record.folder)
+        return bounds
+
+    def ghost_batches_of(self, mode: SizedMode) -> GhostBatches:
+        """The chunks that the mode normalises together; equal for all without BatchNorm, or with virtual replicas."""
+        if not self._normalises_batches or self.launcher.settings.num_parts is not None:
+            return GhostBatches()
+        return mode.ghost_batches(accumulation=self.launcher.settings.accumulation)
+
+    def abstained(self, mode: SizedMode) -> VerifiedMode | None:
+        """The row of a mode whose random numbers differ from one device's, so that nothing would be known."""
+        settings = self.launcher.settings
+        if settings.num_parts is not None or not settings.draws_random_numbers:
+            return None
+        whole = GhostBatches.of(mode.layout(), accumulation=settings.accumulation) == GhostBatches()
+        if whole and mode.num_processes == 1:  # a batch passes as on one device, with the same draws
+            return None
+        return VerifiedMode(mode.name, settings.in_words(self.ghost_batches_of(mode)), problems=[RANDOM])
+
+    @cached_property
+    def _normalises_batches(self) -> bool:
+        """Whether the output for an image depends on the images that pass the network with it."""
+        return normalises_batches(self.launcher.settings.module().network)
