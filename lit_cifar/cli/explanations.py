@@ -4,7 +4,8 @@ import inspect
 import re
 import shlex
 from ast import literal_eval
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 from pkgutil import resolve_name
 from typing import Any
@@ -15,6 +16,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lit_cifar.data.options import Augment
 from lit_cifar.errors import nearest
 from lit_cifar.mode.table import MODES
 
@@ -46,12 +48,20 @@ def explained(message: str, *, known: Iterable[str], program: str) -> tuple[str,
         return _of_arguments_of_name(*found.groups())
     problem, guess = _of_value(_without_alternatives(message))
     if found := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
-        # Options are long and begin alike, so the cutoff is higher than for single words.
-        near = get_close_matches(found[1], known, n=1, cutoff=0.75)
-        guess = near[0] if near else None
+        settings = [f"--data.augment.{field.name}" for field in fields(Augment)]  # flags once one of them is given
+        guess = _meant(found[1], [*known, *settings])
     guess = _open_argument(problem) or guess
     help = f"see {program} --help"
     return problem, help if guess is None else f"did you mean {guess}? {help}"
+
+
+def _meant(flag: str, known: Sequence[str]) -> str | None:
+    """The flag that may be meant by one that is unknown: of the same name in a group, or spelt alike."""
+    first, last = flag.partition(".")[0], flag.rpartition(".")[2]
+    within = [other for other in known if other.startswith(f"{first}.") and other.endswith(f".{last}")]
+    # Flags are long and begin alike, so the cutoff is higher than for single words.
+    near = within or get_close_matches(flag, known, n=1, cutoff=0.75)
+    return near[0] if near else None
 
 
 def of_strategy_name(message: str) -> tuple[str, str]:

@@ -54,8 +54,10 @@ class Transforms:
         for transform in self.chain:
             name = type(transform).__name__.lower()
             if name in ("mixup", "cutmix"):
-                problem = f"--data.augment.transforms: {type(transform).__name__} mixes images of a batch"
-                raise ConfigError(problem, remedy=f"pass --data.{name}=1.0, which mixes those of the global batch")
+                raise ConfigError(
+                    f"--data.augment.transforms: {type(transform).__name__} mixes images of a batch",
+                    remedy=f"pass --data.mixing.{name}=1.0, which mixes those of the global batch",
+                )
         images = torch.arange(_TRIES * 3 * size * size).mul(2654435761).bitwise_right_shift(7).byte()
         try:
             self(images.view(_TRIES, 3, size, size), torch.arange(_TRIES))
