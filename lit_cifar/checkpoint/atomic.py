@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_cifar.checkpoint.format import holds_training, of_before, read_checkpoint
+from lit_cifar.checkpoint.format import earlier_format, holds_training, read_checkpoint
 from lit_cifar.errors import CheckpointError, SaveError
 from lit_cifar.internals import tree_map_only
 from lit_cifar.reporting.files import sync
@@ -93,7 +93,7 @@ def read_checked(path: Path) -> dict[str, Any]:
 def verify_checkpoint(path: Path) -> None:
     """Raise a `CheckpointError` if a file is missing, truncated, damaged, or carries no hash."""
     if path.is_dir():
-        raise of_before(path)
+        raise earlier_format(path)
     try:
         expected = carried_hash(path)
         found = content_hash(path)

@@ -129,7 +129,7 @@ def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     If it is `mapped`, a tensor is read only where it is looked at; torch cannot do so with files of its first releases.
     """
     if path.is_dir():
-        raise of_before(path)
+        raise earlier_format(path)
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}", remedy="look under RUN_FOLDER/checkpoints/")
     try:
@@ -161,10 +161,10 @@ def check_format(checkpoint: Mapping[str, Any], name: Path | str = "this checkpo
     """Raise a `CheckpointError` for a checkpoint of this package that has another format."""
     header = checkpoint.get(_KEY)
     if isinstance(header, dict) and header.get("format") != _NUMBER:
-        raise of_before(name)
+        raise earlier_format(name)
 
 
-def of_before(name: Path | str) -> CheckpointError:
+def earlier_format(name: Path | str) -> CheckpointError:
     """The error that `name` is a checkpoint of version 0.1, which could be a folder too."""
     problem = f"{name} is of before version 0.2.0: `git checkout 23031ca` reads it"
     return CheckpointError(problem, remedy="or pass a checkpoint of this version")

@@ -35,8 +35,8 @@ def start_from_file(network: nn.Module, path: Path, *, num_classes: int) -> None
     """
     content = read_checked(path)
     with naming(path):
-        told = take_weights(network, content, num_classes=num_classes, partly=True)
-    rank_zero_info(f"{path}: {told}")
+        summary = take_weights(network, content, num_classes=num_classes, partly=True)
+    rank_zero_info(f"{path}: {summary}")
 
 
 def take_weights(
@@ -68,7 +68,9 @@ def take_weights(
     check_shapes(network, fitting)
     network.load_state_dict(fitting)
     used = {_in_file(name, at) for name in found}
-    return printable("\n  ".join(_told(own, found, heads, at) + _unused(content, theirs, used, at)), lines=True)
+    return printable(
+        "\n  ".join(_taken_and_new(own, found, heads, at) + _unused(content, theirs, used, at)), lines=True
+    )
 
 
 def _tensors_in(content: Mapping[Any, Any], place: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -84,7 +86,7 @@ def _tensors_in(content: Mapping[Any, Any], place: str = "") -> Iterator[tuple[s
             yield from _tensors_in(value, f"{place}{key}.")
 
 
-def _told(own: Mapping[str, Tensor], found: Mapping[str, Tensor], heads: list[str], at: _Place) -> list[str]:
+def _taken_and_new(own: Mapping[str, Tensor], found: Mapping[str, Tensor], heads: list[str], at: _Place) -> list[str]:
     """What is taken, and what stays new."""
     taken = [name for name in own if name in found and name not in heads]
     millions = "{:.2f} of {:.2f} M".format(*(sum(own[name].numel() for name in names) / 1e6 for names in (taken, own)))

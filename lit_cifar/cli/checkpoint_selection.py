@@ -121,8 +121,8 @@ class StartingCheckpoint(Start):
 
             content = read_checked(Path(self._config.ckpt_path))
             fits = self._subcommand == "fit"
-            told = take_weights(module.network, content, num_classes=len(data.classes) if fits else None)
-            rank_zero_info(f"{self._config.ckpt_path}: {told}")
+            summary = take_weights(module.network, content, num_classes=len(data.classes) if fits else None)
+            rank_zero_info(f"{self._config.ckpt_path}: {summary}")
             if fits:
                 rank_zero_info(f"{self._config.ckpt_path} holds no training: a new one starts with its weights")
             if not is_own(content):

@@ -173,11 +173,6 @@ def _run(
     os.chdir(folder)
     if module is None:
         os.execvpe(words[0], words, environment)
-    run_module(module, words, environment)
-
-
-def run_module(module: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run `python -m MODULE WORDS` in a process that has just been forked from one with the imports."""
     os.environ.clear()
     os.environ.update({**environment, startup.VARIABLE: str(os.getpid())})
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))

@@ -56,7 +56,7 @@ class Watchdog(Callback):
             problem = f"timeout_s={timeout_s:g} of the watchdog is too short: heartbeats come about once a second"
             raise ConfigError(problem, remedy=f"pass {_LEAST_TIMEOUT_S:g} or more, or 0 for no watchdog")
         if hang_timeout_s is not None and not (timeout_s and hang_timeout_s >= _LEAST_TIMEOUT_S):
-            rule = "is too short: progress is told about once a second" if timeout_s else "has no effect without one"
+            rule = "is too short: progress is noted about once a second" if timeout_s else "has no effect without one"
             raise ConfigError(
                 f"hang_timeout_s={hang_timeout_s:g} of the watchdog {rule}",
                 remedy=f"pass {_LEAST_TIMEOUT_S:g} or more with a timeout_s, or null to wait as long as torch does",
@@ -95,8 +95,8 @@ class Watchdog(Callback):
             # A launcher that has seen another process die sends SIGTERM, which would interrupt what follows.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         lines = "".join(traceback.format_exception(exception)).splitlines()
-        told = [] if isinstance(exception, ConfigError) else lines[-_MAX_TRACEBACK_LINES:]  # the command line shows it
-        verdict = self._watch.fail("\n".join(told))
+        shown = [] if isinstance(exception, ConfigError) else lines[-_MAX_TRACEBACK_LINES:]  # the command line shows it
+        verdict = self._watch.fail("\n".join(shown))
         if verdict is not None and verdict.rank != trainer.global_rank:
             sys.excepthook = lambda *_: None
             if _was_launched(trainer):

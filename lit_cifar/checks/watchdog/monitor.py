@@ -105,7 +105,7 @@ class Monitor(threading.Thread):
         self._grace_s = grace_s
         self._end = end
         self._failure: str | None = None
-        self._over = self._told = False
+        self._over = self._has_said_over = False
         self._number = 0
         self._wake, self._closed, self._concluded = threading.Event(), threading.Event(), threading.Event()
         self._clock, self._turn_at = clock, clock()
@@ -169,7 +169,7 @@ class Monitor(threading.Thread):
         """Whether all know that this process has finished, or will not learn it any more."""
         if self._is_judge and after_s > _FAREWELL_S:
             return True
-        if not self._told:  # otherwise the others would report this process as killed
+        if not self._has_said_over:  # otherwise the others would report this process as killed
             return self._board.lost or self._owed_s > _FAREWELL_S
         unjudged = any(not peer.beat.over and not peer.has_failed for peer in self._others())
         return not (self._is_judge and unjudged)
@@ -188,7 +188,7 @@ class Monitor(threading.Thread):
             self._owed_s += passed_s
         else:
             self._listened_s, self._owed_s = self._listened_s + passed_s, 0.0
-            self._told = news.sent.over
+            self._has_said_over = news.sent.over
         self._note(news, sights)
         before = self._peers[self._own.rank]
         heard_at = before.heard_at if before.beat.over else self._listened_s  # time since which it is over
@@ -206,9 +206,9 @@ class Monitor(threading.Thread):
             known = {rank for rank, sight in seen.items() if sight.state == "gone"}
             sights = {rank: sight for rank, sight in sights.items() if sight.state != "gone" or rank in known}
         if self._is_judge and news is not None:
-            told = [item for beat in beats for item in beat.seen.items()]
-            told.sort(key=lambda item: _STATES.index(item[1].state))
-            sights = dict.fromkeys(self._peers, Sight("unseen")) | dict(told) | sights
+            seen_by_others = [item for beat in beats for item in beat.seen.items()]
+            seen_by_others.sort(key=lambda item: _STATES.index(item[1].state))
+            sights = dict.fromkeys(self._peers, Sight("unseen")) | dict(seen_by_others) | sights
         self._peers = updated(self._peers, beats, sights, now=self._listened_s)
 
     def _judge_all(self) -> Verdict | None:
@@ -224,8 +224,8 @@ class Monitor(threading.Thread):
         return verdict
 
     def _follow_judge(self) -> Verdict | None:
-        if told := self._peers[JUDGE].beat.verdict:
-            return Verdict(*told)
+        if verdict := self._peers[JUDGE].beat.verdict:
+            return Verdict(*verdict)
         if self._over:
             return None
         now = self._listened_s + self._owed_s
