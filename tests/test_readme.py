@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
 from documents import PAGES, ROOT, SCRIPTS, blocks, commit_of, exists_at, inline_commands, is_in_history, parser_of
 from torch.distributed.run import get_args_parser
 
@@ -169,7 +170,9 @@ def test_links_lead_somewhere_and_files_exist_and_every_block_is_looked_at(page:
     named = re.findall(r"`((?:lit_cifar|configs|tests|notebooks|benchmarks|docs)/[\w./-]*)`", text)
     assert [name for name in named if not (ROOT / name).exists()] == []
     # `test_contributing` applies the diffs; Python is of programs of others.
-    assert set(re.findall(r"^```(\w*)$", text, flags=re.MULTILINE)) <= {"bash", "text", "diff", "python", ""}
+    assert set(re.findall(r"^```(\w*)$", text, flags=re.MULTILINE)) <= {"bash", "text", "diff", "python", "yaml", ""}
+    for settings in re.findall(r"^```yaml\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+        parser_of("fit").parse_object({"fit": yaml.safe_load(settings)} | {"subcommand": "fit"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)

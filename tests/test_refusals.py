@@ -105,7 +105,6 @@ REFUSED = {
     "--trainer.strategy=PipelineStrategy --trainer.strategy.timeout=soon": ["must be a duration, as 0:10:00"],
     "--trainer.strategy=PipelineStrategy --trainer.strategy.schedule=1F2B": ["GPipe, 1F1B", "schedule=1F1B?"],
     "--data.dataset=fashion-mnist": ["cifar10, cifar100, fashion_mnist, ", "--data.dataset=fashion_mnist?"],
-    "--data.cutout=8": ["did you mean --data.augment.cutout?"],
     "--data.augment.cutot=8": ["did you mean --data.augment.cutout?"],
     "--data.augment=maybe": ["--data.augment=maybe must be true or false"],
     "--model.optimizer=torch.optim.Sgd": ["did you mean --model.optimizer=SGD?"],
