@@ -36,7 +36,6 @@ from lit_cifar.tools.verify.processes import (
     own_problems,
     peer_problems,
     unequal_samples,
-    weight_problems,
 )
 from lit_cifar.tools.verify.record import (
     ANY,
@@ -510,15 +509,6 @@ def test_a_batch_that_is_counted_twice_shows_in_the_metrics_themselves() -> None
     for metric in [*metrics.values(), *metrics.values()]:
         metric.update(*([torch.ones(3)] if isinstance(metric, MeanLoss) else [torch.eye(3), torch.arange(3)]))
     assert metric_counts(metrics) == dict.fromkeys(metrics, 6)
-
-
-@pytest.mark.parametrize(("weights", "wrong"), [((6 / 5, 4 / 5), 0), ((1.0, 1.0), 1)])
-def test_parts_of_a_ragged_batch_count_by_samples(weights: tuple[float, float], wrong: int, tmp_path: Path) -> None:
-    (tmp_path / "trace").mkdir()
-    for rank, (size, weight) in enumerate(zip((3, 2), weights, strict=True)):
-        line = {"when": "step 1", "data_parallel_rank": rank, "parts": [[size, weight]]}
-        (tmp_path / "trace" / f"samples{rank}.jsonl").write_text(json.dumps(line))
-    assert len(weight_problems(Record(tmp_path))) == wrong
 
 
 def recorded(folder: Path, *flags: str) -> Record:

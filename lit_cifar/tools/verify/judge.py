@@ -8,7 +8,7 @@ from lit_cifar.launch.runs import EndedRun
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.files import OF_RESUME, entry_problems, file_problems, table_problems
 from lit_cifar.tools.verify.launcher import evaluated_alone
-from lit_cifar.tools.verify.processes import count_problems, own_problems, sample_problems, weight_problems
+from lit_cifar.tools.verify.processes import count_problems, own_problems, sample_problems
 from lit_cifar.tools.verify.record import (
     ANY,
     EXACT_BOUND,
@@ -74,7 +74,7 @@ def judge(row: VerifiedMode, ended: EndedRun, record: Record, reference: Record,
         return
     for source, run in {"": record, f"{ONE_DEVICE}: ": reference}.items():
         row.problems += [source + problem for problem in frozen_problems(run, settings)]
-    row.problems += [*own_problems(record), *count_problems(record), *weight_problems(record)]
+    row.problems += [*own_problems(record), *count_problems(record)]
     row.problems += _compare_metrics(row, record, reference, settings)
     row.problems += file_problems(record, reference, settings, source=ONE_DEVICE)
     crashed = ended.status != 0 and not row.problems

@@ -1,6 +1,5 @@
 """Whether the processes of a run have read each sample once, and hold what their peers hold."""
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,23 +54,6 @@ def count_problems(record: Record) -> list[str]:
         for name, count in line["counted"].items()
         if count != len(line["ids"])
     ]
-
-
-def weight_problems(record: Record) -> list[str]:
-    """Steps in whose mean loss a part of the batch does not count by its number of samples."""
-    steps: dict[str, dict[int, list[tuple[int, float]]]] = {}
-    for line in record.written("samples"):
-        steps.setdefault(line["when"], {})[line["data_parallel_rank"]] = line["parts"]
-    problems = []
-    for when, of_ranks in steps.items():
-        parts = [part for of_rank in of_ranks.values() for part in of_rank]
-        total = sum(size for size, _ in parts)
-        wrong = [(size, weight) for size, weight in parts if not math.isclose(weight, size * len(parts) / total)]
-        problems += [
-            f"{when}: a part with {size} of {total} samples counts {weight:.6g}-fold in a mean of {len(parts)}"
-            for size, weight in wrong[:1]
-        ]
-    return problems
 
 
 def own_problems(record: Record) -> list[str]:

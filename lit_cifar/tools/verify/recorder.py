@@ -81,7 +81,6 @@ class Trace(Logits):
         self._step = 0
         self._loss: Tensor | float = 0.0
         self._ids: dict[str, list[int]] = {"step": [], "epoch": [], "evaluation": []}
-        self._parts: list[tuple[int, float]] = []  # size, and weight in the mean, of the step's parts
         self._one_model = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -96,7 +95,6 @@ class Trace(Logits):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, *_: Any) -> None:
         for period in ("step", "epoch"):
             self._ids[period] += batch.ids.tolist()
-        self._parts.append((len(batch.ids), batch.weight))
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
         """Add to the loss, and after the last accumulation step write everything down."""
@@ -106,10 +104,10 @@ class Trace(Logits):
         self._step = trainer.global_step
         self._one_model = False
         self._write_own(f"step {self._step}", self._own_state())
-        self._write_samples("step", f"step {self._step}", parts=self._parts)
+        self._write_samples("step", f"step {self._step}")
         step = {"data_parallel_rank": self._data_parallel_rank, "loss": float(self._loss)}
         self._save("step", step | {"pieces": pieces_of(trainer, pl_module)})
-        self._parts, self._loss = [], 0.0
+        self._loss = 0.0
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._write_samples("epoch", f"epoch {trainer.current_epoch}", counted=metric_counts(pl_module, "train_"))
@@ -159,10 +157,10 @@ class Trace(Logits):
         same_as = f"step {self._step}" if same else None
         self._append("own", asdict(Snapshot(when=when, rank=self._trainer.global_rank, same_as=same_as, state=state)))
 
-    def _write_samples(self, period: str, when: str, **more: Any) -> None:
-        """Write the ids since the last period; `more` are counts of metrics (`metric_counts`), or `parts` of a step."""
+    def _write_samples(self, period: str, when: str, *, counted: Mapping[str, int] | None = None) -> None:
+        """Write the ids since the last period, and the counts of metrics (`metric_counts`)."""
         who = {"rank": self._trainer.global_rank, "data_parallel_rank": self._data_parallel_rank}
-        self._append("samples", {"when": when, **who, "ids": self._ids[period], "counted": {}, "parts": [], **more})
+        self._append("samples", {"when": when, **who, "ids": self._ids[period], "counted": counted or {}})
         self._ids[period] = []
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
