@@ -125,6 +125,11 @@ def last_checkpoint(run: Path) -> dict[str, Any]:
     return read_checkpoint(run / "checkpoints" / "last.ckpt")
 
 
+def end_of(run: Path) -> tuple[str, str]:
+    """The digest of the last weights, and which samples were used in which step."""
+    return (run / "weights.sha256").read_text().splitlines()[-1], (run / "sample_audit.csv").read_text()
+
+
 def graded(*quick: Any, slow: Iterable[Any] = (), exhaustive: Iterable[Any] = ()) -> list[Any]:
     """Parameters of a test, those that take long with their marks; a tuple is the values of several names."""
     return [

@@ -42,7 +42,7 @@ from torchmetrics import CatMetric, MaxMetric
 
 from lit_cifar import LitResNet
 from lit_cifar.checkpoint.compatibility import check_optimizer
-from lit_cifar.checkpoint.exact_resume import SameStart, StartingPoint, _collect, _metrics, steps_of
+from lit_cifar.checkpoint.exact_resume import SameStart, StartingPoint, _collect, _metrics
 from lit_cifar.checkpoint.files import DIGESTS, weights_digest
 from lit_cifar.checkpoint.format import name_optimizer
 from lit_cifar.cli.main import CLI
@@ -538,12 +538,6 @@ def test_a_checkpoint_after_a_shorter_last_step_warns(tmp_path: Path) -> None:
     sizes = {"accumulate_grad_batches": 2, "limit_train_batches": 3}
     with pytest.warns(UserWarning, match="within an optimizer step"):
         fit_script(make("own"), tmp_path, callbacks=[Watch(tmp_path / "within.ckpt", 2)], **sizes)
-
-
-@pytest.mark.parametrize(("batches", "steps"), [(0, 0), (1, 0), (2, 1), (4, 2), (5, 3)])
-def test_the_last_step_of_an_epoch_may_have_fewer_batches(batches: int, steps: int) -> None:
-    trainer: Any = SimpleNamespace(accumulate_grad_batches=2, num_training_batches=5)
-    assert steps_of(trainer, batches) == steps
 
 
 def test_metrics_that_are_no_sums_begin_anew() -> None:

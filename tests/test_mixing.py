@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import TINY, launch, mode_flags, refused, run_here
+from commands import TINY, end_of, launch, mode_flags, refused, run_here
 from test_exact_resume import EVERY_STEP, assert_same_end, stop_after
 from torch import Tensor
 from torch.nn import functional as F
@@ -191,7 +191,7 @@ def test_the_bits_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> No
     for ranks in (1, 2, 4):
         mode = mode_flags("ddp", devices=ranks) if ranks > 1 else ["--trainer.devices=1"]
         launch("fit", *ALL, *mode, "--virtual_replicas=4", f"--run_dir={tmp_path / str(ranks)}", ranks=ranks)
-        ends.append([(tmp_path / str(ranks) / name).read_text() for name in (FILE_NAME, "weights.sha256")])
+        ends.append(end_of(tmp_path / str(ranks)))
     assert ends[0] == ends[1] == ends[2]
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import psutil
 import pytest
-from commands import TINY, launch, mode_flags, refused
+from commands import TINY, end_of, launch, mode_flags, refused
 from documents import ROOT
 from processes import is_running, wait_until
 from recorder import global_steps
@@ -124,11 +124,6 @@ class Job:
 
 def wait_for_end(processes: Collection[psutil.Process]) -> None:
     assert wait_until(lambda: not any(map(is_running, processes)), limit_s=60, poll_s=0.2), processes
-
-
-def end_of(run: Path) -> tuple[str, str]:
-    """The digest of the last weights, and which samples were used in which step."""
-    return (run / "weights.sha256").read_text().splitlines()[-1], (run / "sample_audit.csv").read_text()
 
 
 @pytest.fixture(scope="module")

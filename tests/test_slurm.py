@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commands import TINY, callback, launch, mode_flags
+from commands import TINY, callback, end_of, launch, mode_flags
 from machines import two_machines
 from processes import wait_until
 from recorder import has_reached
@@ -57,11 +57,6 @@ class Job:
 
     def said(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
-
-
-def end_of(run: Path) -> tuple[str, str]:
-    """The digest of the last weights, and which samples were used in which step."""
-    return (run / "weights.sha256").read_text().splitlines()[-1], (run / "sample_audit.csv").read_text()
 
 
 @pytest.fixture(scope="module")
