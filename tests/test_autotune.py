@@ -12,7 +12,7 @@ from commands import TINY, launch, mode_flags, refused, run_here
 from torch import Tensor, nn
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.models import autotune, build_network
+from lit_cifar.models import autotune, build_network, precision
 from lit_cifar.models.autotune import CANDIDATES, Candidate, time_candidates
 
 BF16 = Candidate("bf16-mixed", channels_last=True)
@@ -83,7 +83,7 @@ def test_the_batch_of_a_layer_is_timed(flags: list[str], num_images: int, monkey
 
 @pytest.mark.parametrize("has_bf16", [True, False])
 def test_who_asks_for_bf16_where_it_is_slow_is_told(has_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune, "cpu_has_bf16", lambda: has_bf16)
+    monkeypatch.setattr(precision, "cpu_has_bf16", lambda: has_bf16)
     with nullcontext() if has_bf16 else pytest.warns(UserWarning, match="without instructions for bfloat16"):
         run_here("fit", *TINY, "--trainer.precision=bf16-mixed", "--trainer.fast_dev_run=1")
 

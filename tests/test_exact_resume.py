@@ -191,7 +191,7 @@ class OwnData(CIFAR10DataModule):
     ("kind", "before", "after", "changed"),
     [
         ("own", CIFAR10DataModule, CIFAR10DataModule, {"seed": 1}),
-        ("own", CIFAR10DataModule, CIFAR10DataModule, {"val_size": 4, "shuffle": False}),
+        ("own", CIFAR10DataModule, CIFAR10DataModule, {"val_size": 4, "order": Order(shuffle=False)}),
         *((kind, CIFAR10DataModule, OwnData, {"seed": 1}) for kind in ("own", "foreign")),
         *((kind, OwnData, CIFAR10DataModule, {"seed": 1}) for kind in ("own", "foreign")),
     ],
