@@ -31,17 +31,16 @@ from lit_cifar.checks.relations.batches import (
     sample_digests,
     with_sample_lists,
 )
-from lit_cifar.checks.relations.draws import Draws
+from lit_cifar.checks.relations.generators import Draws
 from lit_cifar.checks.relations.in_lightning import _settings
 from lit_cifar.checks.relations.judging import RELATIONS, judged
 from lit_cifar.checks.relations.loaders import Loaders, is_divided
-from lit_cifar.checks.relations.order import Order, Orders, same_orders
 from lit_cifar.checks.relations.own_files import mirror
 from lit_cifar.checks.relations.plan import Limits, RunPlan, Script, Target, Trace
 from lit_cifar.checks.relations.ranks import Drawn
 from lit_cifar.checks.relations.runs import first_apart, other_samples
 from lit_cifar.checks.relations.snapshot import snapshot
-from lit_cifar.checks.relations.workers import ByWorkers, workers
+from lit_cifar.checks.relations.workers import ByWorkers, Order, Orders, same_orders, workers
 from lit_cifar.checks.verdict import Verdict
 
 Verdicts: TypeAlias = Callable[..., list[Verdict]]

@@ -37,12 +37,11 @@ def differences(
     *,
     names: Iterable[str] | None = None,
     limit: float = 0.0,
-    least_scale: float = 0.0,
 ) -> list[Difference]:
     """Compare what has these names, all by default; return what differs by more than the limit, the largest first."""
     names = {**one, **other} if names is None else names
     pairs = ((name, one.get(name), other.get(name)) for name in names)
-    found = [Difference(name, difference(a, b, least_scale=least_scale), a, b) for name, a, b in pairs]
+    found = [Difference(name, difference(a, b), a, b) for name, a, b in pairs]
     return sorted((each for each in found if each.size > limit), key=lambda each: -each.size)
 
 

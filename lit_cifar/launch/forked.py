@@ -82,10 +82,6 @@ class ForkedRun:
     def _first_failure(self) -> int:
         return next((code for process in self._processes if (code := _exit_code(process))), 0)
 
-    def terminate(self) -> None:
-        for process in self._processes:
-            process.terminate()
-
     def kill(self) -> None:
         """End every process, and the processes that they have started."""
         for process in self._processes:

@@ -1,7 +1,5 @@
 """The place where the processes of a run meet, and the network interface on which they listen.
 
-Those of torchrun and `srun` meet in `torchrun_rendezvous`.
-
 A process group opens up to three kinds of ports: the store of rank 0, through which the processes find each other, and
 the listeners of gloo and NCCL. None of them asks who is calling, and torch opens the first on every interface. Here all
 ports are on the loopback interface if a run has one machine, and on the interface that the user names if it has

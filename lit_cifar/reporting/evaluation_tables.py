@@ -55,11 +55,9 @@ class EvaluationCallback(Callback):
 class PerRankAccuracy(EvaluationCallback):
     """Counts correct and evaluated samples on each rank, and reports them with their exact sum.
 
-    A rank is a process; if one process holds several replicas (`dp`) a rank is a replica. The counts are int64 on the
-    device until the epoch ends. Then they are summed over the processes, and written to `per_rank.csv` in the run
-    folder, in place of those of an earlier evaluation of the split, and to TensorBoard as `val/acc_rank0` and so on.
-    `validate` and `test` print a table with 95 % intervals, in which a rank that differs from the others beyond chance
-    is flagged (see `lit_cifar.reporting.rank_deviation`).
+    A rank is a process; if one process holds several replicas (`dp`) a rank is a replica. The counts go to
+    `per_rank.csv` in the run folder, and the accuracies to TensorBoard as `val/acc_rank0` and so on. `validate` and
+    `test` print a table, in which a rank that differs from the others beyond chance is flagged (see `rank_deviation`).
 
     Expects one loader for each split, logits (n, C) as the step's output, and a `Batch`; n may be 0.
     """
@@ -136,10 +134,7 @@ def write_per_rank(folder: Path, split: str, counts: list[AccuracyCount]) -> Non
 
 
 class ConfusionCounts(EvaluationCallback):
-    """Writes `confusion.csv` into the run folder after each evaluation.
-
-    It has a row for each class: the images of that class, counted by the class that the network has chosen, in the
-    columns. A later evaluation of the same split replaces its rows.
+    """Writes `confusion.csv` into the run folder: for each class its images, counted by the class that was chosen.
 
     Expects `confusion_matrix(split)` of the model, a metric that computes int64, (C, C), rows are the truth, and a data
     module with `classes`, C names.

@@ -81,12 +81,9 @@ def plain(cell: str) -> str:
 
 
 def _as_text(cell: Any) -> Any:
-    return f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) and not _is_number(cell) else cell
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
+    if isinstance(cell, str) and _FORMULA.match(cell):
+        try:
+            float(cell)
+        except ValueError:
+            return f"'{cell}"
+    return cell

@@ -26,8 +26,8 @@ class AccuracyCount:
         """Fraction correct, from 0 to 1; nan without samples."""
         return self.correct / self.total if self.total else math.nan
 
-    def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Wilson's score interval around the accuracy; (0, 1) without samples.
+    def interval(self) -> tuple[float, float]:
+        """Wilson's 95 % score interval around the accuracy; (0, 1) without samples.
 
         It stays inside [0, 1] and keeps its level close to 0 and 1, where the textbook p +- z sqrt(p q / n) collapses.
 
@@ -36,7 +36,7 @@ class AccuracyCount:
         """
         if not self.total:
             return 0.0, 1.0
-        z2 = NormalDist().inv_cdf((1 + level) / 2) ** 2
+        z2 = NormalDist().inv_cdf(0.975) ** 2
         center = self.correct + z2 / 2
         half = math.sqrt(z2 * (self.correct * (self.total - self.correct) / self.total + z2 / 4))
         return max(0.0, (center - half) / (self.total + z2)), min(1.0, (center + half) / (self.total + z2))

@@ -62,6 +62,7 @@ class RayRun:
 
     def __init__(self, ray: Any, options: argparse.Namespace) -> None:
         self.ray, self.options = ray, options
+        self._gpus = options.workers_per_node * options.gpus_per_worker
         self.num_stops = 0  # 1 if the user has asked the run to end, 2 after another Ctrl-C
         self._keystrokes = Keystrokes()
         for number in stop_signals():
@@ -102,10 +103,6 @@ class RayRun:
             if second == 5:
                 _say(f"lit_cifar: waits for nodes with free resources: {group.bundle_specs}")
         return False
-
-    @property
-    def _gpus(self) -> int:
-        return int(self.options.workers_per_node * self.options.gpus_per_worker)
 
     def _actor(self, group: Any, node: int) -> Any:
         variables = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}

@@ -56,16 +56,6 @@ def whole(text: str, *, fewest: int = 0) -> int:
 positive = partial(whole, fewest=1)
 
 
-def without_devices(flags: Iterable[str]) -> list[str]:
-    """Flags of `fit` for processes whose number a launcher decides."""
-    return [flag for flag in flags if not flag.startswith("--trainer.devices=")]
-
-
-def names_config(args: Iterable[str]) -> bool:
-    """Whether arguments for `fit` name a file of the user's own."""
-    return any(arg.partition("=")[0] in ("--config", "-c") for arg in args)
-
-
 def refuse_owned(args: Iterable[str], owned: Collection[str], *, command: str) -> None:
     """Raise a `ConfigError` if arguments for `fit` contain a flag that the command sets itself."""
     for name in (arg.partition("=")[0].removeprefix("--") for arg in args):

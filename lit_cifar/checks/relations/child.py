@@ -24,7 +24,6 @@ from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Target
 from lit_cifar.checks.relations.switches import set_switches
 from lit_cifar.checks.relations.watching import Ended, Watched
-from lit_cifar.checks.relations.without_gpu import note_cuda, stay_on_cpu
 from lit_cifar.checks.relations.workers import ReadWithWorkers
 
 
@@ -62,9 +61,6 @@ def _prepare(watched: Watched, loaders: Loaders) -> None:
     loaders.patch()
     in_lightning.patch(watched)
     _join(watched)
-    note_cuda(watched.trace.end)
-    if plan.without_gpu:
-        stay_on_cpu(plan.ranks)
     set_switches(plan, watched.trace)
     if plan.quiet:
         make_quiet(watched.trace.remarks.add)

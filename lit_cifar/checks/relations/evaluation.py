@@ -1,16 +1,17 @@
-"""An evaluation does not depend on how its samples are divided, on repetition, or on the number of processes."""
+"""An evaluation does not depend on how its samples are divided, or on the number of processes; and that of a file."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lit_cifar.checks.compare import differences
+from lit_cifar.checks.compare import difference, differences
 from lit_cifar.checks.relations import remarks
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import NotJudgedError, Runs, unused
 from lit_cifar.checks.verdict import Verdict
 
 NAME = "evaluation"
+VALIDATED = "validated.ckpt"  # in the folder of the process
 CUT = "an evaluation has more batches than were read: pass a higher --batches"
 _ALL = 2**20  # samples of a batch of all
 _NO_LOADER = "the evaluation reads no DataLoader of torch"
@@ -42,6 +43,11 @@ class Validate:
     """Asks Lightning's Trainer to validate in place of training."""
 
     checkpoint: str | None = None  # None for the weights as they are made
+
+
+@dataclass(frozen=True)
+class KeepValidated:
+    """Asks Lightning's Trainer for a checkpoint after each validation, of which the last stays."""
 
 
 @dataclass
@@ -167,3 +173,56 @@ def _apart(runs: Runs, own: Mapping[str, float], other: Mapping[str, float], how
         value = "missing" if worst.other is None else f"{worst.other:.9g}"
         return f"{worst.name} is {worst.one:.9g}, and {value} if {how}"
     return ""
+
+
+def rescored(runs: Runs) -> Iterator[Verdict]:
+    """Validate the last checkpoint by a new process; for a script with calls, compare what it reports."""
+    own = runs.own()
+    if own.script.is_lightning:
+        yield from _rescored_in_lightning(runs)
+        return
+    numbers = {name: value for _, values in own.logged for name, value in values.items()}
+    pairs = [
+        (name, again)
+        for name in numbers
+        if name.startswith("score") and (again := numbers.get(f"re{name.replace('score', 'scored', 1)}")) is not None
+    ]
+    if not pairs:
+        text = "relations.report(score=...), and rescored=... of the model that is loaded from the file"
+        yield Verdict("score of a file", "abstain", text)
+        return
+    for name, again in pairs:
+        is_same = difference(numbers[name], again) <= runs.limit
+        text = "" if is_same else f"{name} was {numbers[name]:.9g} when it was kept, and is {again:.9g}"
+        yield Verdict("score of a file", "pass" if is_same else "fail", text, f"{len(pairs)} scores")
+
+
+def _rescored_in_lightning(runs: Runs) -> Iterator[Verdict]:
+    run = runs.run(asks=KeepValidated())[0]
+    if not run.logged:
+        yield Verdict("score of a file", "abstain", "no validation")
+        return
+    file = runs.folder_of(asks=KeepValidated()) / "0" / VALIDATED
+    again = validated(runs, str(file))
+    history = [values for _, values in run.logged]
+    found: list[str] = []
+    notes: list[str] = []
+    for name, value in again.items():
+        if name not in history[-1] or difference(history[-1][name], value) <= runs.limit:
+            continue
+        text = f"{name} was logged as {history[-1][name]:.9g}, and is {value:.9g} where the checkpoint is validated"
+        (notes if _is_running(name, history) else found).append(text)
+    outcome: Any = "fail" if found else "note" if notes else "pass"
+    why = "; ".join(found[:2]) or "; ".join(f"{text}: it is the best so far" for text in notes[:2])
+    yield Verdict("score of a file", outcome, why, ", ".join(again), found)
+
+
+def _is_running(name: str, history: list[dict[str, float]]) -> bool:
+    """Whether a metric is the best of another until then, which a single evaluation cannot know."""
+    own = [values.get(name) for values in history]
+    for other in history[-1].keys() - {name}:
+        series = [values.get(other, 0.0) for values in history]
+        for best in (max, min):
+            if own == [best(series[: end + 1]) for end in range(len(series))]:
+                return True
+    return False

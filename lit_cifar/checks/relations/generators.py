@@ -1,7 +1,8 @@
-"""Random numbers that follow the step or the sample, and computations without dropout and statistics of a batch."""
+"""Random numbers: noted for each step, made to follow the step or the sample; and a model without those of dropout."""
 
 import hashlib
 import random
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_cifar.checks.relations.patching import patched
-from lit_cifar.checks.relations.remarks import OF_BATCH
+from lit_cifar.checks.relations.plan import Trace
+from lit_cifar.checks.relations.ranks import Drawn
+from lit_cifar.checks.relations.remarks import IN_STEP, OF_BATCH
 
 
 def seed_all(*numbers: object) -> None:
@@ -27,6 +30,46 @@ def states() -> tuple[Any, ...]:
     """The states of the generators of torch, NumPy and Python, which tell whether numbers were drawn."""
     of_numpy = np.random.get_state()
     return torch.get_rng_state().numpy().tobytes(), (of_numpy[1].tobytes(), of_numpy[2]), random.getstate()  # type: ignore[index]
+
+
+class Draws:
+    """Follows the generators from where a step begins."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._before: tuple[Any, ...] | None = None  # states of generators
+        self._samples: list[int] | None = None  # digests of those of the batch
+        self._count = 0  # of draws for these samples
+
+    def follow_batch(self, samples: list[int] | None) -> None:
+        """From now on a batch is trained; its `samples` are given if draws should follow them."""
+        self._before, self._samples, self._count = states(), samples, 0
+
+    def follow_call(self) -> None:
+        """From now on a module is trained, perhaps without a batch of a loader."""
+        if self._before is None:
+            self._before = states()
+
+    def stop(self) -> None:
+        self._before = self._samples = None
+
+    def follow_step(self, *, is_in_batch: bool) -> None:
+        """From now on the step after one of the optimizer is trained."""
+        self._before = states() if is_in_batch else None
+
+    def note(self) -> None:
+        """Note whether numbers were drawn since the beginning."""
+        used = [] if self._before is None else [a for a, b in zip(self._before, states(), strict=True) if a != b]
+        if used:
+            self._trace.remarks.add(IN_STEP)
+            self._trace.part(Drawn).states.add(zlib.crc32(repr(used).encode()))
+
+    def key(self) -> tuple[int, list[int]] | None:
+        """What a random number for each sample of this batch follows from: the step, the draw, and the sample."""
+        if self._samples is None:
+            return None
+        self._count += 1
+        return hash((self._trace.steps, self._count)), self._samples
 
 
 def draw_by_sample(key: Callable[[], tuple[int, Sequence[int]] | None], remark: Callable[[], None]) -> None:
@@ -91,7 +134,7 @@ def make_quiet(remark: Callable[[str], None]) -> None:
     Both are others by right where the same samples come in other batches.
     """
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
-        patched(F, name, _untouched)
+        patched(F, name, lambda _, input, *args, **settings: input)
     patched(F, "scaled_dot_product_attention", _without_dropout)
     patched(F, "batch_norm", partial(_by_running_statistics, remark))
     patched(nn.SyncBatchNorm, "forward", lambda _, *args, **own: nn.BatchNorm1d.forward(*args, **own))
@@ -124,7 +167,3 @@ def turn_dropout_off(module: nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
             layer.dropout = 0.0
-
-
-def _untouched(_: Any, input: Tensor, *args: Any, **settings: Any) -> Tensor:
-    return input

@@ -20,12 +20,18 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lit_cifar.checks.relations.batches import sample_digests
-from lit_cifar.checks.relations.evaluation import WAYS, Evaluations, Validate, ValidateInManyWays
+from lit_cifar.checks.relations.evaluation import (
+    VALIDATED,
+    WAYS,
+    Evaluations,
+    KeepValidated,
+    Validate,
+    ValidateInManyWays,
+)
 from lit_cifar.checks.relations.generators import seed_all
 from lit_cifar.checks.relations.interruption import CHECKPOINT, Moment, StopAt
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.remarks import FOLLOWS_EVALUATION, MANUAL
-from lit_cifar.checks.relations.score import VALIDATED, KeepValidated
 from lit_cifar.checks.relations.watching import Ended, Watched
 from lit_cifar.errors import one_line
 from lit_cifar.mode.table import MODES

@@ -9,16 +9,14 @@ from time import perf_counter
 from typing import TypeAlias
 
 from lit_cifar.checks.relations.accumulation import accumulation
-from lit_cifar.checks.relations.evaluation import evaluation
+from lit_cifar.checks.relations.evaluation import evaluation, rescored
 from lit_cifar.checks.relations.interruption import resumed
 from lit_cifar.checks.relations.options import validated_more_often, with_smaller_scale
-from lit_cifar.checks.relations.order import epochs
 from lit_cifar.checks.relations.plan import Limits, RunPlan, Target
 from lit_cifar.checks.relations.ranks import ranks
 from lit_cifar.checks.relations.runs import NotJudgedError, RunError, Runs
-from lit_cifar.checks.relations.score import rescored
 from lit_cifar.checks.relations.trained import trained
-from lit_cifar.checks.relations.workers import workers
+from lit_cifar.checks.relations.workers import epochs, workers
 from lit_cifar.checks.verdict import Verdict
 from lit_cifar.errors import one_line
 

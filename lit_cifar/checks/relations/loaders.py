@@ -30,12 +30,11 @@ from lit_cifar.checks.relations.batches import (
     with_sample_lists,
 )
 from lit_cifar.checks.relations.evaluation import Evaluations
-from lit_cifar.checks.relations.order import Order, Orders
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Imposed
 from lit_cifar.checks.relations.remarks import UNDIVIDED, UNDIVIDED_EVALUATION
 from lit_cifar.checks.relations.watching import Watched
-from lit_cifar.checks.relations.workers import ByWorkers, read_with_workers
+from lit_cifar.checks.relations.workers import ByWorkers, Order, Orders, read_with_workers
 
 _FEW = 4  # tensors of a batch; more may be its samples
 
@@ -117,8 +116,9 @@ class Loaders:
     def _length(self, length: Any, loader: Any) -> int:
         if self._watched.phase() == "evaluate" and self._watched.evaluation_batch is not None:
             return sum(1 for _ in loader)
-        if (imposed := self._plan.imposed) and (own := self._imposed_length(loader, imposed)) is not None:
-            return own
+        imposed, number = self._plan.imposed, self._number(loader) or 0
+        if imposed and (own := dict(imposed.lengths).get(number)) is not None:
+            return -(-own // imposed.window) * imposed.parts
         own, most = int(length(loader)), self._plan.limits.batches
         if self._watched.phase() != "train":
             return min(own, self._plan.evaluated)
@@ -126,7 +126,7 @@ class Loaders:
             self._trace.reading.cut_from = max(self._trace.reading.cut_from, own)
         return min(own, most)
 
-    def _training(self, loader: Any, own: Any) -> Iterator[Any]:
+    def _training(self, loader: Any, iterate: Any) -> Iterator[Any]:
         if not any(loader.dataset is other.dataset for other in self._trained):
             self._trained.append(loader)
         reading = self._trace.reading
@@ -134,7 +134,14 @@ class Loaders:
         reading.epochs.append(0)
         with suppress(TypeError):  # of a stream
             reading.lengths[self._number(loader) or 0] = len(loader)
-        return self._followed(loader, epoch, self._batches(loader, epoch, own))
+        self._watched.seed("order")
+        own = iterate(loader)  # which draws a number, of the generator that may make the model next
+        if self._plan.imposed:
+            return self._followed(loader, epoch, imposed_batches(self._plan.imposed, epoch, self._watched.rank))
+        # A plain loop over a stream may read more than an epoch, and ends with its steps.
+        is_endless = isinstance(loader.dataset, IterableDataset) and not self._trace.script.is_lightning
+        batches = islice(own, None if is_endless else self._plan.limits.batches)
+        return self._followed(loader, epoch, self._fetched(batches))
 
     def _followed(self, loader: Any, epoch: int, batches: Iterator[Any]) -> Iterator[Any]:
         for number, batch in enumerate(batches):
@@ -149,15 +156,6 @@ class Loaders:
             self._watched.begins_batch(sample_digests(batch), is_divided=UNDIVIDED not in self._trace.remarks)
             yield batch
             self._watched.fetches_batch()
-
-    def _batches(self, loader: Any, epoch: int, iterate: Any) -> Iterator[Any]:
-        self._watched.seed("order")
-        own = iterate(loader)  # which draws a number, of the generator that may make the model next
-        if self._plan.imposed:
-            return imposed_batches(self._plan.imposed, epoch, int(self._watched.folder.name))
-        # A plain loop over a stream may read more than an epoch, and ends with its steps.
-        is_endless = isinstance(loader.dataset, IterableDataset) and not self._trace.script.is_lightning
-        return self._fetched(islice(own, None if is_endless else self._plan.limits.batches))
 
     def _evaluated(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         self._watched.is_evaluating = True
@@ -175,10 +173,6 @@ class Loaders:
             yield from own if size is None or UNDIVIDED_EVALUATION in self._trace.remarks else in_batches_of(own, size)
         finally:
             self._watched.is_evaluating = False
-
-    def _imposed_length(self, loader: Any, imposed: Imposed) -> int | None:
-        own = dict(imposed.lengths).get(self._number(loader) or 0)
-        return None if own is None else -(-own // imposed.window) * imposed.parts
 
     def read_again(self) -> None:
         """Read the loaders that trained once more, with workers of their own."""

@@ -35,7 +35,7 @@ class TrainedParts:
         patched(LRScheduler, "__init__", after(self.schedules.append))
         patched(GradScaler, "__init__", after(self.keep_scaler))
         patched(AveragedModel, "update_parameters", after(self.keep_beside))
-        register_module_parameter_registration_hook(self._registered)
+        register_module_parameter_registration_hook(lambda module, name, own: self._made.append(weakref.ref(own)))
         patched(nn.Module, "load_state_dict", self._load_state)
         patched(torch, "load", self._load_file)
 
@@ -81,9 +81,6 @@ class TrainedParts:
 
     # Parameters that are drawn are changed before a checkpoint is loaded: the same seed would otherwise hide that the
     # checkpoint does not hold them.
-    def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        self._made.append(weakref.ref(parameter))
-
     def _load_state(self, load: Any, module: nn.Module, *args: Any, **settings: Any) -> Any:
         self._spoil({id(parameter) for parameter in module.parameters()})
         return load(module, *args, **settings)

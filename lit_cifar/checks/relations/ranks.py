@@ -7,9 +7,9 @@ from typing import Any
 from lit_cifar.checks.compare import difference, differences
 from lit_cifar.checks.relations import remarks
 from lit_cifar.checks.relations.evaluation import on_two_ranks
-from lit_cifar.checks.relations.order import same_orders
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import NotJudgedError, Runs, are_same_samples, unused
+from lit_cifar.checks.relations.workers import same_orders
 from lit_cifar.checks.verdict import Verdict
 
 LEFT_OUT = ("kept/metric", "kept/val", "kept/loss", "kept/train")

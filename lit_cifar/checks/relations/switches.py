@@ -1,6 +1,7 @@
-"""What a run turns on or off in torch: precision, compilation, the scale of the loss, seeds."""
+"""What a run turns on or off in torch: CUDA, precision, compilation, the scale of the loss, seeds."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -8,17 +9,25 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from lit_cifar.checks.relations.batches import Samples
 from lit_cifar.checks.relations.options import ScaleLoss
 from lit_cifar.checks.relations.patching import patched
-from lit_cifar.checks.relations.plan import RunPlan, Script, Trace
+from lit_cifar.checks.relations.plan import End, RunPlan, Script, Trace
 from lit_cifar.checks.relations.remarks import ROUNDED
 from lit_cifar.internals import tree_map
+
+_CPU = torch.device("cpu")
+_IDLE = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats")
 
 
 def set_switches(plan: RunPlan, trace: Trace) -> None:
     """Do as the plan says, and note in the trace what the script has."""
+    _note_cuda(trace.end)
+    if plan.without_gpu:
+        _stay_on_cpu(plan.ranks)
     patched(torch, "compile", _leave_eager)
     patched(nn.Module, "compile", _leave_eager)
     patched(torch.autocast, "__init__", _make_without_effect)
@@ -87,3 +96,57 @@ def _converted(remark: Callable[[str], None], convert: Any, *args: Any, **settin
     if found.dtype in (torch.bfloat16, torch.float16):
         remark(ROUNDED)
     return found
+
+
+class _OnCpu(TorchFunctionMode):
+    """Gives torch's functions the CPU wherever a script gives them a CUDA device, by its name or its number."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return args[0]
+        if func is torch.device:
+            return _here(func(*args, **(kwargs or {})))
+        if func is torch.Tensor.to:
+            args = tuple(_CPU if type(value) is int else value for value in args)
+        named = {name: _here(value) for name, value in (kwargs or {}).items()}
+        if type(named.get("device")) is int:
+            named["device"] = _CPU
+        return func(*map(_here, args), **named)
+
+
+def _here(value: Any) -> Any:
+    is_name = isinstance(value, str) and value.partition(":")[0] == "cuda"
+    return _CPU if is_name or (isinstance(value, torch.device) and value.type == "cuda") else value
+
+
+def _note_cuda(end: End) -> None:
+    """Note that the script names CUDA, or asks whether it is there."""
+
+    def asked(own: Any, *args: Any, **settings: Any) -> Any:
+        end.wants_cuda = True
+        return own(*args, **settings)
+
+    for name in ("is_available", "device_count", "set_device", "_lazy_init"):
+        patched(torch.cuda, name, asked)
+
+
+def _stay_on_cpu(ranks: int) -> None:
+    """Let a device of CUDA be there for each rank, which is the CPU."""
+    ExitStack().enter_context(_OnCpu())  # up to the end of the process
+    answers: dict[str, Any] = {"is_available": True, "device_count": ranks, "current_device": 0, "memory_allocated": 0}
+    answers |= dict.fromkeys(_IDLE) | {"max_memory_allocated": 0, "get_device_name": "the CPU"}
+    for name, answer in answers.items():
+        patched(torch.cuda, name, partial(_answer, answer))
+    patched(torch, "load", lambda load, f, *_, **own: load(f, **own | {"map_location": "cpu"}))
+    patched(DistributedDataParallel, "__init__", _make_without_devices)
+    patched(torch.distributed, "barrier", lambda wait, *args, **_: wait(*args))
+
+
+def _answer(answer: Any, *_: Any, **__: Any) -> Any:
+    return answer
+
+
+def _make_without_devices(
+    make: Any, own: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **settings: Any
+) -> None:
+    make(own, module, None, None, *args, **settings)

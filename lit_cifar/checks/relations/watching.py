@@ -12,9 +12,8 @@ from torch.optim import Optimizer, swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lit_cifar.checks.relations.batches import sample_digests, tensors_in
-from lit_cifar.checks.relations.draws import Draws
 from lit_cifar.checks.relations.evaluation import EvaluateInBatches
-from lit_cifar.checks.relations.generators import seed_all, states, turn_dropout_off
+from lit_cifar.checks.relations.generators import Draws, seed_all, states, turn_dropout_off
 from lit_cifar.checks.relations.interruption import CHECKPOINT, Checkpoints, GoOn, StopAt
 from lit_cifar.checks.relations.parts import TrainedParts
 from lit_cifar.checks.relations.patching import patched

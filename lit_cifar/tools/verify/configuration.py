@@ -21,7 +21,7 @@ from lit_cifar.models.fine_tuning import FineTuning
 from lit_cifar.models.resnet import SHAPES
 from lit_cifar.task.callbacks import default_callbacks
 from lit_cifar.task.module import LitResNet
-from lit_cifar.tools.terminal import names_config, refuse_owned
+from lit_cifar.tools.terminal import refuse_owned
 from lit_cifar.tools.verify.record import ANY, EXACT_BOUND, KINDS, METRIC_BOUND, SAME_BITS, Bounds
 from lit_cifar.tools.verify.runs import all_settings
 
@@ -68,7 +68,7 @@ class Configuration:
     ) -> "Configuration":
         """Resolve the user's `args`; refuse flags that `verify` sets, and precisions that leave out steps."""
         refuse_owned(args, _OWNED, command="verify")
-        own_config = names_config(args)
+        own_config = any(arg.partition("=")[0] in ("--config", "-c") for arg in args)
         flags = [*([] if own_config else DEFAULTS), *args, *_LEFT_OUT]
         config = all_settings(flags, folder=folder)
         if (precision := str(config["trainer"]["precision"] or "32-true")) not in _PRECISIONS:

@@ -16,7 +16,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.launch.runs import EndedRun
 from lit_cifar.launch.signals import EXIT_REFUSED
 from lit_cifar.tools.modes import SILENT, SizedMode
-from lit_cifar.tools.terminal import say, without_devices
+from lit_cifar.tools.terminal import say
 from lit_cifar.tools.verify.configuration import EXACT, Configuration
 from lit_cifar.tools.verify.record import Evaluated, Record, Step
 from lit_cifar.tools.verify.recorder import Logits, with_weights
@@ -90,7 +90,8 @@ class Launcher:
         how: dict[str, Any] = {"folder": folder, "limit_s": LIMIT_S, "threads": threads}
         say(f"running  {title}")
         if self.settings.launcher and mode is not None:  # it starts the processes
-            words = [*self.settings.launcher, "fit", *self.settings.flags, *without_devices(flags), *own]
+            flags = [flag for flag in flags if not flag.startswith("--trainer.devices=")]
+            words = [*self.settings.launcher, "fit", *self.settings.flags, *flags, *own]
             ended = run(words, module=None, **how)
         else:
             ranks = 1 if mode is None else mode.num_ranks
