@@ -40,8 +40,9 @@ FROM_REFUSALS = {
     if (row := refusals.refusal_of(option, name)) is not None
 }
 IN_THIS_FILE = [
-    *refusals.OTHERS,
-    *(f"--model.{words}" for words in ("compile=true", "optimizer.fused=true")),
+    *(f"--model.{words}" for words in ("channels_last=true", "compile=true", "optimizer.fused=true")),
+    *(f"--trainer.precision={name}" for name in ("bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")),
+    *(f"--trainer.{name}=true" for name in ("benchmark", "deterministic")),
 ]
 
 

@@ -133,7 +133,10 @@ def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}", remedy="look under RUN_FOLDER/checkpoints/")
     try:
-        if _is_safetensors(path):
+        with path.open("rb") as file:
+            # 8 bytes, the length of a JSON object, stand before it: https://github.com/huggingface/safetensors.
+            is_safetensors = file.read(9)[8:] == b"{"
+        if is_safetensors:
             return dict(import_module("safetensors.torch").load_file(path))
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and is_zipfile(path))
     except ModuleNotFoundError as error:
@@ -168,9 +171,3 @@ def earlier_format(name: Path | str) -> CheckpointError:
     """The error that `name` is a checkpoint of version 0.1, which could be a folder too."""
     problem = f"{name} is of before version 0.2.0: `git checkout 23031ca` reads it"
     return CheckpointError(problem, remedy="or pass a checkpoint of this version")
-
-
-def _is_safetensors(path: Path) -> bool:
-    """Whether 8 bytes, the length of a JSON object, stand before it: https://github.com/huggingface/safetensors."""
-    with path.open("rb") as file:
-        return file.read(9)[8:] == b"{"

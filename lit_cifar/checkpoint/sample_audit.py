@@ -1,13 +1,11 @@
 """The sample audit: proof that an epoch has used every sample as planned, and a digest of the uses in each step.
 
-The plan is the order of the sampler: each sample once, unless `--data.balance.draw_equally=true`
-draws some several times.
-
 During the training every use is added to a tally on the device, and nothing waits for it. When a checkpoint is written
-or an epoch ends, the ranks' uses since the last time are summed and compared with the plan: the order of the sampler.
-Steps that agree are written down as a digest, SHA-256 chained over all optimizer steps of a run, each with its ids in
-rising order. So two runs have the same digest if, and only if, each of their steps has used the same samples, whatever
-the number of processes, the accumulation or the mode, and however often they were interrupted.
+or an epoch ends, the ranks' uses since the last time are summed and compared with the plan: the order of the sampler,
+which has each sample once, unless `--data.balance.draw_equally=true` draws some several times. Steps that agree are
+written down as a digest, SHA-256 chained over all optimizer steps of a run, each with its ids in rising order. So two
+runs have the same digest if, and only if, each of their steps has used the same samples, whatever the number of
+processes, the accumulation or the mode, and however often they were interrupted.
 """
 
 from dataclasses import asdict, dataclass, fields
@@ -116,7 +114,7 @@ class Plan:
         self.num_samples, self.accumulation = sampler.num_samples, sampler.accumulation
         self._order, self._batch_size = sampler.order(), sampler.batch_size
         self._data_parallel_size = sampler.layout.data_parallel_size
-        self._repeats = sampler.balanced is not None
+        self.repeats = sampler.balanced is not None
 
     def due(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         """The ids that all ranks together read in loader steps `first` to `last` - 1, and their optimizer steps from 1.
@@ -141,11 +139,7 @@ class Plan:
         """The planned sum of `Tally.uses` over all ranks; no sample is used twice unless classes are balanced."""
         ids, steps = self.due(0, loader_steps)
         uses = torch.zeros(self.num_samples, dtype=torch.int64)
-        return uses.index_add_(0, ids, _USE + steps) if self._repeats else uses.index_copy_(0, ids, _USE + steps)
-
-    def uses_of(self, ids: Tensor, steps: Tensor, *, loader_steps: int) -> Tensor:
-        """The planned `uses` of these samples, which are due in these steps and, if none is repeated, in no other."""
-        return self.uses(loader_steps)[ids] if self._repeats else _USE + steps
+        return uses.index_add_(0, ids, _USE + steps) if self.repeats else uses.index_copy_(0, ids, _USE + steps)
 
 
 class Tally:
@@ -180,7 +174,7 @@ class Tally:
         """
         ids, steps = self.plan.due(self.proven * self.plan.accumulation, loader_steps)
         own = torch.cat([self.uses[ids.to(self.uses.device)], self.uses.new_tensor([self.num_uses])])
-        expected = self.plan.uses_of(ids, steps, loader_steps=loader_steps)
+        expected = self.plan.uses(loader_steps)[ids] if self.plan.repeats else _USE + steps
         return own, torch.cat([expected, torch.tensor([self.plan.num_due(loader_steps)])])
 
     def proceed(self, digest: str, *, loader_steps: int, ends: bool) -> str:

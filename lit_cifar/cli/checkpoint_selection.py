@@ -131,7 +131,7 @@ class StartingCheckpoint(Start):
         from lit_cifar.checkpoint.compatibility import check_classes, check_header, check_optimizer, check_shapes
 
         try:
-            check_classes(content, TrainedOn(*data.meaning), normalised=self._subcommand == "predict")
+            check_classes(content, TrainedOn(data.dataset, data.classes), normalised=self._subcommand == "predict")
         except CheckpointError as error:
             if self._subcommand != "fit" or self._config.resume is not None:
                 raise

@@ -3,6 +3,7 @@
 Exit status: 0 done, 1 failed while running, 2 the user's input, 143 stopped by a signal after saving.
 """
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ from lit_cifar.data.datasets import open_dataset
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch import startup
 from lit_cifar.launch.signals import handlers_put_back, signals_to_spawned
-from lit_cifar.launch.torchrun import adopt_task
+from lit_cifar.launch.torchrun import task_variables
 from lit_cifar.launch.world_size import as_list, check_processes, resolve_world_size
 from lit_cifar.mode import mode_of
 from lit_cifar.models import DEFAULT_ARCH
@@ -83,7 +84,7 @@ def _run(words: list[str]) -> None:
     refuse_words(words)
     if words and words[0] in COMMANDS:
         raise SystemExit(COMMANDS[words[0]](words[1:]))
-    adopt_task()
+    os.environ.update(task_variables(os.environ))  # a task of `srun` is then what torchrun would have started
     check_command(words)
     words = spelled_out(words)
     if any(MAY_NAME_STRATEGY.search(word) for word in words):
@@ -109,10 +110,7 @@ class CLI(LightningCLI):
             CIFAR10DataModule,
             args=words,
             parser_class=Parser,
-            parser_kwargs={
-                "prog": PROGRAM,
-                "version": __version__,
-            },
+            parser_kwargs={"prog": PROGRAM, "version": __version__},
             save_config_callback=SavedConfig,
             seed_everything_default=0,
             trainer_defaults={

@@ -83,19 +83,13 @@ def as_config_error() -> Iterator[None]:
     except ConfigError:
         raise
     except (ArithmeticError, ImportError, MemoryError, MisconfigurationException, RuntimeError, ValueError) as error:
-        raise _config_error_of(error) from error
+        explained = isinstance(error, ImportError | MisconfigurationException | ValueError)
+        problem, remedy = str(error) if explained else f"{type(error).__name__}: {error}", f"see {_program()} --help"
+        if "invalid strategy name" in str(error):
+            from lit_cifar.cli.explanations import of_strategy_name
 
-
-def _config_error_of(error: Exception) -> ConfigError:
-    """An error of Lightning or torch about an argument, with our remedy where we know one."""
-    if "invalid strategy name" in str(error):
-        from lit_cifar.cli.explanations import of_strategy_name
-
-        problem, remedy = of_strategy_name(str(error))
-        return ConfigError(problem, remedy=remedy)
-    explained = isinstance(error, ImportError | MisconfigurationException | ValueError)
-    problem = str(error) if explained else f"{type(error).__name__}: {error}"
-    return ConfigError(problem, remedy=f"see {_program()} --help")
+            problem, remedy = of_strategy_name(str(error))
+        raise ConfigError(problem, remedy=remedy) from error
 
 
 @contextmanager

@@ -102,7 +102,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         self.mixing, self.balance, self.order = mixing, balance, order
         self.download = download
         self.seed = bounded("--data.seed", seed, 0)
-        self._dataset, self._held_out = dataset, bounded("--data.val_size", val_size, 0)
+        self.dataset, self._held_out = dataset, bounded("--data.val_size", val_size, 0)
         self.predict_dir = None if predict_dir is None else Path(predict_dir)
         self.source = open_dataset(dataset, root, image_size=image_size, seed=seed, pictures=pictures)
         self.name, self.image_size = self.source.title, self.source.image_size
@@ -127,16 +127,6 @@ class CIFAR10DataModule(L.LightningDataModule):
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, by label."""
         return self.source.classes
-
-    @property
-    def meaning(self) -> tuple[str, tuple[str, ...]]:
-        """The meaning of labels: the data set, a value of `--data.dataset`, and the classes."""
-        return self._dataset, self.classes
-
-    @property
-    def dataset(self) -> str:
-        """Text by which a checkpoint knows the data set."""
-        return self.source.identity(self._dataset)
 
     @cached_property
     def val_size(self) -> int:

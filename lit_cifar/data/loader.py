@@ -53,7 +53,7 @@ class BatchLoader:
             return
         # A process that has not all of a batch makes the images with which it mixes its own: the second of each pair.
         apart = self._mixing is not None and any(len(part.ids) < len(part.whole) for part in parts)
-        needed = [keys for part in parts for keys in ([part.own_keys, part.partners] if apart else [part.own_keys])]
+        needed = [keys for part in parts for keys in (part.keys[part.place], part.partners)[: 1 + apart]]
         sizes = [len(keys) for keys in needed]
         keys = torch.cat(needed).to(self.images.images.device, non_blocking=True)
         ids = keys % len(self.images)

@@ -4,7 +4,6 @@ from typing import Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 
 from lit_cifar.data.images import ImageSet
 from lit_cifar.errors import ConfigError, bounded
@@ -35,9 +34,10 @@ class Placement:
         if self._resident == "device" and device.type == "cpu":
             rank_zero_warn("--data.resident=device has no effect on the CPU: the host's memory is the device's")
         on_host = self._resident == "host" or (split == "train" and self._transforms and not images.are_encoded)
-        if on_host or (self._resident == "auto" and not _has_room(images.images, device)):
+        if on_host or (self._resident == "auto" and device.type != "cuda"):
             return images
-        return images.to(device)
+        has_room = self._resident == "device" or torch.cuda.mem_get_info(device)[0] > 4 * images.images.nbytes
+        return images.to(device) if has_room else images
 
     def workers(self, images: ImageSet, *, split: str, num_processes: int) -> int | None:
         """Number of processes that make the batches, 0 if it is this one, None if blocks of batches are made here."""
@@ -47,7 +47,3 @@ class Placement:
             return max(1, num_cores() // num_processes)
         transforms = split == "train" and self._transforms
         return self._num_workers if images.are_encoded or (transforms and self._num_workers) else None
-
-
-def _has_room(images: Tensor, device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.mem_get_info(device)[0] > 4 * images.nbytes

@@ -38,7 +38,7 @@ def order_settings(data: Any) -> OrderSettings:
     held_out = 0 if data.source.own_val else data.val_size
     files = {f"{split} files": listed[split] for split in ("train", "val") if split in listed}
     return files | {
-        "dataset": data.dataset,
+        "dataset": data.source.identity(data.dataset),
         "num_train": sampler.num_samples + held_out,
         "val_size": held_out,
         "batch_size": sampler.batch_size,

@@ -28,10 +28,6 @@ class BatchIds(NamedTuple):
     step: int = 0
 
     @property
-    def own_keys(self) -> Tensor:
-        return self.keys[self.place]
-
-    @property
     def partners(self) -> Tensor:
         """Keys of the samples before `ids` in the global batch, int64, (n,); the last is before the first."""
         return self.keys.roll(1)[self.place]

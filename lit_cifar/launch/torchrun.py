@@ -14,11 +14,6 @@ SRUN = "srun"  # in place of torchrun's name of a run
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000  # below those that Linux gives to clients
 
 
-def adopt_task() -> None:
-    """Let this process be what torchrun would have started, if it is one of several tasks of `srun`."""
-    os.environ.update(task_variables(os.environ))
-
-
 def is_task() -> bool:
     """Whether `srun` has started this process as one of several."""
     return os.environ.get("TORCHELASTIC_RUN_ID") == SRUN

@@ -13,17 +13,6 @@ from lit_cifar.mode import Mode, mode_of
 from lit_cifar.mode.table import MODES
 
 NAMES = tuple("single_device" if row.name == "single" else row.name for row in MODES)
-# Options that no mode refuses, as docs/gpu-options.md says.
-OTHERS = (
-    "--model.channels_last=true",
-    "--trainer.precision=bf16-mixed",
-    "--trainer.precision=16-mixed",
-    "--trainer.precision=bf16-true",
-    "--trainer.precision=16-true",
-    "--trainer.precision=64-true",
-    "--trainer.benchmark=true",
-    "--trainer.deterministic=true",
-)
 NEED_GPU = ("--model.compile=cuda_graphs", "--trainer.precision=16-mixed")
 _DDP = "leave it out, or use --trainer.strategy=ddp"
 
@@ -45,10 +34,6 @@ class Refusal:
     all_but: tuple[str, ...] = ()
     problem: str
     remedy: str = _DDP
-
-    def applies_to(self, name: str) -> bool:
-        """Whether the mode of this name refuses the option."""
-        return name not in self.all_but if self.all_but else name in self.modes
 
 
 TABLE = (
@@ -116,7 +101,8 @@ TABLE = (
 
 def refusal_of(option: str, name: str) -> Refusal | None:
     """The row of the table by which the mode of this name refuses `option`."""
-    return next((row for row in TABLE if row.option == option and row.applies_to(name)), None)
+    rows = (row for row in TABLE if row.option == option)
+    return next((row for row in rows if (name not in row.all_but if row.all_but else name in row.modes)), None)
 
 
 def refuse(option: str, mode: Mode, **names: object) -> None:

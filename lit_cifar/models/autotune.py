@@ -55,7 +55,8 @@ def autotune(arguments: Namespace, *, batch_size: Callable[[], int]) -> tuple[Ca
     once.
     """
     seconds: dict[Candidate, float] = {}
-    chosen = from_environment() or _of_resumed(arguments)
+    by_name = {str(each): each for each in CANDIDATES}
+    chosen = by_name.get(os.environ.get(VARIABLE, "")) or _of_resumed(arguments)
     if chosen is None:
         seconds = _measure(arguments, batch_size)
         chosen = min(seconds, key=lambda each: seconds[each])  # the first of equals
@@ -164,8 +165,3 @@ def exported(chosen: Candidate) -> Iterator[None]:
         yield
     finally:
         os.environ.pop(VARIABLE, None)
-
-
-def from_environment() -> Candidate | None:
-    """The candidate that the parent process has chosen; None if it has not measured."""
-    return {str(each): each for each in CANDIDATES}.get(os.environ.get(VARIABLE, ""))

@@ -366,7 +366,7 @@ class LitResNet(L.LightningModule):
         self.header.write(checkpoint)
         data = _data_of(self)
         if data is not None:
-            TrainedOn(*data.meaning).write(checkpoint)
+            TrainedOn(data.dataset, data.classes).write(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check the header and the classes, and give the keys back this module's prefix."""
@@ -374,7 +374,7 @@ class LitResNet(L.LightningModule):
 
         data = _data_of(self)
         if data is not None:
-            check_classes(checkpoint, TrainedOn(*data.meaning), normalised=False)
+            check_classes(checkpoint, TrainedOn(data.dataset, data.classes), normalised=False)
             data.compare(checkpoint)  # also weights alone, of which callbacks are not told
         check_header(checkpoint, self.header)
         check_shapes(self.network, checkpoint["state_dict"])

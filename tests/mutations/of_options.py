@@ -32,7 +32,7 @@ def _class_weights_of_a_part(site: Site, make: Any, mix: Any, labels: Tensor, *a
 )
 def _partners_of_a_part(site: Site, iterate: Any, sampler: TrainSampler) -> Iterator[BatchIds]:
     for part in iterate(sampler):
-        yield part._replace(keys=part.own_keys, place=slice(None), whole=part.ids)
+        yield part._replace(keys=part.keys[part.place], place=slice(None), whole=part.ids)
 
 
 @mutation("a frozen BatchNorm layer moves", "ddp", args=("--model.fine_tuning.freeze=['conv1.*','bn1.*']",))

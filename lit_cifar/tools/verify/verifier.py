@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, replace
-from functools import cached_property
 from threading import Lock
 
 from lit_cifar.data.ghost_batches import GhostBatches
@@ -139,9 +138,10 @@ class Verifier:
 
     def ghost_batches_of(self, mode: SizedMode) -> GhostBatches:
         """The chunks that the mode normalises together; equal for all without BatchNorm, or with virtual replicas."""
-        if not self._normalises_batches or self.launcher.settings.num_parts is not None:
+        settings = self.launcher.settings
+        if settings.num_parts is not None or not normalises_batches(settings.plain_module.network):
             return GhostBatches()
-        return mode.ghost_batches(accumulation=self.launcher.settings.accumulation)
+        return mode.ghost_batches(accumulation=settings.accumulation)
 
     def abstained(self, mode: SizedMode) -> VerifiedMode | None:
         """The row of a mode whose random numbers differ from one device's, so that nothing would be known."""
@@ -152,8 +152,3 @@ class Verifier:
         if whole and mode.num_processes == 1:  # a batch passes as on one device, with the same draws
             return None
         return VerifiedMode(mode.name, settings.in_words(self.ghost_batches_of(mode)), problems=[RANDOM])
-
-    @cached_property
-    def _normalises_batches(self) -> bool:
-        """Whether the output for an image depends on the images that pass the network with it."""
-        return normalises_batches(self.launcher.settings.module().network)
