@@ -20,7 +20,7 @@ from threads import on_ranks
 from torch import Tensor, nn
 
 from lit_cifar import CIFAR10DataModule, LitResNet
-from lit_cifar.checkpoint import exact_resume
+from lit_cifar.checkpoint import fingerprint
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import mode_of
 from lit_cifar.mode.tensors import squares
@@ -229,7 +229,7 @@ def test_a_run_that_resumes_elsewhere_is_told(alone: Path, tmp_path: Path, monke
     for name in ("same", "other"):
         shutil.copytree(alone, tmp_path / name)
     assert resumed(tmp_path / "same") == []
-    monkeypatch.setattr(exact_resume, "cpu_model", lambda: "another processor")
+    monkeypatch.setattr(fingerprint, "cpu_model", lambda: "another processor")
     (warning,) = resumed(tmp_path / "other")
     assert warning.splitlines()[1:] == [f"  processor: {cpu_model()} before, another processor now"]
     monkeypatch.undo()
