@@ -31,7 +31,6 @@ INSTEAD: dict[str, str] = {
     "doctor --run_dir": "fit, which refuses a folder that it cannot write to",
     "export": "torch.export and torch.onnx: docs/data-and-networks.md has the lines",
     "report": "tensorboard --logdir runs, or the notebooks",
-    #
     # Data.
     "--data.augment.policy": "--data.augment.transforms+=torchvision.transforms.v2.TrivialAugmentWide",
     "--data.augment.num_ops": "--data.augment.transforms+=torchvision.transforms.v2.RandAugment",
