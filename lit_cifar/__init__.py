@@ -11,7 +11,7 @@ from lit_cifar.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lit_cifar.checks import relations
-    from lit_cifar.checks.replica_audit import ReplicaAudit
+    from lit_cifar.checks.replica_audit.callback import ReplicaAudit
     from lit_cifar.checks.watchdog.callback import Watchdog
     from lit_cifar.data import CIFAR10DataModule
     from lit_cifar.errors import CheckpointError, ConfigError, DataError
@@ -27,7 +27,7 @@ _PLACES = {
     "LitResNet": "lit_cifar.task.module",
     "MuonSGD": "lit_cifar.task.muon",
     "NesterovSGD": "lit_cifar.task.optim",
-    "ReplicaAudit": "lit_cifar.checks.replica_audit",
+    "ReplicaAudit": "lit_cifar.checks.replica_audit.callback",
     "WarmupDecay": "lit_cifar.task.optim",
     "Watchdog": "lit_cifar.checks.watchdog.callback",
 }

@@ -17,7 +17,7 @@ from lit_cifar.models.fine_tuning import FineTuning, Frozen
 from lit_cifar.models.freezing import head_of, matching
 from lit_cifar.task.module import LitResNet
 from lit_cifar.task.optim import WarmupDecay
-from lit_cifar.tools.verify import verify
+from lit_cifar.tools.verify.command import verify
 from lit_cifar.tools.verify.judge import frozen_problems
 
 # The first layers stay; the learning rate does not depend on the length of the run.

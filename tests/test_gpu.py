@@ -26,7 +26,7 @@ from lit_cifar.mode import Layout
 from lit_cifar.models import build_resnet
 from lit_cifar.models.partition import Partition
 from lit_cifar.strategies.mp import StagedForward
-from lit_cifar.tools.verify import verify
+from lit_cifar.tools.verify.command import verify
 from lit_cifar.tools.verify.record import EXACT_BOUND
 
 ACCELERATOR = os.environ.get("LIT_CIFAR_GPU_TESTS", "cuda")

@@ -17,7 +17,7 @@ from lit_cifar.cli.main import CLI
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.launch.runs import EndedRun
 from lit_cifar.mode import refusals
-from lit_cifar.tools.verify import verify
+from lit_cifar.tools.verify.command import verify
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.launcher import Launcher
 from lit_cifar.tools.verify.record import EXACT_BOUND, Record

@@ -12,7 +12,7 @@ from data_files import draw_pictures
 from verifying import TINY as HARD
 
 from lit_cifar.tools.modes import sized_modes
-from lit_cifar.tools.verify import verify
+from lit_cifar.tools.verify.command import verify
 from lit_cifar.tools.verify.record import EXACT_BOUND, KINDS, LOGITS
 
 TINY = ["--model.arch=tiny", "--model.stem=imagenet"]

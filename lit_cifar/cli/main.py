@@ -25,7 +25,7 @@ from lit_cifar.checkpoint.atomic import reporting_disk
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.exact_resume import SameStart
 from lit_cifar.checkpoint.files import CheckpointFiles
-from lit_cifar.checks.replica_audit import ReplicaAudit
+from lit_cifar.checks.replica_audit.callback import ReplicaAudit
 from lit_cifar.checks.watchdog.callback import Watchdog
 from lit_cifar.cli.gone import refuse_words
 from lit_cifar.cli.preflight import check_run, check_sizes
