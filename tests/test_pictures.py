@@ -86,7 +86,7 @@ def test_linked_folders_are_followed_and_circles_are_not(tmp_path: Path) -> None
         "gone",
         "of_link/4.png",
     ]
-    assert found["endless"] == found["gone"] == (0, 0, 0)  # named as files that cannot be read
+    assert found["endless"] == found["gone"] == 0  # named as files that cannot be read
     linked(tmp_path / "by_link", "data/dog")
     assert list(list_files(tmp_path / "by_link")) == ["2.png"]
 

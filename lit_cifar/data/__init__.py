@@ -1,4 +1,4 @@
-"""Data sets as uint8 images, in memory or a mapped file, and their batches. Nothing here knows models or strategies."""
+"""Data sets as uint8 images, in memory or decoded when needed, and batches. Nothing here knows models or modes."""
 
 from lit_cifar.data.balance import Balance
 from lit_cifar.data.datamodule import CIFAR10DataModule

@@ -1,4 +1,4 @@
-"""Base of the data sets; each is a class in a file, and a line in `datamodule`."""
+"""Base of the data sets; each is a class in a file, and a line in `datasets`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

@@ -27,10 +27,8 @@ _CHUNK = 32  # pictures that a thread decodes at a time
 IMAGES_WANTED = "name a folder that holds images, e.g. PNG or JPEG files"
 
 
-def list_files(folder: Path, *, remedy: str = IMAGES_WANTED) -> dict[str, tuple[int, int, int]]:
-    """Regular files and broken links, relative to `folder`, with size, time of the last change in ns, and place.
-
-    The place on the disk is the same for links to one file, and 0 for a broken link.
+def list_files(folder: Path, *, remedy: str = IMAGES_WANTED) -> dict[str, int]:
+    """Regular files, relative to `folder`, with a number that links to one file have in common; 0 for a broken link.
 
     They are sorted as strings, without hidden files and files that could block, such as a named pipe. Links to folders
     are followed, except links to a folder that they lie in: a warning counts these.
@@ -51,10 +49,8 @@ def list_files(folder: Path, *, remedy: str = IMAGES_WANTED) -> dict[str, tuple[
     return listed
 
 
-def _scan(
-    folder: str, prefix: str, chain: tuple[Path, ...], circles: list[str]
-) -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """Yield each file below `folder` with its size, time and place, see `list_files`.
+def _scan(folder: str, prefix: str, chain: tuple[Path, ...], circles: list[str]) -> Iterator[tuple[str, int]]:
+    """Yield each file below `folder` with its number, see `list_files`.
 
     Each is asked for once: with a million files anything more takes long. `chain` holds the real path of each folder in
     which a link was followed to get here, and last that of this one. Links that are not followed are added to
@@ -71,11 +67,10 @@ def _scan(
             try:
                 found = entry.stat()
             except OSError:  # a broken link
-                yield prefix + entry.name, (0, 0, 0)
+                yield prefix + entry.name, 0
                 continue
             if stat.S_ISREG(found.st_mode):
-                place = hash((found.st_dev, found.st_ino))
-                yield prefix + entry.name, (found.st_size, found.st_mtime_ns, place)
+                yield prefix + entry.name, hash((found.st_dev, found.st_ino))
             elif stat.S_ISDIR(found.st_mode):
                 target = Path(entry.path).resolve()
                 if any(above.is_relative_to(target) for above in chain):

@@ -36,7 +36,6 @@ _CLASS_WANTED = "put pictures of the class into it, or remove it if there is no 
 class File(NamedTuple):
     path: str  # relative to the folder of the split
     label: int
-    version: tuple[int, int]  # size in bytes, and when it was changed, in ns
 
 
 @dataclass(frozen=True)
@@ -78,13 +77,14 @@ class PictureFolders:
                 remedy=(f"rename it to {meant}, " if meant else "")
                 + "move it away, or put pictures of it beside those to train on",
             )
-        by_class, places = [], []
+        by_class: list[list[File]] = []
+        places: list[int] = []
         for label, name in enumerate(self.classes):
             if own := of_split.get(name):
                 files = list_files(own, remedy=_CLASS_WANTED)
                 _check_within(own, files, self.classes)
-                places += [place for *_, place in files.values() if place]
-                by_class.append([File(f"{own.name}/{path}", label, found[:2]) for path, found in files.items()])
+                places += filter(None, files.values())
+                by_class.append([File(f"{own.name}/{path}", label) for path in files])
         if not by_class:
             raise DataError(f"{folder} holds no folders of classes", remedy=f"put pictures into {folder}/CLASS/")
         self._tell_again(split, places)

@@ -42,12 +42,7 @@ class OwnPictures(Dataset):
     std: ClassVar[Channels] = (0.229, 0.224, 0.225)
 
     def __init__(
-        self,
-        root: Path,
-        *,
-        image_size: int | None = None,
-        seed: int = 0,
-        pictures: Pictures | None = None,
+        self, root: Path, *, image_size: int | None = None, seed: int = 0, pictures: Pictures | None = None
     ) -> None:
         self.image_size = 32 if image_size is None else image_size
         if self.image_size < 1:
