@@ -37,7 +37,7 @@ LONG = [
 def test_nohup_is_heard_and_a_signal_that_comes_twice_is_one() -> None:
     with handlers_put_back():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        run = RayRun(None, argparse.Namespace())
+        run = RayRun(None, argparse.Namespace(workers_per_node=1, gpus_per_worker=0))
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
