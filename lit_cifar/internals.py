@@ -36,12 +36,11 @@ NAMES = {
         lightning.pytorch.strategies.DDPStrategy._ddp_kwargs ._layer_sync ._start_method
         lightning.pytorch.strategies.launchers._MultiProcessingLauncher ._SubprocessScriptLauncher
         lightning.pytorch.trainer.connectors.signal_connector._SignalConnector.register_signal_handlers
-        torch.optim.lr_scheduler.LRScheduler._last_lr torch.utils._pytree.tree_flatten
-        .tree_leaves .tree_map .tree_map_only .tree_unflatten torchmetrics.Metric._apply ._defaults ._reductions
-        ._update_count""",
+        torch.optim.lr_scheduler.LRScheduler._last_lr torch.utils._pytree.tree_leaves .tree_map_only
+        torchmetrics.Metric._apply ._defaults ._reductions ._update_count""",
     WATCHDOG: """lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver
         lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver._run
-        lightning.pytorch.Trainer._run_stage""",
+        lightning.pytorch.Trainer._run_stage lightning.pytorch.strategies.launchers._SubprocessScriptLauncher""",
     MODES: """lightning.pytorch.overrides.distributed._sync_module_states
         lightning.pytorch.strategies.DDPStrategy._configure_launcher ._timeout
         torch.Tensor._backward_hooks ._post_accumulate_grad_hooks torch.amp.GradScaler._unscale_grads_
@@ -56,11 +55,12 @@ NAMES = {
     "--trainer.strategy=fsdp2": "torch.nn.Module._forward_pre_hooks torch.nn.modules.conv._ConvNd",
     "host_gloo": "torch.distributed.ProcessGroup._allgather_base ._reduce_scatter_base ._register_backend",
     "synchronised BatchNorm": """lightning.pytorch.LightningModule._trainer torch.nn.modules.batchnorm._BatchNorm
-        ._NormBase torch.nn.modules.batchnorm._BatchNorm._check_input_dim""",
+        torch.nn.modules.batchnorm._BatchNorm._check_input_dim""",
     "averaging, and MuonSGD,": "torch._foreach_add ._foreach_add_ ._foreach_copy_ ._foreach_mul_",
     AUDIT: """lightning.pytorch.strategies.DDPStrategy._model_averager
-        torch.nn.parallel.DistributedDataParallel._comm_hooks""",
-    RELATIONS: """torch.cuda._lazy_init torch.utils.data.dataloader._BaseDataLoaderIter
+        torch.nn.modules.batchnorm._NormBase torch.nn.parallel.DistributedDataParallel._comm_hooks""",
+    RELATIONS: """torch.cuda._lazy_init torch.utils._pytree.tree_flatten .tree_leaves .tree_map .tree_unflatten
+        torch.utils.data.dataloader._BaseDataLoaderIter
         torch.utils.data.dataloader._BaseDataLoaderIter._next_index""",
     "--autotune": "torch.ops.mkldnn._is_mkldnn_bf16_supported",
     "the speed of logging": "lightning.pytorch.LightningModule._current_fx_name",

@@ -85,6 +85,7 @@ def test_outside_of_the_checker_every_call_gives_the_own_value() -> None:
         (torch.zeros(2), torch.zeros(3), float("inf")),
         (None, 1.0, float("inf")),
         (torch.tensor([1 + 1j]), torch.tensor([1 + 5j]), 0.8),
+        (1.0, 1.0 + 2**-40, 2**-40 / (1 + 2**-40)),  # in float32 they are equal
     ],
 )
 def test_a_difference_is_relative_to_the_largest_value(one: object, other: object, expected: float) -> None:

@@ -49,7 +49,7 @@ from lit_cifar.tools.verify.record import (
     largest_gaps,
     step_problems,
 )
-from lit_cifar.tools.verify.recorder import Snapshot, State, Trace, metric_counts, own_state
+from lit_cifar.tools.verify.recorder import Snapshot, State, Trace, metric_counts, numbers_by_kind, own_state
 from lit_cifar.tools.verify.verifier import NOT_IN_FLOAT64, Case, Verifier
 from tests.mutations.catalogue import CLONE, on_python_path
 
@@ -503,6 +503,13 @@ def test_logged_metrics_are_compared_name_by_name(found: dict[tuple[str, int], f
     assert all(word in problem for word, problem in zip(words, problems, strict=True))
 
 
+def test_a_rate_is_not_rounded_to_float32_before_it_is_compared() -> None:
+    rate, other = 0.1, 0.1 * (1 + 1e-8)
+    assert logged_problems({("lr-SGD", 1): other}, {("lr-SGD", 1): rate}, bounds={"lr-": 0.0}, source="one device has")
+    found, wanted = (numbers_by_kind([("group 0: lr", "optimizer", value)])["optimizer"] for value in (other, rate))
+    assert gap(found["group 0: lr"], wanted["group 0: lr"]) > 0.9e-9
+
+
 def test_a_batch_that_is_counted_twice_shows_in_the_metrics_themselves() -> None:
     kinds = (TopAccuracy, BalancedAccuracy, ConfusionMatrix)
     metrics = nn.ModuleDict({"loss": MeanLoss()} | {kind.__name__: kind(3) for kind in kinds})
@@ -542,6 +549,7 @@ def test_the_first_wrong_sample_of_an_evaluation_is_named_with_its_process() -> 
     wanted = Evaluated(ids, torch.zeros(4, dtype=torch.int64), ids[:, None].repeat(1, 10).double(), torch.tensor([4]))
     found = Evaluated(read, torch.tensor([0, 0, 1]), read[:, None].repeat(1, 10).double(), torch.tensor([3]))
     found.logits[1, 2] += 1.8
+    wanted.logits[0, 0] = math.inf  # of a sample that is not compared: it hides no difference
     (problem,) = logits_problems("evaluation after step 2", 1, found.gaps(wanted), bound=1e-9)
     assert problem.startswith("evaluation after step 2: logits of sample 7 of process 1 differ by 2.0e-01, allowed")
     assert problem.endswith(", and 1 more")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lit_cifar.checks.tensors import as_real
 
@@ -55,7 +56,7 @@ def difference(one: Any, other: Any, *, least_scale: float = 0.0, equal_nan: boo
         return math.inf
     if isinstance(one, int) and isinstance(other, int):  # such as digests, which float64 would round
         return abs(one - other) / max(abs(one), abs(other), least_scale) if one != other else 0.0
-    first, second = (as_real(torch.as_tensor(value).detach()).double() for value in (one, other))
+    first, second = (_in_double(value) for value in (one, other))
     if first.shape != second.shape:
         return math.inf
     if torch.equal(first, second):
@@ -69,3 +70,9 @@ def difference(one: Any, other: Any, *, least_scale: float = 0.0, equal_nan: boo
         return 0.0
     largest = max(float(first.abs().max()), float(second.abs().max()), least_scale)
     return float((first - second).abs().max()) / largest if largest > _TINY else 0.0
+
+
+def _in_double(value: Any) -> Tensor:
+    if not isinstance(value, Tensor):  # `as_tensor` would round a number to torch's default dtype
+        return torch.tensor(value, dtype=torch.float64)
+    return as_real(value.detach()).double()

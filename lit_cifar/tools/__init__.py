@@ -1,1 +1,1 @@
-"""Tools beside the trainer: they check, measure and break trainings."""
+"""Tools beside the trainer: they check modes, scripts and machines, and start runs on a Ray cluster."""

@@ -16,9 +16,9 @@ CUT = "an evaluation has more batches than were read: pass a higher --batches"
 _ALL = 2**20  # samples of a batch of all
 _NO_LOADER = "the evaluation reads no DataLoader of torch"
 # With Lightning, ways to validate the same weights, and the sizes of their batches; 0 for all samples.
-_AS_IT_IS, _AGAIN = "as it is", "again"
+AS_IT_IS, _AGAIN = "as it is", "again"
 WAYS: dict[str, int | None] = {
-    _AS_IT_IS: None,
+    AS_IT_IS: None,
     _AGAIN: None,
     "in batches of 1": 1,
     "in batches of 7": 7,
@@ -73,7 +73,7 @@ def _in_lightning(runs: Runs) -> Iterator[Verdict]:
     if not metrics:
         raise NotJudgedError("no validation: give the Trainer validation data and the module a validation_step")
     reason = _why_not_in_other_batches(trace)
-    own, *ways = (_AS_IT_IS, _AGAIN) if reason else metrics
+    own, *ways = (AS_IT_IS, _AGAIN) if reason else metrics
     found = [text for way in ways if (text := _apart(runs, metrics[own], metrics[way], f"validated {way}"))]
     looked_at = f"{', '.join(metrics[own])}: {', '.join(ways)}"
     yield from _judged(trace, found, looked_at)
@@ -125,7 +125,7 @@ def validated(runs: Runs, checkpoint: str | None = None, *, ranks: int | None = 
     """What Lightning's Trainer says of a checkpoint, or of the weights as they are made."""
     ranks = runs.plan.ranks if ranks is None else ranks
     trace = runs.run(asks=Validate(checkpoint), ranks=ranks)[0]
-    return trace.part(Evaluations).metrics.get(_AS_IT_IS, {})
+    return trace.part(Evaluations).metrics.get(AS_IT_IS, {})
 
 
 def _why_not_in_other_batches(trace: Trace) -> str:

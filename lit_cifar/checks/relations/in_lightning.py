@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lit_cifar.checks.relations.batches import sample_digests
 from lit_cifar.checks.relations.evaluation import (
+    AS_IT_IS,
     VALIDATED,
     WAYS,
     Evaluations,
@@ -163,7 +164,7 @@ def _fit(
     watched.parts.roots[:] = [model]
     data = {"dataloaders": settings.get("val_dataloaders"), "datamodule": settings.get("datamodule")}
     if validate := plan.asked(Validate):
-        _validate(trainer, watched, model, data, next(iter(WAYS)), validate.checkpoint)
+        _validate(trainer, watched, model, data, AS_IT_IS, validate.checkpoint)
         raise Ended
     if watched.go_on:
         settings["ckpt_path"] = watched.go_on.checkpoint

@@ -99,7 +99,7 @@ def _divided(one: Mapping[str, Any], two: Mapping[str, Any]) -> str:
 
 
 def _replicas(two: list[Trace]) -> Verdict:
-    """After the training both ranks hold the same weights and states of optimizers, bit for bit."""
+    """After the training both ranks hold the same weights and states of optimizers."""
     first, second = (trace.state for trace in two)
     names = [name for name in first if name.startswith(("weights/", "optimizer/"))]
     names = [name for name in names if not name.startswith("optimizer/group ")]  # of no parameter of the model: parts

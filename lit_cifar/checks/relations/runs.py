@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lit_cifar.checks.compare import Difference, differences
+from lit_cifar.checks.compare import Difference, difference, differences
 from lit_cifar.checks.relations.plan import End, Imposed, RunPlan, Target, Trace
 from lit_cifar.checks.relations.snapshot import BESIDE
 from lit_cifar.checks.verdict import Verdict
@@ -24,7 +24,6 @@ _LIMITS = {True: 1e-7, False: 1e-3}
 _COUNTERS = ("num_batches_tracked", "._step_count", "n_averaged")
 _KINDS = ("weights", "buffers", "optimizer", "settings", "schedule", "kept")
 TRAINED = _KINDS[:3]
-_TINY = 1e-12
 _SHOWN = 20  # most differences of a verdict
 # What a process of a run imports before the script.
 _PRELOAD = ("lit_cifar.checks.relations.in_lightning", "lit_cifar.checks.relations.loaders")
@@ -188,7 +187,7 @@ def are_same_samples(one: list[list[int]], other: list[list[int]]) -> bool:
 def first_apart(one: Sequence[float], other: Sequence[float], limit: float) -> int | None:
     """The first step after which the norms of the parameters differ."""
     pairs = enumerate(zip(one, other, strict=False), start=1)
-    return next((step for step, (a, b) in pairs if abs(a - b) > limit * max(abs(a), abs(b), _TINY)), None)
+    return next((step for step, (a, b) in pairs if difference(a, b) > limit), None)
 
 
 def unused(verdict: Verdict, why: str) -> Verdict:

@@ -226,7 +226,7 @@ class Evaluated:
         ids.
         """
         of_wanted = {sample: row for row, sample in enumerate(wanted.ids.tolist())}
-        scale = max(1.0, float(wanted.logits.abs().max()))
+        scale = max(1.0, float(wanted.logits.nan_to_num(0.0, 0.0, 0.0).abs().max()))
         found = []
         for row, sample in enumerate(self.ids.tolist()):
             if (other := of_wanted.get(sample)) is not None:

@@ -208,7 +208,9 @@ def numbers_by_kind(values: Iterable[tuple[str, str, Any]]) -> dict[str, dict[st
     found: dict[str, dict[str, Tensor]] = {PARAMETERS: {}, BUFFERS: {}, OPTIMIZER: {}}
     for name, kind, value in values:
         if isinstance(value, Tensor | float | int | tuple | list):
-            found[kind][name] = torch.as_tensor(len(value) if isinstance(value, list) else value)
+            number = len(value) if isinstance(value, list) else value
+            # float32, torch's default, would round a rate by more than is allowed
+            found[kind][name] = number if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64)
     return found
 
 
