@@ -22,5 +22,5 @@ if [[ -n $wheels ]]; then # beside the packages of this Python and before them
     python=$folder/bin/python
 fi
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 PYTHONDONTWRITEBYTECODE=1
-export PYTHONPATH="$root/benchmarks/scripts:$root"
+export PYTHONPATH="$root/benchmarks/scripts:$root/notebooks:$root"
 exec "$python" -m gpu_visit "${words[@]}"

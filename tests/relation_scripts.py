@@ -458,7 +458,6 @@ for epoch in range(3):
                 optimizer.zero_grad()
 """)
 
-# Epochs are parts of one iteration, as timm and YOLO have them, and what was compiled is saved by its own name.
 SPAWN = script("""
 def train(rank, world_size):
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
@@ -479,6 +478,7 @@ def train(rank, world_size):
 torch.multiprocessing.spawn(train, args=(2,), nprocs=2)
 """)
 
+# Epochs are parts of one iteration, as timm and YOLO have them, and what was compiled is saved by its own name.
 ENDLESS = script("""
 class Again:
     def __init__(self, sampler):

@@ -71,9 +71,6 @@ def test_per_rank_rows_come_back_with_intervals_and_flags(tmp_path: Path) -> Non
     assert per_rank_frame(one_bad, split="test").equals(frame[frame["rank"] != "all"])
 
 
-# ---------------------------------------------------------------- what a killed process costs
-
-
 # ---------------------------------------------------------------- speed, memory and time to an accuracy
 
 

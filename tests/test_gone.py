@@ -33,6 +33,26 @@ def test_words_that_have_gone(words: list[str], said: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ["relations", "train.py", "--", "--model.wings=2"],  # a flag of the user's own script
+        ["fit", "--run_dir=Bird", "--data.root", "Bird"],
+        ["fit", "--model.network=my.Bird", "--model.network.wings=2"],
+        ["test", "Bird"],
+    ],
+)
+def test_words_that_only_look_so_are_left_alone(words: list[str]) -> None:
+    gone.refuse_words(words)
+
+
+@pytest.mark.parametrize(
+    "text", ["run_dir: Bird", "data: {root: Bird}", "trainer: {logger: {init_args: {name: Bird}}}"]
+)
+def test_values_of_a_file_that_only_look_so_are_left_alone(text: str) -> None:
+    gone.refuse_settings(text)
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("model: {wings: 2}", "--model.wings"),

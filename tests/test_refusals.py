@@ -276,6 +276,10 @@ def test_every_remedy_is_accepted(flags: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 # Where each number of ours is bounded, and between what.
+def augmentation(**settings: Any) -> object:
+    return Augment(**settings).of_images(32, decoded_size=None, seed=0)
+
+
 OWN_BOUNDS: dict[str, tuple[Callable[..., object], float, float]] = {
     "model.label_smoothing": (partial(LitResNet, "tiny"), 0, 1),
     "model.rate_scaling.base_batch_size": (RateScaling, 1, math.inf),
@@ -285,16 +289,8 @@ OWN_BOUNDS: dict[str, tuple[Callable[..., object], float, float]] = {
     "data.seed": (partial(CIFAR10DataModule, dataset="synthetic"), 0, math.inf),
     "data.val_size": (partial(CIFAR10DataModule, dataset="synthetic"), 0, math.inf),
     "data.num_workers": (partial(Placement, "auto", transforms=False, are_pictures=True), 0, 2**16),
-    "data.augment.padding": (
-        lambda **settings: Augment(**settings).of_images(32, decoded_size=None, seed=0),
-        0,
-        math.inf,
-    ),
-    "data.augment.cutout": (
-        lambda **settings: Augment(**settings).of_images(32, decoded_size=None, seed=0),
-        0,
-        math.inf,
-    ),
+    "data.augment.padding": (augmentation, 0, math.inf),
+    "data.augment.cutout": (augmentation, 0, math.inf),
     "data.pictures.memory_gb": (Pictures, 0, math.inf),
     "figures.num_wrong": (EvaluationFigures, 0, 2**16),
     "figures.every_n_epochs": (EvaluationFigures, 0, math.inf),

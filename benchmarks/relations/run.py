@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from lit_cifar.checks.relations.judging import RELATIONS, judged
-from lit_cifar.checks.relations.plan import Limits, Target
+from lit_cifar.checks.relations.plan import LIMIT_S, Limits, Target
 from lit_cifar.tools.terminal import about, exit_orderly_when_terminated, say, write_json
 
 FOLDER = Path(__file__).parent / "trainings"
@@ -35,7 +35,7 @@ def record(name: str) -> dict[str, Any]:
     lines = [line for line in source.splitlines() if "relations." in line or "import relations" in line]
     target = Target(program=f"{name}.py", arguments=ARGUMENTS.get(name, ()), folder=str(FOLDER))
     started = perf_counter()
-    verdicts = [asdict(verdict) for verdict in judged(target, RELATIONS, limits=Limits(), limit_s=60)]
+    verdicts = [asdict(verdict) for verdict in judged(target, RELATIONS, limits=Limits(), limit_s=LIMIT_S)]
     return {
         "training": name,
         "arguments": list(target.arguments),

@@ -1,7 +1,6 @@
-"""Lets the scripts here import `analysis`, which lies in notebooks/, and `tests.mutations`."""
+"""Lets the scripts here import `analysis`, which lies in notebooks/."""
 
 import sys
 from pathlib import Path
 
-CLONE = Path(__file__).parents[2]
-sys.path += [str(CLONE / "notebooks"), str(CLONE)]
+sys.path.append(str(Path(__file__).parents[2] / "notebooks"))

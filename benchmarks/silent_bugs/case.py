@@ -1,8 +1,8 @@
 """What every case imports: whether it runs with its bug, its seed, and a place for a tool that watches it.
 
 A case is a folder of `cases/`: `case.toml` names the report, `project.py` is a small training that a stranger could
-have written. It has the bug where `BUG` is true, and the mended line beside it where it is not. The runner sets the
-variables of the environment; without them a project runs with its bug and seed 0.
+have written. It has the bug where `BUG` is true, and the mended line beside it where it is not. `relate.py` sets
+SILENT_BUG; without it a project runs with its bug.
 """
 
 import os
@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 BUG = os.environ.get("SILENT_BUG", "1") == "1"
-SEED = int(os.environ.get("SILENT_BUG_SEED", "0"))
+SEED = 0
 
 
 def report_loss(loss: Any) -> None:

@@ -24,13 +24,12 @@ from time import perf_counter
 from typing import Any
 
 from lit_cifar.checks.relations.judging import RELATIONS, judged
-from lit_cifar.checks.relations.plan import Limits, Target
+from lit_cifar.checks.relations.plan import LIMIT_S, Limits, Target
 from lit_cifar.checks.verdict import Verdict
 from lit_cifar.tools.terminal import about
 
 HERE = Path(__file__).parent
 LIMITS = Limits()  # as of the command
-LIMIT_S = 60
 _HINTS = ("note", "abstain", "crash")
 
 

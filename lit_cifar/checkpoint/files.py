@@ -95,12 +95,13 @@ class CheckpointFiles(CheckpointIO):
         path = Path(path)
         self.settle()
         content: list[Any] = [None]
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        are_several = dist.is_initialized() and dist.get_world_size() > 1
+        if not are_several or dist.get_rank() == 0:
             try:
                 content = [read_checked(path)]
             except CheckpointError as error:
                 content = [error]
-        if dist.is_initialized():
+        if are_several:
             dist.broadcast_object_list(content)
         if isinstance(content[0], CheckpointError):
             raise content[0]

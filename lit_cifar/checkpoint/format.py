@@ -20,7 +20,6 @@ _NUMBER = 2  # of this format, which the header says; that of version 0.1 had no
 OPTIMIZER, SCHEDULE = "optimizer", "lr_scheduler"
 SETTINGS = "settings"  # entry of the settings of optimizer and schedule
 POSITION, METRICS = "position", "metrics"  # the entries of `exact_resume`
-COUNTER = "num_batches_tracked"
 SAVE_ALONE = "save those of one network alone: torch.save(network.state_dict(), 'weights.pth')"
 _DATA = "trained_on"
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from lit_cifar.checkpoint.atomic import read_checked
 from lit_cifar.checkpoint.compatibility import check_shapes
-from lit_cifar.checkpoint.format import COUNTER, SAVE_ALONE, is_own, naming
+from lit_cifar.checkpoint.format import SAVE_ALONE, is_own, naming
 from lit_cifar.errors import CheckpointError, printable
 
 _NUM_NAMED = 4
+_COUNTER = "num_batches_tracked"
 _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # torch's own
 _FLAGS = f"pass the flags of its network, e.g. --model.arch=resnet18 --model.stem=imagenet, or {SAVE_ALONE}"
 
@@ -55,7 +56,7 @@ def take_weights(
     if is_own(content):  # the rest is about the training
         content = {"state_dict": content.get("state_dict")}
     whole = network.state_dict()
-    own = {name: tensor for name, tensor in whole.items() if not name.endswith(COUNTER)}
+    own = {name: tensor for name, tensor in whole.items() if not name.endswith(_COUNTER)}
     kept = dict(_tensors_in(content))
     at = _place_of(own, kept, kind=type(network).__name__)
     theirs = kept[at.dictionary]
@@ -63,7 +64,7 @@ def take_weights(
     found = {name: given[name] for name in whole if name in given}
     heads = [name for name in found if num_classes and _is_head(whole[name], found[name], num_classes)]
     # Files of torch's first releases lack counters.
-    lacking = whole if partly else {name: count for name, count in whole.items() if name.endswith(COUNTER)}
+    lacking = whole if partly else {name: count for name, count in whole.items() if name.endswith(_COUNTER)}
     fitting = {**lacking, **(found if partly else given), **{name: whole[name] for name in heads}}
     check_shapes(network, fitting)
     network.load_state_dict(fitting)
@@ -101,7 +102,7 @@ def _taken_and_new(own: Mapping[str, Tensor], found: Mapping[str, Tensor], heads
 
 def _unused(content: Mapping[str, Any], theirs: Mapping[str, Tensor], used: Collection[Any], at: _Place) -> list[str]:
     others = [key for key in content if at.dictionary and not at.dictionary.startswith(f"{key}.")]
-    others += [name for name in theirs if name not in used and not name.endswith(COUNTER)]
+    others += [name for name in theirs if name not in used and not name.endswith(_COUNTER)]
     return [f"not used: {_named(others)}"] if others else []
 
 

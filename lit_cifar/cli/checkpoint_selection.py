@@ -9,6 +9,13 @@ from jsonargparse import Namespace
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_cifar.checkpoint.atomic import LAST, carried_hash, content_hash, newest_valid, read_checked
+from lit_cifar.checkpoint.compatibility import (
+    check_classes,
+    check_header,
+    check_optimizer,
+    check_shapes,
+    name_classes,
+)
 from lit_cifar.checkpoint.exact_resume import StartingPoint
 from lit_cifar.checkpoint.format import POSITION, TrainedOn, holds_training, is_own, naming, read_checkpoint
 from lit_cifar.cli.start import Start
@@ -57,8 +64,7 @@ class StartingCheckpoint(Start):
         own = is_own(self._content)
         self.has_weights_alone = not own or (fits and not holds_training(self._content))
         if own and self._subcommand in ("fit", "validate"):
-            found = self._content.get(CIFAR10DataModule.__qualname__)  # as Lightning calls it
-            self.order = found if isinstance(found, dict) else settings_in(self._content)
+            self.order = settings_in(self._content)
             if self.order is None:
                 rank_zero_warn("the checkpoint does not say which images it was trained on: they are not compared")
         if self.has_weights_alone:
@@ -73,8 +79,6 @@ class StartingCheckpoint(Start):
 
     def name_classes(self, data: Dataset) -> None:
         if self._content is not None and not self.has_weights_alone:
-            from lit_cifar.checkpoint.compatibility import name_classes
-
             name_classes(data, self._content)
 
     def check(self, module: LitResNet, data: CIFAR10DataModule) -> None:
@@ -128,8 +132,6 @@ class StartingCheckpoint(Start):
             if not is_own(content):
                 rank_zero_info("the file does not say which classes it is of: they are taken for those of the data")
             return
-        from lit_cifar.checkpoint.compatibility import check_classes, check_header, check_optimizer, check_shapes
-
         try:
             check_classes(content, TrainedOn(data.dataset, data.classes), normalised=self._subcommand == "predict")
         except CheckpointError as error:

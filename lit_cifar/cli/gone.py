@@ -4,6 +4,7 @@ The table is for this release alone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NoReturn
 
 import yaml  # type: ignore[import-untyped]
@@ -63,6 +64,15 @@ INSTEAD: dict[str, str] = {
     "--model.base_batch_size": "--model.rate_scaling.base_batch_size",
     "--model.recompute": "--trainer.accumulate_grad_batches or --trainer.precision=bf16-mixed take less memory",
 }
+# Settings of groups that files may still have where they were before there were groups.
+_OF_AUGMENT = (
+    "padding reflect alternate_flips policy num_ops magnitude jitter hue erasing cutout small_epochs small_size"
+)
+_OF_PICTURES = "decoded_size decode cache_dir cache_limit_gb skip_unreadable"
+for _group, _names in {"augment": _OF_AUGMENT, "pictures": _OF_PICTURES}.items():
+    for _name in _names.split():
+        _flag = f"--data.{_group}.{_name}"
+        INSTEAD[f"--data.{_name}"] = INSTEAD.get(_flag, _flag)
 
 
 def refuse_words(words: Sequence[str]) -> None:
@@ -70,13 +80,14 @@ def refuse_words(words: Sequence[str]) -> None:
     command = words[0] if words else ""
     if command in INSTEAD:
         _refuse(command, what="the command")
-    for word in words[1:]:
+    for word in takewhile(lambda word: word != "--", words[1:]):  # behind it are the flags of a user's own script
         flag, _, value = word.partition("=")
         _refuse_setting(flag.rstrip("+"), command=command)
         for key in (f"{command} {flag}={one}" for one in value.split(",")):
             if key in INSTEAD:
                 _refuse(key)
-        _refuse_class(value or word)
+        if flag.rstrip("+") == "--trainer.callbacks":
+            _refuse_class(value)
 
 
 def refuse_settings(text: str) -> None:
@@ -88,7 +99,7 @@ def refuse_settings(text: str) -> None:
     for name, value in _flat(settings):
         _refuse_setting(f"--{name}")
         _refuse_setting(f"--{name.partition('.')[2]}")  # below the name of a command
-        if isinstance(value, str):
+        if name.endswith("trainer.callbacks.class_path"):
             _refuse_class(value)
 
 
@@ -113,7 +124,7 @@ def _refuse_setting(flag: str, *, command: str = "") -> None:
                 _refuse(key)
 
 
-def _refuse_class(value: str) -> None:
+def _refuse_class(value: object) -> None:
     for name in INSTEAD:
         if not name.startswith("--") and "." in name and value in (name, name.rpartition(".")[2]):
             _refuse(name)

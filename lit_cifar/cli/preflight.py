@@ -73,6 +73,7 @@ def check_run(
     if trains:
         with as_config_error():
             optimizer, scheduler = try_optimizer(module)
+        mode.check_optimizer(optimizer)
         refuse_averages(trainer, mode)
         if has_parts:
             replicas.check_optimizer(optimizer)

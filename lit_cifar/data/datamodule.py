@@ -3,7 +3,7 @@
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -18,7 +18,7 @@ from lit_cifar.data.images import Batch, ImageSet, normalised
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.mixing import Mixing
 from lit_cifar.data.options import Augment, Pictures
-from lit_cifar.data.placement import Placement
+from lit_cifar.data.placement import Placement, Resident
 from lit_cifar.data.sample_order import Order, OrderSettings, order_settings, settings_in
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
 from lit_cifar.errors import CheckpointError, ConfigError, bounded
@@ -87,7 +87,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         mixing: Mixing = Mixing(),  # noqa: B008  # it is frozen, and so are the next
         balance: Balance = Balance(),  # noqa: B008
         order: Order = Order(),  # noqa: B008
-        resident: Literal["auto", "host", "device"] = "auto",
+        resident: Resident = "auto",
         num_workers: int | None = None,
         download: bool = True,
         pictures: Pictures = Pictures(),  # noqa: B008
@@ -121,7 +121,7 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without images: a spawned process reads them, as 150 MB do not fit every shared memory."""
-        return self.__dict__ | {"sets": {}}
+        return self.__dict__ | {"sets": {}, "folder": None}
 
     @property
     def classes(self) -> tuple[str, ...]:

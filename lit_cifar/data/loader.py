@@ -52,7 +52,7 @@ class BatchLoader:
         if not parts:
             return
         # A process that has not all of a batch makes the images with which it mixes its own: the second of each pair.
-        apart = self._mixing is not None and any(len(part.ids) < len(part.whole) for part in parts)
+        apart = self._mixing is not None and any(len(part.ids) < len(part.keys) for part in parts)
         needed = [keys for part in parts for keys in (part.keys[part.place], part.partners)[: 1 + apart]]
         sizes = [len(keys) for keys in needed]
         keys = torch.cat(needed).to(self.images.images.device, non_blocking=True)
@@ -75,7 +75,7 @@ class BatchLoader:
             mix = self._mixing.draw(self.sampler.seed, epoch=self.sampler.epoch, step=part.step, size=(height, width))
             batch = batch._replace(images=mix(batch.images, images))
         if self._class_weights is not None:
-            whole = self.images.labels[part.whole.to(labels.device, non_blocking=True)]
+            whole = self.images.labels[part.keys.to(labels.device, non_blocking=True) % len(self.images)]
         classes, weights = len(self.images.classes), self._class_weights
         soft = soft_targets(mix, labels, others, num_classes=classes, weights=weights, whole=whole)
         return batch._replace(labels=labels if mix is None or mix.share >= 0.5 else others, soft_targets=soft)

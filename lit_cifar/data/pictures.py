@@ -238,13 +238,13 @@ def read_folder(folder: Path, *, classes: tuple[str, ...], size: int = 32) -> Fo
     """
     folder = folder.expanduser()
     files = tuple(map(Path, list_files(folder)))
-    outcomes = [read_image(folder / file, size=size) for file in files]
-    images = [outcome for outcome in outcomes if isinstance(outcome, Tensor)]
-    errors = tuple(outcome if isinstance(outcome, str) else None for outcome in outcomes)
-    if not images:
+    images = torch.empty((len(files), 3, size, size), dtype=torch.uint8)
+    errors = tuple(read_images([f"{folder}/{file}" for file in files], images, num_threads=num_cores()))
+    readable = torch.tensor([error is None for error in errors])
+    if not readable.any():
         raise DataError(
             f"none of the {len(files)} files in {folder} can be read as an image; the first is {files[0]}: {errors[0]}",
             remedy=IMAGES_WANTED,
         )
-    labels = torch.full((len(images),), -1)
-    return FolderImages(files, errors, ImageSet(torch.stack(images), labels, classes))
+    labels = torch.full((int(readable.sum()),), -1)
+    return FolderImages(files, errors, ImageSet(images[readable], labels, classes))

@@ -23,9 +23,7 @@ class BatchIds(NamedTuple):
     # its id, or another number with this remainder by the number of samples; and where `ids` are among them.
     keys: Tensor
     place: slice = slice(None)
-    # Of a training step: the ids of its global batch, int64, (B,); its number in the epoch.
-    whole: Tensor = torch.empty(0, dtype=torch.int64)
-    step: int = 0
+    step: int = 0  # number of a training step in the epoch
 
     @property
     def partners(self) -> Tensor:
@@ -93,15 +91,14 @@ class TrainSampler:
         yield from islice(self._whole(), start, None)
 
     def _whole(self) -> Iterator[BatchIds]:
-        keys = self.keys()
-        split = [torch.split(each, self.batch_size) for each in (keys, keys % self.num_samples)]
         num_parts = self.accumulation * self.layout.data_parallel_size
-        for number, (of_batch, batch) in enumerate(islice(zip(*split, strict=True), self.num_batches)):
+        batches = torch.split(self.keys(), self.batch_size)
+        for number, keys in enumerate(batches[: self.num_batches]):
             for step in range(self.accumulation):
                 start = step * self.layout.data_parallel_size + self.layout.data_parallel_rank
                 place = slice(start, None, num_parts)
-                ids = batch[place]
-                yield BatchIds(ids, len(ids) * num_parts / len(batch), of_batch, place, batch, number)
+                ids = keys[place] % self.num_samples
+                yield BatchIds(ids, len(ids) * num_parts / len(keys), keys, place, number)
 
     def check(self) -> None:
         """Refuse sizes that cannot be cut evenly, or leave fewer than two samples to be normalised together."""

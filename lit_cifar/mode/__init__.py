@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 # What takes the network's place: logits (n, C) from images (n, ...).
 ForwardFn = Callable[[Tensor], Tensor]
@@ -153,6 +154,9 @@ class Mode:
         """Whether a communication hook or a model averager may leave replicas unlike. Known once it is set up."""
         hooks = getattr(self.strategy.model, "_comm_hooks", ())
         return bool(hooks or getattr(self.strategy, "_model_averager", None))
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise a `ConfigError` for an optimizer that cannot step what a process holds here."""
 
     def trained_elsewhere(self) -> set[Tensor]:
         """Parameters and buffers that only other processes train. The copies here may be old."""

@@ -69,13 +69,16 @@ def head_of(network: nn.Module, num_classes: int) -> str:
 class KeepFrozen(Callback):
     """Lets a module's `network` follow its `frozen` in each epoch, also in a run that is resumed within one."""
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Set the mode of BatchNorm layers.
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Set the mode of BatchNorm layers, also where a run is resumed within an epoch.
 
-        Lightning does not call `train()`, and warns of layers that are in evaluation mode when a fit starts.
+        Lightning does not call `train()`, and has warned by now of layers that are in evaluation mode.
         """
         frozen = pl_module.frozen
         frozen.switch_norms(pl_module.network, training=not frozen.holds_in(trainer.current_epoch))
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.on_train_start(trainer, pl_module)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
         """Throw away gradients of what will be trained later: DistributedDataParallel must have waited for them."""

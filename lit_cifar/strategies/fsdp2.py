@@ -36,6 +36,7 @@ from lit_cifar.strategies.parts import VirtualParts
 from lit_cifar.strategies.state_dicts import divided_like, whole_state
 from lit_cifar.strategies.sync_batchnorm import synchronise_along
 from lit_cifar.strategies.tp import check_divisible, placements, split_tensors
+from lit_cifar.task.muon import MuonSGD
 
 
 class ShardedStrategy(MeshStrategy):
@@ -117,9 +118,6 @@ class ShardedStrategy(MeshStrategy):
         if self.tensor_parallel_size != 1:
             check_divisible(network, self.layout, strategy=self.strategy_name)
             check_untied(network, network.modules(), strategy=self.strategy_name, recurse=False)
-        optimization = getattr(model, "optimization", None)  # other modules than ours have none
-        if optimization is not None:
-            self._check_optimizer(optimization.make_optimizer(network.parameters()))
 
     @override
     def use_virtual_parts(self, parts: VirtualParts) -> None:
@@ -139,8 +137,15 @@ class ShardedStrategy(MeshStrategy):
                 remedy="pass --model.channels_last=false, or --trainer.strategy=ddp",
             )
 
-    def _check_optimizer(self, optimizer: Optimizer) -> None:
-        if getattr(optimizer, "steps_matrices", False):
+    @override
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            self.check_optimizer(optimizer)
+
+    @override
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        if isinstance(optimizer, MuonSGD):
             refuse("--model.optimizer=lit_cifar.MuonSGD", self, optimizer=type(optimizer).__name__)
         # These fused kernels have no sharding strategy for DTensors up to torch 2.15; those of Adam and AdamW have one.
         fused = any(group.get("fused") for group in optimizer.param_groups)

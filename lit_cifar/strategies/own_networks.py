@@ -22,14 +22,14 @@ def check_gradients(strategy: Any, module: LitResNet, *, has_parts: bool) -> Non
 
 def _check_reached(strategy: Any, module: LitResNet, *, has_parts: bool) -> None:
     """Refuse parameters for whose gradients DistributedDataParallel, or other virtual replicas, would wait in vain."""
-    is_ddp = isinstance(strategy, DDPStrategy)
+    mode, is_ddp = mode_of(strategy), isinstance(strategy, DDPStrategy)
     finds = not is_ddp or strategy._ddp_kwargs.get("find_unused_parameters") or strategy._ddp_kwargs.get("static_graph")
     if finds and not has_parts:
         return
-    start = f"_{strategy._start_method}" if is_ddp and strategy._start_method != "popen" else ""
+    start = "" if mode.start_method == "popen" else f"_{mode.start_method}"
     other, kind = f"pass --trainer.strategy=ddp{start}_find_unused_parameters_true", type(module.network).__name__
     never, sometimes = unreached_parameters(module.network, module.image_shape)
-    if sometimes and (has_parts or mode_of(strategy).layout.data_parallel_size > 1):
+    if sometimes and (has_parts or mode.layout.data_parallel_size > 1):
         raise ConfigError(
             f"{kind} leaves out {sometimes[0]} in some steps, as it draws: replicas would mix each other's gradients, "
             "or wait for them",

@@ -59,7 +59,7 @@ class Schedule:
 
 
 def stages_per_process(name: ScheduleName) -> int:
-    return 2 if name in ("Interleaved1F1B", "ZBVZeroBubble") else 1
+    return len(Schedule(name=name, num_processes=1).owners)
 
 
 class PipelineStrategy(CutStrategy, AveragingStrategy):

@@ -36,6 +36,7 @@ from lit_cifar.strategies.mesh import loss_scale
 from lit_cifar.strategies.parts import VirtualParts, reduce_in_tree
 from lit_cifar.strategies.pp import PipelineStrategy
 from lit_cifar.strategies.state_dicts import local_slice
+from lit_cifar.task.muon import MuonSGD
 
 
 class VirtualReplicas(Callback):
@@ -90,7 +91,7 @@ class VirtualReplicas(Callback):
 
         Their number in a process depends on the mode, and a library may choose kernels by that number.
         """
-        if getattr(optimizer, "steps_matrices", False):
+        if isinstance(optimizer, MuonSGD):
             raise ConfigError(
                 f"--virtual_replicas with --model.optimizer={type(optimizer).__name__}, whose bits depend on how many "
                 "matrices a process has",

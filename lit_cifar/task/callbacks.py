@@ -45,7 +45,8 @@ def default_callbacks() -> list[Callback]:
     ]
 
 
-# All callbacks of a run, by the names of their classes, in the order in which they are called.
+# The callbacks that the command line makes, by the names of their classes, in the order in which they are called.
+# Those that the module and the data module add come before the ones that save.
 ORDER = (
     "SameStart",  # ends a run whose processes would differ in what follows
     "StepBoundary",  # acts when the next batch has been fetched, and before anybody uses it

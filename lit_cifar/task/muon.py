@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +33,6 @@ class MuonSGD(Optimizer):
         iterations: Number of Newton-Schulz iterations that make a matrix orthogonal. They are computed in bfloat16 on a
             GPU, in the precision of the parameters on a CPU or if they are float64.
     """
-
-    steps_matrices: ClassVar[bool] = True  # whether a step takes whole matrices, several at once
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from lit_cifar import internals
 from lit_cifar.checks.relations import classes
 from lit_cifar.checks.relations.judging import RELATIONS, Relation, judged
 from lit_cifar.checks.relations.options import with_further_arguments
-from lit_cifar.checks.relations.plan import Limits, Target
+from lit_cifar.checks.relations.plan import LIMIT_S, Limits, Target
 from lit_cifar.checks.verdict import exit_status, summary
 from lit_cifar.errors import ConfigError, nearest
 from lit_cifar.tools.terminal import (
@@ -74,10 +74,12 @@ def relations_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--same", action="append", default=[], metavar="ARGUMENTS", help="Of the script, that should change nothing."
     )
-    parser.add_argument("--batches", type=positive, default=8, metavar="N", help="At most, of an epoch (default: 8).")
-    parser.add_argument("--epochs", type=positive, default=3, metavar="N", help="At most, of a Trainer (default: 3).")
-    parser.add_argument("--steps", type=positive, default=96, metavar="N", help="At most, of a script (default: 96).")
-    parser.add_argument("--limit", type=float, default=60, metavar="S", help="Seconds of a run (default: 60).")
+    for name, of in {"batches": "an epoch", "epochs": "a Trainer", "steps": "a script"}.items():
+        usual = vars(Limits())[name]
+        help = f"At most, of {of} (default: {usual})."
+        parser.add_argument(f"--{name}", type=positive, default=usual, metavar="N", help=help)
+    help = f"Seconds of a run (default: {LIMIT_S:g})."
+    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help=help)
     parser.add_argument("--json", metavar="FILE", help="Write all differences there.")
     return parser
 

@@ -32,7 +32,7 @@ def _class_weights_of_a_part(site: Site, make: Any, mix: Any, labels: Tensor, *a
 )
 def _partners_of_a_part(site: Site, iterate: Any, sampler: TrainSampler) -> Iterator[BatchIds]:
     for part in iterate(sampler):
-        yield part._replace(keys=part.keys[part.place], place=slice(None), whole=part.ids)
+        yield part._replace(keys=part.keys[part.place], place=slice(None))
 
 
 @mutation("a frozen BatchNorm layer moves", "ddp", args=("--model.fine_tuning.freeze=['conv1.*','bn1.*']",))
@@ -41,4 +41,4 @@ def _moving_norm(site: Site) -> None:
         start(*args)
         site.module.network.bn1.training = True
 
-    site.replace(KeepFrozen, "on_train_batch_start", move)
+    site.replace(KeepFrozen, "on_train_start", move)

@@ -20,6 +20,9 @@ class Target:
     folder: str  # the user's working directory
 
 
+LIMIT_S = 60.0  # seconds of a run
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """Where runs are cut."""
