@@ -7,8 +7,9 @@ import pytest
 import torch
 from commands import TINY, callback, graded, last_checkpoint, launch, mode_flags, own_network
 
+from lit_cifar.checks.compare import disagreement
 from lit_cifar.checks.replica_audit.callback import ReplicaAudit
-from lit_cifar.checks.replica_audit.replicas import device_digest, disagreements
+from lit_cifar.checks.replica_audit.replicas import HeldTensors, device_digest
 from lit_cifar.mode import Mode
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64]
@@ -32,15 +33,13 @@ def test_any_flipped_bit_changes_a_digest(dtype: torch.dtype, monkeypatch: pytes
 
 
 def test_a_majority_names_the_rank_that_is_wrong() -> None:
-    right = {"weight": 1, "bias": 2}
-    assert disagreements([0, 1, 2], [right] * 3) == []
-    five = [right, right, {"weight": 5}, right, {"weight": 6}]
-    for ranks, of_ranks, text in (
-        ([0, 1, 2], [right, right | {"bias": 3}, right], "  bias: rank 1 differs from the 2 others"),
-        ([1, 3], [right, {"weight": 1}], "  bias: ranks 1, 3 differ, and there is no majority"),
-        ([*range(5)], five, "  weight: ranks 2, 4 differ from the 3 others"),
+    assert disagreement("bias", {0: 1, 1: 1, 2: 1}) is None
+    for of_ranks, text in (
+        ({0: 1, 1: 3, 2: 1}, "bias: rank 1 differs from the 2 others"),
+        ({1: 1, 3: None}, "bias: ranks 1, 3 differ, and there is no majority"),
+        ({0: 1, 1: 1, 2: 5, 3: 1, 4: 6}, "bias: ranks 2, 4 differ from the 3 others"),
     ):
-        assert str(disagreements(ranks, of_ranks)[0]) == text
+        assert str(disagreement("bias", of_ranks)) == text
 
 
 def flip(flags: list[str] = TINY, **where: int | str) -> list[str]:
@@ -49,26 +48,52 @@ def flip(flags: list[str] = TINY, **where: int | str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("of", "name"),
-    graded(("momentum", "network.fc.bias (momentum_buffer of "), slow=[("parameter", "network.fc.bias")]),
+    ("of", "name", "stop"),
+    graded(
+        ("momentum", "network.fc.bias (momentum_buffer of ", True),
+        slow=[("parameter", "network.fc.bias", True), ("parameter", "network.fc.bias", False)],
+    ),
 )
-def test_a_flipped_bit_is_found_in_the_next_audit(of: str, name: str, tmp_path: Path) -> None:
-    """And every checkpoint is of equal replicas: the last one before the flip was audited."""
-    flags = [*mode_flags("ddp", 3), "--data.batch_size=15", "--data.num_train=91", "--last_checkpoint.every_n_steps=1"]
-    result = launch("fit", *flip(rank=1, of=of), *flags, f"--run_dir={tmp_path}", check=False, ranks=3)
-    assert result.status == 1
+def test_a_flipped_bit_is_found_in_the_next_audit(of: str, name: str, stop: bool, tmp_path: Path) -> None:
+    """And the last checkpoint before the flip was audited."""
+    flags = [*flip(rank=1, of=of), *mode_flags("ddp", 3), "--data.batch_size=15", "--data.num_train=91"]
+    flags += [
+        "--last_checkpoint.every_n_steps=1",
+        *(["--replica_audit.stop=true"] if stop else []),
+        f"--run_dir={tmp_path}",
+    ]
+    result = launch("fit", *flags, check=False, ranks=3)
     assert "replicas differ after optimizer step 4; after step 3 they were equal" in result.stderr, result.stderr
     assert f"  {name}" in result.stderr
     assert "rank 1 differs from the 2 others" in result.stderr
-    assert last_checkpoint(tmp_path)["position"]["global_step"] == 3
+    assert result.status == stop
+    assert last_checkpoint(tmp_path)["position"]["global_step"] == (3 if stop else 5)
+    assert result.stderr.count("replicas differ after") == 1 or stop  # each rank raises its own
 
 
 def test_replicas_of_several_processes_are_compared_part_by_part(tmp_path: Path) -> None:
-    """And the run may go on."""
-    flags = [*flip(own_network("Scaled"), rank=3, of="buffer"), "--replica_audit.stop=false"]
+    """And a buffer, which nothing keeps equal, is named once and ends no run."""
+    flags = [*flip(own_network("Scaled"), rank=3, of="buffer"), "--replica_audit.stop=true"]
     result = launch("fit", *flags, *mode_flags("ddp_pp", 4), f"--run_dir={tmp_path}", ranks=4)
-    assert "replicas differ after optimizer step 4; after step 2 they were equal" in result.stderr, result.stderr
-    assert "scale (buffer): ranks 1, 3 differ, and there is no majority" in result.stderr
+    assert "different on replicas after optimizer step 4" in result.stderr, result.stderr
+    assert result.stderr.count("scale (buffer): ranks 1, 3 differ, and there is no majority") == 1
+    assert last_checkpoint(tmp_path)["position"]["global_step"] == 5
+
+
+def test_only_what_is_trained_is_kept_equal() -> None:
+    network = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, bias=False), torch.nn.BatchNorm1d(1))
+    network[1].requires_grad_(False)
+    network.register_buffer("seen", torch.zeros(1))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    for parameter in network.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    strategy = SimpleNamespace(root_device=torch.device("cpu"), model=network)
+    held = HeldTensors(SimpleNamespace(strategy=strategy, optimizers=[optimizer]), network)  # type: ignore[arg-type]
+    trained = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert {name for name, _, is_kept in held._tensors() if is_kept} == {
+        *trained, *(f"{name} (momentum_buffer of SGD)" for name in trained)
+    }  # fmt: skip
+    assert [name for name, _, is_kept in held._tensors() if not is_kept] == ["1.weight", "seen (buffer)"]
 
 
 class Elsewhere:

@@ -432,7 +432,7 @@ def test_equal_parts_must_be_equal_in_all_processes() -> None:
     here, there = {"fc.bias (parameters)": ("", None, "a")}, {"fc.bias (parameters)": ("", None, "b")}
     assert peer_problems(snapshots(here, here)) == []
     assert peer_problems(snapshots(here, here, there)) == [
-        "step 1: fc.bias (parameters) of process 2 is not that of process 0"
+        "step 1: fc.bias (parameters): rank 2 differs from the 2 others"
     ]
     # Other parts may differ, and what only one process holds.
     states: list[State] = [

@@ -1,7 +1,8 @@
-"""The difference of two states: tensors and numbers by name."""
+"""The difference of two states, tensors and numbers by name, and of what several ranks hold."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,31 @@ def difference(one: Any, other: Any, *, least_scale: float = 0.0, equal_nan: boo
         return 0.0
     largest = max(float(first.abs().max()), float(second.abs().max()), least_scale)
     return float((first - second).abs().max()) / largest if largest > _TINY else 0.0
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """A tensor that is not the same on all ranks that hold it."""
+
+    name: str
+    ranks: tuple[int, ...]  # ranks that differ from the majority; all ranks, if there is none
+    num_others: int  # size of the majority; 0 if there is none
+
+    def __str__(self) -> str:
+        ranks = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
+        if not self.num_others:
+            return f"{self.name}: {ranks} differ, and there is no majority"
+        return f"{self.name}: {ranks} differ{'s' * (len(self.ranks) == 1)} from the {self.num_others} others"
+
+
+def disagreement(name: str, of_ranks: Mapping[int, Hashable]) -> Disagreement | None:
+    """Compare digests by rank. Nobody can say which of two ranks is right."""
+    (common, number), *others = Counter(of_ranks.values()).most_common()
+    if not others:
+        return None
+    has_majority = 2 * number > len(of_ranks)
+    ranks = (rank for rank, value in of_ranks.items() if not has_majority or value != common)
+    return Disagreement(name, tuple(ranks), number if has_majority else 0)
 
 
 def _in_double(value: Any) -> Tensor:

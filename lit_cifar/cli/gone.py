@@ -21,7 +21,7 @@ INSTEAD: dict[str, str] = {
     "relations --only=groups": "--also=PACKAGE.FUNCTION, a relation of your own",
     "relations --only=recomputation": "--same=ARGUMENTS that turn your checkpointing of activations off",
     "verify --module": "relations --module=CLASS --data=CLASS -- FLAGS",
-    "--replica_audit.exclude": "nothing; replicas that differ end the run (--replica_audit.stop)",
+    "--replica_audit.exclude": "nothing; what need not be equal is said once and ends no run",
     "lit_cifar.Replay": "python -m lit_cifar relations train.py",
     # Commands.
     "lit_cifar.tools.bench.memory.TrainingMemory": "analysis.memory.TrainingMemory, with PYTHONPATH=notebooks",

@@ -21,20 +21,20 @@ _MAX_LINES = 8
 
 
 class ReplicaAudit(Callback):
-    """Compares the copies of parameters, optimizer states, and constant buffers on all ranks.
+    """Compares the copies of parameters, optimizer states, and buffers on all ranks.
 
     Ordinary steps do not wait for it. In an audit each rank sends two numbers; only if they differ are all digests
-    gathered, and the majority is right. A checkpoint is written after an audit, so checkpoints on the disk are of equal
-    replicas.
+    gathered, and the majority is right. An audit comes before each checkpoint.
 
     It works with `DistributedDataParallel` and with this package's strategies. For others it tells once why not.
 
     Args:
         every_n_steps: Optimizer steps between two audits; 0 for none.
-        stop: End the training where replicas differ, by a `ReplicaAuditError` on every rank. With false rank 0 warns.
+        stop: End a training whose trained parameters or optimizer states differ, by a `ReplicaAuditError` on every
+            rank. Without it rank 0 warns once. What nothing keeps equal, such as a buffer, ends no training.
     """
 
-    def __init__(self, every_n_steps: int = 200, *, stop: bool = True) -> None:
+    def __init__(self, every_n_steps: int = 200, *, stop: bool = False) -> None:
         if every_n_steps < 0:
             problem = f"--replica_audit.every_n_steps={every_n_steps} is less than 0"
             raise ConfigError(problem, remedy="pass 200, or 0 for none")
@@ -70,12 +70,17 @@ class ReplicaAudit(Callback):
 
     def _audit(self, trainer: Trainer, held: "HeldTensors") -> None:
         self._step = trainer.global_step
-        if not (found := held.disagreements()):
+        found, others = held.disagreements()
+        if others:
+            what = f"different on replicas after optimizer step {self._step}, and DDP does not keep them equal"
+            rank_zero_info("\n".join([what, *at_most(_MAX_LINES, [f"  {each}" for each in others])]))
+        if not found:
             self._equal = self._step
             return
         what = f"replicas differ after optimizer step {self._step}; after step {self._equal} they were equal"
         good = "checkpoints that were written until then are good: go on from the newest of them"
-        message = "\n".join([what, *at_most(_MAX_LINES, found), good])
+        message = "\n".join([what, *at_most(_MAX_LINES, [f"  {each}" for each in found]), good])
         if self.stop:
             raise ReplicaAuditError(message)
-        rank_zero_warn(message)
+        rank_zero_warn(f"{message}\nThe training goes on, and replicas are not compared again")
+        self._held = None

@@ -1,10 +1,8 @@
 """Tensors that several ranks hold, and the ranks whose tensors differ."""
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 from zlib import crc32
 
 import torch
@@ -12,28 +10,15 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lit_cifar import internals
+from lit_cifar.checks.compare import Disagreement, disagreement
 from lit_cifar.checks.tensors import dense
 from lit_cifar.mode import mode_of
 
 _CHUNK = 2**18  # words that are added at a time: 2 MiB of each of two intermediate results
 _FACTOR = 0x9E3779B1
-
-
-@dataclass(frozen=True)
-class Disagreement:
-    """A tensor that is not the same on all ranks that hold it."""
-
-    name: str
-    ranks: tuple[int, ...]  # ranks that differ from the majority; all ranks, if there is none
-    num_others: int  # size of the majority; 0 if there is none
-
-    def __str__(self) -> str:
-        ranks = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
-        if not self.num_others:
-            return f"  {self.name}: {ranks} differ, and there is no majority"
-        return f"  {self.name}: {ranks} differ{'s' * (len(self.ranks) == 1)} from the {self.num_others} others"
 
 
 def why_not_compared(trainer: Trainer) -> str:
@@ -53,23 +38,29 @@ def why_not_compared(trainer: Trainer) -> str:
 
 
 class HeldTensors:
-    """The tensors that this rank holds and others hold too."""
+    """The tensors that this rank holds and others hold too.
+
+    `DistributedDataParallel` keeps the parameters equal that it trains, and with them what an optimizer knows of these.
+    Nothing keeps other parameters and buffers equal once a training has begun.
+    """
 
     def __init__(self, trainer: Trainer, module: nn.Module) -> None:
         strategy: Any = trainer.strategy
-        self._module, self._optimizers = module, trainer.optimizers
+        self._module, self._ddp, self._optimizers = module, strategy.model, trainer.optimizers
         self._device = strategy.root_device
         self._group = mode_of(strategy).data_group or dist.group.WORLD
         # Ranks that hold a replica together hold copies of tensors that others of them train, and these may be old.
         self._left_out = mode_of(strategy).trained_elsewhere() | {*_own_statistics(module)}
-        self._first = {name: device_digest(buffer).item() for name, buffer in self._buffers()}
-        self._ignored: set[str] | None = None  # buffers that each rank changes in its own way
+        self._returned: set[str] = set()  # what nothing keeps equal, and has differed
 
-    def disagreements(self) -> list[Disagreement]:
-        """Tensors that are not the same in all replicas; every rank must call this and gets the same."""
-        found = self._found_in_buffers() if self._ignored is None else []
-        digests = {name: device_digest(tensor) for name, tensor in self._tensors()}
-        digests = {"": torch.zeros((), dtype=torch.int64)} | digests  # a stage of a pipeline may have no tensors
+    def disagreements(self) -> tuple[list[Disagreement], list[Disagreement]]:
+        """What differs between replicas though it is kept equal, and what else differs, which is returned once.
+
+        Every rank must call this and gets the same.
+        """
+        held = {name: (device_digest(tensor), is_kept) for name, tensor, is_kept in self._tensors()}
+        # A stage of a pipeline may have no tensors.
+        digests = {"": torch.zeros((), dtype=torch.int64)} | {name: value for name, (value, _) in held.items()}
         weights = torch.tensor([2 * crc32(name.encode()) + 1 for name in digests], device=self._device)
         own = (torch.stack([value.to(self._device) for value in digests.values()]) * weights).sum()
         least = torch.stack([own, ~own])  # the complement of the least complement is the largest
@@ -77,51 +68,44 @@ class HeldTensors:
         apart = (least[0] != ~least[1]).int()
         if self._group is not dist.group.WORLD:
             dist.all_reduce(apart, op=dist.ReduceOp.MAX)
-        if apart.item():
-            groups = self._gathered({name: value.item() for name, value in digests.items()})
-            found += dict.fromkeys(each for ranks, of_ranks in groups for each in disagreements(ranks, of_ranks))
-        return found
+        if not apart.item():
+            return [], []
+        return self._gathered({name: (int(value), is_kept) for name, (value, is_kept) in held.items()})
 
-    def _gathered(self, value: Any) -> Iterator[tuple[Sequence[int], list[Any]]]:
-        """The ranks of each group of replicas, and their values."""
-        of_ranks = of_all_ranks((dist.get_process_group_ranks(self._group), value))
-        for rank, (ranks, _) in enumerate(of_ranks):
-            if rank == ranks[0]:
-                yield ranks, [of_ranks[each][1] for each in ranks]
+    def _gathered(self, held: "_Digests") -> tuple[list[Disagreement], list[Disagreement]]:
+        """Compare the digests within each group of replicas."""
+        of_ranks: list[tuple[list[int], _Digests]] = of_all_ranks((dist.get_process_group_ranks(self._group), held))
+        kept: dict[Disagreement, None] = {}
+        others: dict[Disagreement, None] = {}
+        for ranks in dict.fromkeys(tuple(ranks) for ranks, _ in of_ranks):
+            by_rank = {rank: of_ranks[rank][1] for rank in ranks}
+            for name in dict.fromkeys(name for of_rank in by_rank.values() for name in of_rank):
+                values = {rank: of_rank.get(name, (None, False)) for rank, of_rank in by_rank.items()}
+                if found := disagreement(name, {rank: value for rank, (value, _) in values.items()}):
+                    is_kept = any(is_kept for _, is_kept in values.values())
+                    (kept if is_kept else others)[found] = None
+        self._returned |= {found.name for found in others}
+        return [*kept], [*others]
 
-    def _found_in_buffers(self) -> list[Disagreement]:
-        """Differences of constant buffers. Buffers that most ranks have changed are statistics, which may differ."""
-        now = {name: device_digest(buffer).item() for name, buffer in self._buffers()}
-        self._ignored = set()
-        found = []
-        for ranks, of_ranks in self._gathered({name: (bits, bits != self._first[name]) for name, bits in now.items()}):
-            for name in of_ranks[0]:
-                values = [of_rank[name] for of_rank in of_ranks]
-                if len(set(values)) > 1:
-                    self._ignored.add(name)
-                    if 2 * sum(changed for _, changed in values) <= len(ranks):
-                        found += disagreements(ranks, [{name: value} for value in values])
-        return found
-
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        for name, buffer in self._module.named_buffers():
-            if buffer not in self._left_out:
-                yield f"{name} (buffer)", buffer
-
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """Name, tensor, and whether it is kept equal."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self._module.named_parameters()}
-        yield from ((name, parameter) for parameter, name in names.items() if parameter not in self._left_out)
+        ignored = self._ddp.parameters_to_ignore if isinstance(self._ddp, DistributedDataParallel) else ()
+        kept = {parameter for parameter, name in names.items() if parameter.requires_grad and name not in ignored}
+        held = [(name, parameter, parameter in kept) for parameter, name in names.items()]
+        held += [(f"{name} (buffer)", buffer, False) for name, buffer in self._module.named_buffers()]
+        yield from (each for each in held if each[1] not in self._left_out and each[0] not in self._returned)
         for optimizer in self._optimizers:
             if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
                 continue  # each rank holds a part
             for parameter, state in optimizer.state.items():
-                if parameter not in self._left_out:
+                if parameter in kept and parameter not in self._left_out:
                     for key, value in state.items():
                         if isinstance(value, Tensor):
-                            yield f"{names.get(parameter, '?')} ({key} of {type(optimizer).__name__})", value
-        for name, buffer in self._buffers():
-            if name not in (self._ignored or ()):
-                yield name, buffer
+                            yield f"{names[parameter]} ({key} of {type(optimizer).__name__})", value, True
+
+
+_Digests: TypeAlias = dict[str, tuple[int | None, bool]]
 
 
 def of_all_ranks(value: Any) -> list[Any]:
@@ -155,22 +139,6 @@ def device_digest(tensor: Tensor) -> Tensor:
 @cache
 def _weights(number: int, device: torch.device) -> Tensor:
     return 2 * _FACTOR * torch.arange(number, device=device) + 1
-
-
-def disagreements(ranks: Sequence[int], of_ranks: Sequence[Mapping[str, Any]]) -> list[Disagreement]:
-    """Tensors that are not the same on all ranks. Of two ranks that differ nobody can say which is right."""
-    found = []
-    for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
-        values = [of_rank.get(name) for of_rank in of_ranks]
-        (common, number), *others = Counter(values).most_common()
-        if not others:
-            continue
-        if 2 * number > len(values):
-            wrong = tuple(rank for rank, value in zip(ranks, values, strict=True) if value != common)
-            found.append(Disagreement(name, wrong, number))
-        else:
-            found.append(Disagreement(name, tuple(ranks), 0))
-    return found
 
 
 def _own_statistics(module: nn.Module) -> Iterator[Tensor]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from lit_cifar.checkpoint.atomic import LAST
 from lit_cifar.checkpoint.format import read_checkpoint
+from lit_cifar.checks.compare import disagreement
 from lit_cifar.tools.verify.record import Record, first_of
 from lit_cifar.tools.verify.recorder import Snapshot, short_digest
 
@@ -67,15 +68,16 @@ def own_problems(record: Record) -> list[str]:
 
 def peer_problems(snapshots: Sequence[Snapshot]) -> list[str]:
     """The first difference, at each moment, between processes that must hold the same."""
-    seen: dict[tuple[str, str, str, int | None], tuple[int, str]] = {}
-    found: dict[str, list[str]] = {}
+    holders: dict[str, dict[tuple[str, str, int | None], dict[int, str]]] = {}
     for peer in snapshots:
+        held = holders.setdefault(peer.when, {})
         for name, (part, replica, digest) in peer.state.items():
-            rank, former = seen.setdefault((peer.when, name, part, replica), (peer.rank, digest))
-            if digest != former:
-                problem = f"{peer.when}: {name} of process {peer.rank} is not that of process {rank}"
-                found.setdefault(peer.when, []).append(problem)
-    return [problem for of_moment in found.values() for problem in first_of(of_moment)]
+            held.setdefault((name, part, replica), {})[peer.rank] = digest
+    problems = []
+    for when, held in holders.items():
+        found = (disagreement(name, of_ranks) for (name, _, _), of_ranks in held.items())
+        problems += first_of([f"{when}: {each}" for each in found if each])
+    return problems
 
 
 def change_problems(snapshots: Sequence[Snapshot]) -> list[str]:
