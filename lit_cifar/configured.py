@@ -15,7 +15,7 @@ def arguments_of(config: Namespace | Mapping[str, Any]) -> dict[str, Any]:
     return {**config.get("init_args", {}), **config.get("dict_kwargs", {})}
 
 
-def made(config: Namespace | Mapping[str, Any], *args: Any, **changed: Any) -> Any:
+def made(config: Namespace | Mapping[str, Any], /, *args: Any, **changed: Any) -> Any:
     """What the class or function returns for `args` and the arguments in `config`, some of them `changed`."""
     return resolve_name(config["class_path"])(*args, **arguments_of(config) | changed)
 

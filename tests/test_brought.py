@@ -4,7 +4,11 @@ What observes a run changes no bit of it; what decides in it decides alike after
 refuses the others before the first step; `test_refusals` has their messages.
 """
 
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -115,16 +119,43 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return of
 
 
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Installs a package, with what it needs and this environment lacks, into a folder of its own."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+
+    @cache
+    def into(package: str) -> Path:
+        folder = tmp_path_factory.mktemp(package)
+        if find_spec(package):
+            return folder
+        asked = subprocess.run([*pip, "--dry-run", "--report", "-", package], capture_output=True, text=True)
+        if asked.returncode:
+            pytest.skip(f"{package} is not installed, and pip cannot install it")
+        lacks = [
+            f"{each['metadata']['name']}=={each['metadata']['version']}" for each in json.loads(asked.stdout)["install"]
+        ]
+        subprocess.run([*pip, "--no-deps", f"--target={folder}", *lacks], check=True)
+        return folder
+
+    return into
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mode", ["single", "ddp"])
 @pytest.mark.parametrize("name", BROUGHT)
 def test_what_people_bring_works_and_goes_on_after_a_resume(
-    name: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: Callable[[str], str]
+    name: str,
+    mode: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    without: Callable[[str], str],
+    installed: Callable[[str], Path],
 ) -> None:
     brought, run = BROUGHT[name], tmp_path / "run"
-    if brought.needs and find_spec(brought.needs) is None:
-        pytest.skip(f"{brought.needs} is not installed")
+    if brought.needs:
+        monkeypatch.setenv("PYTHONPATH", str(installed(brought.needs)), prepend=os.pathsep)
     for variable in ("DO_NOT_TRACK", "MLFLOW_DISABLE_TELEMETRY"):
         monkeypatch.setenv(variable, "true")
     monkeypatch.chdir(tmp_path)

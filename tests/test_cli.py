@@ -223,6 +223,27 @@ def test_what_only_the_run_itself_finds_is_said_in_words_too(words: str, trained
     assert subcommand == "fit" or not (tmp_path / "run").exists()
 
 
+def test_every_path_is_expanded_in_one_place_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[CLI] = []
+    monkeypatch.setattr(CLI, "_run_subcommand", lambda cli, subcommand: made.append(cli))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
+    (tmp_path / "settings.yaml").write_text("run_dir: $SCRATCH/x")
+    flags = ["fit", *TINY, "--data.root=~/data", *callback("ModelCheckpoint", dirpath="~/kept")]
+    logger = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=${SCRATCH}"]
+    run_here(*flags, *logger, f"--config={tmp_path / 'settings.yaml'}")
+    (cli,) = made
+    assert cli._arguments.run_dir == f"{tmp_path}/scratch/x"
+    assert cli._arguments.data.root == f"{tmp_path}/home/data"
+    assert cli._own_loggers[0].init_args.save_dir == f"{tmp_path}/scratch"
+    assert f"{tmp_path}/home/kept" in [str(getattr(each, "dirpath", "")) for each in cli.trainer.callbacks]
+    refused(*flags, "--run_dir=~nobody-here/x", says=["--run_dir=~nobody-here/x: there is no ~nobody-here"])
+    refused(*flags, "--run_dir=$NONE/x", says=["--run_dir=$NONE/x: there is no $NONE"])
+    refused("test", "~/none", says=[f"{tmp_path}/home/none"])
+    assert [path.name for path in tmp_path.iterdir()] == ["settings.yaml"]
+
+
 def test_a_run_leaves_alone_what_is_there(trained: Path, tmp_path: Path) -> None:
     """The folder of another run, and a file."""
     before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}

@@ -28,6 +28,7 @@ from lit_cifar.checkpoint.files import CheckpointFiles
 from lit_cifar.checks.replica_audit.callback import ReplicaAudit
 from lit_cifar.checks.watchdog.callback import Watchdog
 from lit_cifar.cli.gone import refuse_words
+from lit_cifar.cli.paths import expand_paths
 from lit_cifar.cli.preflight import check_run, check_sizes
 from lit_cifar.cli.start import Start, check_unasked_resume, spelled_out
 from lit_cifar.cli.trainer_arguments import check_arguments, check_bounds
@@ -147,6 +148,7 @@ class CLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse `args`; Lightning's own step warns when a test or a notebook passes some."""
         self.config = parser.parse_args(args)
+        expand_paths(vars(self._arguments))
         check_bounds(self._arguments)
 
     # Data, model and trainer.

@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lit_cifar.checkpoint.atomic import best_of
 from lit_cifar.checkpoint.exact_resume import StartingPoint
+from lit_cifar.cli.paths import expanded
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.dataset import Dataset
 from lit_cifar.errors import ConfigError
@@ -20,6 +21,7 @@ def spelled_out(words: list[str]) -> list[str]:
     if words[0] not in ("validate", "test", "predict") or len(words) == 1 or words[1].startswith("-"):
         return words
     command, folder, *flags = words
+    folder = expanded(folder, given=folder)
     return [command, f"--config={Path(folder, CONFIG)}", f"--ckpt_path={best_of(Path(folder))}", *flags]
 
 

@@ -93,7 +93,7 @@ def writable(name: str | None) -> Path | None:
     """The file that --json names, if it is given, checked to be writable now and not only at the end."""
     if name is None:
         return None
-    path = Path(name)
+    path = Path(name).expanduser()
     try:
         existed = path.exists()
         with path.open("ab"):

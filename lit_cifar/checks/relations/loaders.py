@@ -63,7 +63,10 @@ class Loaders:
         make(loader, *args, **settings)
         if not self._is_read_again:  # workers have random numbers of their own
             self._trace.script.has_workers |= loader.num_workers > 0
-            loader.num_workers, loader.timeout = 0, 0
+            # Lightning makes a loader once more by these, and torch refuses what only workers need.
+            alone = {"num_workers": 0, "timeout": 0, "prefetch_factor": None, "persistent_workers": False}
+            vars(loader).update(alone)
+            loader.multiprocessing_context = None
         if self._number(loader) is None:
             self._datasets.append(loader.dataset)
 

@@ -1,0 +1,42 @@
+"""Paths as a user writes them."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+
+from lit_cifar.errors import ConfigError
+
+# Options that hold a path, by their last name, of ours and of other people's loggers and callbacks.
+_NAMES = {"run_dir", "ckpt_path", "root", "predict_dir", "weights", "dirpath", "save_dir", "root_dir"}
+
+
+def expand_paths(config: dict[str, Any], prefix: str = "--") -> None:
+    """Expand, in place, every path in a parsed configuration."""
+    for name, value in config.items():
+        if isinstance(value, str) and name in _NAMES:
+            config[name] = expanded(value, given=f"{prefix}{name}={value}")
+        for inner in value if isinstance(value, list) else [value]:
+            if isinstance(inner, Namespace | dict):
+                expand_paths(vars(inner) if isinstance(inner, Namespace) else inner, f"{prefix}{name}.")
+
+
+def expanded(path: str, *, given: str) -> str:
+    """`path` with the folder of `~` or `~user` and the values of `$VARIABLES`, which a shell leaves alone after a "=".
+
+    Raises:
+        ConfigError: There is no such user or variable. `given` is what to quote.
+    """
+    found = os.path.expandvars(path)
+    try:
+        found = str(Path(found).expanduser()) if "~" in found else found
+    except RuntimeError:
+        unknown = Path(found).parts[0]
+    else:
+        named = re.search(r"\$(\w+|\{\w+\})", found)
+        if named is None:
+            return found
+        unknown = named[0]
+    raise ConfigError(f"{given}: there is no {unknown}", remedy="write the path out, from / on")
