@@ -90,7 +90,7 @@ def told(stderr: str) -> str:
 
 
 # A third of the usual time for a process that is stopped; and an end of those that hang, long before torch gives up.
-SOON, IMPATIENT = "--watchdog.timeout_s=6", "--watchdog.hang_timeout_s=6"
+SOON, IMPATIENT = "--watchdog.timeout_s=6", "--watchdog.hang_timeout_s=15"
 
 
 @pytest.mark.parametrize(

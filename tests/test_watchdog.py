@@ -42,7 +42,7 @@ from lit_cifar.checks.watchdog.diagnosis import (
     updated,
 )
 from lit_cifar.checks.watchdog.heartbeat import Heartbeat, Member, Sight, this_process
-from lit_cifar.checks.watchdog.monitor import BEAT_S, FIRST_TIME_S, Monitor
+from lit_cifar.checks.watchdog.monitor import BEAT_S, Monitor
 from lit_cifar.checks.watchdog.progress import Progress, place_of
 from lit_cifar.checks.watchdog.store import HeartbeatStore, News, prepare
 from lit_cifar.cli.main import main
@@ -315,15 +315,12 @@ class Cluster:
             for rank, board in enumerate(self.boards)
         ]
 
-    def run(
-        self, for_s: float, *, every_s: float = BEAT_S, without: set[int] = frozenset(), moves: bool = True
-    ) -> Verdict | None:
+    def run(self, for_s: float, *, every_s: float = BEAT_S, without: set[int] = frozenset()) -> Verdict | None:
         """The first verdict within this time, in which the other ranks get on, or none."""
         end = self.clock.now + for_s
         while self.clock.now < end:
             for rank, watch in enumerate(self.watches):
-                if moves:
-                    watch.progress.note("step", step=1)
+                watch.progress.note(step=1)
                 if rank not in without and (verdict := watch._tick()) is not None:
                     return verdict
             self.clock.now += every_s
@@ -449,9 +446,6 @@ def test_of_two_failures_both_processes_blame_the_first_and_one_says_so(capsys: 
 
 def test_where_none_gets_on_all_end_with_their_workers(capsys: pytest.CaptureFixture[str]) -> None:
     pair = Pair(patience=Patience(2, 2))
-    for watch in pair.watches:
-        for _ in range(2):
-            watch.progress.note("step", step=4)
     worker = in_fork(lambda: time.sleep(60), daemon=True)
     pair.start().join()
     worker.join(5)
@@ -460,20 +454,6 @@ def test_where_none_gets_on_all_end_with_their_workers(capsys: pytest.CaptureFix
     assert verdict is not None
     assert (verdict.rank, verdict.kind) == (NOBODY, "hung")
     assert __file__ in capsys.readouterr().err  # where the main thread is
-
-
-def test_a_run_is_not_hung_that_does_something_for_the_first_time_or_has_waited_long_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(progress, "place_of", lambda frames: "train.py:1")
-    cluster = Cluster(2, patience=BRIEF)
-    for watch in cluster.watches:
-        watch.progress.note("save", step=1)
-    assert cluster.run(FIRST_TIME_S - 5, moves=False) is None
-    cluster = Cluster(2, patience=BRIEF)
-    for rest_s, goes_on in ((10, True), (45, True), (300, False)):
-        assert cluster.run(2) is None
-        assert (cluster.run(rest_s, moves=False) is None) == goes_on
 
 
 def test_a_stopped_process_is_named_and_killed(
@@ -508,7 +488,7 @@ def test_who_comes_to_another_line_or_calls_a_hook_is_not_idle(monkeypatch: pyte
         frames = [FrameSummary("train.py", line, "f")]
         monkeypatch.setattr(progress, "_frames_of", lambda thread_id, frames=frames: frames)
         if hook:
-            watched.note("step", step=1)
+            watched.note(step=1)
         watched.look(1.5)
         assert watched.idle_s == idle_s
 
@@ -519,9 +499,7 @@ def test_the_hooks_note_that_the_main_thread_gets_on() -> None:
     watched = Progress()
     callback._watch = cast(Any, SimpleNamespace(progress=watched))
     callback.on_train_batch_start(trainer, cast(Any, None), None, 0)
-    assert (watched.step, watched.is_first_time) == (3, True)
-    callback.on_train_batch_start(trainer, cast(Any, None), None, 1)
-    assert not watched.is_first_time
+    assert watched.step == 3
 
 
 def test_with_a_time_of_zero_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:

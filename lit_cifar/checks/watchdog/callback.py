@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -45,10 +44,9 @@ class Watchdog(Callback):
         timeout_s: Seconds without a heartbeat after which a process counts as dead, unless it is seen to run. The least
             value is 5; with 0 there is no watchdog, as a debugger needs.
         hang_timeout_s: Seconds after which the run is ended in which no rank has got on: none has begun or ended a
-            batch, or come to another line of Python. A wait of five times the longest one that came to an end ends no
-            run, nor one of ten minutes in what rank 0 does for the first time, such as to compile, to validate, or to
-            write a checkpoint. By default only torch gives up, when a collective operation has waited for as long as
-            the strategy's `timeout`, which is half an hour.
+            batch, or come to another line of Python: more than the longest call takes, such as to compile. By default
+            only torch gives up, when a collective operation has waited for as long as the strategy's `timeout`, which
+            is half an hour.
     """
 
     def __init__(self, timeout_s: float = 20.0, hang_timeout_s: float | None = None) -> None:
@@ -126,16 +124,13 @@ def _end_at_once() -> None:
     os._exit(1)
 
 
-def _noting(name: str) -> Callable[..., None]:
-    def hook(self: Watchdog, trainer: Trainer, *_: Any, **__: Any) -> None:
-        if self._watch is not None:
-            self._watch.progress.note(name, step=trainer.global_step)
-
-    return hook
+def _note(self: Watchdog, trainer: Trainer, *_: Any, **__: Any) -> None:
+    if self._watch is not None:
+        self._watch.progress.note(step=trainer.global_step)
 
 
 for _name in HOOKS:
-    setattr(Watchdog, _name, _noting(_name))
+    setattr(Watchdog, _name, _note)
 
 
 def _was_launched(trainer: Trainer) -> bool:

@@ -20,7 +20,6 @@ from lit_cifar.checks.watchdog.diagnosis import (
     Verdict,
     diagnose,
     diagnose_judge,
-    idle_s,
     updated,
 )
 from lit_cifar.checks.watchdog.heartbeat import Heartbeat, Mates, Member, Sight
@@ -38,11 +37,6 @@ _STATES = ("unseen", "running", "stopped", "gone")  # states of one process, in 
 _FAREWELL_S = 10.0
 # The most seconds that a turn counts. In a longer one this process was not run, as after Ctrl-Z, and has seen nothing.
 _MOST_S = 2.0
-# What is done for the first time may compile, tune or load, so its duration cannot be predicted. Ten minutes are
-# torch's own limit for a collective operation of NCCL.
-FIRST_TIME_S = 600.0
-# A run is not hung before this multiple of the longest time in which no rank has got on and that came to an end.
-FACTOR = 5.0
 
 
 def start_monitor(trainer: Trainer, *, timeout_s: float, hang_timeout_s: float) -> "Monitor":
@@ -101,7 +95,6 @@ class Monitor(threading.Thread):
         self._is_judge = rank == JUDGE
         self._board = board
         self._patience = patience
-        self._idle_s = self._longest_idle_s = 0.0  # time in which no rank has got on, and the longest that ended
         self._grace_s = grace_s
         self._end = end
         self._failure: str | None = None
@@ -212,13 +205,7 @@ class Monitor(threading.Thread):
         self._peers = updated(self._peers, beats, sights, now=self._listened_s)
 
     def _judge_all(self) -> Verdict | None:
-        now = self._listened_s
-        idle_before_s, self._idle_s = self._idle_s, idle_s(self._peers, now=now)
-        if self._idle_s < idle_before_s:
-            self._longest_idle_s = max(self._longest_idle_s, idle_before_s)
-        first_time_s = FIRST_TIME_S if self.progress.is_first_time else 0.0
-        hung_s = max(self._patience.hung_s, FACTOR * self._longest_idle_s, first_time_s)
-        verdict = diagnose(self._peers, now=now, patience=self._patience._replace(hung_s=hung_s))
+        verdict = diagnose(self._peers, now=self._listened_s, patience=self._patience)
         if verdict is not None:
             self._board.exchange(replace(self._beat({}), verdict=verdict), wait_s=_FAREWELL_S)
         return verdict

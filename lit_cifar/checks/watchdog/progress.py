@@ -20,17 +20,13 @@ class Progress:
 
     def __init__(self) -> None:
         self._main_thread = threading.main_thread().ident or 0
-        self._hooks: set[str] = set()
         self._noted = True
-        self.is_first_time = True  # whether what follows the newest hook is done for the first time, and may compile
         self.step = 0  # optimizer steps that are done
         self.place = ""  # line at which the main thread is
         self.idle_s = 0.0  # time in which that thread has called no hook and was at one place
 
-    def note(self, hook: str, *, step: int) -> None:
+    def note(self, *, step: int) -> None:
         """Note that the main thread gets on."""
-        self.is_first_time = hook not in self._hooks
-        self._hooks.add(hook)
         self.step, self._noted = step, True
 
     def look(self, passed_s: float) -> None:
