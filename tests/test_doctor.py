@@ -20,8 +20,16 @@ from lit_cifar import LitResNet
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode.table import MODES, Row
 from lit_cifar.tools.doctor import command
-from lit_cifar.tools.doctor.command import ALL_MODES, COPY_MODES, Check, Examination, check_copies, print_page
-from lit_cifar.tools.doctor.modes import MachineFinding, ModeRow, cores_and_gpus, mode_table
+from lit_cifar.tools.doctor.command import (
+    ALL_MODES,
+    COPY_MODES,
+    Check,
+    Examination,
+    MachineFinding,
+    check_copies,
+    print_page,
+)
+from lit_cifar.tools.doctor.modes import ModeRow, cores_and_gpus, mode_table
 
 CPU = torch.device("cpu")
 

@@ -562,20 +562,6 @@ def test_only_a_copy_of_a_rank_follows_it(is_copy: bool, monkeypatch: pytest.Mon
     assert launched_by_lightning(cast(Any, SimpleNamespace(strategy=strategy, local_rank=1))) == is_copy
 
 
-@pytest.mark.parametrize("launched", [True, False])
-def test_only_a_rank_whose_launcher_waits_ends_at_once(launched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's own process has other things to do at its end."""
-    at_exit: list[Any] = []
-    monkeypatch.setattr("atexit.register", at_exit.append)
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("sys.excepthook", None)
-    monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: launched)
-    watchdog, trainer = Watchdog(), cast(Any, SimpleNamespace(global_rank=0, strategy=SimpleNamespace(launcher=None)))
-    watchdog._watch = cast(Any, SimpleNamespace(fail=lambda failure: SimpleNamespace(rank=1)))
-    watchdog.on_exception(trainer, cast(Any, None), RuntimeError("another rank has closed its connection"))
-    assert len(at_exit) == launched
-
-
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_a_process_whose_starter_lives_goes_on(method: str) -> None:
     """The kernel's parent of the last is a fork server."""

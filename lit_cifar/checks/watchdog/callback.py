@@ -1,9 +1,7 @@
 """Ends a run of several processes when one of them has died or hangs, and reports which."""
 
-import atexit
 import math
 import multiprocessing
-import os
 import signal
 import sys
 import threading
@@ -17,8 +15,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_cifar import internals
 from lit_cifar.errors import ConfigError, Stopped
-from lit_cifar.launch.signals import flush_streams, launched_by_lightning
-from lit_cifar.launch.startup import exit_with_parent, kill_workers
+from lit_cifar.launch.signals import launched_by_lightning
+from lit_cifar.launch.startup import exit_with_parent
 
 if TYPE_CHECKING:
     from lit_cifar.checks.watchdog.monitor import Monitor
@@ -70,9 +68,11 @@ class Watchdog(Callback):
         if (error := next(internals.missing(internals.WATCHDOG), None)) is not None:
             rank_zero_warn(f"the processes are not watched: {error.problem}")
             return
-        if _was_launched(trainer):
+        is_spawned = multiprocessing.parent_process() is not None
+        # The process that started this one belongs to the run; a shell may exit before the run.
+        if is_spawned or dist.is_torchelastic_launched() or launched_by_lightning(trainer):
             exit_with_parent()
-        if multiprocessing.parent_process() is not None:
+        if is_spawned:
             # Lightning handles exceptions of a spawned process in the parent, and does not call `on_exception`.
             trainer._run_stage = partial(self._run_stage, trainer, pl_module)  # type: ignore[method-assign]
         from lit_cifar.checks.watchdog.monitor import start_monitor  # one process needs no monitor
@@ -97,8 +97,6 @@ class Watchdog(Callback):
         verdict = self._watch.fail("\n".join(shown))
         if verdict is not None and verdict.rank != trainer.global_rank:
             sys.excepthook = lambda *_: None
-            if _was_launched(trainer):
-                atexit.register(_end_at_once)
 
     def _run_stage(self, trainer: Trainer, pl_module: LightningModule) -> Any:
         del trainer._run_stage  # the method of the class takes over again
@@ -114,16 +112,6 @@ class Watchdog(Callback):
         self._watch = None
 
 
-def _end_at_once() -> None:
-    """End a process that another one has failed, once its files are written.
-
-    A launcher waits for it before it starts new ones, and the interpreter takes two seconds to clear a million objects.
-    """
-    flush_streams()
-    kill_workers()
-    os._exit(1)
-
-
 def _note(self: Watchdog, trainer: Trainer, *_: Any, **__: Any) -> None:
     if self._watch is not None:
         self._watch.progress.note(step=trainer.global_step)
@@ -131,9 +119,3 @@ def _note(self: Watchdog, trainer: Trainer, *_: Any, **__: Any) -> None:
 
 for _name in HOOKS:
     setattr(Watchdog, _name, _note)
-
-
-def _was_launched(trainer: Trainer) -> bool:
-    """Whether the process that started this one belongs to the run; a shell may exit before the run."""
-    spawned = multiprocessing.parent_process() is not None
-    return spawned or dist.is_torchelastic_launched() or launched_by_lightning(trainer)

@@ -17,7 +17,7 @@ from lit_cifar.mode.table import MODES
 from lit_cifar.reporting.run_report import counted
 from lit_cifar.strategies.device_copies import copy_faults
 from lit_cifar.tools import terminal
-from lit_cifar.tools.doctor.modes import MachineFinding, ModeRow, cores_and_gpus, judge_modes, mode_table
+from lit_cifar.tools.doctor.modes import ModeRow, cores_and_gpus, mode_table
 
 ALL_MODES = tuple(mode.name for mode in MODES)
 COPY_MODES = ("dp", "mp", "ddp_mp")
@@ -36,7 +36,9 @@ def main(args: list[str]) -> int:
     options = doctor_parser().parse_args(args)
     json_file = terminal.writable(options.json)
     terminal.exit_orderly_when_terminated()
-    found = examine()
+    num_cores, num_gpus = cores_and_gpus()
+    gpus = [torch.device("cuda", index) for index in range(num_gpus)]
+    found = Examination([check_internals(), check_copies(gpus)], mode_table(num_cores, num_gpus))
     print_page(found, terminal.console())
     terminal.write_json(json_file, terminal.about() | found.to_json())
     return 1 if found.faults else 0
@@ -46,6 +48,15 @@ def doctor_parser() -> argparse.ArgumentParser:
     parser = terminal.CommandParser("doctor", description=_DESCRIPTION)
     parser.add_argument("--json", metavar="FILE", help="Write everything that was found, versions and hardware to it.")
     return parser
+
+
+@dataclass(frozen=True)
+class MachineFinding:
+    """A defect of a machine, or a note."""
+
+    problem: str  # one sentence
+    mend: str  # the remedy: words to type, or something to do
+    modes: tuple[str, ...] = ()  # modes that are not fit because of it; a note has none
 
 
 @dataclass(frozen=True)
@@ -61,10 +72,6 @@ class Examination:
     modes: Sequence[ModeRow]  # as they are where nothing is found
 
     @property
-    def verdicts(self) -> list[ModeRow]:
-        return judge_modes(self.modes, self.findings)
-
-    @property
     def findings(self) -> list[MachineFinding]:
         return [finding for check in self.checks for finding in check.findings]
 
@@ -74,14 +81,13 @@ class Examination:
         return [finding for finding in self.findings if finding.modes]
 
     def to_json(self) -> dict[str, Any]:
-        verdicts = [row.to_json() for row in self.verdicts]
+        verdicts = []
+        for row in self.modes:
+            name = row.mode.name
+            against = next((fault for fault in self.faults if name in fault.modes), None)
+            reason, command = (against.problem, against.mend) if against else (row.verdict, row.command)
+            verdicts.append({"mode": name, "fit": against is None, "reason": reason, "command": command})
         return {"fit": not self.faults, "checks": [asdict(check) for check in self.checks], "verdicts": verdicts}
-
-
-def examine() -> Examination:
-    num_cores, num_gpus = cores_and_gpus()
-    gpus = [torch.device("cuda", index) for index in range(num_gpus)]
-    return Examination([check_internals(), check_copies(gpus)], mode_table(num_cores, num_gpus))
 
 
 def check_internals() -> Check:
@@ -123,7 +129,7 @@ def print_page(found: Examination, out: Console) -> None:
     if faults := found.faults:
         out.print(f"\n[bold red]Not fit: {counted(len(faults), 'fault')}[/]")
     else:
-        out.print(f"\n[bold green]Fit: no fault was found, and {len(found.verdicts)} modes run here[/]")
+        out.print(f"\n[bold green]Fit: no fault was found, and {len(found.modes)} modes run here[/]")
     notes = [("note", finding) for finding in found.findings if not finding.modes]
     for label, finding in [*((f"{number}.", fault) for number, fault in enumerate(faults, start=1)), *notes]:
         line = Table.grid(Column(width=5, justify="right", style="bold"), Column(), padding=(0, 1))
@@ -146,8 +152,8 @@ def _table(title: str, rows: Iterable[Sequence[str]]) -> Table:
 
 def _modes(found: Examination) -> list[tuple[str, str]]:
     rows = []
-    for verdict in found.verdicts:
-        name = verdict.mode.name
+    for row in found.modes:
+        name = row.mode.name
         numbers = [str(number) for number, fault in enumerate(found.faults, start=1) if name in fault.modes]
-        rows.append((name, f"[red]no, see {', '.join(numbers)}" if numbers else f"[green]{verdict.verdict}"))
+        rows.append((name, f"[red]no, see {', '.join(numbers)}" if numbers else f"[green]{row.verdict}"))
     return rows

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -33,23 +33,10 @@ def main(args: list[str]) -> int:
 
 
 @dataclass(frozen=True)
-class MachineFinding:
-    """A defect of a machine, or a note."""
-
-    problem: str  # one sentence
-    mend: str  # the remedy: words to type, or something to do
-    modes: tuple[str, ...] = ()  # modes that are not fit because of it; a note has none
-
-
-@dataclass(frozen=True)
 class ModeRow:
     mode: Row
     verdict: str  # the devices, or the reason why it does not run
-    command: str  # the command to run it there, or the remedy of the machine
-    fit: bool = True  # whether nothing that was found speaks against it
-
-    def to_json(self) -> dict[str, str | bool]:
-        return {"mode": self.mode.name, "fit": self.fit, "reason": self.verdict, "command": self.command}
+    command: str  # the command to run it there
 
 
 def cores_and_gpus() -> tuple[int, int]:
@@ -85,14 +72,3 @@ def _in_words(counts: Sequence[int]) -> str:
     if len(counts) == last - counts[0] + 1:
         return f"{counts[0]} to {words}"
     return f"{', '.join(map(str, others))} or {words}"
-
-
-def judge_modes(rows: Sequence[ModeRow], findings: Sequence[MachineFinding]) -> list[ModeRow]:
-    """The rows of `mode_table`; the row of an unfit mode has the first finding about it."""
-    against = {mode: finding for finding in reversed(findings) for mode in finding.modes}
-    return [
-        replace(row, verdict=found.problem, command=found.mend, fit=False)
-        if (found := against.get(row.mode.name))
-        else row
-        for row in rows
-    ]
