@@ -63,7 +63,6 @@ NAMES = {
         torch.utils.data.dataloader._BaseDataLoaderIter
         torch.utils.data.dataloader._BaseDataLoaderIter._next_index""",
     "--autotune": "torch.ops.mkldnn._is_mkldnn_bf16_supported",
-    "the speed of logging": "lightning.pytorch.LightningModule._current_fx_name",
     "the progress bar": """lightning.pytorch.callbacks.TQDMProgressBar._predict_progress_bar ._should_update
         ._test_progress_bar ._train_progress_bar ._val_progress_bar""",
     "--model.arch=tiny": "torchvision.models.resnet.ResNet._make_layer",

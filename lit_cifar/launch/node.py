@@ -69,7 +69,6 @@ class NodeProcesses:
         return statuses, [_new(pipe) for pipe in self._pipes]
 
     def signal(self, number: int) -> None:
-        """Send a signal to the processes that run."""
         for process in self._processes:
             process.send_signal(number)
 

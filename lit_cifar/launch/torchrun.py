@@ -20,7 +20,6 @@ def is_task() -> bool:
 
 
 def launcher_name() -> str:
-    """What has started the processes."""
     return "srun" if is_task() else "torchrun"
 
 

@@ -75,7 +75,6 @@ class Mode:
 
     @property
     def strategy(self) -> Any:
-        """The Lightning strategy."""
         return self
 
     @property
@@ -197,5 +196,4 @@ class _Adapter(Mode):
 
 
 def mode_of(strategy: Any) -> Mode:
-    """The mode of a Lightning strategy."""
     return strategy if isinstance(strategy, Mode) else _Adapter(strategy)

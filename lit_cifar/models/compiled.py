@@ -45,7 +45,6 @@ class Compiled:
         return self._compiled
 
     def __call__(self, images: Tensor) -> Any:
-        """The output for a batch (n, ...)."""
         if self._cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         return self.for_batch(len(images))(images)

@@ -23,7 +23,6 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         self.chunks = chunks
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise (n, C, height, width) chunk by chunk."""
         if not self.training:
             return super().forward(input)
         first, *others = self.chunks.positions(len(input))

@@ -87,8 +87,6 @@ class Partition:
 
     def shapes(self, network: nn.Module, image_shape: Sequence[int]) -> list[tuple[int, ...]]:
         """The output shape of each stage for images of this shape, both without the batch axis."""
-        if tuple(image_shape) == self.image_shape:
-            return [stage.output_shape for stage in self.stages]
         outputs = {block.name: block.output_shape for block in measure(network, image_shape)}
         return [outputs[stage.blocks[-1].name] for stage in self.stages]
 
@@ -107,7 +105,6 @@ class Partition:
         return found
 
     def modules(self, network: nn.Module) -> list[nn.Sequential]:
-        """The stages of `network` as modules, see `Stage.module`."""
         return [stage.module(network) for stage in self.stages]
 
     def table(self, places: Sequence[str]) -> list[str]:

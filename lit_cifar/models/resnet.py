@@ -65,8 +65,6 @@ class TinyResNet(ResNet):
 
 @dataclass(frozen=True)
 class _Shape:
-    """The sizes in which the networks differ."""
-
     num_blocks: tuple[int, ...]  # number of blocks of each of the four layers
     block: type[nn.Module] = BasicBlock  # class of the blocks
     width: int = 64  # channels of the 3x3 convolutions in the first layer

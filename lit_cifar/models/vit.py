@@ -21,8 +21,6 @@ Arch = Literal["vit_micro", "vit_tiny"]
 
 @dataclass(frozen=True)
 class _Shape:
-    """The sizes in which the networks differ."""
-
     dim: int  # values of a patch between two blocks
     num_blocks: int  # encoder blocks
     num_heads: int  # a divisor of `dim`; `tp` divides them among processes

@@ -184,12 +184,10 @@ class SavedConfig(SaveConfigCallback):
         self.config.trainer.logger = logger
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save, unless the run is resumed."""
         if not self._resumed:
             super().setup(trainer, pl_module, stage)
 
     def settings(self) -> dict[str, Any]:
-        """What is saved, as plain values."""
         return dict(yaml.safe_load(self.parser.dump(self.config, skip_unset=False)))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -121,7 +121,6 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def use_virtual_parts(self, parts: VirtualParts) -> None:
-        """Refuse `parts` where the bits would differ."""
         super().use_virtual_parts(parts)
         name = f"--virtual_replicas={parts.num_parts}"
         if self.all_processes == 1:

@@ -228,7 +228,6 @@ class AveragingStrategy(MeshStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Return a context in which gradients are accumulated and not averaged."""
         self._average = False
         try:
             yield

@@ -14,15 +14,9 @@ from lit_cifar.task.module import LitResNet
 
 def check_gradients(strategy: Any, module: LitResNet, *, has_parts: bool) -> None:
     """Refuse gradients that `DistributedDataParallel` or virtual replicas, `has_parts`, could not add up."""
-    _check_reached(strategy, module, has_parts=has_parts)
-    mode = mode_of(strategy)
-    if isinstance(strategy, DDPStrategy) and mode.is_spawned:  # torch does not send hooks to processes
-        check_gradient_hooks(module, strategy=f"ddp_{mode.start_method}")
-
-
-def _check_reached(strategy: Any, module: LitResNet, *, has_parts: bool) -> None:
-    """Refuse parameters for whose gradients DistributedDataParallel, or other virtual replicas, would wait in vain."""
     mode, is_ddp = mode_of(strategy), isinstance(strategy, DDPStrategy)
+    if is_ddp and mode.is_spawned:  # torch does not send hooks to processes
+        check_gradient_hooks(module, strategy=f"ddp_{mode.start_method}")
     finds = not is_ddp or strategy._ddp_kwargs.get("find_unused_parameters") or strategy._ddp_kwargs.get("static_graph")
     if finds and not has_parts:
         return

@@ -160,7 +160,6 @@ class Pipeline:
         return self._from_last(logits.detach() if logits is not None else None, images), gradients
 
     def _make_torchs_schedule(self, num_samples: int, image_shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-        """Torch's schedule for microbatches of this size."""
         images = torch.empty(num_samples, *image_shape, dtype=dtype, device=self.device)
         # Given all shapes, torch makes no trial run to infer them, which would move BatchNorm's running statistics.
         stages: list[Any] = [
@@ -191,7 +190,6 @@ class Pipeline:
         return torch.cat([each[self._last][1] for each in passed]) if self._last in self.stages else None
 
     def _forward(self, images: Tensor, microbatch: int, *, trains: bool = False) -> Passed:
-        """Run this process's stages on one microbatch."""
         passed: Passed = {}
         for index in self.stages:
             if index == 0:
@@ -210,7 +208,6 @@ class Pipeline:
         return passed
 
     def _backward(self, passed: Passed, labels: Tensor, microbatch: int) -> None:
-        """Run the backward of this process's stages on one microbatch."""
         for index, (given, output) in reversed(passed.items()):
             grad = None
             if index == self._last:

@@ -23,7 +23,6 @@ class TreeSum:
 
     @property
     def count(self) -> int:
-        """The number of tensors so far."""
         return sum(count for count, _ in self._sums)
 
     def push(self, value: Tensor) -> None:

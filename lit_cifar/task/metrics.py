@@ -76,25 +76,13 @@ class ConfusionMatrix(MulticlassConfusionMatrix):
         self.confmat.view(-1).index_add_(0, cells, torch.ones_like(cells))
 
 
-class BalancedAccuracy(Metric):
+class BalancedAccuracy(ConfusionMatrix):
     """Mean of the accuracies of the classes that have samples: a rare class counts as much as a frequent one."""
 
-    right: Tensor
-    count: Tensor
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        for name in ("right", "count"):
-            self.add_state(name, torch.zeros(num_classes, dtype=torch.int64), dist_reduce_fx="sum")
-
-    def update(self, preds: Tensor, target: Tensor) -> None:
-        """Count a batch; `preds` (n, C), `target` int64, (n,)."""
-        self.right.index_add_(0, target, (preds.argmax(dim=1) == target).to(self.right))
-        self.count.index_add_(0, target, torch.ones_like(target))
-
     def compute(self) -> Tensor:
-        shares = self.right / self.count.clamp(min=1)
-        return shares.sum() / (self.count > 0).sum().clamp(min=1)
+        counts = self.confmat.sum(dim=1)
+        shares = self.confmat.diagonal() / counts.clamp(min=1)
+        return shares.sum() / (counts > 0).sum().clamp(min=1)
 
 
 class EvaluationMetrics(nn.Module):

@@ -26,7 +26,7 @@ from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError, bounded
 from lit_cifar.models import Arch, Stem, Whitening
-from lit_cifar.models.fine_tuning import FineTuning, Frozen
+from lit_cifar.models.fine_tuning import FineTuning, Frozen, KeepFrozen
 from lit_cifar.models.memory_format import plain
 from lit_cifar.models.random_streams import RandomStreams
 from lit_cifar.models.views import NumViews, mean_logits
@@ -150,12 +150,6 @@ class LitResNet(L.LightningModule):
         self.train_acc = TopAccuracy(num_classes)
         self.val_metrics = EvaluationMetrics("val", num_classes)
         self.test_metrics = EvaluationMetrics("test", num_classes)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_current_fx_name":  # Lightning assigns it 40 times a step, and torch would inspect it each time
-            object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
 
     def train(self, mode: bool = True) -> "LitResNet":
         """Set training or evaluation mode, in which frozen BatchNorm layers always are."""
@@ -306,7 +300,6 @@ class LitResNet(L.LightningModule):
         )
 
     def confusion_matrix(self, split: Literal["val", "test"]) -> ConfusionMatrix:
-        """The metric to draw: counts of true and predicted classes."""
         return (self.val_metrics if split == "val" else self.test_metrics).confusion
 
     def configure_callbacks(self) -> list[Callback]:
@@ -315,8 +308,6 @@ class LitResNet(L.LightningModule):
         needed: list[type[Callback]] = [ExactResume]
         needed += [RandomStreams] if isinstance(trainer.datamodule, CIFAR10DataModule) else []
         if self.frozen.parameters or self.frozen.norms:
-            from lit_cifar.models.freezing import KeepFrozen
-
             needed.append(KeepFrozen)
         given = {type(callback) for callback in trainer.callbacks}
         if EpochMeans not in given:
@@ -324,13 +315,11 @@ class LitResNet(L.LightningModule):
         return [kind() for kind in needed if kind not in given]
 
     def configure_optimizers(self) -> Any:
-        """The optimizer with its learning rate scaled, and its schedule planned over the whole run."""
         if self.frozen.parameters:
             rank_zero_info(self.frozen.told(self.network))
         return self.optimization.configure(self.network, self.trainer)
 
     def on_train_start(self) -> None:
-        """Use this run's own settings of optimizer and schedule where those of a resumed training differ."""
         self.optimization.start(self.trainer)
 
     @classmethod

@@ -61,7 +61,6 @@ class MuonSGD(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; `closure` computes the loss, as for every torch optimizer."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -41,7 +41,6 @@ class RateScaling:
         bounded("--model.rate_scaling.base_batch_size", self.base_batch_size, 1)
 
     def factor(self, trainer: Any) -> float:
-        """The factor of the learning rate in a run of `trainer`."""
         if self.rule == "none":
             return 1.0
         ratio: float = trainer.datamodule.batch_size / self.base_batch_size
@@ -67,7 +66,6 @@ class Optimization:
         self._resumed: dict[str, Any] | None = None  # settings of the training that goes on, until it starts
 
     def parameter_groups(self, network: nn.Module) -> Any:
-        """What the optimizer is given of `network`."""
         return self._fine_tuning.parameter_groups(network, self._num_classes)
 
     def new_optimizer(self, network: nn.Module) -> Optimizer:

@@ -34,7 +34,6 @@ _say = partial(say, file=sys.stderr)
 
 
 def main(args: list[str]) -> int:
-    """Run the command; return the exit status of the workers."""
     options = ray_parser().parse_args(args)
     refuse_owned(options.flags, {"trainer.devices", "trainer.num_nodes"}, command="ray")
     if options.max_failures and options.command == "fit" and "--resume=auto" not in options.flags:

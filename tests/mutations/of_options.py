@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lit_cifar.data import loader
 from lit_cifar.data.samplers import BatchIds, TrainSampler
-from lit_cifar.models.freezing import KeepFrozen
+from lit_cifar.models.fine_tuning import KeepFrozen
 from tests.mutations.planting import Mutation, Site, planted
 
 MUTATIONS: list[Mutation] = []
