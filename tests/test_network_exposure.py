@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch import torchrun_rendezvous
-from lit_cifar.launch.network_interfaces import LOOPBACK
+from lit_cifar.launch.addresses import LOOPBACK
 from lit_cifar.launch.rendezvous import LocalEnvironment, open_store
 from lit_cifar.launch.torchrun_rendezvous import TorchrunEnvironment
 from lit_cifar.launch.world_size import resolve_world_size

@@ -107,7 +107,7 @@ def test_a_stage_may_have_buffers_that_are_not_saved_and_layers_of_one_weight() 
     network[4].weight = network[3].weight
     partition = Partition.cut(network, (3, 2, 2), num_stages=2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = partition.dtypes(network, torch.float32, device=torch.device("cpu"))
+        found = partition.outputs(network, torch.zeros(2, 3, 2, 2))
     assert len(found) == 2
 
 
@@ -119,13 +119,13 @@ def test_what_a_stage_returns_is_known_before_it_runs(arch: Any, autocast: bool)
     partition = Partition.cut(module.network, module.image_shape, num_stages=3)
     before = {name: tensor.clone() for name, tensor in module.network.state_dict().items()}
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        found = partition.dtypes(module.network, torch.float32, device=torch.device("cpu"))
+        found = partition.outputs(module.network, torch.zeros(2, 3, 32, 32))
         assert all(tensor.equal(before[name]) for name, tensor in module.network.state_dict().items())
         x = torch.zeros(2, 3, 32, 32)
-        for stage, dtype in zip(partition.stages, found, strict=True):
+        for stage, output in zip(partition.stages, found, strict=True):
             x = stage.module(module.network)(x)
-            assert x.dtype == dtype
-    assert (found[1] == torch.bfloat16) == (autocast and arch != "vit_micro")
+            assert (x.shape[1:], x.dtype) == output
+    assert (found[1][1] == torch.bfloat16) == (autocast and arch != "vit_micro")
 
 
 # ---------------------------------------------------------------- stages

@@ -1,12 +1,29 @@
-"""The addresses at which other machines can reach this one."""
+"""The network interface that gloo and NCCL listen on, and the addresses at which others can reach this machine."""
 
 import os
 import socket
 
-import psutil
-
 from lit_cifar.errors import ConfigError
-from lit_cifar.launch.network_interfaces import LOOPBACK, loopback_interface
+
+LOOPBACK = "127.0.0.1"
+
+
+def loopback_interface() -> str:
+    """`lo` on Linux, `lo0` on macOS."""
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+def listen_only_on(interface: str) -> None:
+    """Bind the ports that gloo and NCCL open in this process from now on to `interface`.
+
+    On several machines NCCL may use more than one interface: `NCCL_SOCKET_IFNAME` is kept if it is set.
+    """
+    exactly = f"={interface}"  # NCCL takes a name alone as a prefix: eth1 would match eth10
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    if interface == loopback_interface():
+        os.environ["NCCL_SOCKET_IFNAME"] = exactly
+    else:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", exactly)
 
 
 def named_interface() -> str:
@@ -40,6 +57,8 @@ def _known() -> str:
 
 def addresses() -> dict[str, str]:
     """The first IPv4 address of each interface that has one."""
+    import psutil  # a run on one machine does without
+
     found = psutil.net_if_addrs().items()
     ipv4 = {name: [entry.address for entry in entries if entry.family == socket.AF_INET] for name, entries in found}
     return {name: own[0] for name, own in ipv4.items() if own}

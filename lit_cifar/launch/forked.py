@@ -27,7 +27,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_cifar.launch import startup
-from lit_cifar.launch.network_interfaces import LOOPBACK
+from lit_cifar.launch.addresses import LOOPBACK
 from lit_cifar.launch.node import reserved_port
 
 # Seconds in which the other ranks of a run must end, once one has failed: the same as under Lightning's launcher.

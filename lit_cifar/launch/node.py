@@ -10,8 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from lit_cifar.launch.addresses import address_of, named_interface
-from lit_cifar.launch.network_interfaces import loopback_interface
+from lit_cifar.launch.addresses import address_of, loopback_interface, named_interface
 from lit_cifar.launch.startup import die_with_parent
 from lit_cifar.launch.torchrun import torchrun_variables
 

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.launch.network_interfaces import LOOPBACK, listen_only_on, loopback_interface
+from lit_cifar.launch.addresses import LOOPBACK, listen_only_on, loopback_interface
 
 _LAST_PORT = 65535
 

@@ -11,8 +11,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.launch.addresses import address_of, named_interface
-from lit_cifar.launch.network_interfaces import listen_only_on, loopback_interface
+from lit_cifar.launch.addresses import address_of, listen_only_on, loopback_interface, named_interface
 from lit_cifar.launch.rendezvous import open_store
 from lit_cifar.launch.torchrun import is_task, launcher_name
 

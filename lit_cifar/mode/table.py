@@ -11,17 +11,10 @@ class Row:
     splits: str  # what is divided, and over what
     processes: str  # number of processes, from N devices and S stages
     min_devices: int = 2  # the smallest number of devices among which the mode divides the work
-    multiple_of: int = 1  # what divides a number of devices that the strategy accepts
-    divisor_of: int = 0  # what such a number divides
 
     @property
     def has_processes(self) -> bool:
         return self.processes != "1"
-
-    def counts(self, num_devices: int) -> list[int]:
-        """The numbers of devices, up to `num_devices`, that the mode can use."""
-        counts = range(self.min_devices, (1 if self.name == "single" else num_devices) + 1)
-        return [count for count in counts if count % self.multiple_of == self.divisor_of % count == 0]
 
     def flags(self, num_devices: int) -> list[str]:
         strategy = [] if self.name == "single" else [f"--trainer.strategy={self.name}"]
@@ -39,7 +32,6 @@ MODES = (
         splits="batch over processes, layers over the devices of each",
         processes="N / S",
         min_devices=4,
-        multiple_of=2,
     ),
     Row(name="pp", splits="the layers, over processes", processes="N"),
     Row(
@@ -47,9 +39,7 @@ MODES = (
         splits="the batch over pipelines, the layers along each",
         processes="N",
         min_devices=4,
-        multiple_of=2,
     ),
     Row(name="fsdp2", splits="parameters, gradients and optimizer state", processes="N"),
-    # 64 channels have the first blocks of `fit`'s own network.
-    Row(name="tp", splits="the tensors inside layers", processes="N", divisor_of=64),
+    Row(name="tp", splits="the tensors inside layers", processes="N"),
 )

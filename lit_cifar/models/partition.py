@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -63,7 +63,6 @@ class Partition:
     """The stages of a network, in order."""
 
     stages: tuple[Stage, ...]  # each takes what the one before returned
-    image_shape: tuple[int, ...]  # shape of an image that enters the first stage, without the batch axis
 
     @classmethod
     def cut(
@@ -83,25 +82,23 @@ class Partition:
         costs = [block.flop for block in blocks]
         bounds = balanced(costs, num_stages) if cuts is None else _bounds_of(blocks, num_stages, cuts)
         edges = (0, *bounds, len(blocks))
-        return cls(tuple(Stage(blocks[a:b]) for a, b in pairwise(edges)), tuple(image_shape))
+        return cls(tuple(Stage(blocks[a:b]) for a, b in pairwise(edges)))
 
-    def shapes(self, network: nn.Module, image_shape: Sequence[int]) -> list[tuple[int, ...]]:
-        """The output shape of each stage for images of this shape, both without the batch axis."""
-        outputs = {block.name: block.output_shape for block in measure(network, image_shape)}
-        return [outputs[stage.blocks[-1].name] for stage in self.stages]
+    def outputs(self, network: nn.Module, images: Tensor) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shape without the batch axis, and dtype, of what each stage returns for such `images`, not computed.
 
-    def dtypes(self, network: nn.Module, dtype: torch.dtype, *, device: torch.device) -> list[torch.dtype]:
-        """Dtypes that the stages return for images of `dtype` in the present autocast state, not computed."""
+        The dtype depends on the present autocast state.
+        """
         modules = self.modules(network)
         # All tensors, also buffers that are not saved, and each once.
         states = [dict(module.named_parameters()) | dict(module.named_buffers()) for module in modules]
         found = []
         with internals.FakeTensorMode():
-            x = torch.empty(2, *self.image_shape, dtype=dtype, device=device)
+            x = torch.empty(2, *images.shape[1:], dtype=images.dtype, device=images.device)
             for module, state in zip(modules, states, strict=True):
-                unreal = {name: torch.empty(t.shape, dtype=t.dtype, device=device) for name, t in state.items()}
+                unreal = {name: torch.empty(t.shape, dtype=t.dtype, device=x.device) for name, t in state.items()}
                 x = functional_call(module, unreal, (x,))
-                found.append(x.dtype)
+                found.append((x.shape[1:], x.dtype))
         return found
 
     def modules(self, network: nn.Module) -> list[nn.Sequential]:

@@ -8,7 +8,7 @@ is every batch of an evaluation.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -95,8 +95,7 @@ class Pipeline:
         }
         self.parameters = [parameter for stage in self.stages.values() for parameter in stage.parameters()]
         self._compiled = {index: Compiled(stage) for index, stage in self.stages.items() if self.compiles}
-        self._narrow = cache(partial(self.partition.dtypes, network, device=self.device))
-        self._shapes = cache(partial(self.partition.shapes, network))
+        self._outputs: dict[Any, list[tuple[torch.Size, torch.dtype]]] = {}
         self._torchs_schedule = cache(self._make_torchs_schedule)
         # Factors of the loss of the microbatch that the last stage works on.
         self._batch_size, self._weight = 1, 1.0
@@ -283,9 +282,10 @@ class Pipeline:
 
     def _boundary(self, index: int, images: Tensor) -> Tensor:
         """An empty tensor for the input of stage `index`, from the stage before it, for these images."""
-        dtype, shape = images.dtype, self._shapes(images.shape[1:])[index - 1]
-        if torch.is_autocast_enabled(self.device.type):  # then the dtype depends on the layers
-            dtype = self._narrow(dtype)[index - 1]
+        key = images.shape[1:], images.dtype, torch.is_autocast_enabled(self.device.type)
+        if key not in self._outputs:
+            self._outputs[key] = self.partition.outputs(self.module.network, images)
+        shape, dtype = self._outputs[key][index - 1]
         return torch.empty(len(images), *shape, dtype=dtype, device=self.device)
 
 

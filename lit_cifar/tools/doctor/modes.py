@@ -1,7 +1,6 @@
 """`python -m lit_cifar modes`: the modes that run on a machine, their devices and commands. `doctor` begins here."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +52,8 @@ def _row(mode: Row, num_cores: int, num_gpus: int) -> ModeRow:
     if mode.name == "mp" and num_gpus == 1:
         return ModeRow(mode, "yes, all stages on the one GPU", _STAGES_ON_ONE_GPU)
     if num_gpus >= mode.min_devices:
-        return ModeRow(mode, f"yes, on {_in_words(mode.counts(num_gpus))}", command)
+        on = "1 GPU" if mode.min_devices == 1 else f"{mode.min_devices} GPUs or more"
+        return ModeRow(mode, f"yes, on {on}", command)
     if num_gpus:
         verdict = f"on the CPU alone: needs {mode.min_devices} GPUs"
     elif mode.has_processes:
@@ -61,14 +61,3 @@ def _row(mode: Row, num_cores: int, num_gpus: int) -> ModeRow:
     else:
         verdict = "yes, on the CPU" if mode.min_devices == 1 else "yes, on virtual devices of the CPU"
     return ModeRow(mode, verdict, f"{command} --trainer.accelerator=cpu")
-
-
-def _in_words(counts: Sequence[int]) -> str:
-    """Numbers in words, such as "2 to 5 GPUs", or "2, 4 or 8 GPUs" where some between are missing."""
-    *others, last = counts
-    words = counted(last, "GPU")
-    if not others:
-        return words
-    if len(counts) == last - counts[0] + 1:
-        return f"{counts[0]} to {words}"
-    return f"{', '.join(map(str, others))} or {words}"
