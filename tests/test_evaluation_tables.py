@@ -19,7 +19,7 @@ from torch import Tensor
 from lit_cifar.data.pictures import FolderImages
 from lit_cifar.mode import Layout, Mode
 from lit_cifar.reporting.evaluation_tables import (
-    PerRankAccuracy,
+    EvaluationTables,
     write_confusion,
     write_per_rank,
 )
@@ -41,11 +41,11 @@ def data_of(correct: int, total: int, *, batch_size: int) -> TinyData:
 
 
 def trainer_for(run: Path, **options: Any) -> Trainer:
-    return tiny_trainer(run, **{"callbacks": [PerRankAccuracy()], "max_epochs": None} | options)
+    return tiny_trainer(run, **{"callbacks": [EvaluationTables()], "max_epochs": None} | options)
 
 
 def counts(trainer: Trainer, split: str) -> list[AccuracyCount]:
-    (callback,) = (callback for callback in trainer.callbacks if isinstance(callback, PerRankAccuracy))
+    (callback,) = (callback for callback in trainer.callbacks if isinstance(callback, EvaluationTables))
     return callback.counts[split]
 
 

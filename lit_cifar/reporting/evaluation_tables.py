@@ -52,14 +52,17 @@ class EvaluationCallback(Callback):
         self._finish(trainer, pl_module, "test")
 
 
-class PerRankAccuracy(EvaluationCallback):
-    """Counts correct and evaluated samples on each rank, and reports them with their exact sum.
+class EvaluationTables(EvaluationCallback):
+    """Counts correct and evaluated samples on each rank, and the classes that were chosen for those of each class.
 
     A rank is a process; if one process holds several replicas (`dp`) a rank is a replica. The counts go to
-    `per_rank.csv` in the run folder, and the accuracies to TensorBoard as `val/acc_rank0` and so on. `validate` and
-    `test` print a table, in which a rank that differs from the others beyond chance is flagged (see `rank_deviation`).
+    `per_rank.csv` in the run folder, and the accuracies to TensorBoard as `val/acc_rank0` and so on; those of classes
+    to `confusion.csv`. `validate` and `test` print a table, in which a rank that differs from the others beyond chance
+    is flagged (see `rank_deviation`).
 
-    Expects one loader for each split, logits (n, C) as the step's output, and a `Batch`; n may be 0.
+    Expects one loader for each split, logits (n, C) as the step's output, a `Batch`, n may be 0, a model whose
+    `confusion_matrix(split)` is a metric that computes int64, (C, C), rows are the truth, and a data module with
+    `classes`, C names.
     """
 
     def __init__(self) -> None:
@@ -91,13 +94,16 @@ class PerRankAccuracy(EvaluationCallback):
         replicas = mode_of(trainer.strategy).replica_of(num_samples)
         return self._layout.data_parallel_rank * self._layout.local_replicas + replicas
 
-    def _finish(self, trainer: Trainer, pl_module: LightningModule, split: Split) -> None:
+    def _finish(self, trainer: Trainer, pl_module: Any, split: Split) -> None:
         summed = trainer.strategy.reduce(self._tally, reduce_op="sum")
         counts = self.counts[split] = [AccuracyCount(correct, total) for correct, total in summed.tolist()]
+        # Every process takes part. torchmetrics keeps the sum, which the figures use too.
+        confusion = pl_module.confusion_matrix(split).compute()
         folder = run_folder(trainer)
         if trainer.is_global_zero:
             if folder is not None:
                 write_per_rank(folder, split, counts)
+                write_confusion(folder, split, _datamodule(trainer).classes, confusion.tolist())
             seen = {f"{split}/acc_rank{rank}": count.accuracy for rank, count in enumerate(counts) if count.total}
             log_to_tensorboard(trainer, seen)
 
@@ -131,23 +137,6 @@ def write_per_rank(folder: Path, split: str, counts: list[AccuracyCount]) -> Non
     named = [*((str(rank), count) for rank, count in enumerate(counts)), ("all", pooled(counts))]
     rows = [[rank, c.correct, c.total, f"{c.accuracy:.6f}"] for rank, c in named]
     replace_split(folder / PER_RANK, _PER_RANK_COLUMNS, split, rows)
-
-
-class ConfusionCounts(EvaluationCallback):
-    """Writes `confusion.csv` into the run folder: for each class its images, counted by the class that was chosen.
-
-    Expects `confusion_matrix(split)` of the model, a metric that computes int64, (C, C), rows are the truth, and a data
-    module with `classes`, C names.
-    """
-
-    def _finish(self, trainer: Trainer, pl_module: Any, split: Split) -> None:
-        folder = run_folder(trainer)
-        if folder is None:
-            return
-        # Every process takes part. torchmetrics keeps the sum, which the figures use too.
-        counts = pl_module.confusion_matrix(split).compute()
-        if trainer.is_global_zero:
-            write_confusion(folder, split, _datamodule(trainer).classes, counts.tolist())
 
 
 def write_confusion(folder: Path, split: str, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> None:

@@ -13,7 +13,7 @@ from lit_cifar.checkpoint.exact_resume import ExactResume
 from lit_cifar.checkpoint.sample_audit import SampleAudit
 from lit_cifar.launch.malloc_tuning import KeepFreedMemory
 from lit_cifar.models.random_streams import RandomStreams
-from lit_cifar.reporting.evaluation_tables import ConfusionCounts, PerRankAccuracy
+from lit_cifar.reporting.evaluation_tables import EvaluationTables
 from lit_cifar.reporting.progress import Throughput
 from lit_cifar.reporting.run_report import RunReport
 from lit_cifar.task.metrics import EpochMeans
@@ -39,8 +39,7 @@ def default_callbacks() -> list[Callback]:
         SampleAudit(),
         LearningRateMonitor(logging_interval="step"),  # logged with the other metrics of a step
         Throughput(),
-        PerRankAccuracy(),
-        ConfusionCounts(),
+        EvaluationTables(),
         RunReport(),
     ]
 
@@ -64,8 +63,7 @@ ORDER = (
     "SampleAudit",
     "LearningRateMonitor",
     "Throughput",
-    "PerRankAccuracy",
-    "ConfusionCounts",
+    "EvaluationTables",
     "PredictionWriter",
     "RunReport",
     "SavedConfig",

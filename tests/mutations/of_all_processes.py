@@ -18,7 +18,7 @@ from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.datamodule import CIFAR10DataModule
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
 from lit_cifar.mode.tensors import local_part
-from lit_cifar.reporting.evaluation_tables import PerRankAccuracy
+from lit_cifar.reporting.evaluation_tables import EvaluationTables
 from lit_cifar.strategies import ProcessSyncBatchNorm, tp
 from lit_cifar.strategies.dp import EmulatedReplicas
 from lit_cifar.strategies.mp import StagedForward
@@ -109,7 +109,7 @@ def _one_sample_twice(site: Site, ids: Any, sampler: EvaluationSampler) -> Tenso
 
 
 @mutation("every batch is counted twice in the logged val/ metrics", "ddp", EvaluationMetrics, "update")
-@mutation("every prediction is counted twice", "ddp", PerRankAccuracy, "_count", name="predictions-twice")
+@mutation("every prediction is counted twice", "ddp", EvaluationTables, "_count", name="predictions-twice")
 def _metrics_twice(site: Site, count: Any, *args: Any) -> None:
     count(*args)
     count(*args)
