@@ -24,8 +24,7 @@ from lit_cifar.reporting.evaluation_tables import (
     write_per_rank,
 )
 from lit_cifar.reporting.predictions import PredictionWriter
-from lit_cifar.reporting.rank_deviation import deviates, log_chance
-from lit_cifar.reporting.rank_statistics import AccuracyCount, pooled
+from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, log_chance, pooled
 
 # ---------------------------------------------------------------- accuracy of every rank
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 PARENT_PID = 0  # of the process that has started this one
@@ -65,19 +65,13 @@ def exit_with_parent() -> None:
     they are killed themselves. The processes would then continue, or wait half an hour for others that never start.
     A spawned process ends at once: its parent is no rank that a watchdog could report, and holds the run folder.
     """
-    if (spawned_by := multiprocessing.parent_process()) is None:
-        threading.Thread(target=_follow, args=(PARENT_PID,), name="watchdog-launcher", daemon=True).start()
-        return
-    if os.getppid() == spawned_by.pid:
-        die_with_parent()
-    else:  # a fork server has started this process for that one, and may outlive it
-        threading.Thread(target=_end_after, args=(spawned_by,), name="watchdog-launcher", daemon=True).start()
-    if not spawned_by.is_alive():
-        os._exit(1)
+    starter = multiprocessing.parent_process()
+    target = partial(_follow, PARENT_PID) if starter is None else partial(_end_after, starter)
+    threading.Thread(target=target, name="watchdog-launcher", daemon=True).start()
 
 
 def _end_after(starter: Any) -> None:
-    starter.join()
+    starter.join()  # the kernel's parent of this process may be a fork server
     kill_workers()
     os._exit(1)
 

@@ -15,7 +15,7 @@ from lit_cifar.data.images import Batch
 from lit_cifar.mode import Layout, mode_of
 from lit_cifar.reporting.files import replace_split
 from lit_cifar.reporting.loggers import log_to_tensorboard
-from lit_cifar.reporting.rank_statistics import AccuracyCount, pooled
+from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, pooled
 from lit_cifar.reporting.run_folder import run_folder
 
 Split = Literal["val", "test"]
@@ -58,7 +58,7 @@ class EvaluationTables(EvaluationCallback):
     A rank is a process; if one process holds several replicas (`dp`) a rank is a replica. The counts go to
     `per_rank.csv` in the run folder, and the accuracies to TensorBoard as `val/acc_rank0` and so on; those of classes
     to `confusion.csv`. `validate` and `test` print a table, in which a rank that differs from the others beyond chance
-    is flagged (see `rank_deviation`).
+    is flagged (see `deviates`).
 
     Expects one loader for each split, logits (n, C) as the step's output, a `Batch`, n may be 0, a model whose
     `confusion_matrix(split)` is a metric that computes int64, (C, C), rows are the truth, and a data module with
@@ -115,8 +115,6 @@ class EvaluationTables(EvaluationCallback):
 
 def _per_rank_table(counts: list[AccuracyCount], *, title: str) -> Table:
     """A table of the ranks and their sum with 95 % intervals; the last column flags ranks that differ beyond chance."""
-    from lit_cifar.reporting.rank_deviation import deviates
-
     right = [Column(name, justify="right") for name in ("correct", "total", "accuracy", "95 % interval")]
     table = Table("rank", *right, "beyond chance", title=title)
     for rank, (count, flag) in enumerate(zip(counts, deviates(counts), strict=True)):

@@ -1,12 +1,15 @@
-"""The accuracy of a rank and its confidence interval.
+"""The accuracy of a rank, its confidence interval, and whether it differs from that of the others beyond chance.
 
 The inputs are integers, so sums over ranks are exact and every figure can be recomputed from `per_rank.csv`.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+
+# Upper bound of the probability that an evaluation flags any rank although all ranks are equally good.
+FAMILY_WISE_LEVEL = 0.01
 
 
 @dataclass(frozen=True)
@@ -44,3 +47,53 @@ class AccuracyCount:
 
 def pooled(counts: Iterable[AccuracyCount]) -> AccuracyCount:
     return sum(counts, start=AccuracyCount(0, 0))
+
+
+def deviates(counts: Sequence[AccuracyCount], *, level: float = FAMILY_WISE_LEVEL) -> list[bool]:
+    """Whether each rank differs from the other ranks together by more than chance explains.
+
+    Each rank is tested at `level / len(counts)` (Bonferroni). So equally good ranks raise a flag in at most a share
+    `level` of all evaluations, however many ranks there are. The most extreme rank is flagged first, and the remaining
+    ones are tested again without it: otherwise one bad rank would make the others look too good. Of two ranks both or
+    none are flagged, because each is the other's only comparison. Ranks without samples are never flagged, nor ranks
+    that are all right or all wrong together.
+    """
+    remaining = dict(enumerate(counts))
+    while remaining:
+        whole = pooled(remaining.values())
+        log_chances = {rank: log_chance(count, whole) for rank, count in remaining.items()}
+        least = min(log_chances.values())
+        if least >= math.log(level / len(counts)):
+            break
+        remaining = {rank: count for rank, count in remaining.items() if not math.isclose(log_chances[rank], least)}
+    return [rank not in remaining for rank in range(len(counts))]
+
+
+def log_chance(part: AccuracyCount, whole: AccuracyCount) -> float:
+    """Log-probability of a deviation at least as large as `part`'s if `part` were drawn blindly from `whole`.
+
+    One model sorts the samples into right and wrong; which rank they fall to has no influence on that. A rank's
+    number of correct samples then follows the hypergeometric distribution: this is Fisher's exact test of the rank
+    against the remaining ranks. The tail on the side of the deviation counts twice.
+
+    Source: R. A. Fisher, "The Design of Experiments" (1935), chapter II.
+    """
+    hits, marked = part.correct, whole.correct
+    if hits * whole.total < marked * part.total:  # a part below average: the tail is as many wrong samples or more
+        hits, marked = part.total - hits, whole.total - marked
+    tail = _log_upper_tail(hits, drawn=part.total, marked=marked, population=whole.total)
+    return min(0.0, math.log(2) + tail)
+
+
+def _log_upper_tail(hits: int, *, drawn: int, marked: int, population: int) -> float:
+    """Log-probability of `hits` or more marked samples among `drawn` from a population that holds `marked` of them."""
+    terms = [
+        _log_binomial(marked, k) + _log_binomial(population - marked, drawn - k)
+        for k in range(hits, min(marked, drawn) + 1)
+    ]
+    largest = max(terms)
+    return largest + math.log(sum(math.exp(term - largest) for term in terms)) - _log_binomial(population, drawn)
+
+
+def _log_binomial(n: int, k: int) -> float:
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)

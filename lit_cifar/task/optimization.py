@@ -63,7 +63,8 @@ class Optimization:
         self.head_lr, self._rate_scaling = fine_tuning.head_lr, rate_scaling
         self._fine_tuning, self._num_classes = fine_tuning, num_classes
         self._recipe: Recipe | None = None
-        self._resumed: dict[str, Any] | None = None  # settings of the training that goes on, until it starts
+        self._resumes = False  # whether a training goes on, until it starts
+        self._before: dict[str, Any] | None = None  # its settings, if its checkpoint has some
 
     def parameter_groups(self, network: nn.Module) -> Any:
         return self._fine_tuning.parameter_groups(network, self._num_classes)
@@ -124,21 +125,20 @@ class Optimization:
 
     def forget(self) -> None:
         """Begin anew: no training goes on."""
-        self._resumed = None
+        self._resumes = False
 
     def start(self, trainer: Any) -> None:
         """Use this run's own settings of optimizer and schedule where those of a resumed training differ."""
-        if self._resumed is not None and self._recipe is not None:
-            found, step, planned = self._resumed[SETTINGS], trainer.global_step, trainer.lr_scheduler_configs[0]
-            before = found if isinstance(found, dict) else None
-            taken = None
+        if self._resumes and self._recipe is not None:
+            planned, taken = trainer.lr_scheduler_configs[0], None
             ends_by_epochs = trainer.max_steps != trainer.estimated_stepping_batches
             if planned.interval == "step" and ends_by_epochs:
                 # Earlier epochs may have had other batches; the schedule is made of steps of this run.
                 taken = trainer.current_epoch * steps_of(trainer, trainer.num_training_batches)
                 taken += steps_of(trainer, batches_of_epoch(trainer))
-            self._recipe.resume(trainer.optimizers[0], planned.scheduler, before=before, step=step, taken=taken)
-        self._resumed = None
+            step, optimizer = trainer.global_step, trainer.optimizers[0]
+            self._recipe.resume(optimizer, planned.scheduler, before=self._before, step=step, taken=taken)
+        self._resumes = False
 
     def save(self, checkpoint: dict[str, Any], trainer: Any) -> None:
         """Name the states of optimizer and schedule in a checkpoint, and add the settings that they were made with."""
@@ -148,4 +148,5 @@ class Optimization:
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Note the settings of the training that goes on from a checkpoint, if it holds one."""
-        self._resumed = {SETTINGS: checkpoint.get(SETTINGS)} if holds_training(checkpoint) else None
+        found = checkpoint.get(SETTINGS)
+        self._resumes, self._before = holds_training(checkpoint), found if isinstance(found, dict) else None

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -94,14 +95,8 @@ def writable(name: str | None) -> Path | None:
     if name is None:
         return None
     path = Path(name).expanduser()
-    try:
-        existed = path.exists()
-        with path.open("ab"):
-            pass
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise ConfigError(f"--json={path} cannot be written: {error.strerror}", remedy="choose another file") from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--json={path} cannot be written", remedy="choose another file")
     return path
 
 

@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 from lit_cifar.checkpoint.files import DIGESTS
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.evaluation_tables import PER_RANK
-from lit_cifar.reporting.rank_deviation import deviates
-from lit_cifar.reporting.rank_statistics import AccuracyCount, pooled
+from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, pooled
 
 BLUE, RED, GREY = "#1f6fb4", "#c8321e", "#666666"
 OF_FIT = "python -m lit_cifar fit writes one; its run folder is printed at the end"
