@@ -2,7 +2,7 @@
 
 import argparse
 import multiprocessing
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Column, Table
 
 from lit_cifar import internals
 from lit_cifar.mode.table import MODES
@@ -132,22 +131,13 @@ def print_page(found: Examination, out: Console) -> None:
         out.print(f"\n[bold green]Fit: no fault was found, and {len(found.modes)} modes run here[/]")
     notes = [("note", finding) for finding in found.findings if not finding.modes]
     for label, finding in [*((f"{number}.", fault) for number, fault in enumerate(faults, start=1)), *notes]:
-        line = Table.grid(Column(width=5, justify="right", style="bold"), Column(), padding=(0, 1))
-        line.add_row(label, escape(finding.problem))
-        out.print(line)
+        out.print(f"[bold]{label:>5}[/] {escape(finding.problem)}")
         out.print(f"      {finding.mend}", markup=False, style="cyan", soft_wrap=True)  # commands stay whole
-    out.print(_table("modes", _modes(found)))
-    out.print(_table("checks", ((check.name, escape(check.seen)) for check in found.checks)))
-
-
-def _table(title: str, rows: Iterable[Sequence[str]]) -> Table:
-    """A name and a text in each row."""
-    names = Column(no_wrap=True)
-    style: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "box": None, "show_header": False}
-    table = Table(names, Column(), title=f"\n{title}", padding=(0, 2), **style)
-    for row in rows:
-        table.add_row(*row)
-    return table
+    checks = [(check.name, escape(check.seen)) for check in found.checks]
+    for title, rows in (("modes", _modes(found)), ("checks", checks)):
+        out.print(f"\n[bold]{title}[/]")
+        for name, text in rows:
+            out.print(f"  {name:<13}{text}")
 
 
 def _modes(found: Examination) -> list[tuple[str, str]]:
