@@ -5,16 +5,16 @@ from pathlib import Path
 
 import lightning as L
 
-from tests.mutations import of_all_processes, of_one_process, of_options, of_virtual_replicas, unseen
+from tests.mutations import of_all_processes, of_files, of_one_process, of_virtual_replicas
 from tests.mutations.planting import Mutation, Site
 
 CLONE = Path(__file__).parents[2]
 
-# Of every mode, those that only virtual replicas can have, and those of options.
+# Of every mode, those that only virtual replicas can have, and those of files.
 OF_MODES = [*of_all_processes.MUTATIONS, *of_one_process.MUTATIONS]
 OF_PARTS = of_virtual_replicas.MUTATIONS
-OF_OPTIONS = of_options.MUTATIONS
-BY_NAME = {mutation.name: mutation for mutation in (*OF_MODES, *OF_PARTS, *OF_OPTIONS, *unseen.MUTATIONS)}
+OF_FILES = of_files.MUTATIONS
+BY_NAME = {mutation.name: mutation for mutation in (*OF_MODES, *OF_PARTS, *OF_FILES)}
 
 
 class PlantMutation(L.Callback):

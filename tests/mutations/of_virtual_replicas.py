@@ -1,4 +1,4 @@
-"""Mistakes that only a training with virtual replicas can make, and mistakes for which it leaves no place.
+"""Mistakes that only a training with virtual replicas can make.
 
 Most change nothing but the order in which numbers are added: the last bits of the result, which a tolerance allows.
 """
@@ -108,16 +108,3 @@ def _norm_by_process(site: Site, in_order: Any, *args: Any, **others: Any) -> No
 @mutation("each stage clips by its own norm", "pp", args=PIPELINE)
 def _norm_of_own_rows(site: Site) -> None:
     site.replace(virtual_replicas, "_with_whole_gradient", lambda group, strategy: None)
-
-
-# Why a mistake cannot be made with virtual replicas in a mode that accepts them.
-NO_PLACE = {
-    "last-replica": "the replicas of dp work on whole parts, each with its own statistics",
-    "no-all-reduce": "DistributedDataParallel averages nothing: see no-exchange",
-    "unaveraged-stage": "DistributedDataParallel averages nothing: see no-exchange",
-    "lone-pipelines": "pipelines do not average by themselves: see no-exchange",
-    "own-statistics": "all processes have the mean of the statistics of all parts",
-    "summed-accumulation": "accumulated gradients are refused",
-    "lost-accumulation": "accumulated gradients are refused",
-    "local-norm": "the norm is added in another way: see norm-of-own-rows",
-}

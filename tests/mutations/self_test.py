@@ -1,6 +1,6 @@
 """Shows that `verify` can fail: mutations are planted one by one, and each must be caught."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -8,7 +8,6 @@ from tempfile import TemporaryDirectory
 from rich.markup import escape
 from rich.table import Column, Table
 
-from lit_cifar.errors import ConfigError
 from lit_cifar.tools import terminal
 from lit_cifar.tools.modes import SizedMode, sized_modes
 from lit_cifar.tools.verify.configuration import EXACT, Configuration
@@ -16,7 +15,6 @@ from lit_cifar.tools.verify.judge import RESUMED
 from lit_cifar.tools.verify.launcher import Launcher
 from lit_cifar.tools.verify.verifier import Case, Compared, Verifier
 from tests.mutations.catalogue import OF_MODES, OF_PARTS, planting_flags
-from tests.mutations.of_virtual_replicas import NO_PLACE
 from tests.mutations.planting import Mutation
 
 DEVICES = 2
@@ -59,7 +57,6 @@ class Finding:
     finished: bool  # whether the run ended normally
     acted: bool = False  # whether the wrong code has run
     guard: str | None = None  # the check during training that stopped the run; None if none did
-    no_place: str | None = None  # why the mistake cannot be made, so that nothing has run; None if it can
 
     @property
     def caught_by(self) -> str | None:
@@ -69,8 +66,6 @@ class Finding:
     @property
     def verdict(self) -> str:
         """In a word or two."""
-        if self.no_place is not None:
-            return "no place"
         if not self.finished and self.guard is None:
             return "broke"
         if self.mutation is None:
@@ -81,19 +76,19 @@ class Finding:
 
     @property
     def right(self) -> bool:
-        """Whether a mutation was caught, or a run without one passed, or there was nothing to run."""
-        return self.verdict in ("caught", "passed", "no place")
+        """Whether a mutation was caught, or a run without one passed."""
+        return self.verdict in ("caught", "passed")
 
 
 def self_test(mutations: Sequence[Mutation] | None = None, *, with_parts: bool = False) -> list[Finding]:
-    """Plant these mutations, by default all of the catalogue but the unseen, and compare each run as `verify` does.
+    """Plant these mutations, by default those of modes, and compare each run as `verify` does.
 
     Every mode with a mutation also runs without one, which must pass: else "caught" would say nothing. `with_parts`, in
-    runs of `NUM_PARTS` virtual replicas, those that only virtual replicas can have are planted too, and no bit may
-    differ. Runs find this package only with the PYTHONPATH of `on_python_path`.
+    runs of `NUM_PARTS` virtual replicas, no bit may differ; the default is what only these can have. Runs find this
+    package only with the PYTHONPATH of `on_python_path`.
     """
     if mutations is None:
-        mutations = [*OF_MODES, *OF_PARTS] if with_parts else OF_MODES
+        mutations = OF_PARTS if with_parts else OF_MODES
     findings = []
     with TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
         for args in dict.fromkeys(mutation.args for mutation in mutations):
@@ -108,19 +103,10 @@ def _findings(verifier: Verifier, mutations: Sequence[Mutation]) -> list[Finding
     """Several runs at a time: with so small a net most of a run is its start, which uses one core."""
     settings, folder = verifier.launcher.settings, verifier.launcher.folder
     planted: list[tuple[SizedMode, Mutation | None]] = []
-    nowhere: list[Finding] = []
     for mode, own in _by_mode(mutations, with_parts=settings.num_parts is not None):
-        reasons = _reasons(mode, own, settings)
-        nowhere += [
-            Finding(mutation, mode.name, [], finished=False, no_place=reasons[mutation.name])
-            for mutation in own
-            if mutation.name in reasons
-        ]
-        if left := [mutation for mutation in own if mutation.name not in reasons]:
-            planted += [(mode, None), *((mode, mutation) for mutation in left)]
+        planted += [(mode, None), *((mode, mutation) for mutation in own)]
     compared = verifier.compare([_case(mode, mutation, folder) for mode, mutation in planted])
-    found = [_finding(mutation, each, folder) for (_, mutation), each in zip(planted, compared, strict=True)]
-    return [*found, *nowhere]
+    return [_finding(mutation, each, folder) for (_, mutation), each in zip(planted, compared, strict=True)]
 
 
 def _by_mode(mutations: Sequence[Mutation], *, with_parts: bool) -> Iterator[tuple[SizedMode, list[Mutation]]]:
@@ -136,18 +122,6 @@ def _case(mode: SizedMode, mutation: Mutation | None, folder: Path) -> Case:
     acted = folder / mutation.name
     acted.mkdir()
     return Case(mode, planting_flags(mutation, acted), title=f"{mode.name} with {mutation.name}")
-
-
-def _reasons(mode: SizedMode, mutations: Iterable[Mutation], settings: Configuration) -> dict[str, str]:
-    """Why virtual replicas leave no place for a mutation, by its name; all mutations of a mode that is refused."""
-    if settings.num_parts is None:
-        return {}
-    data = settings.data()
-    try:
-        mode.check(settings.module(), data, settings.train_sampler(data), num_parts=settings.num_parts)
-    except ConfigError as error:
-        return {mutation.name: error.problem for mutation in mutations}
-    return {mutation.name: NO_PLACE[mutation.name] for mutation in mutations if mutation.name in NO_PLACE}
 
 
 def _finding(mutation: Mutation | None, compared: Compared, folder: Path) -> Finding:
@@ -170,7 +144,7 @@ def findings_table(findings: Sequence[Finding]) -> Table:
     for finding in findings:
         mutation = finding.mutation
         planted = "nothing" if mutation is None else f"{mutation.name}\n[dim]{mutation.imitates}[/]"
-        seen = finding.no_place or (finding.problems[0] if finding.problems else "-")
+        seen = finding.problems[0] if finding.problems else "-"
         caught_by = "-" if mutation is None else finding.caught_by or "-"
         verdict = f"[bold {'green' if finding.right else 'red'}]{finding.verdict}[/]"
         table.add_row(planted, finding.mode, escape(seen), caught_by, verdict)
