@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 from processes import is_running
 
-from chaos.audit import LAUNCH
+from chaos.progress import LAUNCH
 
 _PATHS = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 
@@ -29,7 +29,7 @@ class Job:
     _launcher: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "Job":
-        (self.folder / "sample_log").mkdir(parents=True)
+        (self.folder / "steps").mkdir(parents=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -46,7 +46,7 @@ class Job:
         """Start the launcher, which must not be running."""
         torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "--max-restarts=99", "-m"]
         words = [*(torchrun if self.under_torchrun else []), "lit_cifar", "fit", *flags, self._run_dir]
-        words += ["--trainer.callbacks+=chaos.audit.SampleLog", f"--trainer.callbacks.folder={self.folder}/sample_log"]
+        words += ["--trainer.callbacks+=chaos.progress.StepLog", f"--trainer.callbacks.folder={self.folder}/steps"]
         self.launches += 1
         own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(_PATHS), LAUNCH: str(self.launches)}
         with (self.folder / "log.txt").open("ab") as log:
