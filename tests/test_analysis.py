@@ -1,16 +1,12 @@
 """What the notebooks read from run folders and draw: mostly folders written by hand."""
 
 import math
-import mmap
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from commands import TINY, launch, mode_flags, run_here
 
-from analysis import memory
 from analysis.comparing_runs import paired, welch
 from analysis.interrupted_runs import learning_rates, read_step_log
 from analysis.run_frames import per_rank_frame, read_digests, read_metrics, read_per_rank
@@ -90,24 +86,6 @@ def test_seconds_follow_from_the_speed_of_each_window(tmp_path: Path) -> None:
     assert time_to(frame, 0.3) == pytest.approx({"steps": 3, "seconds": 0.4})
     assert time_to(frame, 0.31) == pytest.approx({"steps": 7, "seconds": 0.9})
     assert all(map(math.isnan, time_to(frame, 0.6).values()))
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux says what is resident")
-def test_the_peak_is_that_since_it_was_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = memory.forget_resident_peak()
-    assert before is not None
-    with mmap.mmap(-1, 64 * MIB) as pages:  # new ones: what is allocated may be memory that has been freed before
-        for place in range(0, 64 * MIB, mmap.PAGESIZE):
-            pages[place] = 1
-    highest = memory.resident_peak()
-    assert highest - before > 60 * MIB
-    assert highest - (memory.forget_resident_peak() or highest) > 30 * MIB
-    monkeypatch.setattr(memory, "_PROCESS", Path("/none"))  # as on a system that does not say what is resident
-    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))
-    callback = memory.TrainingMemory()
-    callback.on_train_start(trainer, None)
-    callback.on_train_batch_end(trainer, None)
-    assert callback._resident_peak is None
 
 
 MEMORY = "--trainer.callbacks+=analysis.memory.TrainingMemory"

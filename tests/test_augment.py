@@ -10,7 +10,6 @@ import torch
 from counting import Operators
 from torch import Tensor
 from torch.nn import functional as F
-from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.functional import resized_crop
 
 from lit_cifar.data.augment import Augmentation, crop
@@ -90,27 +89,6 @@ def test_windows_are_resized_as_by_torchvision() -> None:
         of_float = resized_crop(image.float(), row, column, height, width, [32, 32], antialias=False)
         assert (ours.float() - (of_float.flip(2) if mirror else of_float)).abs().max() < 2.5
     assert set(draws[2].tolist()) == {0, 1}
-
-
-def test_windows_are_as_likely_as_torchvisions() -> None:
-    """Their heights, areas, ratios and places, by the largest difference between two distributions (Kolmogorov)."""
-    num = 8000
-    torch.manual_seed(0)
-    image = torch.zeros(1, 256, 256)
-    expected = [RandomResizedCrop.get_params(image, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(num)]
-    rows, columns, _, heights, widths = Augmentation(seed=0, resized_to=224).draw(
-        torch.arange(num), (256, 256), epoch=3
-    )
-    for ours, theirs in zip(
-        _features(rows, columns, heights, widths), _features(*torch.tensor(expected).T), strict=True
-    ):
-        every = torch.cat([ours, theirs]).sort().values
-        shares = [torch.searchsorted(of.sort().values, every, right=True) / num for of in (ours, theirs)]
-        assert (shares[0] - shares[1]).abs().max() < 1.95 * (2 / num) ** 0.5  # exceeded by 1 in 1,000
-
-
-def _features(rows: Tensor, columns: Tensor, heights: Tensor, widths: Tensor) -> list[Tensor]:
-    return [rows, columns, heights, heights * widths, heights / widths, (rows + 0.5) / (257 - heights)]
 
 
 # ---------------------------------------------------------------- what a network draws

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from commands import TINY
 from documents import SCRIPTS
 from short_fits import data, fit, short
 from torch import nn
@@ -21,9 +20,7 @@ from lit_cifar.errors import ConfigError
 
 sys.path.insert(0, str(SCRIPTS))
 
-import articles
 import overhead
-import recipes
 import run_record
 
 
@@ -47,17 +44,6 @@ def test_a_record_is_continued_with_the_cases_that_it_lacks(tmp_path: Path) -> N
     assert json.loads(output.read_text())["flags"] == settings["flags"]
     with pytest.raises(ConfigError, match=r"record\.json has been made with other flags\n.*name a new file"):
         run_record.complete(output, [1, 2], train, settings={"flags": ["--x"]}, tell=print)
-
-
-@pytest.mark.slow
-def test_a_recipe_and_a_case_of_the_articles_are_trained_and_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
-    found = recipes.trained("muon_12_epochs", [*TINY, "--model.compile=false", "--trainer.max_epochs=3"], seed=3)
-    assert (found["seed"], found["total"], found["epochs"]) == (3, 100, 3)
-    # The first epoch and the last count as usual ones.
-    assert found["train_s"] == pytest.approx(3 * found["epoch_s"], abs=0.01)
-    found = articles.trained(articles.CASES[4], [*TINY, "--trainer.max_epochs=2"], seed=1)
-    assert (found["num_gpus"], found["seed"], found["total"], len(found["losses"])) == (2, 1, 100, 2)
 
 
 class Small(nn.Sequential):
@@ -93,13 +79,3 @@ def test_the_plain_loop_computes_what_fit_computes(
     ((loss, accuracy),) = loop.logged
     assert loss == pytest.approx(float(trainer.callback_metrics["train/loss"]))
     assert accuracy == pytest.approx(float(trainer.callback_metrics["train/acc"]))
-
-
-@short
-def test_turns_go_on_in_the_next_epoch(tmp_path: Path) -> None:
-    """Of 3 turns of 3 steps in each of 3 epochs the first two are not timed."""
-    both = overhead.InTurn(str(tmp_path / "turns.json"), steps=3)
-    sizes = {"num_train": 88, "batch_size": 8}
-    fit(LitResNet(network=Small()), tmp_path, data(**sizes), callbacks=[both], max_epochs=3, log_every_n_steps=3)
-    found = json.loads((tmp_path / "turns.json").read_text())
-    assert [ours > 0 and plain > 0 for ours, plain in found] == [True] * 7

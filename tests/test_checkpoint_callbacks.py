@@ -92,13 +92,6 @@ def steps_in(folder: Path) -> dict[str, int]:
     return found
 
 
-def test_the_best_the_last_and_the_previous(tmp_path: Path) -> None:
-    trainer, _ = fit_and_save(tmp_path, scores=(0.2, 0.9, 0.4))
-    assert steps_in(tmp_path) == {BEST: 2 * STEPS, LAST: 3 * STEPS, PREVIOUS: 2 * STEPS}
-    checkpoint: Any = trainer.checkpoint_callback
-    assert Path(checkpoint.best_model_path) == tmp_path / "checkpoints" / BEST
-
-
 def test_without_validation_there_is_no_best(tmp_path: Path) -> None:
     _, steps = fit_and_save(
         tmp_path, limit_val_batches=0, accumulate_grad_batches=2, last=LastCheckpoint(every_n_steps=1)

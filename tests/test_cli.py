@@ -4,16 +4,14 @@ import contextlib
 import io
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -22,15 +20,11 @@ from commands import TINY, callback, counts, environment_of, graded, last_checkp
 from documents import ROOT
 from lightning.pytorch import Callback
 
-import lit_cifar
-from lit_cifar import __version__
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checks.watchdog import monitor
 from lit_cifar.cli.main import CLI, MAY_NAME_STRATEGY, main
 from lit_cifar.launch import startup
 from lit_cifar.launch.signals import flush_streams
-from lit_cifar.reporting.environment import versions
-from lit_cifar.reporting.output import outlast_streams
 from lit_cifar.task.callbacks import skip_idle_hooks
 from lit_cifar.tools.commands import COMMANDS
 
@@ -90,13 +84,6 @@ def test_training_goes_on_without_a_usable_stream(
         assert "--nonsense" in broken.text
     elif broken is not None:
         broken.close()
-
-
-def test_what_a_terminal_cannot_show_is_spelt_out() -> None:
-    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "ascii")) as narrow:
-        outlast_streams()
-        print("\u2588 done", flush=True)
-    assert narrow.buffer.getvalue() == b"\\u2588 done\n"
 
 
 def test_a_descriptor_that_the_caller_has_closed_is_taken_by_no_file() -> None:
@@ -302,31 +289,22 @@ def test_own_checkpoint_callbacks_may_not_write_where_the_run_does(
     assert not (tmp_path / "run").exists()
 
 
-def test_no_training_starts_from_what_another_has_saved_at_an_exception(trained: Path, tmp_path: Path) -> None:
-    """Lightning would, without a word of the user's."""
-    (tmp_path / "x").mkdir()
-    shutil.copy(trained / "checkpoints" / "last.ckpt", tmp_path / "x" / "on_exception.ckpt")
-    command = [
-        "fit",
-        *TINY,
-        *callback("OnExceptionCheckpoint", dirpath=tmp_path / "x"),
-        f"--run_dir={tmp_path / 'run'}",
-    ]
-    refused(*command, says=["on_exception.ckpt is there", "--ckpt_path to go on from it"])
-    assert not (tmp_path / "run").exists()
-
-
-def test_no_training_starts_from_what_lightning_has_saved_for_slurm(
+def test_no_training_starts_from_what_lightning_has_saved_by_itself(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copy(trained / "checkpoints" / "last.ckpt", tmp_path / "hpc_ckpt_1.ckpt")
+    """At an exception, or for SLURM: Lightning would, without a word of the user's."""
     monkeypatch.chdir(tmp_path)
+    shutil.copy(trained / "checkpoints" / "last.ckpt", "on_exception.ckpt")
+    fitting = ["fit", *TINY, "--run_dir=run"]
+    says = ["on_exception.ckpt is there", "--ckpt_path to go on from it"]
+    refused(*fitting, *callback("OnExceptionCheckpoint", dirpath=tmp_path), says=says)
+    Path("on_exception.ckpt").rename("hpc_ckpt_1.ckpt")
     for name, value in {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "1"}.items():
         monkeypatch.setenv(name, value)
-    refused("fit", *TINY, f"--run_dir={tmp_path / 'run'}", says=["hpc_ckpt_1.ckpt is there", "--ckpt_path to go on"])
-    torch.save(read_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")["state_dict"], tmp_path / "weights.pth")
-    foreign = ["test", *TINY, "--ckpt_path=weights.pth", f"--run_dir={tmp_path / 'run'}"]
-    refused(*foreign, says=["hpc_ckpt_1.ckpt is there"])
+    refused(*fitting, says=["hpc_ckpt_1.ckpt is there", "--ckpt_path to go on"])
+    torch.save(read_checkpoint(Path("hpc_ckpt_1.ckpt"))["state_dict"], "weights.pth")
+    refused("test", *TINY, "--ckpt_path=weights.pth", "--run_dir=run", says=["hpc_ckpt_1.ckpt is there"])
+    assert not Path("run").exists()
 
 
 def test_a_run_folder_holds_everything(trained: Path) -> None:
@@ -393,17 +371,6 @@ def test_help_names_the_commands_and_says_what_they_do() -> None:
     lines = [line.split() for line in shown.splitlines()]
     for command in ("fit", "validate", "test", "predict", *COMMANDS):
         assert any(line[0] == command and len(line) > 3 for line in lines if line)
-
-
-def test_the_version_is_known_without_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the package, and so to the runs of a checkout."""
-
-    def unknown(name: str) -> NoReturn:
-        raise metadata.PackageNotFoundError(name)
-
-    for asked in ("distribution", "version"):
-        monkeypatch.setattr(metadata, asked, unknown)
-    assert runpy.run_path(lit_cifar.__file__)["__version__"] == versions()["lit-cifar"] == __version__
 
 
 def test_callbacks_that_save_come_last_and_the_agreement_first(monkeypatch: pytest.MonkeyPatch) -> None:

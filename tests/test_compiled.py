@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 from commands import TINY, launch
-from short_fits import fit, losses, short
+from short_fits import fit, short
 from torch import Tensor, nn
 
 from lit_cifar import LitResNet
-from lit_cifar.checkpoint.exact_resume import ExactResume, Position
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.models import compiled
 from lit_cifar.models.compiled import Compiled
-from lit_cifar.models.memory_format import with_plain_gradient
 from lit_cifar.strategies import LayerParallelStrategy, PipelineStrategy
 
 pytestmark = [short, pytest.mark.usefixtures("one_process")]
@@ -53,16 +51,6 @@ def test_the_largest_batch_is_compiled_and_a_ragged_one_is_not(graphs: list[tupl
     for width in range(4, 14):
         Compiled(nn.Sequential(nn.Linear(3, width)))(torch.randn(4, 3))
     assert len(graphs) == 13
-
-
-def test_a_resumed_ddp_compiles_for_its_batches_alone(graphs: list[tuple[int, ...]], tmp_path: Path) -> None:
-    """Of 16 images, in two steps; for DistributedDataParallel a batch passes before the first one."""
-    resume = ExactResume()
-    resume._resumed = Position(epoch=0, step=0, started=False, global_step=1)
-    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "max_steps": 1, "limit_val_batches": 0}
-    model = LitResNet("tiny", stem="imagenet", compile=True)
-    fit(model, tmp_path, strategy="ddp", callbacks=[resume], **settings)
-    assert {shape[0] for shape in graphs} == {8}
 
 
 def test_a_compiled_network_keeps_its_names_can_be_copied_and_is_plain_after_the_run(
@@ -141,16 +129,6 @@ def test_one_message_after_backward_ends_with_the_bits_of_ddp(tmp_path: Path) ->
     torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_kernels_are_made_for_the_ragged_batch_too(tmp_path: Path) -> None:
-    """With torch's own compiler, in two processes, under a watchdog of short patience."""
-    flags = [*TINY, "--data.num_train=60", "--trainer.strategy=ddp", "--trainer.devices=2", "--watchdog.timeout_s=5"]
-    launch("fit", *flags, "--model.compile=true", f"--run_dir={tmp_path / 'run'}", timeout_s=580, ranks=2)
-    launch("fit", *flags, f"--run_dir={tmp_path / 'plain'}", ranks=2)
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-2)
-
-
 # ---------------------------------------------------------------- channels_last
 
 
@@ -187,13 +165,3 @@ def test_checkpoints_lie_in_the_usual_order_and_are_read_into_the_one_asked_for(
     assert all(tensor.is_contiguous() for tensor in (*found["state_dict"].values(), *momentum))
     optimizer.load_state_dict(found["optimizer_states"][0])
     assert all(state["momentum_buffer"].stride() == p.stride() for p, state in optimizer.state.items())
-
-
-def test_a_gradient_lies_as_it_is_sent() -> None:
-    x = torch.randn(2, 4, 3, 3, requires_grad=True)
-    seen = []
-    y = with_plain_gradient(x)
-    y.register_hook(lambda grad: seen.append(grad.is_contiguous()))
-    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y).to(memory_format=torch.channels_last))
-    assert grad.is_contiguous()
-    assert seen == [False]

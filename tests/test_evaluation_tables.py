@@ -83,16 +83,6 @@ def test_fit_counts_each_validation_afresh_and_prints_none(tmp_path: Path, capsy
     assert "val,all,1,2,0.500000\n" in (tmp_path / "per_rank.csv").read_text()
 
 
-@pytest.mark.parametrize("options", [{"logger": False}, {"fast_dev_run": True}], ids=str)
-def test_a_run_without_a_folder_still_prints_its_table(
-    options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trainer = trainer_for(tmp_path, default_root_dir=tmp_path, **options)
-    trainer.test(TinyTask(), datamodule=data_of(1, 2, batch_size=2))
-    assert "Accuracy per rank, test, tiny" in capsys.readouterr().out
-    assert list(tmp_path.rglob("per_rank.csv*")) == []
-
-
 class TakesEmptyBatches(TinyTask):
     """Its metric takes no empty batch."""
 

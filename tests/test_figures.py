@@ -23,8 +23,6 @@ from lit_cifar.reporting.figures import (
     render,
     wrong_images_figure,
 )
-from lit_cifar.reporting.progress import ProgressBar, Throughput
-from lit_cifar.reporting.run_report import RunReport
 
 
 def batch_of(ids: Tensor, labels: Tensor) -> Batch:
@@ -89,22 +87,6 @@ def test_an_evaluation_writes_accuracies_and_figures(tmp_path: Path) -> None:
     assert "test/acc_class/cat" not in events.Tags()["scalars"]
     assert events.Tags()["images"] == ["test/confusion", "test/wrong"]
     assert class_accuracies(torch.eye(2), ["C++", "C#"]) == {"C_.0": 1, "C_.1": 1}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)  # starts two processes, which import everything anew
-def test_two_processes_draw_the_same_figures_as_one(tmp_path: Path) -> None:
-    for folder, settings in (("one", {}), ("two", {"strategy": "ddp_spawn", "devices": 2})):
-        everything = [EvaluationFigures(), ProgressBar(), RunReport(), Throughput()]
-        settings |= {"callbacks": everything, "enable_progress_bar": True, "max_epochs": 2}
-        trainer = tiny_trainer(tmp_path / folder, **settings)
-        trainer.fit(TinyTask(), datamodule=TinyData(num_images=22))
-    one, two = read_events(tmp_path / "one"), read_events(tmp_path / "two")
-    assert one.Tags()["images"] == two.Tags()["images"] == ["val/confusion", "val/wrong"]
-    for tag in one.Tags()["images"]:
-        drawn, expected = ([image.encoded_image_string for image in events.Images(tag)] for events in (two, one))
-        assert len(drawn) == 2
-        assert drawn == expected
 
 
 @pytest.mark.parametrize("limits", [{"max_epochs": 3}, {"max_epochs": 9, "max_steps": 9}])

@@ -5,17 +5,14 @@ import os
 import re
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 from documents import BENCHMARKS, ROOT, SCRIPTS
-from processes import is_running
 from test_readme import check_benchmark, check_program
 
 sys.path.insert(0, str(SCRIPTS))
@@ -51,12 +48,6 @@ def visited(visit: Visit, *steps: Callable[[Step], None], limit_s: float = 60, s
     report = Report(visit.out, [plan.title for plan in plans], about=ABOUT)
     leader.take(list(zip(plans, report.steps, strict=True)), visit, report, limit_s=limit_s)
     return report
-
-
-def program(visit: Visit, name: str, code: str) -> str:
-    """The name of a module that the processes of a visit find."""
-    (visit.work.parent / f"{name}.py").write_text(code)
-    return name
 
 
 def fails(step: Step) -> None:
@@ -101,34 +92,6 @@ def test_the_commands_for_gpus_can_be_typed(visit: Visit, monkeypatch: pytest.Mo
     for program, *words in sorted(set(typed)):
         if program != "pytest":
             (check_program if program == "lit_cifar" else partial(check_benchmark, program))(words)
-
-
-def test_a_process_that_hangs_is_asked_where_and_ended_with_all_that_it_has_started(visit: Visit) -> None:
-    code = """
-import faulthandler, subprocess, sys, time
-faulthandler.enable()  # as PYTHONFAULTHANDLER does in the process from which those of a visit are forked
-words = [sys.executable, "-c", "import time; time.sleep(600)"]
-print(subprocess.Popen(words, start_new_session=True).pid, flush=True)
-def where_it_hangs():
-    time.sleep(600)
-where_it_hangs()
-"""
-    name = program(visit, "hangs", code)
-
-    def hangs(step: Step) -> None:
-        step.check("hangs", lambda: step.output_of("hangs", name, limit_s=2))
-        step.check("works", lambda: "fine")
-
-    hung, fine = visited(visit, hangs).steps[0].findings.values()
-    assert (hung.status, fine.status) == ("failed", "ok")
-    assert hung.text.startswith("time limit after")
-    log = (visit.out / "log.txt").read_text()
-    assert "in where_it_hangs" in log
-    grandchild = int(next(line for line in log.splitlines() if line.isdecimal()))
-    deadline = time.monotonic() + 5
-    while psutil.pid_exists(grandchild) and is_running(psutil.Process(grandchild)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_the_wheels_cover_what_the_package_needs() -> None:

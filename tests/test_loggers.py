@@ -162,19 +162,14 @@ class Refuses(DummyLogger):
 
 
 @pytest.mark.parametrize("late", ["false", "true"])
-def test_a_logger_that_cannot_be_used_ends_the_run_before_its_folder_is_there(late: str, tmp_path: Path) -> None:
-    """And the same command is as good as before."""
-    flags = ["--trainer.logger=test_loggers.Refuses", f"--trainer.logger.late={late}", "--trainer.logger.save_dir=own"]
-    refused("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}", says=["Refuses cannot be used: the store is old: "])
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_resumed_run_whose_logger_cannot_be_used_keeps_its_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_logger_that_cannot_be_used_ends_a_run_that_changes_nothing(late: str, resumes: bool, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    run_here("fit", *TINY, f"--run_dir={run}")
+    if resumes:
+        run_here("fit", *TINY, f"--run_dir={run}")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
-    flags = ["--trainer.logger=test_loggers.Refuses", "--trainer.logger.late=true", "--trainer.logger.save_dir=own"]
-    refused(
-        "fit", *TINY, *flags, f"--run_dir={run}", "--resume=auto", "--trainer.max_epochs=2", says=["cannot be used"]
-    )
+    flags = [f"--run_dir={run}", "--resume=auto", "--trainer.max_epochs=2", "--trainer.logger=test_loggers.Refuses"]
+    flags += [f"--trainer.logger.late={late}", "--trainer.logger.save_dir=own"]
+    refused("fit", *TINY, *flags, says=["Refuses cannot be used: the store is old: "])
     assert {path: path.read_bytes() for path in before} == before
+    assert run.exists() == resumes
