@@ -17,13 +17,14 @@ _NAMELESS = object()
 
 
 class RecordIds(L.Callback):
-    """One JSON line per step and process in `folder/rank<r>.jsonl`: epoch, optimizer step, ids."""
+    """One JSON line per step and process in `folder/rank<r>.jsonl`: pid, epoch, optimizer step, ids."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, *_: object) -> None:
-        line = {"epoch": trainer.current_epoch, "step": trainer.global_step, "ids": batch.ids.tolist()}
+        at = {"pid": os.getpid(), "epoch": trainer.current_epoch, "step": trainer.global_step}
+        line = at | {"ids": batch.ids.tolist()}
         with (self.folder / f"rank{trainer.global_rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
