@@ -63,7 +63,6 @@ class Misbehaves(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         here = trainer.strategy.root_device
         there = torch.device("cpu", 7)
-        peer = (trainer.global_rank + 1) % trainer.world_size
         of_all = [torch.ones(1, device=here) for _ in range(trainer.world_size)]
         habits: dict[str, Callable[[], Any]] = {
             "a tensor of the host": lambda: dist.all_reduce(torch.ones(1)),
@@ -71,8 +70,6 @@ class Misbehaves(L.Callback):
             "one that was computed there": lambda: trainer.strategy.reduce(torch.ones(1).mul(2).sum(), reduce_op="sum"),
             "results on the host": lambda: dist.all_gather([torch.ones(1) for _ in of_all], torch.ones(1, device=here)),
             "part of the host": lambda: dist.reduce_scatter(torch.ones(1), of_all),
-            "a message from the host": lambda: dist.send(torch.ones(1), peer),
-            "a message to the host": lambda: dist.recv(torch.ones(1), peer),
             "two devices": lambda: dist.all_gather(of_all, torch.ones(1, device=there)),
             "gloo's own barrier": lambda: dist.monitored_barrier(),
             "numbers of a device": lambda: torch.ones(1, device=here).numpy(),

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import TINY, launch, mode_flags, run_here
+from commands import TINY, run_here
 
 from analysis.comparing_runs import paired, welch
 from analysis.interrupted_runs import learning_rates, read_step_log
@@ -99,21 +99,6 @@ def test_what_one_device_holds(tmp_path: Path) -> None:
     assert not math.isnan(found["resident_peak_mib"][0])
     assert read_speed(tmp_path / "run") > 0
     assert accuracy_over_time(tmp_path / "run")["step"].tolist() == [4]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["fsdp2", "pp"])
-def test_what_a_process_holds_of_it(mode: str, tmp_path: Path) -> None:
-    """`scaling.ipynb` has `ddp`, each process of which holds all."""
-    launch("fit", *TINY, MEMORY, *mode_flags(mode), f"--run_dir={tmp_path / 'run'}", ranks=2)
-    first, second = read_memory(tmp_path / "run")["state_mib"] * MIB / STATE_BYTES
-    if mode == "fsdp2":
-        assert (first, second) == pytest.approx((0.5, 0.5), abs=0.01)
-        peaks = read_memory(tmp_path / "run")["resident_peak_mib"]
-        assert (peaks > STATE_BYTES / 3 / MIB).all(), "gradients and momentum come after the start"
-    else:  # the later layers have most of the weights
-        assert first + second == pytest.approx(1)
-        assert 0 < first < second
 
 
 # ---------------------------------------------------------------- comparisons of runs, against values of the literature

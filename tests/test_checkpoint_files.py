@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import before_each_line, state, step_of
-from commands import TINY, callback, counts, last_checkpoint, refused, run_here
+from commands import TINY, callback, last_checkpoint, refused, run_here
 from threads import on_ranks
 
 from lit_cifar.checkpoint import atomic
@@ -382,12 +382,6 @@ def test_a_training_begins_with_given_weights_and_a_classifier_of_its_own(tmp_pa
     position = last_checkpoint(tmp_path / "run")["position"]
     assert (position["epoch"], position["global_step"]) == (1, 5)
     assert "fc.weight is (1000, 64) in the checkpoint, (10, 64) in the model" in refused("test", *flags)
-
-
-def test_given_weights_are_tested(tmp_path: Path) -> None:
-    torch.save(build_resnet("tiny", stem="imagenet").state_dict(), tmp_path / "given.pth")
-    run_here("test", *TINY, f"--ckpt_path={tmp_path / 'given.pth'}", f"--run_dir={tmp_path / 'run'}")
-    assert counts(tmp_path / "run")["all"][1] == 100
 
 
 # ---------------------------------------------------------------- `weights.sha256`, a line for every epoch that ended

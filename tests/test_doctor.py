@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import unsound_copies
-from commands import TINY, launch, run_here
+from commands import launch, run_here
 from documents import ROOT
 from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
@@ -96,14 +96,6 @@ def test_every_mode_runs_on_the_gpus_or_else_on_the_cpu(num_gpus: int, verdicts:
 def test_names_are_those_of_strategies_and_configs() -> None:
     assert {mode.name for mode in MODES} - {"single"} <= set(StrategyRegistry.available_strategies())
     assert {path.stem for path in (ROOT / "configs" / "modes").glob("*.yaml")} == set(NAMES)
-
-
-def test_the_form_with_a_class_trains(tmp_path: Path) -> None:
-    """What one GPU is told to run as `mp`, on the CPU."""
-    words = flags(table(1)["mp"])
-    assert words[1:] == ["--trainer.strategy.num_stages=2", "--trainer.devices=1"]
-    done = run_here("fit", *TINY, f"--run_dir={tmp_path / 'run'}", *words)
-    assert "split       0  cpu 0" in done.stdout
 
 
 def test_modes_prints_a_table_and_commands_to_paste() -> None:

@@ -499,13 +499,6 @@ def assert_alike(run: Path, other: Path) -> None:
     assert losses(run)[-1] == pytest.approx(losses(other)[-1], rel=1e-6), run
 
 
-def test_the_counts_of_an_epoch_within_which_the_training_ends_are_kept(tmp_path: Path) -> None:
-    fit(tmp_path / "run", "--trainer.max_steps=3", "--trainer.max_epochs=2")
-    saved = last_checkpoint(tmp_path / "run")
-    assert saved["position"]["started"]
-    assert saved["metrics"]["train_loss"]["count"] == 16 * saved["position"]["step"] > 0
-
-
 @pytest.mark.filterwarnings("ignore:the (training before had|schedule goes on)")
 def test_a_schedule_counts_the_steps_of_this_run_where_batches_are_others_from_an_epoch_on(tmp_path: Path) -> None:
     """79 images are 5 steps an epoch, then 2: it stands behind 2 of 6 steps, and ends at 0, before `max_steps`."""

@@ -1,14 +1,11 @@
 """Figures of an evaluation: the right images, the right counts, on every number of processes."""
 
-import threading
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
 from matplotlib.figure import Figure
 from tiny_task import CLASSES, TinyData, TinyTask, fake_trainer, read_events, tiny_trainer
 from torch import Tensor
@@ -69,9 +66,6 @@ def test_confusion_figure_shows_names_and_counts() -> None:
     assert {(x, y): int(text.get_text()) for (x, y), text in cells.items()} == {
         (column, row): int(confusion[row, column]) for row in range(3) for column in range(3)
     }
-    assert cells[0, 0].get_color() == "white"  # on dark blue
-    assert cells[2, 1].get_color() == "black"
-    assert cells[0, 2].get_color() == "silver"  # a zero
     assert axes.images[0].get_array().tolist() == [[30 / 31, 1 / 31, 0], [0, 0.5, 0.5], [0, 0, 0]]
 
 
@@ -108,37 +102,6 @@ def test_wrong_images_figure_shows_the_pixels_it_was_given(side: int) -> None:
     repeats = max(160 // side, 1)
     assert np.abs(drawn[::repeats, ::repeats] - expected.permute(1, 2, 0).numpy()).max() <= 1  # means are rounded twice
     assert render(wrong_images_figure([], title="tiny")).min() < 128
-
-
-class Epochs(Callback):
-    """Says when an epoch of training begins behind the first, and may end the run there."""
-
-    def __init__(self, error: Exception | None) -> None:
-        self.begun = threading.Event()
-        self.error = error
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.current_epoch:
-            self.begun.set()
-            if self.error:
-                raise self.error
-
-
-@pytest.mark.parametrize(("error", "steps"), [(None, [2, 5]), (ValueError("failed"), [2])])
-def test_training_does_not_wait_for_its_figures_and_the_end_of_a_run_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, steps: list[int]
-) -> None:
-    epochs = Epochs(error)
-
-    def late(figure: Figure) -> Any:
-        assert epochs.begun.wait(20), "training has waited for its figures"
-        return render(figure)
-
-    monkeypatch.setattr("lit_cifar.reporting.figures.render", late)
-    trainer = tiny_trainer(tmp_path, callbacks=[EvaluationFigures(), epochs], max_epochs=2)
-    with pytest.raises(ValueError, match="failed") if error else nullcontext():
-        trainer.fit(TinyTask(), datamodule=TinyData())
-    assert [image.step for image in read_events(tmp_path).Images("val/wrong")] == steps
 
 
 def test_a_figure_that_cannot_be_drawn_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,17 +93,3 @@ def test_ranks_meet_at_a_port_that_nobody_else_gets() -> None:
         assert [own["RANK"] for own in first] == [own["LOCAL_RANK"] for own in first] == ["0", "1"]
         assert {own["MASTER_PORT"] for own in first} != {own["MASTER_PORT"] for own in second}
         assert all(own["A"] == "1" and own["WORLD_SIZE"] == "2" for own in first)
-
-
-@pytest.mark.slow
-def test_temporary_files_may_lie_deep(tmp_path: Path) -> None:
-    """Deeper than the path of a socket may be long; in a process of its own, as a fork server stays."""
-    folder = tmp_path / ("d" * 100)
-    folder.mkdir()
-    program = (
-        "import sys, tempfile; from lit_cifar.launch.forked import start_forked; "
-        "process = start_forked(sys.exit, (7,)); process.join(); print(process.exitcode, tempfile.gettempdir())"
-    )
-    environment = {**os.environ, "TMPDIR": str(folder)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["7", str(folder)], done.stderr

@@ -42,15 +42,6 @@ def test_parts_share_one_gpu_and_several_leave_every_mode_as_it_is() -> None:
     assert places(3, devices=4)["dp"] == ("DataParallelStrategy", 1)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-@pytest.mark.parametrize("name", places(1))
-def test_a_mode_that_shares_a_gpu_computes_the_same(name: str, devices: int) -> None:
-    mode = sized_modes(devices)[name]
-    on = placed(mode, num_gpus=1)
-    assert (on.num_processes, on.layout()) == (mode.num_processes, mode.layout())
-    assert on.sync_batchnorm == mode.sync_batchnorm
-
-
 def test_verify_puts_the_parts_of_a_mode_on_the_one_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

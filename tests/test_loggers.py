@@ -164,11 +164,11 @@ class Refuses(DummyLogger):
 @pytest.mark.parametrize("late", ["false", "true"])
 @pytest.mark.parametrize("resumes", [False, True])
 def test_a_logger_that_cannot_be_used_ends_a_run_that_changes_nothing(late: str, resumes: bool, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+    run, resuming = tmp_path / "run", ["--resume=auto", "--trainer.max_epochs=2"] if resumes else []
     if resumes:
         run_here("fit", *TINY, f"--run_dir={run}")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
-    flags = [f"--run_dir={run}", "--resume=auto", "--trainer.max_epochs=2", "--trainer.logger=test_loggers.Refuses"]
+    flags = [f"--run_dir={run}", *resuming, "--trainer.logger=test_loggers.Refuses"]
     flags += [f"--trainer.logger.late={late}", "--trainer.logger.save_dir=own"]
     refused("fit", *TINY, *flags, says=["Refuses cannot be used: the store is old: "])
     assert {path: path.read_bytes() for path in before} == before

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from commands import callback, graded, mode_flags
 from documents import ROOT
-from processes import is_running, marked, wait_until
+from processes import marked, wait_until
 
 from analysis.interrupted_runs import largest_difference, metrics_without_clock
 
@@ -67,7 +67,7 @@ class Job:
 
     def __exit__(self, *_: object) -> None:
         """End every process, stopped and orphaned ones as well."""
-        while found := self._processes():
+        while found := marked(self._folder):
             for process in found:
                 with suppress(psutil.Error):
                     process.kill()
@@ -114,17 +114,9 @@ class Job:
         found = map(json.loads, file.read_text().splitlines() if file.exists() else [])
         return [(line["pid"], line["step"]) for line in found]
 
-    def _processes(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):  # the process is gone, or not ours
-                if self._run_dir in process.cmdline() and is_running(process):
-                    found.append(process)
-        return found
-
     def _ranks(self) -> dict[int, psutil.Process]:
         found = {}
-        for process in self._processes():
+        for process in marked(self._folder):
             with suppress(psutil.Error):  # the process is gone
                 environment = process.environ()
                 if "torch.distributed.run" not in process.cmdline():
@@ -144,9 +136,8 @@ class Job:
             return False
 
         in_time = wait_until(holds, limit_s=LIMIT_S, poll_s=0.02)
-        assert in_time, (
-            f"{otherwise} within {LIMIT_S:.0f} s; {(self._folder / 'log.txt').read_text(errors='replace')[-1000:]}"
-        )
+        last_words = (self._folder / "log.txt").read_text(errors="replace")[-1000:]
+        assert in_time, f"{otherwise} within {LIMIT_S:.0f} s; {last_words}"
 
 
 @pytest.mark.timeout(900)
