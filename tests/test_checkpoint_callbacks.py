@@ -191,9 +191,12 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.written: list[str] = []
+        self.seen: list[int] = []
         self.full = False
         self._turns = threading.Semaphore(0)
+        self._snapshot = checkpoint_io.snapshot
         monkeypatch.setattr(checkpoint_io, "write_checkpoint", self._write)
+        monkeypatch.setattr(checkpoint_io, "snapshot", self._copy)
 
     def allow(self, num_files: int = 100) -> None:
         """Let so many more be written."""
@@ -209,6 +212,10 @@ class Disk:
             raise save_error(OSError(errno.ENOSPC, "No space left on device"), path, checkpoints=path.parent)
         write_checkpoint(checkpoint, path)
         self.written.append(path.name)
+
+    def _copy(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        self.seen.append(len(self.written))
+        return self._snapshot(checkpoint)
 
 
 @pytest.fixture
@@ -247,12 +254,14 @@ def test_what_happens_after_a_save_is_not_in_the_file(disk: Disk, tmp_path: Path
 
 
 def test_a_save_waits_for_the_one_before_it_of_the_same_name(disk: Disk, tmp_path: Path) -> None:
+    """No copy is made before: so much memory, and so many steps that a kill may cost."""
     files = CheckpointFiles()
     save_behind(files, state(0), tmp_path / BEST)
     save_behind(files, state(1), tmp_path / LAST)
     disk.allow_soon()
     save_behind(files, state(2), tmp_path / LAST)
     files.settle()
+    assert disk.seen == [0, 0, 2]
     assert disk.written == [BEST, LAST, LAST]
     assert step_of(tmp_path / LAST) == 2
 
