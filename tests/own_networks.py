@@ -231,13 +231,6 @@ class Gain(nn.Sequential):
         return out
 
 
-class Normed(nn.Sequential):
-    """Is given the class of a layer."""
-
-    def __init__(self, norm: type[nn.Module] = nn.BatchNorm2d) -> None:
-        super().__init__(nn.Conv2d(3, 8, 3), norm(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
-
-
 class Viewed(nn.Module):
     """Flattens in a way that takes no empty batch."""
 

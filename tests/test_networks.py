@@ -45,14 +45,6 @@ def test_with_torchvisions_stem_it_is_torchvisions_network(arch: Any) -> None:
     assert ours.eval()(images).equal(theirs.eval()(images))
 
 
-@pytest.mark.parametrize(("stem", "side"), [("cifar", 32), ("strided", 16), ("imagenet", 8)])
-def test_resolution_behind_the_stem(stem: Stem, side: int) -> None:
-    network = build_resnet("tiny", stem=stem, num_classes=7)
-    images = torch.zeros(2, 3, 32, 32)
-    assert network.blocks()["stem"](images).shape == (2, 64, side, side)
-    assert network(images).shape == (2, 7)
-
-
 def test_attention_is_that_of_torch() -> None:
     """Whose outputs are all queries, all keys, all values; here head by head."""
     torch.manual_seed(0)

@@ -5,9 +5,7 @@ start runs.
 import ast
 import os
 import re
-import signal
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
 
@@ -78,36 +76,27 @@ assert table.loc["naive (mp)", "measured"] > 0.5 - 1e-9, "one process works for 
 first = with_microbatches.iloc[0]
 assert first.max() - first.min() < 1e-5
 assert (activations > 0).all()
-import json
-trace = json.loads((runs["1F1B (pp)"] / "timeline.json").read_text())
-assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
 """,
     "per_rank_accuracy.ipynb": """
-assert comparison["processes"].tolist() == [1, 2]
-assert comparison["total"].tolist() == [1001, 1001]
 assert comparison["correct"].nunique() == 1
 assert 200 < comparison["correct"][0] < 1001, "the network should have learned something, but not everything"
 assert (comparison["test/acc x total"].round() == comparison["correct"]).all()
 assert evaluations[2]["total"].tolist() == [501, 500, 1001]
 assert padded["total"].tolist() == [501, 501, 1002]
-assert padding(500, 64)["worst case"] == "2.29%"
 assert 0 <= padded["correct"].iloc[-1] - exact["correct"].iloc[-1] <= 1
 assert 0.05 < missing < 0.5
 assert flagged < 0.02
 assert found[-1] > found[0]
 """,
     "same_bits.ipynb": """
-assert digests["on"].shape == digests["off"].shape == (2, 2)
 assert same_digests and same_metrics
 assert (digests["off", "1 device"] != digests["off", "2 devices"]).all()
 assert distances["on: 2 devices and 1"].tolist() == [0, 0]
 assert (distances["off: 2 devices and 1"] > 1e-4).all(), "BatchNorm sees other parts"
 assert rounding.iloc[0] < 1e-4 and 0 < rounding.iloc[2] < another.iloc[2] / 2, growth.to_string()
-assert list(off) == list(on) == ["1 device", "2 devices"]
 """,
     "scaling.ipynb": """
 assert speed[["mode", "devices"]].values.tolist() == [["single", 1], ["threads", 2], ["ddp", 2]]
-assert (speed["images_per_s"] > 0).all()
 assert memory.loc[("ddp", 2), "all processes"] == 2 * one
 assert [curves[way, 0]["step"].tolist() for way in WAYS] == [[9, 19], [9, 19], [4, 9]]
 from analysis.run_frames import read_metrics
@@ -171,59 +160,19 @@ def test_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path, monkeypatch
 
 COMMANDS = {
     "modes": "print('ddp_spawn')",
-    "fit": "import time; print('begun', flush=True); time.sleep(60)",
     "fail": "raise SystemExit('--model.arch')",
 }
 
 
-@pytest.fixture
-def short_commands(monkeypatch: pytest.MonkeyPatch) -> list[runs.Run]:
-    """What is started: a command of Python's own in the place of ours, which imports for seconds."""
-    started: list[runs.Run] = []
-
-    def start(command: str, **kwargs: object) -> runs.Run:
-        words = [sys.executable, "-c", COMMANDS[command]]
-        started.append(runs.Run(words, title=f"lit_cifar {command}", environment=os.environ))
-        return started[-1]
-
-    monkeypatch.setattr(runs, "start", start)
-    return started
+def start(command: str) -> runs.Run:
+    """A command of Python's own in the place of ours, which imports for seconds."""
+    return runs.Run([sys.executable, "-c", COMMANDS[command]], title=f"lit_cifar {command}", environment=os.environ)
 
 
-@pytest.mark.usefixtures("short_commands")
-def test_a_run_returns_what_the_command_printed_or_raises_its_last_lines(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_returns_what_the_command_printed_or_raises_its_last_lines(capfd: pytest.CaptureFixture[str]) -> None:
     import_module("ipykernel")  # as another test may have done: that makes no notebook
-    done = runs.start("modes").wait()
+    done = start("modes").wait()
     assert (done.process.returncode, done.output) == (0, "ddp_spawn\n")
     assert capfd.readouterr().out.startswith("lit_cifar modes: done after ")
     with pytest.raises(RuntimeError, match=r"(?s)lit_cifar fail: exit status 1\n.*--model.arch"):
-        runs.start("fail").wait()
-
-
-@pytest.mark.usefixtures("short_commands")
-def test_an_interrupted_cell_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = runs.start("fit")
-
-    def interrupt(self: runs.Run) -> bool:
-        while not self.output:
-            time.sleep(0.1)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runs.Run, "_has_ended", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        started.wait()
-    assert started.process.returncode == -signal.SIGTERM
-
-
-def test_many_runs_show_one_line_and_one_that_fails_ends_those_beside_it(
-    short_commands: list[runs.Run], capfd: pytest.CaptureFixture[str]
-) -> None:
-    runs.run_all([["modes"], ["modes"], ["modes"]], at_once=2)
-    assert re.fullmatch(r"lit_cifar: 3 runs done after \d+ s\n", capfd.readouterr().out)
-    short_commands.clear()
-    with pytest.raises(RuntimeError, match=r"exit status 1\n(?s:.*)--model.arch"):
-        runs.run_all([["fail"], ["fit"], ["modes"]], at_once=2)
-    assert len(short_commands) == 2
-    assert short_commands[1].process.returncode == -signal.SIGTERM
+        start("fail").wait()

@@ -1,6 +1,7 @@
 """Warm-up and decay as a table; `MuonSGD`: orthogonal steps for filters of convolutions, SGD's steps for all else."""
 
 import math
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -60,6 +61,20 @@ def take(num: int, optimizer: Any, scheduler: Any) -> list[tuple[float, float]]:
     return seen
 
 
+def resumed(saved: Any, schedule: Any, says: str, lr: float, momentum: float = 0.9, **settings: Any) -> tuple[Any, Any]:
+    """An optimizer and a schedule of a run that goes on after five steps, and `says` what it has changed."""
+    optimizer, scheduler, recipe = planned(schedule, lr, momentum, **settings)
+    optimizer.load_state_dict(saved[0])
+    scheduler.load_state_dict(saved[1])
+    with pytest.warns(UserWarning, match=says) if says else nullcontext():
+        recipe.resume(optimizer, scheduler, before=saved[2], step=5)
+    return optimizer, scheduler
+
+
+def saved_by(optimizer: Any, scheduler: Any, recipe: Recipe) -> Any:
+    return deepcopy((optimizer.state_dict(), scheduler.state_dict(), recipe.settings()))
+
+
 SCHEDULES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (WarmupDecay, {"warmup": 0.2}, {"warmup": 0.5, "decay": "linear"}),
     (lr_scheduler.StepLR, {"step_size": 2}, {"step_size": 3, "gamma": 0.5}),
@@ -70,6 +85,25 @@ SCHEDULES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (lr_scheduler.LinearLR, {"total_iters": 3}, {"total_iters": 8}),
     (lr_scheduler.ReduceLROnPlateau, {"patience": 0}, {"patience": 0}),
 ]
+
+
+@pytest.mark.parametrize(("schedule", "before", "now"), SCHEDULES, ids=lambda value: getattr(value, "__name__", ""))
+def test_settings_of_the_run_hold_after_a_checkpoint_was_loaded(
+    schedule: Any, before: dict[str, Any], now: dict[str, Any]
+) -> None:
+    """As if the training had had them from the start; if none has changed, nothing is touched."""
+    trained, plan, recipe = planned(schedule, 0.1, **before)
+    take(5, trained, plan)
+    saved = saved_by(trained, plan, recipe)
+    assert take(3, *resumed(saved, schedule, "", 0.1, **before)) == take(3, trained, plan)
+    for name, then, lr, momentum, settings in (("lr", 0.1, 0.3, 0.9, before), ("momentum", 0.9, 0.1, 0.5, now)):
+        reference, its_plan, _ = planned(schedule, lr, momentum, **settings)
+        take(5, reference, its_plan)
+        says = rf"optimizer.{name}={then}.*; from optimizer step 5 .*{name}={lr if name == 'lr' else momentum}"
+        optimizer, scheduler = resumed(saved, schedule, says, lr, momentum, **settings)
+        assert scheduler.state_dict()["last_epoch"] == 5
+        expected = torch.tensor(take(3, reference, its_plan))
+        torch.testing.assert_close(torch.tensor(take(3, optimizer, scheduler)), expected)
 
 
 @pytest.mark.parametrize(
@@ -86,54 +120,19 @@ def test_rates_that_a_schedule_brings_are_those_of_the_run(
     """Though one of them may be the optimizer's own."""
     trained, plan, recipe = planned(schedule, lr, **same, **{name: 1.0})
     take(5, trained, plan)
-    saved = deepcopy((trained.state_dict(), plan.state_dict(), recipe.settings()))
     reference, its_plan, _ = planned(schedule, lr, **same, **{name: 2.0})
     take(5, reference, its_plan)
-    optimizer, scheduler, own = planned(schedule, lr, **same, **{name: 2.0})
-    optimizer.load_state_dict(saved[0])
-    scheduler.load_state_dict(saved[1])
-    with pytest.warns(UserWarning, match="the training before had"):
-        own.resume(optimizer, scheduler, before=saved[2], step=5)
-    assert take(3, optimizer, scheduler) == pytest.approx(take(3, reference, its_plan))
+    saved = saved_by(trained, plan, recipe)
+    found = resumed(saved, schedule, "the training before had", lr, **same, **{name: 2.0})
+    assert take(3, *found) == pytest.approx(take(3, reference, its_plan))
 
 
 def test_a_plateau_that_follows_another_metric_begins_anew() -> None:
     trained, plan, recipe = planned(OwnPlateau, 0.1, monitor="val/loss")
     plan.step(1.7)
-    saved = deepcopy((trained.state_dict(), plan.state_dict(), recipe.settings()))
-    optimizer, scheduler, own = planned(OwnPlateau, 0.1, monitor="val/acc", mode="max")
-    optimizer.load_state_dict(saved[0])
-    scheduler.load_state_dict(saved[1])
-    with pytest.warns(UserWarning, match="monitor=val/loss"):
-        own.resume(optimizer, scheduler, before=saved[2], step=5)
+    saved = saved_by(trained, plan, recipe)
+    _, scheduler = resumed(saved, OwnPlateau, "monitor=val/loss", 0.1, monitor="val/acc", mode="max")
     assert scheduler.best == -math.inf
-
-
-@pytest.mark.parametrize(("schedule", "before", "now"), SCHEDULES, ids=lambda value: getattr(value, "__name__", ""))
-def test_settings_of_the_run_hold_after_a_checkpoint_was_loaded(
-    schedule: Any, before: dict[str, Any], now: dict[str, Any]
-) -> None:
-    """As if the training had had them from the start; if none has changed, nothing is touched."""
-    trained, plan, recipe = planned(schedule, 0.1, **before)
-    take(5, trained, plan)
-    saved = deepcopy((trained.state_dict(), plan.state_dict(), recipe.settings()))
-    undisturbed = take(3, trained, plan)
-    for lr, momentum, settings in ((0.1, 0.9, before), (0.3, 0.9, before), (0.1, 0.5, now)):
-        reference, its_plan, _ = planned(schedule, lr, momentum, **settings)
-        take(5, reference, its_plan)
-        optimizer, scheduler, own = planned(schedule, lr, momentum, **settings)
-        optimizer.load_state_dict(saved[0])
-        scheduler.load_state_dict(saved[1])
-        if (lr, momentum) == (0.1, 0.9):
-            own.resume(optimizer, scheduler, before=saved[2], step=5)
-            assert take(3, optimizer, scheduler) == undisturbed
-            continue
-        name, value, then = ("lr", lr, 0.1) if lr != 0.1 else ("momentum", momentum, 0.9)
-        with pytest.warns(UserWarning, match=rf"optimizer.{name}={then}.*; from optimizer step 5 .*{name}={value}"):
-            own.resume(optimizer, scheduler, before=saved[2], step=5)
-        assert scheduler.state_dict()["last_epoch"] == 5
-        expected = torch.tensor(take(3, reference, its_plan))
-        torch.testing.assert_close(torch.tensor(take(3, optimizer, scheduler)), expected)
 
 
 def test_kernels_are_those_of_the_run() -> None:

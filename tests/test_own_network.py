@@ -1,7 +1,6 @@
 """A network of the user's own, on pictures of the user's own, from the command line."""
 
 import csv
-import os
 import shlex
 import shutil
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import torch
 from commands import TINY, callback, last_checkpoint, mode_flags, refused, run_here
 from data_files import draw_pictures
-from tiny_task import read_events
 
 from lit_cifar import CheckpointError, CIFAR10DataModule, ConfigError, DataError, LitResNet
 from lit_cifar.models.blocks import blocks_of, tensor_split_of
@@ -169,24 +167,6 @@ def test_a_picture_that_can_be_read_again_must_be_as_it_was(pictures: Path, tmp_
     refused("fit", *longer, f"--run_dir={tmp_path / 'x'}", says=["put them back as they were"])
 
 
-def test_pictures_of_any_size_in_folders_of_any_name(tmp_path: Path) -> None:
-    root, run = tmp_path / "pictures", tmp_path / "run"
-    folders = ["$0_$5", "C#", "C++", os.fsdecode(b"caf\xe9"), "tab\t\x1b[31m", "x" * 200]
-    for seed, name in enumerate(folders):
-        draw_pictures(root / name, 4, seed=seed)
-    cheap = ["--model.arch=tiny", "--model.stem=imagenet", "--trainer.precision=32-true", "--data.image_size=224"]
-    cheap += ["--data.pictures.decoded_size=256"]
-    given = [flag for flag in flags(root, *cheap, "--data.val_size=6") if "figures" not in flag]
-    run_here("fit", *given, f"--run_dir={run}")
-    names = ["$0_$5", "C#", "C++", r"caf\xe9", r"tab\t\x1b[31m", "x" * 200]
-    with (run / "confusion.csv").open(newline="", encoding="utf-8") as file:
-        assert next(csv.reader(file)) == ["split", "class", *names]
-    assert last_checkpoint(run)["CIFAR10DataModule"]["dataset"] == f"folder of {', '.join(names)}"
-    assert read_events(run).Tags()["images"] == ["val/confusion", "val/wrong"]
-    draw_pictures(root / r"caf\xe9", 1)
-    assert r"two folders in" in refused("fit", *given, f"--run_dir={tmp_path / 'other'}")
-
-
 # The first word names one of `own_networks`.
 MISTAKES = {
     "Opaque --trainer.strategy=mp": "Make it an nn.Sequential, or give it a method blocks()",
@@ -285,21 +265,17 @@ def test_one_picture_of_each_class_in_turn(pictures: Path) -> None:
     assert ([len(part) for part in split], sorted(torch.cat(split).tolist())) == ([4, 2], [0, 0, 0, 1, 1, 1])
     by_default = CIFAR10DataModule(pictures, dataset="folder")
     assert (by_default.val_size, by_default.image_size) == (1, 32)
+    with pytest.raises(DataError, match=r"there is no folder .*test"):
+        data.setup("test")
 
 
-@pytest.mark.parametrize("below", ["train", "."])
-def test_folders_to_validate_and_to_test_on(below: str, tmp_path: Path) -> None:
-    draw_pictures(tmp_path / below / "cat", 3)
-    draw_pictures(tmp_path / below / "dog", 2)
+def test_nothing_is_held_out_beside_a_folder_to_validate_on(tmp_path: Path) -> None:
+    draw_pictures(tmp_path / "train" / "cat", 3)
+    draw_pictures(tmp_path / "train" / "dog", 2)
     draw_pictures(tmp_path / "val" / "dog", 2)
     data = CIFAR10DataModule(tmp_path, dataset="folder")
     data.setup("fit")
     labels = {name: images.labels.tolist() for name, images in data.sets.items()}
     assert labels == {"train": [0, 1, 0, 1, 0], "val": [1, 1]}
-    with pytest.raises(DataError, match=r"there is no folder .*test"):
-        data.setup("test")
-    draw_pictures(tmp_path / "test" / "cat", 1)
-    data.setup("test")
-    assert data.sets["test"].labels.tolist() == [0]
     with pytest.raises(ConfigError, match=r"--data.val_size=1 holds out images"):
         CIFAR10DataModule(tmp_path, dataset="folder", val_size=1).setup("fit")

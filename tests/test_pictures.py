@@ -169,8 +169,6 @@ def test_exif_orientation_is_honoured_and_of_an_animation_the_first_frame_counts
     ("mode", "colour", "seen"),
     [
         ("L", 77, (77, 77, 77)),
-        ("1", 1, (255, 255, 255)),
-        ("P", 0, (0, 0, 0)),
         ("RGBA", (9, 8, 7, 255), (9, 8, 7)),
         ("RGBA", (9, 8, 7, 0), (255, 255, 255)),
         ("LA", (0, 0), (255, 255, 255)),
@@ -194,19 +192,19 @@ def png_rows(values: Any, kind: str) -> bytes:
     return (b"\0" + np.asarray(values).astype(kind).tobytes()) * 32
 
 
-def tiff(data: bytes, bits: int = 16, order: str = "<", **tags: tuple[int, ...]) -> bytes:
+def tiff(data: bytes, bits: int = 16, **tags: tuple[int, ...]) -> bytes:
     """32 x 32 grey pixels; `tags` are others than those of integers where 0 is black."""
     numbers = {"photometric": 262, "samples": 277, "map": 320, "extra": 338, "format": 339}
     found = {256: (32,), 257: (32,), 258: (bits,), 259: (1,), 262: (1,), 273: (8,), 278: (32,), 279: (len(data),)}
     found |= {numbers[name]: value for name, value in tags.items()}
     entries, more, behind = b"", b"", 8 + len(data) + 2 + 12 * len(found) + 4
     for number in sorted(found):
-        value = struct.pack(f"{order}{len(found[number])}H", *found[number])
+        value = struct.pack(f"<{len(found[number])}H", *found[number])
         if len(value) > 4:
-            value, more = struct.pack(f"{order}I", behind + len(more)), more + value
-        entries += struct.pack(f"{order}HHI", number, 3, len(found[number])) + value.ljust(4, b"\0")
-    directory = struct.pack(f"{order}H", len(found)) + entries + bytes(4)
-    return (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(f"{order}I", 8 + len(data)) + data + directory + more
+            value, more = struct.pack("<I", behind + len(more)), more + value
+        entries += struct.pack("<HHI", number, 3, len(found[number])) + value.ljust(4, b"\0")
+    directory = struct.pack("<H", len(found)) + entries + bytes(4)
+    return b"II*\0" + struct.pack("<I", 8 + len(data)) + data + directory + more
 
 
 def packed(values: Any) -> bytes:
@@ -238,16 +236,10 @@ RANGES = {
         np.where(np.arange(32) // 2 == 8, 255, np.arange(32) // 2 * 17),
     ),
     "16-bit PGM": (b"P5 32 32 65535\n" + rows_of(RAMP, ">u2"), SCALED),
-    "12-bit PGM": (b"P5 32 32 4095\n" + rows_of(RAMP >> 4, ">u2"), SCALED),
     "16-bit PPM": (b"P6 32 32 65535\n" + rows_of(colours(RAMP), ">u2"), SCALED),
     "16-bit TIFF": (tiff(rows_of(RAMP, "<u2")), SCALED),
-    "16-bit TIFF, the high byte first": (tiff(rows_of(RAMP, ">u2"), order=">"), SCALED),
     "16-bit TIFF, 0 is white": (tiff(rows_of(RAMP, "<u2"), photometric=(0,)), 255 - SCALED),
     "12-bit TIFF": (tiff(packed(RAMP >> 4), 12), SCALED),
-    "TIFF with a palette of 16 bits": (
-        tiff(rows_of(SCALED, "u1"), 8, photometric=(3,), map=(*range(0, 2**16, 257),) * 3),
-        SCALED,
-    ),
     "TIFF with a palette of 8 bits": (tiff(rows_of(SCALED, "u1"), 8, photometric=(3,), map=(*range(256),) * 3), SCALED),
     "32-bit TIFF": (tiff(rows_of(RAMP, "<u4"), 32), "TIFF of mode I: no black and white"),
     "signed 16-bit TIFF": (tiff(rows_of(RAMP >> 1, "<i2"), format=(2,)), "TIFF of mode I: no black and white"),

@@ -7,8 +7,6 @@ import pytest
 import torch
 import torchvision
 from commands import TINY, last_checkpoint, launch, mode_flags, refused, run_here
-from data_files import draw_pictures
-from documents import ROOT, blocks
 from torch import nn
 
 from lit_cifar import LitResNet
@@ -245,36 +243,6 @@ def test_a_file_that_cannot_be_used_is_refused(more: str, says: list[str], given
     flags = still(f"--model.fine_tuning.weights={given}", *more.format(given).split(), f"--run_dir={tmp_path / 'run'}")
     refused("fit", *flags, says=says)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.timeout(300)
-def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """Random weights stand for torchvision's own, which would be a download."""
-    page = ROOT / "docs" / "training.md"
-    block = next(block for block in blocks(page) if any("--model.fine_tuning.weights=resnet18.pth" in c for c in block))
-    monkeypatch.chdir(tmp_path)
-    given = torchvision.models.resnet18().state_dict()
-    torch.save(given, "resnet18.pth")
-    for seed, name in enumerate(("cat", "dog", "eel")):
-        draw_pictures(tmp_path / "my_pictures" / name, 14, seed=seed)
-    draw_pictures(tmp_path / "my_photos", 3, seed=9)
-    quick = ["--trainer.max_epochs=1", "--trainer.accelerator=cpu"]
-    told = {}
-    for words in block:
-        with caplog.at_level("INFO"):
-            told[words[3]] = run_here(*words[3:], *(quick if words[3] == "fit" else [])).stdout
-    assert "100 of 102 tensors are taken" in caplog.text
-    assert "new, as the file has 1000 classes: fc.weight, fc.bias" in caplog.text
-    assert "not trained: 15 of 62 parameters, and the statistics of 5 BatchNorm layers" in caplog.text
-    own = last_checkpoint(tmp_path / "RUN")["state_dict"]
-    frozen = [name for name in given if name.partition(".")[0] in ("conv1", "bn1", "layer1")]
-    assert all(own[name].equal(given[name]) for name in frozen)
-    assert not any(own[name].equal(given[name]) for name in given if name.startswith("layer4"))
-    assert own["fc.weight"].shape == (3, 512)
-    assert (tmp_path / "RUN" / "metrics.csv").read_text().count("\n") > 1
-    assert "val/acc" in told["validate"]
-    predictions = next(tmp_path.glob("runs/*-predict/predictions.csv")).read_text().splitlines()
-    assert [row.split(",")[0].rpartition("/")[2] for row in predictions[1:]] == ["0.png", "1.png", "2.png"]
 
 
 @pytest.mark.slow

@@ -3,15 +3,11 @@
 import re
 import sys
 from pathlib import Path
-from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from commands import TINY, callback, launch, mode_flags, run_here
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from commands import TINY, callback, launch, mode_flags
 from tiny_task import TinyData, TinyTask, read_events, tiny_trainer
 from torch import Tensor
 
@@ -129,71 +125,6 @@ def test_rank_0_may_ask_for_the_means_of_an_epoch_alone(asked: str, tmp_path: Pa
     launch("fit", *shown, *callback(asked), *mode_flags("ddp"), f"--run_dir={tmp_path / 'run'}", timeout_s=60)
 
 
-@pytest.mark.parametrize(
-    ("step_s", "read"), [(1 / 64, [10, 50, 90, 125]), (1 / 16, [10, 20, 30, 40]), (0.0, [10, 125])]
-)
-def test_fast_steps_are_shown_twice_a_second(step_s: float, read: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each update the host waits for a GPU."""
-    now = [5.0]
-    monkeypatch.setattr(progress, "perf_counter", lambda: now[0])
-    bar, shown = ProgressBar(refresh_rate=10), []
-    for step in range(1, 126):
-        now[0] += step_s
-        if bar._should_update(step, 125):
-            shown.append(step)
-    assert shown[: len(read)] == read
-    assert shown[-1] == 125
-
-
-def test_other_callbacks_can_print_when_no_bar_is_open(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Speaker(Callback):
-        def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            pl_module.print("heard", "me")
-
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    callbacks = [ProgressBar(), Speaker()]  # in this order: the bar is closed when the other speaks
-    trainer = tiny_trainer(tmp_path, callbacks=callbacks, enable_progress_bar=True, logger=False)
-    trainer.test(TinyTask(), datamodule=TinyData(), verbose=False)
-    assert "heard me\n" in capsys.readouterr().out
-
-
-@pytest.mark.filterwarnings(
-    "ignore:You're resuming from a checkpoint that ended before the epoch ended",
-    "ignore:Checkpoint directory .* exists and is not empty",  # both fits write there
-)
-@pytest.mark.parametrize(
-    ("terminal", "at", "max_steps", "shown"), [(True, 4, 5, True), (True, 4, 4, False), (False, 2, 3, True)]
-)
-def test_resumed_in_the_middle_of_an_epoch(
-    terminal: bool,
-    at: int,
-    max_steps: int,
-    shown: bool,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The time of the epoch begins with the run, not with the machine, on a clock of one that has been up for long."""
-    monkeypatch.setattr(progress, "perf_counter", lambda: 1e6 + perf_counter())
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="middle", every_n_train_steps=at)
-    settings: dict[str, Any] = {"enable_checkpointing": True, "logger": False, "max_epochs": -1}
-    first = tiny_trainer(tmp_path, callbacks=[checkpoint], max_steps=at, **settings)
-    first.fit(TinyTask(), datamodule=TinyData())
-    bar = ProgressBar(refresh_rate=1)
-    second = tiny_trainer(
-        tmp_path, callbacks=[bar, checkpoint], max_steps=max_steps, **settings | {"enable_progress_bar": True}
-    )
-    second.fit(TinyTask(), datamodule=TinyData(), ckpt_path=tmp_path / "middle.ckpt")
-    assert second.global_step == max_steps
-    line = capsys.readouterr().out
-    assert (f"epoch {at // 3 + 1} " in line) == shown
-    if not terminal:
-        assert float(re.findall(r"(\d+) s", line)[-1]) < 1000
-
-
 # ---------------------------------------------------------------- images per second
 
 
@@ -231,27 +162,3 @@ def test_where_the_host_waits(tmp_path: Path, clock: SimpleNamespace, monkeypatc
     measured(tmp_path, clock, log_every_n_steps=3)
     # After the warm-up (1), at the log points (3, 6, 9, 12), and where validation begins (4, 8, 12).
     assert waits == [1, 3, 4, 6, 8, 9, 12, 12]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_rate_on_a_gpu_counts_finished_work(tmp_path: Path) -> None:
-    class BusyTask(TinyTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-            torch.cuda._sleep(50_000_000)  # queued on the device; the host goes on at once
-            return super().training_step(batch, batch_idx)
-
-    settings: dict[str, Any] = {"accelerator": "gpu", "log_every_n_steps": 4, "limit_val_batches": 0}
-    trainer = tiny_trainer(tmp_path, callbacks=[Throughput(warmup_steps=1)], max_epochs=3, **settings)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    torch.cuda._sleep(50_000_000)
-    end.record()
-    end.synchronize()
-    fastest = 8 / (start.elapsed_time(end) / 1000)
-    trainer.fit(BusyTask(), datamodule=TinyData(num_images=32))
-    assert all(event.value < 1.1 * fastest for event in read_events(tmp_path).Scalars(METRIC))
-
-
-def test_a_users_bar_takes_the_place_of_the_runs(tmp_path: Path) -> None:
-    flags = ["--trainer.enable_progress_bar=true", *callback("TQDMProgressBar")]
-    assert "Epoch 0: 100%" in run_here("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}").stdout

@@ -1,7 +1,5 @@
 """Runs over two nodes of a Ray cluster: as without Ray, also when a worker is killed or a node is lost."""
 
-import argparse
-import json
 import os
 import signal
 import subprocess
@@ -18,11 +16,10 @@ import pytest
 from commands import TINY, end_of, launch, mode_flags, refused
 from documents import ROOT
 from processes import is_running, wait_until
-from recorder import global_steps
+from recorder import has_reached
 
 from lit_cifar.launch.node import NodeProcesses
-from lit_cifar.launch.signals import EXIT_STOPPED, handlers_put_back
-from lit_cifar.tools.ray import RayRun
+from lit_cifar.launch.signals import EXIT_STOPPED
 
 EPOCHS = 3
 LONG = [
@@ -32,16 +29,6 @@ LONG = [
     "--trainer.callbacks.seconds=0.7",
     "--trainer.strategy=ddp",
 ]
-
-
-def test_nohup_is_heard_and_a_signal_that_comes_twice_is_one() -> None:
-    with handlers_put_back():
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        run = RayRun(None, argparse.Namespace(workers_per_node=1, gpus_per_worker=0))
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        for _ in range(2):
-            signal.raise_signal(signal.SIGTERM)
-        assert run.num_stops == 1
 
 
 def test_without_ray_the_command_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,11 +102,8 @@ class Job:
         return {rank: process for rank, process in found.items() if is_running(process)}
 
     def wait_for(self, *, step: int) -> None:
-        deadline = time.monotonic() + 250
-        while not any(number >= step for _, number, _ in global_steps(self._ids)):
-            assert time.monotonic() < deadline, self.log()
-            assert self.process.poll() is None, self.log()
-            time.sleep(0.2)
+        wait_until(lambda: has_reached(self._ids, step) or self.process.poll() is not None, limit_s=250, poll_s=0.2)
+        assert has_reached(self._ids, step), self.log()
 
 
 def wait_for_end(processes: Collection[psutil.Process]) -> None:
@@ -192,15 +176,3 @@ def test_no_worker_outlives_a_job_that_is_killed(cluster: Cluster, tmp_path: Pat
     job.process.kill()
     job.process.wait()
     wait_for_end(workers.values())
-
-
-@on_cluster
-def test_verify_has_its_processes_started_on_two_nodes(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    ray, record = f"{sys.executable} -m lit_cifar ray --nodes=2", tmp_path / "record.json"
-    launch("verify", "--modes=ddp", "--steps=2", f"--launcher={ray}", f"--json={record}", timeout_s=400)
-    (row,) = json.loads(record.read_text())["rows"]
-    assert (row["outcome"], row["processes"], row["nodes"]) == ("passed", 2, 2)

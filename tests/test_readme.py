@@ -165,6 +165,7 @@ def test_what_an_old_command_names_was_there(commit: str, words: tuple[str, ...]
 def test_links_lead_somewhere_and_files_exist_and_every_block_is_looked_at(page: Path) -> None:
     """No command is hidden where these tests do not look: in a block of another name."""
     text = page.read_text(encoding="utf-8")
+    assert not re.search(r"^(<{7} |>{7} |={7}$)", text, flags=re.MULTILINE), "git has left its marks"
     targets = re.findall(r"\]\((?!https?:)([^)#]+)", text)
     assert [target for target in targets if not (page.parent / target).exists()] == []
     named = re.findall(r"`((?:lit_cifar|configs|tests|notebooks|benchmarks|docs)/[\w./-]*)`", text)
@@ -173,16 +174,3 @@ def test_links_lead_somewhere_and_files_exist_and_every_block_is_looked_at(page:
     assert set(re.findall(r"^```(\w*)$", text, flags=re.MULTILINE)) <= {"bash", "text", "diff", "python", "yaml", ""}
     for settings in re.findall(r"^```yaml\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
         parser_of("fit").parse_object({"fit": yaml.safe_load(settings)} | {"subcommand": "fit"})
-
-
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_no_page_has_two_versions_of_a_paragraph(page: Path) -> None:
-    assert not re.search(r"^(<{7} |>{7} |={7}$)", page.read_text(), flags=re.MULTILINE), "git has left its marks"
-
-
-def test_the_badges_say_what_the_package_needs() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    floors = dict(re.findall(r"^(torch|lightning)>=([\d.]+)", "\n".join(project["dependencies"]), flags=re.MULTILINE))
-    badges = dict(re.findall(r"badge/(\w+)-([\d.]+)\+", (ROOT / "README.md").read_text()))
-    python = project["requires-python"].removeprefix(">=")
-    assert badges == {"python": python, "pytorch": floors["torch"], "lightning": floors["lightning"]}

@@ -71,8 +71,7 @@ REFUSED = {
     "--trainer.callbacks+=EMAWeightAveraging --trainer.strategy=DDPLayerParallelStrategy --trainer.devices=4 "
     "--trainer.strategy.start_method=spawn": ["cannot be sent to spawned processes"],
     "--model.lr_scheduler=StepLR --model.lr_scheduler.step_size=0": ["--model.lr_scheduler.NAME=VALUE"],
-    "--trainer.accelerator=cuda": ["CUDA"],
-    "--trainer.strategy=fsdp": ["FSDP"],
+    **({} if torch.cuda.is_available() else {"--trainer.accelerator=cuda": ["CUDA"]}),
     "--trainer.devices=-1": ["--trainer.devices=-1", "--trainer.devices=2"],
     "--trainer.devices=abc": ["--trainer.devices=abc", "int > 0"],
     "--trainer.strategy=dp --trainer.num_nodes=2": ["--trainer.num_nodes=2", "--trainer.strategy=ddp"],
@@ -96,7 +95,6 @@ REFUSED = {
     "--data.dataset=cifar10 --data.download=false --data.root=nowhere": ["synthetic"],
     "--trainer.barebones=true": ["--trainer.barebones=true", "--trainer.fast_dev_run=N"],
     "--trainer.logger=false": ["--trainer.logger=false", "--trainer.fast_dev_run=N"],
-    "--trainer.logger=CometLogger": ["comet"],  # which is not installed
     "--trainer.default_root_dir=x": ["--trainer.default_root_dir=x", "--run_dir=x"],
     "--trainer.strategy.num_microbatches=8": ["=auto ", "=CLASS --trainer.strategy.num_microbatches=8"],
     # A value that an option cannot have: what it can be, and what may have been meant.
@@ -139,8 +137,6 @@ OTHER_BITS = {
     "--model.optimizer=lit_cifar.MuonSGD": ["whose bits depend on how many matrices a process has"],
 }
 REFUSED |= {f"--virtual_replicas=4 --data.eval_batch_size=8 {flags}": words for flags, words in OTHER_BITS.items()}
-if torch.cuda.is_available():
-    REFUSED = {flags: says for flags, says in REFUSED.items() if says not in (["CUDA"], ["FSDP"])}
 # Whole commands.
 WHOLE = {
     "doctor --device=2": "--device=2",

@@ -165,12 +165,6 @@ def test_a_limit_on_the_batches_of_an_epoch_may_shorten_its_last_step() -> None:
     assert tally.proceed(digest, loader_steps=3, ends=True) == digest
 
 
-def test_what_is_proven_is_not_looked_at_again() -> None:
-    """A checkpoint takes time for the samples since the last one, not for those of the data set."""
-    tally = Tally(sampler_of(num_samples=1000, batch_size=10), step=50, device=CPU)
-    assert [len(each) for each in tally.unproven(53)] == [31, 31]
-
-
 def record_at(step: int) -> AuditRecord:
     digest = chain(EMPTY, *Plan(sampler_of()).due(0, step), first=0, last=step)
     return AuditRecord(epoch=3, step=step, start=EMPTY, digest=digest)
@@ -325,9 +319,3 @@ def test_a_checkpoint_without_an_audit_leaves_its_epoch_unproven(saved: Path, tm
         fit(tmp_path / "run", save, resume=tmp_path / "old.ckpt", max_epochs=3)
     assert [row[:3] for row in lines(tmp_path / "run")] == [["2", "5", "80"]]
     assert "sample_audit" not in torch.load(tmp_path / "next.ckpt", weights_only=True)
-
-
-def test_evaluation_needs_no_audit(saved: Path, tmp_path: Path) -> None:
-    """Neither a warning nor a check: its settings may be others."""
-    trainer = tiny_trainer(tmp_path, logger=False, callbacks=[SampleAudit()])
-    trainer.test(Colours(), datamodule=data(seed=1), ckpt_path=saved / "2.ckpt", weights_only=True, verbose=False)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from counting import Operators
 from library_fits import Watch, make
+from lightning.pytorch.strategies import Strategy
 from short_fits import data, fit, short
 
 from lit_cifar.data import CIFAR10DataModule, Order
@@ -20,6 +21,8 @@ from lit_cifar.data.loader import _BLOCK_ON_DEVICE, BatchLoader
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.mode import Layout, mode_of
+from lit_cifar.strategies import PipelineStrategy, ShardedStrategy
+from lit_cifar.tools.modes import SILENT
 
 NUM_RANKS = [1, 2, 3, 4, 7]
 
@@ -27,17 +30,31 @@ NUM_RANKS = [1, 2, 3, 4, 7]
 
 
 @pytest.mark.parametrize(
-    ("trainer", "layout"),
+    ("devices", "strategy", "name", "layout"),
     [
-        ({"devices": 1}, Layout()),
-        ({"devices": 4, "strategy": "ddp_spawn"}, Layout(data_parallel_size=4)),
-        ({"devices": 2, "strategy": "ddp", "num_nodes": 3}, Layout(data_parallel_size=6)),
-        ({"devices": 2, "strategy": "dp"}, Layout(local_replicas=2)),
+        (1, "auto", "single_device", Layout()),
+        (4, "ddp_spawn", "ddp_spawn", Layout(data_parallel_size=4)),
+        (2, "dp", "dp", Layout(local_replicas=2)),
+        (2, "pp", "pp", Layout(model_parallel_size=2, num_microbatches=4)),
+        (5, "pp", "pp", Layout(model_parallel_size=5, num_microbatches=5)),
+        (3, PipelineStrategy(schedule="ZBVZeroBubble"), "pp", Layout(model_parallel_size=3, num_microbatches=5)),
+        (4, "ddp_pp", "ddp_pp", Layout(data_parallel_size=2, model_parallel_size=2, num_microbatches=4)),
+        (3, PipelineStrategy(num_stages=1, num_microbatches=1), "ddp_pp", Layout(data_parallel_size=3)),
+        (4, "fsdp2", "fsdp2", Layout(data_parallel_size=4)),
+        (4, "tp", "tp", Layout(model_parallel_size=4)),
+        (8, ShardedStrategy(None, 4), "fsdp2-tp", Layout(data_parallel_size=2, model_parallel_size=4)),
     ],
 )
-def test_the_layout_is_known_before_processes_start(trainer: dict[str, object], layout: Layout) -> None:
-    strategy = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **trainer).strategy
-    assert mode_of(strategy).layout == layout
+def test_the_layout_is_known_before_processes_start(
+    devices: int, strategy: Strategy | str, name: str, layout: Layout
+) -> None:
+    mode = mode_of(L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **SILENT).strategy)
+    assert (mode.name, mode.layout) == (name, layout)
+
+
+def test_machines_multiply_processes() -> None:
+    trainer = L.Trainer(accelerator="cpu", devices=2, num_nodes=3, strategy="ddp", **SILENT)
+    assert mode_of(trainer.strategy).layout == Layout(data_parallel_size=6)
 
 
 def test_replicas_multiply_and_microbatches_are_pieces_of_them() -> None:

@@ -3,7 +3,6 @@
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_only
-from short_fits import fit, short
+from short_fits import short
 from torch import Tensor, nn
 
 import lit_cifar.strategies.mp
@@ -120,16 +119,6 @@ def test_threads_of_data_parallel_inherit_autocast_and_mode(inference: bool, mon
     # float16 is not the CPU's default autocast type, so a thread that loses it computes in bfloat16.
     with mode, torch.autocast("cpu", dtype=torch.float16):
         assert _DataParallel(layer).parallel_apply([probe], [()], [{}]) == [(torch.float16, inference, False)]
-
-
-def test_a_setup_that_fails_keeps_its_error_and_is_torn_down(tmp_path: Path) -> None:
-    def no_optimizer(params: Any) -> Any:
-        raise LookupError("no such optimizer")
-
-    module = LitResNet("tiny", stem="imagenet", optimizer=no_optimizer)
-    with pytest.raises(LookupError, match="no such optimizer"):
-        fit(module, tmp_path, strategy="dp", devices=2)
-    assert module._forward_fn is None
 
 
 # ---------------------------------------------------------------- mp; "meta" stands for a device

@@ -256,18 +256,6 @@ def test_the_default_holds_out_at_most_a_tenth(num_train: int | None, held_out: 
     assert CIFAR10DataModule(dataset="synthetic", num_train=num_train).val_size == held_out
 
 
-def test_data_are_read_ahead_once_and_only_if_they_are_there(tmp_path: Path) -> None:
-    data = CIFAR10DataModule(root=tmp_path, val_size=10)
-    data.read_ahead("fit")
-    assert data.sets == {}
-    folder = write_binary_edition(tmp_path, records_per_file=PER_FILE)
-    data.read_ahead("fit")
-    read = data.sets["train"]
-    shutil.rmtree(folder)
-    data.setup("fit")
-    assert data.sets["train"] is read
-
-
 @pytest.mark.parametrize("edition", ["binary", "python"])
 def test_the_fine_labels_of_cifar100(edition: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From an archive of small files, whose hash is taken for the official one; with its own number of each class."""

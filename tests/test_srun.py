@@ -1,4 +1,7 @@
-"""Tasks of plain `srun`: what they are told, what is refused, and that two train as two processes do without it."""
+"""Tasks of plain `srun`: what they are told, what is refused, and that two train as two processes do without it.
+
+`slurm.sh`, by which SLURM starts torchrun instead, is in `test_configs`.
+"""
 
 import os
 import subprocess
@@ -6,13 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import TINY, end_of, launch, mode_flags
+from commands import TINY, callback, end_of, launch, mode_flags
+from documents import ROOT
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.launch.signals import EXIT_STOPPED
 from lit_cifar.launch.torchrun import task_variables
 from lit_cifar.launch.world_size import cluster_environment
 
-ROOT = Path(__file__).parents[1]
 # As `srun --nodes=2 --ntasks-per-node=2` of SLURM 22.05 sets them for the last of four tasks.
 TASK = {
     "SLURM_JOB_ID": "4711",
@@ -83,22 +87,27 @@ def test_a_first_machine_by_another_interface_is_refused(monkeypatch: pytest.Mon
         _ = cluster_environment().main_port
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(("mode", "devices"), [("ddp", 2), ("ddp_mp", 4), ("pp", 2), ("fsdp2", 2), ("tp", 2)])
-def test_two_tasks_train_as_two_processes_without_srun(mode: str, devices: int, tmp_path: Path) -> None:
-    """The tasks are started here, with SLURM's variables; `test_slurm` has a real `srun`."""
-    srun, other = (f"--run_dir={tmp_path / name}" for name in ("srun", "other"))
+def tasks(run: Path, *flags: str) -> list[int]:
+    """The exit statuses of two tasks on this machine, which are started here with SLURM's variables."""
     slurm = TASK | {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}
     slurm |= {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "lit_cifar", "fit", *TINY, f"--trainer.strategy={mode}", srun],
-            env={**os.environ, **slurm, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task), "OMP_NUM_THREADS": "1"},
-            cwd=ROOT,
-        )
-        for task in range(2)
+    environment = {**os.environ, **slurm, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    command = [sys.executable, "-m", "lit_cifar", "fit", *TINY, f"--run_dir={run}", *flags]
+    started = [
+        subprocess.Popen(command, env={**environment, "SLURM_PROCID": task, "SLURM_LOCALID": task}) for task in "01"
     ]
-    assert [task.wait(200) for task in tasks] == [0, 0]
-    launch("fit", *TINY, *mode_flags(mode, devices), other, timeout_s=200)
+    return [task.wait(200) for task in started]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("mode", "devices"), [("ddp", 2), ("ddp_mp", 4), ("pp", 2), ("fsdp2", 2), ("tp", 2)])
+def test_two_tasks_that_are_stopped_and_resume_train_as_two_processes_without_srun(
+    mode: str, devices: int, tmp_path: Path
+) -> None:
+    """They are stopped as by `scancel`, or at the end of their time."""
+    flags = [f"--trainer.strategy={mode}", "--last_checkpoint.every_n_steps=2"]  # at which they agree
+    assert tasks(tmp_path / "srun", *flags, *callback("stopping.SignalAfter", step=2, rank=1)) == [EXIT_STOPPED] * 2
+    assert tasks(tmp_path / "srun", *flags, "--resume=auto") == [0, 0]
+    launch("fit", *TINY, *mode_flags(mode, devices), f"--run_dir={tmp_path / 'other'}", timeout_s=200)
     assert end_of(tmp_path / "srun") == end_of(tmp_path / "other")

@@ -2,17 +2,12 @@
 
 import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
-import yaml
 from commands import TINY, launch, mode_flags, run_here
 
 from lit_cifar.cli.help import COMMON
-from lit_cifar.launch.forked import start_forked
-from lit_cifar.tools.terminal import exit_orderly_when_terminated
-from lit_cifar.tools.verify.runs import TRAINER
 
 # Each of these makes Lightning say something.
 TALKATIVE = ["--trainer.log_every_n_steps=50", "--trainer.limit_val_batches=1", "--seed_everything=1"]
@@ -68,25 +63,3 @@ def test_help_shows_the_common_flags_and_how_to_see_all(subcommand: str) -> None
     assert 12 <= len(flags) <= 26
     assert len(shown.splitlines()) < 95
     assert f"`python -m lit_cifar {subcommand} --help=all` shows every flag" in shown
-
-
-def test_the_full_help_shows_every_flag() -> None:
-    shown = run_here("fit", "--help=all").stdout
-    settings = yaml.safe_load(run_here("fit", "--print_config").stdout)
-    flags = [f"--{group}.{name}" for group, value in settings.items() if isinstance(value, dict) for name in value]
-    assert len(flags) > 60
-    assert [flag for flag in flags if f"{flag} " not in shown] == []
-
-
-def hang_up_and_terminate() -> None:
-    """In a process of its own, whose parent has it ignore that the terminal is closed."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    exit_orderly_when_terminated()
-    signal.raise_signal(signal.SIGHUP)
-    signal.raise_signal(signal.SIGTERM)
-
-
-def test_what_is_ignored_stays_ignored_as_nohup_wants_it() -> None:
-    process = start_forked(hang_up_and_terminate, (), preload=TRAINER)
-    process.join(30)
-    assert process.exitcode == 128 + signal.SIGTERM

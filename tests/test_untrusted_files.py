@@ -159,27 +159,18 @@ def test_nothing_outside_of_a_run_folder_is_written_through_links(tmp_path: Path
     assert {path.name: path.read_text() for path in outside.iterdir()} == {"last.ckpt": "of somebody else"}
 
 
-def test_a_run_whose_tables_are_no_text_is_resumed_and_they_are_kept(tmp_path: Path) -> None:
-    """The folder is a link, and there are links inside of it."""
+def test_a_run_folder_may_be_a_link_have_links_inside_and_a_table_that_is_no_text(tmp_path: Path) -> None:
     run, flags = tmp_path / "run", ["fit", *TINY, f"--run_dir={tmp_path / 'link'}", "--resume=auto"]
     run.mkdir()
     (tmp_path / "link").symlink_to(run)
     run_here(*flags)
     (run / "inside").symlink_to("metrics.csv")
     (run / "circle").symlink_to("circle")
-    for name in ("metrics.csv", "sample_audit.csv", "per_rank.csv", "weights.sha256"):
-        lines = (run / name).read_bytes().splitlines()
-        (run / name).write_bytes(b"\n".join(line + b",caf\xe9" for line in lines) + b"\n")
+    table = run / "metrics.csv"
+    table.write_bytes(b"\n".join(line + b",caf\xe9" for line in table.read_bytes().splitlines()) + b"\n")
     with pytest.warns(UserWarning, match="total_steps=5"):
         run_here(*flags, "--trainer.max_epochs=2")
-    header, *rows = (run / "metrics.csv").read_bytes().splitlines()
-    assert b"caf\xe9" in header
-    assert sum(b"caf\xe9" in row for row in rows) >= 5
-    assert [line.endswith(b"caf\xe9") for line in (run / "sample_audit.csv").read_bytes().splitlines()] == [
-        False,
-        True,
-        False,
-    ]
+    assert table.read_bytes().count(b"caf\xe9") > 5  # the header, and the rows of before
 
 
 STEERING = "a\x1b]0;owned\x07\x9b2J\r\u202eb"

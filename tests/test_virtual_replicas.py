@@ -13,13 +13,10 @@ import torch
 from checkpoints import assert_same_checkpoint
 from commands import TINY, callback, last_checkpoint, launch, mode_flags, run_here
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from own_networks import Drawing
-from recorder import FailOn
-from short_fits import fit, short
 from threads import on_ranks
 from torch import Tensor, nn
 
-from lit_cifar import CIFAR10DataModule, LitResNet
+from lit_cifar import CIFAR10DataModule
 from lit_cifar.checkpoint import fingerprint
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import mode_of
@@ -27,26 +24,12 @@ from lit_cifar.mode.tensors import squares
 from lit_cifar.reporting.environment import cpu_model
 from lit_cifar.strategies import LayerParallelStrategy, PipelineStrategy, parts
 from lit_cifar.strategies.parts import VirtualParts, _buckets
-from lit_cifar.strategies.tree_sum import in_tree_order, tree_sum
 from lit_cifar.strategies.virtual_replicas import VirtualReplicas, clip_in_order, squares_of_rows
 from lit_cifar.task.metrics import MeanLoss
 from lit_cifar.tools.modes import SILENT
 
 # The last flag of a name counts. Of 58 images the last batch has 10, which are parts of 3, 3, 2 and 2.
 FLAGS = [*TINY, "--virtual_replicas=4", "--data.num_train=74", "--data.eval_batch_size=8"]
-
-
-@pytest.mark.parametrize("count", [1, 2, 4, 8])
-def test_the_parts_of_a_process_are_a_subtree(count: int) -> None:
-    """So the sums of the processes, added in the same order of ranks, are the sum of one process."""
-    generator = torch.Generator().manual_seed(count)
-    values = [10.0 ** torch.randint(-4, 4, (1000,), generator=generator) for _ in range(8)]
-    whole = tree_sum(values[part] for part in in_tree_order(8))
-    held = {rank: [part for part in range(8) if part % count == rank] for rank in range(count)}
-    sums = [tree_sum(values[held[rank][place]] for place in in_tree_order(8 // count)) for rank in range(count)]
-    assert tree_sum(sums[rank] for rank in in_tree_order(count)).equal(whole)
-    if count < 8:
-        assert not sum(values[1:], values[0]).equal(whole)  # the order matters
 
 
 def averages_of(rank: int, world_size: int) -> list[Tensor]:
@@ -192,17 +175,6 @@ def test_every_part_of_a_scaled_loss_has_its_share_in_the_gradient(tmp_path: Pat
         found.append(torch.cat([state["momentum_buffer"].flatten() for state in states]))
     plain, of_scaled = found
     assert float((of_scaled - plain).norm() / plain.norm()) < 0.3  # without it 0.6, in float16 0.13
-
-
-@short
-def test_a_network_draws_and_learns_again_after_a_training_that_failed(tmp_path: Path) -> None:
-    module = LitResNet(network=Drawing())
-    with pytest.raises(RuntimeError, match="fails at step 1"):
-        fit(module, tmp_path, callbacks=[VirtualReplicas(4), FailOn(0, 1)])
-    network, images = module.network.train(), torch.randn(4, 3, 32, 32)
-    assert not network(images).equal(network(images))
-    network(images).sum().backward()
-    assert all(parameter.grad is not None for parameter in network.parameters())
 
 
 @pytest.mark.slow

@@ -20,8 +20,6 @@ from typing import Any, cast
 import lightning as L
 import psutil
 import pytest
-import torch
-from commands import graded
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from processes import is_running
@@ -43,7 +41,7 @@ from lit_cifar.checks.watchdog.diagnosis import (
 )
 from lit_cifar.checks.watchdog.heartbeat import Heartbeat, Member, Sight, this_process
 from lit_cifar.checks.watchdog.monitor import BEAT_S, Monitor
-from lit_cifar.checks.watchdog.progress import Progress, place_of
+from lit_cifar.checks.watchdog.progress import Progress
 from lit_cifar.checks.watchdog.store import HeartbeatStore, News, prepare
 from lit_cifar.cli.main import main
 from lit_cifar.errors import ConfigError
@@ -215,30 +213,23 @@ def mates_of(*others: Member) -> process.Mates:
 
 
 def test_processes_are_seen_to_stop_and_to_end(child: subprocess.Popen[bytes]) -> None:
+    """Rank 2 is in another network: its machine may be lost while it runs. That it ends is seen."""
     started = process.start_time(child.pid)
-    mates = mates_of(member_of(child.pid))
-    assert mates.look() == {1: Sight("running")}
+    mates = mates_of(member_of(child.pid), replace(member_of(child.pid, 2), network="net:[1]"))
+    assert mates.look() == {1: Sight("running"), 2: Sight("unseen")}
     assert process.look_at(child.pid, started + "0") == Sight("gone")  # another one with the same pid
     child.send_signal(signal.SIGSTOP)
-    while mates.look() != {1: Sight("stopped")}:
+    while mates.look()[1] != Sight("stopped"):
         time.sleep(0.01)
-    mates.kill(2)
-    assert mates.look() == {1: Sight("stopped")}
+    mates.kill(3)
+    assert mates.look()[1] == Sight("stopped")
     mates.kill(1)
-    while mates.look() != {1: Sight("gone", "SIGKILL")}:
+    while mates.look()[1] != Sight("gone", "SIGKILL"):
         time.sleep(0.01)
+    assert mates.look()[2].state == "gone"
     child.wait()
     assert process.look_at(child.pid, started) == Sight("gone")
     assert [process.ending(code) for code in (3, -99)] == ["exit status 3", "signal 99"]
-
-
-def test_a_process_in_another_network_is_not_seen_to_run(child: subprocess.Popen[bytes]) -> None:
-    """Its machine may be lost while it runs; that it ends is seen."""
-    mates = mates_of(member_of(child.pid), replace(member_of(child.pid, 2), network="net:[1]"))
-    assert mates.look() == {1: Sight("running"), 2: Sight("unseen")}
-    child.kill()
-    child.wait()
-    assert {sight.state for sight in mates.look().values()} == {"gone"}
 
 
 def in_fork(target: Callable[[], object], *, daemon: bool = False) -> BaseProcess:
@@ -260,18 +251,6 @@ def test_who_is_killed_takes_its_workers_along_and_no_other_rank() -> None:
         other.kill()
 
 
-def test_a_place_is_the_innermost_line_that_is_not_a_librarys_and_what_it_has_called() -> None:
-    called = [FrameSummary("/home/train.py", 90, "main"), FrameSummary("/home/train.py", 16, "training_step")]
-    inner = [FrameSummary(f"{torch.__path__[0]}/nn/{name}.py", 5, name) for name in "abcd"]
-    assert place_of(called) == "/home/train.py:16 (training_step)"
-    assert (
-        place_of([*called, *inner])
-        == "/home/train.py:16 (training_step) > nn/b.py:5 (b) > nn/c.py:5 (c) > nn/d.py:5 (d)"
-    )
-    assert place_of(inner[:1]) == "nn/a.py:5 (a)"
-    assert place_of([]) == ""
-
-
 class Clock:
     """Stands until told otherwise."""
 
@@ -282,9 +261,7 @@ class Clock:
 
 
 class LateStore(HeartbeatStore):
-    """Answers `late_s` after it was asked, by a clock that stands, and counts what was asked."""
-
-    num_calls = num_keys = 0
+    """Answers `late_s` after it was asked, by a clock that stands."""
 
     def __init__(self, store: HashStore, clock: Clock, late_s: float, *, rank: int, world_size: int) -> None:
         super().__init__(store, rank=rank, world_size=world_size)
@@ -296,7 +273,6 @@ class LateStore(HeartbeatStore):
         if self._clock.now < asked_at + self.late_s:
             return None
         self._asked = None
-        self.num_calls, self.num_keys = self.num_calls + 2, self.num_keys + 1 + len(self._keys)
         return self._exchange(asked)
 
 
@@ -325,16 +301,6 @@ class Cluster:
                     return verdict
             self.clock.now += every_s
         return None
-
-
-@pytest.mark.parametrize("num_ranks", graded(64, exhaustive=[1000]))
-def test_the_stores_work_grows_with_the_number_of_ranks_and_a_slow_store_is_not_silence(num_ranks: int) -> None:
-    """Every rank writes a key and reads one, and rank 0 reads them all."""
-    cluster = Cluster(num_ranks, answer_s=3)
-    assert cluster.run(600, every_s=3) is None
-    exchanges = 600 / 6  # they ask and wait all the time
-    assert sum(board.num_calls for board in cluster.boards) == 2 * num_ranks * exchanges
-    assert sum(board.num_keys for board in cluster.boards) < 3 * num_ranks * exchanges
 
 
 @pytest.mark.parametrize(("answer_s", "within_s"), [(0, TIMEOUT_S + 3), (0.5, 2 * TIMEOUT_S + 5)])
@@ -399,13 +365,13 @@ def test_a_run_ends_well_although_the_store_is_slow() -> None:
 class Pair:
     """Two watches in this process, with a store of its memory; they note that they would have ended it."""
 
-    def __init__(self, *, patience: Patience = DEFAULT, everyone: list[Member] | None = None) -> None:
+    def __init__(self, *, patience: Patience = DEFAULT) -> None:
         store = HashStore()
         prepare(store, world_size=2)
         self.ended: list[int] = []
         self.watches = [
             Monitor(
-                everyone or [this_process(0), replace(this_process(1), host="b")],
+                [this_process(0), replace(this_process(1), host="b")],
                 rank=rank,
                 board=HeartbeatStore(store, rank=rank, world_size=2),
                 patience=patience,
@@ -415,16 +381,15 @@ class Pair:
             for rank in range(2)
         ]
 
-    def start(self, *ranks: int) -> "Pair":
-        for rank in ranks or (0, 1):
-            self.watches[rank].start()
+    def start(self) -> "Pair":
+        for watch in self.watches:
+            watch.start()
         return self
 
     def join(self) -> None:
         for watch in self.watches:
-            if watch.ident is not None:
-                watch.join(20)
-                assert not watch.is_alive()
+            watch.join(20)
+            assert not watch.is_alive()
 
 
 def test_of_two_failures_both_processes_blame_the_first_and_one_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -456,18 +421,6 @@ def test_where_none_gets_on_all_end_with_their_workers(capsys: pytest.CaptureFix
     assert __file__ in capsys.readouterr().err  # where the main thread is
 
 
-def test_a_stopped_process_is_named_and_killed(
-    child: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
-) -> None:
-    stopped = member_of(child.pid)
-    pair = Pair(patience=Patience(2), everyone=[this_process(0), stopped]).start(0)
-    child.send_signal(signal.SIGSTOP)
-    pair.join()
-    assert child.wait(5) == -signal.SIGKILL
-    assert f"rank 1 (pid {child.pid} on {stopped.host}) is stopped" in capsys.readouterr().err
-    assert pair.ended == [1]
-
-
 def test_a_board_does_not_wait_for_a_store_that_does_not_answer() -> None:
     release = threading.Event()
 
@@ -491,9 +444,6 @@ def test_who_comes_to_another_line_or_calls_a_hook_is_not_idle(monkeypatch: pyte
             watched.note(step=1)
         watched.look(1.5)
         assert watched.idle_s == idle_s
-
-
-def test_the_hooks_note_that_the_main_thread_gets_on() -> None:
     assert all(callable(getattr(L.Callback, name)) for name in HOOKS)
     callback, trainer = Watchdog(), cast(Any, SimpleNamespace(global_step=3))
     watched = Progress()

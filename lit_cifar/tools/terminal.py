@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.launch.signals import stop_signals
 from lit_cifar.reporting.environment import about as about  # for the records of commands
 
 COLUMNS = 120  # width of a table that goes to a file
@@ -85,9 +86,8 @@ def exit_orderly_when_terminated() -> None:
         raise SystemExit(128 + number)
 
     with suppress(ValueError):  # outside of the main thread the caller handles signals
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(number, leave)
+        for number in {*stop_signals()} - {signal.SIGINT}:
+            signal.signal(number, leave)
 
 
 def writable(name: str | None) -> Path | None:
