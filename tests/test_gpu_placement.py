@@ -13,7 +13,6 @@ from lit_cifar.strategies import DataParallelStrategy, OneDeviceDDPStrategy
 from lit_cifar.tools.modes import SizedMode, placed, sized_modes
 from lit_cifar.tools.verify.command import _possible, verify_modes
 from lit_cifar.tools.verify.configuration import Configuration
-from lit_cifar.tools.verify.launcher import Launcher
 from lit_cifar.tools.verify.record import EXACT_BOUND
 from lit_cifar.tools.verify.verifier import Verifier
 from tests.mutations.self_test import ARGS
@@ -83,6 +82,6 @@ def test_parts_on_one_device_train_what_one_device_trains(tmp_path: Path) -> Non
     """On the CPU in place of the GPU, with everything else as it is there."""
     on_one = [placed(sized_modes(2)[name], num_gpus=1) for name in places(1)]
     settings = Configuration.from_flags([*ARGS, "--data.order.drop_last=true"], devices=2, folder=tmp_path)
-    rows = verify_modes(Verifier(Launcher(settings, 3, tmp_path)), on_one)
+    rows = verify_modes(Verifier(settings, 3, tmp_path), on_one)
     assert {row.mode: row.problems for row in rows} == {mode.name: [] for mode in on_one}
     assert max(max(row.differences.values()) for row in rows) <= EXACT_BOUND

@@ -193,7 +193,7 @@ def verified(ended: EndedRun, folder: Path, **options: bool) -> list[VerifiedMod
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launcher, "run_alone", lambda self, *args: Record(self.new_folder("reference")))
         patch.setattr(Launcher, "run_mode", lambda *args, **kwargs: ended)
-        verifier = Verifier(Launcher(settings(), 2, folder))
+        verifier = Verifier(settings(), 2, folder)
         return verify_modes(verifier, [sized_modes(2)["ddp"]], **options)
 
 
@@ -241,11 +241,11 @@ def test_random_networks_are_judged_where_one_device_draws_the_same(
     network = nn.Sequential(nn.Flatten(), layer, nn.Linear(3 * 32 * 32, 10))
     monkeypatch.setattr(Configuration, "module", lambda self: LitResNet(network=network))
     monkeypatch.setattr(Configuration, "accumulation", accumulation)
-    verifier = Verifier(Launcher(settings(), 3, tmp_path))
+    verifier = Verifier(settings(), 3, tmp_path)
     rows = {name: verifier.abstained(mode) for name, mode in sized_modes(2).items()}
     assert {name for name, row in rows.items() if row is None} == judged
     assert {row.outcome for row in rows.values() if row is not None} <= {"abstain"}
-    verifier = Verifier(Launcher(settings(num_parts=4), 3, tmp_path))
+    verifier = Verifier(settings(num_parts=4), 3, tmp_path)
     assert verifier.abstained(sized_modes(2)["ddp"]) is None
 
 
@@ -319,7 +319,7 @@ def test_where_rounding_is_magnified_it_is_not_called_a_mistake(
         monkeypatch.setattr(f"lit_cifar.tools.verify.{module}.EXACT_BOUND", bound)
     configuration = Configuration.from_flags(args, devices=2, folder=tmp_path)
     case = Case(sized_modes(2)["dp"], tuple(callback("recorder.Nudge", by=nudge)))
-    (found,) = Verifier(Launcher(configuration, 3, tmp_path)).compare([case])
+    (found,) = Verifier(configuration, 3, tmp_path).compare([case])
     assert found.row.outcome == outcome, found.row.problems
     assert ("rounding explains differences up to" in found.row.problems[0]) == (outcome == "abstain")
 
@@ -335,7 +335,7 @@ def test_what_does_not_run_in_float64_is_not_called_wrong(tmp_path: Path, monkey
     monkeypatch.setattr(Launcher, "run_alone", run_alone)
     monkeypatch.setattr(Launcher, "run_mode", lambda *args, **kwargs: EndedRun(0, "", "", 1.0))
     monkeypatch.setattr("lit_cifar.tools.verify.verifier.judge", lambda row, *args: setattr(row, "outcome", "pass"))
-    (row,) = verify_modes(Verifier(Launcher(in_float32, 2, tmp_path)), [sized_modes(2)["ddp"]])
+    (row,) = verify_modes(Verifier(in_float32, 2, tmp_path), [sized_modes(2)["ddp"]])
     assert (row.outcome, row.problems) == ("abstain", [f"{NOT_IN_FLOAT64}: expected Float"])
 
 

@@ -12,7 +12,6 @@ from lit_cifar.tools import terminal
 from lit_cifar.tools.modes import SizedMode, sized_modes
 from lit_cifar.tools.verify.configuration import EXACT, Configuration
 from lit_cifar.tools.verify.judge import RESUMED
-from lit_cifar.tools.verify.launcher import Launcher
 from lit_cifar.tools.verify.verifier import Case, Compared, Verifier
 from tests.mutations.catalogue import OF_MODES, OF_PARTS, planting_flags
 from tests.mutations.planting import Mutation
@@ -94,14 +93,14 @@ def self_test(mutations: Sequence[Mutation] | None = None, *, with_parts: bool =
         for args in dict.fromkeys(mutation.args for mutation in mutations):
             flags = [*ARGS, *args, f"--trainer.precision={EXACT}", *(WITH_PARTS if with_parts else ())]
             settings = Configuration.from_flags(flags, devices=DEVICES, folder=Path(folder))
-            launcher = Launcher(settings, STEPS, Path(folder))
-            findings += _findings(Verifier(launcher), [mutation for mutation in mutations if mutation.args == args])
+            verifier = Verifier(settings, STEPS, Path(folder))
+            findings += _findings(verifier, [mutation for mutation in mutations if mutation.args == args])
     return findings
 
 
 def _findings(verifier: Verifier, mutations: Sequence[Mutation]) -> list[Finding]:
     """Several runs at a time: with so small a net most of a run is its start, which uses one core."""
-    settings, folder = verifier.launcher.settings, verifier.launcher.folder
+    settings, folder = verifier.settings, verifier.folder
     planted: list[tuple[SizedMode, Mutation | None]] = []
     for mode, own in _by_mode(mutations, with_parts=settings.num_parts is not None):
         planted += [(mode, None), *((mode, mutation) for mutation in own)]

@@ -19,7 +19,6 @@ from lit_cifar.tools.modes import SizedMode, chosen, launched, placed
 from lit_cifar.tools.terminal import say
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.judge import VerifiedMode
-from lit_cifar.tools.verify.launcher import Launcher
 from lit_cifar.tools.verify.record import EXACT_BOUND, KINDS, LOGITS
 from lit_cifar.tools.verify.runs import refusal
 from lit_cifar.tools.verify.verifier import Case, Verifier
@@ -134,7 +133,7 @@ def verify(
     # Modes are sized by Trainers of the CPU, of which Lightning warns where there is a GPU.
     with without_banners(), tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
         settings = Configuration.from_flags(args, devices=devices, folder=Path(folder), launcher=launcher)
-        verifier = Verifier(Launcher(settings, steps, Path(folder)))
+        verifier = Verifier(settings, steps, Path(folder))
         return verify_modes(verifier, [*_possible(wanted, settings, leave_out=leave_out)], leave_out=leave_out)
 
 

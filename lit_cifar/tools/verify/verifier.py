@@ -46,10 +46,8 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Verifier:
-    """Compares modes under the launcher's configuration."""
-
-    launcher: Launcher
+class Verifier(Launcher):
+    """Runs modes as its base does, and compares them."""
 
     def compare(self, cases: Sequence[Case]) -> list[Compared]:
         """Run and judge each case.
@@ -59,10 +57,10 @@ class Verifier:
         """
         found = self._compare(cases)
         again = [number for number, each in enumerate(found) if each.row.outcome not in ("fail", "crash")]
-        if self.launcher.settings.is_exact or not again:
+        if self.settings.is_exact or not again:
             return found
         say("once more in float64, where rounding is no excuse: " + ", ".join(cases[it].mode.name for it in again))
-        in_float64 = Verifier(replace(self.launcher, settings=self.launcher.settings.in_float64()))
+        in_float64 = replace(self, settings=self.settings.in_float64())
         try:
             for number, compared in zip(again, in_float64._compare([cases[it] for it in again]), strict=True):
                 compared.row.seconds += found[number].row.seconds
@@ -79,7 +77,6 @@ class Verifier:
         A worker judges what it has run before it runs the next: records are large, and must not pile up on the disk. So
         each reference is removed as soon as its last case has been judged.
         """
-        settings = self.launcher.settings
         chunks = [self.ghost_batches_of(case.mode) for case in cases]
         waiting = Counter(chunks)
         judging = Lock()  # the precision in which an evaluation is repeated is set for all threads
@@ -87,9 +84,9 @@ class Verifier:
 
         def compared(number: int) -> Compared:
             case, key = cases[number], chunks[number]
-            record = Record(self.launcher.new_folder(case.mode.name))
+            record = Record(self.new_folder(case.mode.name))
             title = case.title or case.mode.name
-            ended = self.launcher.run_mode(case.mode, record.folder, title=title, more=case.flags)
+            ended = self.run_mode(case.mode, record.folder, title=title, more=case.flags)
             alone = references[key].result()
             with judging:
                 row = self._judged(case.mode, ended, record, alone)
@@ -102,9 +99,9 @@ class Verifier:
         # Modes whose processes import everything anew come first: the last ones have nothing beside them.
         slowest_first = sorted(range(len(cases)), key=lambda number: cases[number].mode.name != "ddp_spawn")
         launched: dict[int, Future[Compared]] = {}
-        with workers(settings.num_at_once) as pool:
+        with workers(self.settings.num_at_once) as pool:
             for key in dict.fromkeys(chunks[number] for number in slowest_first):
-                references[key] = pool.submit(self.launcher.run_alone, f"reference: {settings.in_words(key)}", key)
+                references[key] = pool.submit(self.run_alone, f"reference: {self.settings.in_words(key)}", key)
                 numbers = [number for number in slowest_first if chunks[number] == key]
                 launched |= {number: pool.submit(compared, number) for number in numbers}
             for done in as_completed(launched.values()):
@@ -112,24 +109,23 @@ class Verifier:
         return [launched[number].result() for number in range(len(cases))]
 
     def _judged(self, mode: SizedMode, ended: EndedRun, record: Record, alone: Record) -> VerifiedMode:
-        settings, chunks = self.launcher.settings, self.ghost_batches_of(mode)
-        row = VerifiedMode(mode.name, settings.in_words(chunks))
-        judge(row, ended, record, alone, settings)
+        chunks = self.ghost_batches_of(mode)
+        row = VerifiedMode(mode.name, self.settings.in_words(chunks))
+        judge(row, ended, record, alone, self.settings)
         far = max(row.differences.values(), default=0.0)
-        if row.outcome == "fail" and settings.num_parts is None and EXACT_BOUND < far < _SMALL:
+        if row.outcome == "fail" and self.settings.num_parts is None and EXACT_BOUND < far < _SMALL:
             bounds = self._rounding(chunks, alone)
             wide = VerifiedMode(row.mode, row.equals, tolerance=bounds)
-            judge(wide, ended, record, alone, settings)
+            judge(wide, ended, record, alone, self.settings)
             if not wide.problems:
                 row.outcome, row.problems = "abstain", [ILL_CONDITIONED.format(max(wide.tolerance.values()))]
         return row
 
     def _rounding(self, chunks: GhostBatches, reference: Record) -> Bounds:
         """Bounds within which a difference could be rounding: what last bits of the weights change on one device."""
-        settings = self.launcher.settings
         more = ["--trainer.callbacks+=lit_cifar.tools.verify.recorder.LastBits"]
-        record = self.launcher.run_alone(f"rounding: {settings.in_words(chunks)}", chunks, more=more)
-        bounds = settings.bounds
+        record = self.run_alone(f"rounding: {self.settings.in_words(chunks)}", chunks, more=more)
+        bounds = self.settings.bounds
         for number in reference.steps:
             for kind, value in largest_gaps(gaps_of_step(record.step(number), reference.step(number))).items():
                 bounds[kind] = max(bounds.get(kind, 0.0), value)
@@ -138,17 +134,15 @@ class Verifier:
 
     def ghost_batches_of(self, mode: SizedMode) -> GhostBatches:
         """The chunks that the mode normalises together; equal for all without BatchNorm, or with virtual replicas."""
-        settings = self.launcher.settings
-        if settings.num_parts is not None or not normalises_batches(settings.plain_module.network):
+        if self.settings.num_parts is not None or not normalises_batches(self.settings.plain_module.network):
             return GhostBatches()
-        return mode.ghost_batches(accumulation=settings.accumulation)
+        return mode.ghost_batches(accumulation=self.settings.accumulation)
 
     def abstained(self, mode: SizedMode) -> VerifiedMode | None:
         """The row of a mode whose random numbers differ from one device's, so that nothing would be known."""
-        settings = self.launcher.settings
-        if settings.num_parts is not None or not settings.draws_random_numbers:
+        if self.settings.num_parts is not None or not self.settings.draws_random_numbers:
             return None
-        whole = GhostBatches.of(mode.layout(), accumulation=settings.accumulation) == GhostBatches()
+        whole = GhostBatches.of(mode.layout(), accumulation=self.settings.accumulation) == GhostBatches()
         if whole and mode.num_processes == 1:  # a batch passes as on one device, with the same draws
             return None
-        return VerifiedMode(mode.name, settings.in_words(self.ghost_batches_of(mode)), problems=[RANDOM])
+        return VerifiedMode(mode.name, self.settings.in_words(self.ghost_batches_of(mode)), problems=[RANDOM])
