@@ -93,7 +93,7 @@ class Partition:
         # All tensors, also buffers that are not saved, and each once.
         states = [dict(module.named_parameters()) | dict(module.named_buffers()) for module in modules]
         found = []
-        with internals.FakeTensorMode():
+        with internals.FakeTensorMode(allow_non_fake_inputs=True):
             x = torch.empty(2, *images.shape[1:], dtype=images.dtype, device=images.device)
             for module, state in zip(modules, states, strict=True):
                 unreal = {name: torch.empty(t.shape, dtype=t.dtype, device=x.device) for name, t in state.items()}
