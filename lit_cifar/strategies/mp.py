@@ -284,6 +284,15 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
                 remedy=f"pass --trainer.devices={nearest}, or --trainer.strategy={type(self).__name__} "
                 f"--trainer.strategy.num_stages={num_devices}",
             )
+        assert self.cluster_environment is not None
+        started, wanted = self.cluster_environment.world_size(), self.num_nodes * self.num_processes
+        if started != wanted:
+            raise ConfigError(
+                f"{started} processes were started, but --trainer.devices={num_devices} with {self.num_stages} stages "
+                f"on {self.num_nodes} machine(s) are {wanted}",
+                remedy=f"start torchrun with --nproc-per-node={self.num_processes}: a process drives "
+                f"{self.num_stages} devices",
+            )
 
     @override
     def setup_distributed(self) -> None:
