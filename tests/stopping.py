@@ -25,6 +25,16 @@ class SignalAfter(L.Callback):
             os.kill(os.getpid(), self.number)
 
 
+class EndAfter(L.Callback):
+    """Ends the training when it has taken `step` optimizer steps, or more."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.should_stop or trainer.global_step >= self.step
+
+
 class NotANumber(L.Callback):
     """Spoils the images of `rank` in optimizer step `step`, so that their loss is not a number."""
 

@@ -412,8 +412,8 @@ def test_averaged_weights_are_validated_and_saved(tmp_path: Path) -> None:
         run_here("validate", *TINY, f"--ckpt_path={saved}", f"--run_dir={tmp_path / name}")
         found, known = ([row["val/loss"] for row in logged(of) if "val/loss" in row] for of in (tmp_path / name, run))
         assert found == known
-    best = read_checkpoint(run / "checkpoints" / BEST)
-    assert not best["current_model_state"]["network.fc.weight"].equal(best["state_dict"]["fc.weight"])
+        file = read_checkpoint(saved)
+        assert not file["current_model_state"]["network.fc.weight"].equal(file["state_dict"]["fc.weight"])
 
 
 class Uploads(CSVLogger):

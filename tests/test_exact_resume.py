@@ -24,6 +24,7 @@ from commands import (
     TINY,
     Result,
     callback,
+    graded,
     last_checkpoint,
     launch,
     logged,
@@ -275,7 +276,9 @@ def drawing(mode: str, network: str) -> list[str]:
 
 
 AVERAGE = callback("lightning.pytorch.callbacks.EMAWeightAveraging", decay=0.5)
+FINE = callback("EarlyStopping", monitor="val/loss", stopping_threshold=100)  # any loss is
 CASES = {
+    "a decision to stop that waits": Case([*SETTINGS, *FINE, "--trainer.min_epochs=2", "--trainer.max_epochs=3"], [7]),
     "random masks": Case(drawing("single", "Drawing"), [2]),
     "random masks, ddp": Case(drawing("ddp", "DrawingWhole"), [2], ranks=2),
     "averaged weights": Case([*SETTINGS, *AVERAGE], [2]),
@@ -296,6 +299,7 @@ SLOW = {
     "a validation within an epoch, which is not run again": Case(
         [*SETTINGS, "--trainer.val_check_interval=2", "--trainer.max_steps=9"], [2]
     ),
+    "half precision": Case([*SETTINGS, "--trainer.precision=16-true"], [2]),
     "a schedule by the validation loss": Case([*SETTINGS, *PLATEAU, "--trainer.max_epochs=3"], [2, 5, 8]),
     "averaged weights, ddp": Case([*SETTINGS, *AVERAGE, *mode_flags("ddp")], [2], ranks=2),
     "three processes": Case(THREE, [3], ranks=3),
@@ -316,6 +320,82 @@ def test_a_run_that_was_stopped_ends_as_the_undisturbed_one(case: Case, tmp_path
         fit_in(case.ranks, run, *flags, *stop_after(step, rank=max(0, case.ranks - 1)), status=143)
     fit_in(case.ranks, run, *flags, "--resume=auto")
     assert_same_end(run, tmp_path / "undisturbed")
+
+
+CONSTANT = ["--model.lr_scheduler=ConstantLR", "--model.lr_scheduler.factor=1.0"]
+ENDS = {
+    "max_steps": ["--trainer.max_steps=7"],
+    "max_epochs": ["--trainer.max_epochs=1"],
+    "EarlyStopping": FINE,
+    "a callback": callback("stopping.EndAfter", step=7),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
+@pytest.mark.parametrize("end", graded("max_steps", slow=[*ENDS][1:]))
+def test_a_training_that_has_ended_goes_on_with_what_it_has_trained(
+    end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With its average or without; and what has ended it ends it again at once, and says so."""
+    run, alone, whole = tmp_path / "run", tmp_path / "alone", tmp_path / "whole"
+    flags = ["--resume=auto", *CONSTANT]
+    average = [*AVERAGE, *callback("EarlyStopping", monitor="val/acc", patience=9)]
+    fit(whole, *flags, *average)
+    fit(run, *flags, *average, *ENDS[end])
+    digests = (run / DIGESTS).read_text()
+    fit(run, *flags, *average, *ENDS[end])
+    assert "to go on, resume with" in caplog.messages[-1]
+    assert (run / DIGESTS).read_text() == digests
+    shutil.copytree(run, alone)
+    fit(alone, *flags)
+    assert "goes on with those that it trained" in caplog.text
+    fit(run, *flags, *average)
+    found, expected = map(last_checkpoint, (run, whole))
+    assert_same_checkpoint(found, expected, tolerance=0)
+    for key in ("current_model_state", "averaging_state"):
+        torch.testing.assert_close(found[key], expected[key], rtol=0, atol=0)
+    trained = {f"network.{name}": weights for name, weights in last_checkpoint(alone)["state_dict"].items()}
+    torch.testing.assert_close(trained, expected["current_model_state"], rtol=0, atol=0)
+    assert waited(found) == waited(expected)
+
+
+def waited(checkpoint: dict[str, Any]) -> list[int]:
+    """How long each EarlyStopping has waited."""
+    return [state["wait_count"] for state in checkpoint["callbacks"].values() if "wait_count" in state]
+
+
+@pytest.mark.parametrize(
+    ("changed", "epochs"),
+    graded(
+        ([], 2),
+        (["--trainer.callbacks.patience=2"], 3),
+        slow=[
+            (["--trainer.callbacks.min_delta=9"], 3),
+            (["--trainer.max_epochs=5"], 3),
+            (["--trainer.min_epochs=4"], 4),
+            (callback("stopping.SlowSteps", seconds=0), 2),
+        ],
+    ),
+)
+def test_a_decision_to_stop_holds_until_its_settings_change(
+    changed: list[str], epochs: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The epoch after the first is no better, by so much."""
+    stopping = [*callback("EarlyStopping", monitor="val/loss", patience=1, min_delta=10), *CONSTANT]
+    stopping.append("--trainer.max_epochs=4")
+    fit(tmp_path / "run", *stopping)
+    fit(tmp_path / "run", *stopping, *changed, "--resume=auto")
+    assert last_checkpoint(tmp_path / "run")["position"]["epoch"] == epochs
+    assert f"ended after {5 * epochs} optimizer steps by EarlyStopping; to go on" in caplog.messages[-1]
+
+
+def test_a_resumed_run_says_how_much_time_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run, flags = tmp_path / "run", ["--resume=auto", *CONSTANT]
+    fit(run, *flags, "--trainer.max_epochs=1", "--trainer.max_time=01:00:00:00")
+    fit(run, *flags, "--trainer.max_time=01:00:00:00")
+    assert re.search(r"max_time: (23:59|1 day, ).* are left, as the training before has taken 0:0", caplog.text)
+    fit(run, *flags, "--trainer.max_epochs=3", "--trainer.max_time=00:00:00:00")
+    assert "ended after 10 optimizer steps by --trainer.max_time, which counts earlier runs too" in caplog.messages[-1]
 
 
 def written(run: Path) -> dict[Path, bytes]:
@@ -358,6 +438,9 @@ def test_counts_of_many_ranks_and_classes_are_few_bytes() -> None:
     assert collected["train_loss"]["count"] == 2
     module.train_loss.update(torch.ones(3))
     assert collected["train_loss"]["count"] == 2  # it is written behind the training
+    total = module.train_loss.total.clone()
+    module.to(torch.float16)  # as Lightning does once more when the counts are back
+    assert module.train_loss.total.equal(total)
 
 
 @pytest.mark.parametrize(

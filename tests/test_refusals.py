@@ -70,6 +70,7 @@ REFUSED = {
     "--trainer.callbacks+=Timer --trainer.callbacks.duration=00:01:00:00": ["--trainer.max_time=DAYS:HOURS"],
     "--trainer.callbacks+=EMAWeightAveraging --trainer.strategy=DDPLayerParallelStrategy --trainer.devices=4 "
     "--trainer.strategy.start_method=spawn": ["cannot be sent to spawned processes"],
+    "--trainer.callbacks+=EMAWeightAveraging --trainer.callbacks+=WeightAveraging": ["leave out all but one"],
     "--model.lr_scheduler=StepLR --model.lr_scheduler.step_size=0": ["--model.lr_scheduler.NAME=VALUE"],
     **({} if torch.cuda.is_available() else {"--trainer.accelerator=cuda": ["CUDA"]}),
     "--trainer.devices=-1": ["--trainer.devices=-1", "--trainer.devices=2"],

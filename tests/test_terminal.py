@@ -49,10 +49,11 @@ def test_a_resumed_fit_says_from_where_and_an_evaluation_begins_with_our_line(tm
 
 def test_our_warnings_and_what_lightning_is_asked_to_say_are_shown_in_a_line_each(tmp_path: Path) -> None:
     flags = ["--trainer.sync_batchnorm=true", "--trainer.max_time=00:00:00:00"]
-    warning, said = launch("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}").stderr.splitlines()
+    warning, said, why = launch("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}").stderr.splitlines()
     expected = "--trainer.sync_batchnorm=true has no effect with one process, which sees the whole batch"
     assert warning == f"lit_cifar: warning: {expected}"
     assert "Time limit reached" in said
+    assert "ended after 0 optimizer steps by --trainer.max_time" in why
 
 
 @pytest.mark.parametrize("subcommand", COMMON)

@@ -7,22 +7,26 @@ checkpoint must therefore hold the position in the epoch, and the counts of the 
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, Timer, WeightAveraging
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_sum
 
-from lit_cifar.checkpoint.format import METRICS, POSITION
+from lit_cifar.checkpoint.format import AVERAGED, METRICS, POSITION, STOPPED, class_path
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.launch.signals import end_together
@@ -113,20 +117,39 @@ class Position:
 
 
 class ExactResume(Callback):
-    """Writes the position and the metrics' counts into every checkpoint, and resumes from them."""
+    """Writes position, metrics' counts and what has ended the training into every checkpoint, and resumes from them."""
 
     def __init__(self) -> None:
-        self._resumed: Position | None = None
+        self._resumed: Position | None = None  # where this run begins, until its first step
+        self._trained: dict[str, Tensor] | None = None  # the weights at the end, if the module then has their average
         # Counts of an epoch within which the training ends: Lightning forgets them before the last checkpoint.
         self._counts: dict[str, dict[str, Tensor]] | None = None
+        self._patience: dict[str, Any] = {}  # states before that end, at which EarlyStopping counts an epoch too many
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let the end of a training keep its weights, over which Lightning copies their average."""
+        if stage == "fit":
+            self._trained = None
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning's own omission
+                if isinstance(callback, WeightAveraging):
+                    callback._copy_average_to_current = partial(self._end, callback)  # type: ignore[method-assign]
+
+    def _end(self, average: WeightAveraging, pl_module: LightningModule) -> None:
+        weights = pl_module.trainer.strategy.lightning_module_state_dict()
+        self._trained = {name: tensor.clone() for name, tensor in weights.items()}
+        type(average)._copy_average_to_current(average, pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Write position, counts, and the logs, which belong to a checkpoint, to the disk."""
+        if self._trained is not None:
+            checkpoint[AVERAGED] = self._trained
+        checkpoint[STOPPED] = [_limits(trainer), *map(_settings, _deciders(trainer))] if trainer.should_stop else None
         for logger in trainer.loggers:
             logger.save()
         position = Position.reached_by(trainer)
         checkpoint[POSITION] = asdict(position)
         checkpoint[METRICS] = _collect(trainer, pl_module) if self._counts is None else self._counts
+        checkpoint["callbacks"] |= self._patience
         if position.started and batches_of_epoch(trainer) % trainer.accumulate_grad_batches:
             rank_zero_warn(
                 "this checkpoint is written within an optimizer step: a run that goes on from it repeats the step's "
@@ -137,9 +160,16 @@ class ExactResume(Callback):
         """Resume a fit at the position. A checkpoint without one is left to Lightning."""
         if trainer.state.fn != TrainerFn.FITTING or POSITION not in checkpoint:
             return
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning's own omission
-            if isinstance(callback, EarlyStopping):  # the state would replace the user's settings
-                checkpoint["callbacks"].get(callback.state_key, {})["patience"] = callback.patience
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning's own omission
+        stopped, now = checkpoint.get(STOPPED), [_limits(trainer), *map(_settings, callbacks)]
+        # What has decided to end the training would decide so again, unless its settings are other ones.
+        trainer.should_stop = isinstance(stopped, list) and all(settings in now for settings in stopped)
+        for callback in callbacks:
+            if isinstance(callback, EarlyStopping):
+                state = checkpoint["callbacks"].get(callback.state_key, {})
+                state["patience"] = callback.patience  # the state would replace the user's setting
+                if not trainer.should_stop:
+                    state |= {"stopping_reason": EarlyStoppingReason.NOT_STOPPED.value, "stopping_reason_message": None}
         position = Position(**checkpoint[POSITION])
         position.write(checkpoint["loops"]["fit_loop"], accumulation=trainer.accumulate_grad_batches)
         if position.started:
@@ -149,8 +179,12 @@ class ExactResume(Callback):
         self._resumed = position
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let our loader refuse, as Lightning does unless it has made the loader before it read the checkpoint."""
-        self._counts = None
+        """Say what time is left, and let our loader refuse, if Lightning made it before it read the checkpoint."""
+        self._counts, self._patience = None, {}
+        for timer in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(timer, Timer) and self._resumed is not None:
+                left, used = (timedelta(seconds=round(s)) for s in (timer.time_remaining() or 0, timer.time_elapsed()))
+                rank_zero_info(f"--trainer.max_time: {left} are left, as the training before has taken {used}")
         loader: Any = trainer.train_dataloader
         if self._resumed is None or not isinstance(loader, BatchLoader):
             return
@@ -160,7 +194,7 @@ class ExactResume(Callback):
             _settle_buckets(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._counts = None
+        self._counts, self._patience = None, {}
 
     # If validation came right before the checkpoint, Lightning's loop makes an empty pass instead of validating again
     # and counts it as a step: loggers would then write every value one step late.
@@ -173,14 +207,49 @@ class ExactResume(Callback):
         self._correct_step(trainer)
         if batches_of_epoch(trainer) < trainer.num_training_batches:
             self._counts = _collect(trainer, pl_module)
+            stopping = (c for c in trainer.callbacks if isinstance(c, EarlyStopping))  # type: ignore[attr-defined]
+            self._patience = {callback.state_key: callback.state_dict() for callback in stopping}
         monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
         if all(monitor in trainer.callback_metrics for monitor in monitors):
             trainer.fit_loop._restarting = False  # otherwise Lightning skips the schedule at the end of this epoch
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what has ended the training, unless a run that did something has reached its length."""
+        if trainer.should_stop:
+            names = {type(callback).__name__ for callback in _deciders(trainer)} or {"trainer.should_stop"}
+            told = ", ".join(sorted(names)).replace("Timer", "--trainer.max_time, which counts earlier runs too")
+            ended = f"the training has ended after {trainer.global_step} optimizer steps by {told}"
+            rank_zero_info(f"{ended}; to go on, resume with another setting of that")
+        elif self._resumed is not None:
+            flags = " ".join(f"--trainer.{name}={value}" for name, value in _limits(trainer).items())
+            rank_zero_info(f"nothing is left to train with {flags}; to go on, resume with more")
 
     def _correct_step(self, trainer: Trainer) -> None:
         if self._resumed is not None:
             trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
             self._resumed = None
+
+
+def _limits(trainer: Trainer) -> dict[str, Any]:
+    """The greatest length of a training, as far as it is limited."""
+    limits = {"max_epochs": trainer.max_epochs, "max_steps": trainer.max_steps}
+    return {name: value for name, value in limits.items() if value not in (None, -1)}
+
+
+def _deciders(trainer: Trainer) -> list[Callback]:
+    """The callbacks that have ended a training, or that may have: of a user's own nobody knows."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    found: list[Callback] = [c for c in callbacks if isinstance(c, Timer) and (c.time_remaining() or 0) <= 0]
+    found += [c for c in callbacks if isinstance(c, EarlyStopping) and c.stopping_reason_message is not None]
+    return found or [c for c in callbacks if type(c).__module__.partition(".")[0] not in ("lightning", "lit_cifar")]
+
+
+def _settings(callback: Callback) -> dict[str, Any]:
+    """The class of `callback`, and what it keeps of its constructor's arguments, of those that are simple."""
+    names = signature(type(callback)).parameters
+    kept = {name: vars(callback).get(name, vars(callback).get(f"_{name}")) for name in names}
+    simple = {name: value for name, value in kept.items() if isinstance(value, int | float | str)}
+    return {"class_path": class_path(callback)} | simple
 
 
 def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:

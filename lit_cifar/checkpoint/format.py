@@ -19,7 +19,8 @@ _KEY = "lit_cifar"
 _NUMBER = 2  # of this format, which the header says; that of version 0.1 had none
 OPTIMIZER, SCHEDULE = "optimizer", "lr_scheduler"
 SETTINGS = "settings"  # entry of the settings of optimizer and schedule
-POSITION, METRICS = "position", "metrics"  # the entries of `exact_resume`
+POSITION, METRICS, STOPPED = "position", "metrics", "stopped"  # the entries of `exact_resume`
+AVERAGED = "current_model_state"  # Lightning's entry of the trained weights where `state_dict` has their average
 SAVE_ALONE = "save those of one network alone: torch.save(network.state_dict(), 'weights.pth')"
 _DATA = "trained_on"
 

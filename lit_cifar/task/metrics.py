@@ -36,10 +36,11 @@ class MeanLoss(Metric):
         self.count.add_(len(losses))
 
     def _apply(self, fn: Callable[..., Any], exclude_state: Sequence[str] = "") -> nn.Module:
-        """Move the states; the sum stays in float64, which `Module.to` of `bf16-true` would narrow."""
-        super()._apply(fn, exclude_state)
-        self._defaults["total"] = self.total.new_zeros((), dtype=torch.float64)
-        self.total = self.total.double()
+        """Move the states; the sum stays as it is in float64, which `Module.to` of `bf16-true` would narrow."""
+        super()._apply(fn, ["total", *exclude_state])
+        as_integers = fn(self.total.view(torch.int64))  # which nothing narrows
+        self.total = as_integers.view(torch.float64)
+        self._defaults["total"] = torch.zeros_like(self.total)
         return self
 
     def compute(self) -> Tensor:

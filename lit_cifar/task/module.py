@@ -12,7 +12,9 @@ from typing import Any, Literal, Protocol
 import lightning as L
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +22,7 @@ from torchmetrics import Metric
 
 from lit_cifar.checkpoint.atomic import read_checked
 from lit_cifar.checkpoint.exact_resume import ExactResume
-from lit_cifar.checkpoint.format import Header, TrainedOn
+from lit_cifar.checkpoint.format import AVERAGED, Header, TrainedOn
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.images import Batch
@@ -366,17 +368,33 @@ class LitResNet(L.LightningModule):
             check_classes(checkpoint, TrainedOn(data.dataset, data.classes), normalised=False)
             data.compare(checkpoint)  # also weights alone, of which callbacks are not told
         check_header(checkpoint, self.header)
+        if AVERAGED in checkpoint and _trains_alone(self):
+            rank_zero_info("the checkpoint holds averaged weights too: the training goes on with those that it trained")
+            trained = checkpoint[AVERAGED].items()
+            checkpoint["state_dict"] = {key.removeprefix(_PREFIX): value for key, value in trained}
         check_shapes(self.network, checkpoint["state_dict"])
         checkpoint["state_dict"] = {_PREFIX + key: value for key, value in checkpoint["state_dict"].items()}
         self.optimization.load(checkpoint)
 
 
+def _trainer_of(module: LitResNet) -> Any:
+    """The Trainer; None without one."""
+    try:
+        return module.trainer
+    except RuntimeError:
+        return None
+
+
+def _trains_alone(module: LitResNet) -> bool:
+    """Whether this is a training that keeps no average of its weights."""
+    trainer = _trainer_of(module)
+    fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+    return fits and not any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)
+
+
 def _data_of(module: LitResNet) -> CIFAR10DataModule | None:
     """The data module of the run, if it is ours: others do not name their classes."""
-    try:
-        data = module.trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
-    except RuntimeError:  # without a Trainer
-        return None
+    data = getattr(_trainer_of(module), "datamodule", None)
     return data if isinstance(data, CIFAR10DataModule) else None
 
 

@@ -69,6 +69,9 @@ def check_callbacks(trainer: Any, *, timed: bool) -> None:
         found = any(isinstance(callback, kind) for callback in trainer.callbacks)
         if found and not (timed and kind is Timer):
             raise ConfigError(f"--trainer.callbacks: {kind.__name__} {reason}", remedy=remedy)
+    if sum(isinstance(callback, WeightAveraging) for callback in trainer.callbacks) > 1:
+        problem = "--trainer.callbacks: several callbacks average weights, and a checkpoint holds one average"
+        raise ConfigError(problem, remedy="leave out all but one")
     for callback in trainer.callbacks:
         if isinstance(callback, EarlyStopping | ModelCheckpoint):
             _check_monitor(callback, processes=mode_of(trainer.strategy).layout.data_parallel_size)
