@@ -318,9 +318,16 @@ def test_classes_are_compared_by_name(there: Any, here: Any, problem: str | None
         check_classes(checkpoint, TrainedOn(*here), normalised=normalised)
 
 
-@pytest.mark.parametrize("checkpoint", [{}, {"lit_cifar": 3}, {"lit_cifar": {"format": 2, "arch": "resnet34"}}])
-def test_a_checkpoint_without_header_is_refused(checkpoint: dict[str, object]) -> None:
-    with pytest.raises(CheckpointError, match="no lit_cifar header"):
+@pytest.mark.parametrize(
+    ("checkpoint", "problem"),
+    [
+        ({}, "no lit_cifar header"),
+        ({"lit_cifar": 3}, "its lit_cifar is 3"),
+        ({"lit_cifar": {"format": 2, "arch": "resnet34"}}, "its lit_cifar is a dict with arch"),
+    ],
+)
+def test_a_checkpoint_without_header_is_refused(checkpoint: dict[str, object], problem: str) -> None:
+    with pytest.raises(CheckpointError, match=problem):
         check_header(checkpoint, HEADER)
 
 

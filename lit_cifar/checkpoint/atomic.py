@@ -83,17 +83,28 @@ def _has_second_name(path: Path, name: Path) -> bool:
     return True
 
 
-def read_checked(path: Path) -> dict[str, Any]:
+def read_checked(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     """Read a file of any program; if it carries a hash, its content must match, or a `CheckpointError` is raised."""
-    if path.is_file() and carried_hash(path):
+    check_undamaged(path)
+    return read_checkpoint(path, mapped=mapped)
+
+
+def check_undamaged(path: Path) -> None:
+    """Raise a `CheckpointError` if a file carries a hash that its content does not match."""
+    try:
+        has_hash = path.is_file() and carried_hash(path)
+    except OSError:  # the reader says so
+        return
+    if has_hash:
         verify_checkpoint(path)
-    return read_checkpoint(path)
 
 
 def verify_checkpoint(path: Path) -> None:
     """Raise a `CheckpointError` if a file is missing, truncated, damaged, or carries no hash."""
     if path.is_dir():
         raise earlier_format(path)
+    if path.exists() and not path.is_file():  # a pipe would wait for whoever writes into it
+        raise CheckpointError(f"{path} is no file", remedy=_OTHER)
     try:
         expected = carried_hash(path)
         found = content_hash(path)

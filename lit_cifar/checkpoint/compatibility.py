@@ -1,19 +1,39 @@
-"""Whether a checkpoint belongs to the same network, classes and optimizer as a run that starts from it."""
+"""Whether a checkpoint belongs to the same network, classes and optimizer as a run that starts from it.
 
-import shlex
-from collections.abc import Mapping
+What a file says is part of a command to paste only if it is a number or one of our own names.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from itertools import zip_longest
 from typing import Any
 
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 
+from lit_cifar.checkpoint.content import among, check_content, described
 from lit_cifar.checkpoint.format import OPTIMIZER, SCHEDULE, Header, TrainedOn, class_path
 from lit_cifar.data.dataset import Dataset
-from lit_cifar.errors import CheckpointError, DataError
+from lit_cifar.data.datasets import DATASETS
+from lit_cifar.errors import CheckpointError, DataError, one_line
+from lit_cifar.internals import tree_map_only
 
 _MAX_NAMES = 5
+_OF_BEST = {  # what a ModelCheckpoint holds once it has saved
+    "best_k_models": dict[str, float],
+    **dict.fromkeys(("best_model_score", "current_score", "kth_value"), float | None),
+}
+_CONFIG = "which RUN_FOLDER/config.yaml has"
+_OWN_NAMES = {
+    "": vars(torch.optim),
+    "torch.optim.lr_scheduler": vars(lr_scheduler),
+    "lit_cifar": ("MuonSGD", "NesterovSGD", "WarmupDecay"),
+}
 
 
 def check_header(checkpoint: dict[str, Any], own: Header) -> None:
@@ -29,17 +49,18 @@ def check_header(checkpoint: dict[str, Any], own: Header) -> None:
 def _flags(found: Header, own: Header) -> str:
     """The flags that ask for the network `found` where `own` was asked for."""
     if found.num_classes != own.num_classes:  # the data set decides it on the command line
-        return "the --data.dataset and --data.root of its training, which RUN_FOLDER/config.yaml has"
-    flags = {"--model.arch": found.arch, "--model.stem": found.stem, "--model.network": found.network}
-    if found.image_size != own.image_size:
-        flags["--data.image_size"] = str(found.image_size)
+        return f"the --data.dataset and --data.root of its training, {_CONFIG}"
+    if found.network is not None:
+        return f"the --model.network of its training, {_CONFIG}"
+    size = found.image_size if found.image_size != own.image_size else None
+    flags = {"--model.arch": found.arch, "--model.stem": found.stem, "--data.image_size": size}
     return " ".join(f"{name}={value}" for name, value in flags.items() if value is not None)
 
 
 def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Raise a `CheckpointError` unless `weights` have the names and shapes of this network's."""
-    own = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    """Raise a `CheckpointError` unless `weights` have the names, shapes and kinds of this network's."""
+    own = {name: described(tensor) for name, tensor in network.state_dict().items()}
+    found = {name: described(tensor) for name, tensor in weights.items()}
     for name in (*own, *found):
         if own.get(name) != found.get(name):
             here, there = (shapes.get(name, "missing") for shapes in (own, found))
@@ -49,6 +70,15 @@ def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
                 remedy="pass the flags of their training, --config RUN_FOLDER/config.yaml, or of their network, e.g. "
                 "--model.arch=resnet18 --model.stem=imagenet",
             )
+
+
+def not_finite(network: nn.Module, weights: Mapping[str, Tensor]) -> str | None:
+    """The name of a tensor of `network` that holds nan in the file, or a parameter that is infinite."""
+    parameters = dict(network.named_parameters())
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and bool((~tensor.isfinite() if name in parameters else tensor.isnan()).any()):
+            return name
+    return None
 
 
 def name_classes(data: Dataset, checkpoint: Mapping[str, Any]) -> None:
@@ -73,7 +103,7 @@ def check_classes(checkpoint: Mapping[str, Any], own: TrainedOn, *, normalised: 
         rank_zero_warn("the checkpoint does not say which classes it was trained on: they are not compared")
     elif found.classes != own.classes:
         kept = found.dataset == own.dataset
-        flag = "another --data.root" if kept else shlex.quote(f"--data.dataset={found.dataset}")
+        flag = "another --data.root" if kept else _flag_of(found.dataset)
         pairs = enumerate(zip_longest(found.classes, own.classes, fillvalue="nothing"))
         label, (there, here) = next((label, pair) for label, pair in pairs if pair[0] != pair[1])
         raise CheckpointError(
@@ -84,8 +114,12 @@ def check_classes(checkpoint: Mapping[str, Any], own: TrainedOn, *, normalised: 
     elif found.dataset != own.dataset:
         problem = f"the checkpoint was trained on {found.dataset}, which is normalised otherwise than {own.dataset}"
         if normalised:
-            raise CheckpointError(problem, remedy="pass " + shlex.quote(f"--data.dataset={found.dataset}"))
+            raise CheckpointError(problem, remedy=f"pass {_flag_of(found.dataset)}")
         rank_zero_warn(f"{problem}: that may cost accuracy")
+
+
+def _flag_of(dataset: str) -> str:
+    return f"--data.dataset={dataset}" if dataset in DATASETS else f"its --data.dataset, {_CONFIG}"
 
 
 def _listed(classes: tuple[str, ...]) -> str:
@@ -97,17 +131,106 @@ def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer, schedul
     """Raise a `CheckpointError` if a training had a different optimizer, parameter groups or schedule."""
     for key, own in {OPTIMIZER: class_path(optimizer), SCHEDULE: class_path(scheduler)}.items():
         if (found := checkpoint.get(key)) not in (None, own):
+            package, _, kind = found.rpartition(".")
+            arguments = " and its arguments" if key == SCHEDULE else ""
+            is_ours = kind in _OWN_NAMES.get(package, ())
             raise CheckpointError(
                 f"the checkpoint continues a training with {found}; this one has {own}",
-                remedy=f"pass --model.{key}={found}" + (" and its arguments" if key == SCHEDULE else ""),
+                remedy=f"pass --model.{key}={found}{arguments}"
+                if is_ours
+                else f"pass its --model.{key}{arguments}, {_CONFIG}",
             )
-    states = checkpoint.get("optimizer_states") or [{"param_groups": optimizer.param_groups}]
-    then, now = (
-        [len(group["params"]) for group in groups] for groups in (states[0]["param_groups"], optimizer.param_groups)
-    )
+    groups = optimizer.state_dict()["param_groups"]
+    states = checkpoint.get("optimizer_states") or [{"param_groups": groups}]
+    check_content(states[0]["param_groups"], [{"params": list[int]} if group["params"] else {} for group in groups])
+    then, now = ([len(group["params"]) for group in each] for each in (states[0]["param_groups"], groups))
     if then != now:
         raise CheckpointError(
             f"the checkpoint continues a training whose optimizer had groups of {then} parameters; this one has {now}",
             remedy="pass --model.fine_tuning.head_lr, and arguments of --model.optimizer, as its training had them: "
             "RUN_FOLDER/config.yaml",
         )
+
+
+def check_states(checkpoint: Mapping[str, Any], trainer: Trainer, optimizer: Optimizer, scheduler: Any) -> None:
+    """Raise a `CheckpointError` unless the states of a training can become those of this run's parts.
+
+    Torch and Lightning take most of what cannot, and go on. `optimizer` and `scheduler` are of no use afterwards.
+    """
+    loops, plugin = checkpoint["loops"]["fit_loop"], trainer.precision_plugin
+    check_content(loops, among(trainer.fit_loop.state_dict(), loops), "loops.fit_loop")
+    progress = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
+    if progress != checkpoint["global_step"]:
+        counts = f"{progress} and {checkpoint['global_step']} optimizer steps"
+        raise CheckpointError(f"its loops and its global_step say {counts}", remedy="use another checkpoint")
+    if (name := type(plugin).__qualname__) in checkpoint:
+        check_content(checkpoint[name], plugin.state_dict(), name)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning's own omission
+        if callback.state_key in checkpoint["callbacks"]:
+            _check_callback(checkpoint["callbacks"][callback.state_key], callback)
+    schedule = checkpoint["lr_schedulers"][0] if checkpoint["lr_schedulers"] else None
+    check_content(schedule, among(scheduler.state_dict(), schedule), "lr_schedulers.0")
+    with _trying("the schedule"):
+        scheduler.load_state_dict(deepcopy(schedule))
+    _check_state(checkpoint["optimizer_states"][0], optimizer, begun=checkpoint["global_step"] > 0)
+
+
+def _check_callback(state: Any, callback: Callback) -> None:
+    example: dict[str, Any] = {}
+    with suppress(Exception):  # what is not set up yet may have no state
+        example = callback.state_dict() | (_OF_BEST if isinstance(callback, ModelCheckpoint) else {})
+    name = type(callback).__name__
+    check_content(state, among(example, state), f"callbacks.{name}")
+    if isinstance(callback, ModelCheckpoint | EarlyStopping):
+        with _trying(name):
+            deepcopy(callback).load_state_dict(deepcopy(state))
+
+
+def _check_state(found: dict[str, Any], optimizer: Optimizer, *, begun: bool) -> None:
+    for own, group in zip(optimizer.state_dict()["param_groups"], found["param_groups"], strict=True):
+        check_content(group, among(own, group), "optimizer_states.0.param_groups")
+        if group["params"] != own["params"]:
+            raise CheckpointError("its optimizer's parameters are numbered otherwise", remedy="use another checkpoint")
+    check_content(found["state"], dict[int, dict[str, Any]], "optimizer_states.0.state")
+    with _trying("the optimizer"):
+        optimizer.load_state_dict(found)
+    wanted = {number: state for number, state in _after_a_step(optimizer).items() if state}
+    for number, state in wanted.items():
+        if number in found["state"]:
+            check_content(found["state"][number], state, f"optimizer_states.0.state.{number}")
+    lacking = [number for number in wanted if number not in found["state"]]
+    if lacking and begun:
+        problem = f"it holds no state of the optimizer for {len(lacking)} of {len(wanted)} parameters"
+        if len(lacking) == len(wanted):
+            raise CheckpointError(problem, remedy="use another checkpoint")
+        rank_zero_warn(f"{problem}: none of them has had a gradient, or the file is not whole")
+    tensors = [each for state in found["state"].values() for each in state.values() if isinstance(each, Tensor)]
+    if any(each.is_floating_point() and bool(each.isnan().any()) for each in tensors):
+        raise CheckpointError("the state of its optimizer holds nan: it has diverged", remedy="use an earlier one")
+
+
+def _after_a_step(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+    """The state by parameter that a step makes, on the meta device, which computes nothing; none if it cannot."""
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        own, group["params"] = group["params"], [torch.empty_like(each, device="meta") for each in group["params"]]
+        for parameter, meta in zip(own, group["params"], strict=True):
+            meta.grad = torch.empty_like(meta) if parameter.requires_grad else None
+    with suppress(Exception):
+        optimizer.step()
+        made = optimizer.state_dict()["state"]
+        states: dict[int, dict[str, Any]] = tree_map_only(Tensor, lambda it: torch.empty_like(it, device="cpu"), made)
+        return states
+    return {}
+
+
+@contextmanager
+def _trying(part: str) -> Iterator[None]:
+    """Say in a line that a part of this run cannot take its state."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"the state of {part} in it cannot be loaded: {type(error).__name__}: {one_line(error)}",
+            remedy="use another checkpoint",
+        ) from error

@@ -5,7 +5,7 @@ checkpoint must therefore hold the position in the epoch, and the counts of the 
 """
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -26,9 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_sum
 
+from lit_cifar.checkpoint.content import among, check_content
 from lit_cifar.checkpoint.format import AVERAGED, METRICS, POSITION, STOPPED, class_path
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import TrainSampler
+from lit_cifar.errors import CheckpointError
 from lit_cifar.launch.signals import end_together
 from lit_cifar.mode import mode_of
 
@@ -77,6 +79,24 @@ class Position:
     global_step: int  # optimizer steps taken in all epochs
     rows: int = 0  # lines of `metrics.csv` written so far, without its header
     validates: bool = False  # whether a validation that is due after the newest batch is still to come
+
+    @classmethod
+    def read(cls, checkpoint: Mapping[str, Any]) -> "Position":
+        """The position that a checkpoint of a training holds.
+
+        Raises:
+            CheckpointError: It has none, or it contradicts Lightning's own counts, or itself.
+        """
+        check_content(checkpoint.get(POSITION), cls, POSITION)
+        found = cls(**checkpoint[POSITION])
+        epochs, steps = checkpoint.get("epoch", found.epoch), checkpoint.get("global_step", found.global_step)
+        if epochs - found.epoch not in (0, 1) or not found.epoch + found.step <= found.global_step == steps:
+            raise CheckpointError(
+                f"its position is step {found.step} of epoch {found.epoch} after {found.global_step} optimizer steps, "
+                f"which contradicts its epoch={epochs} and global_step={steps}",
+                remedy="use another checkpoint",
+            )
+        return found
 
     @classmethod
     def reached_by(cls, trainer: Trainer) -> "Position":
@@ -170,7 +190,7 @@ class ExactResume(Callback):
                 state["patience"] = callback.patience  # the state would replace the user's setting
                 if not trainer.should_stop:
                     state |= {"stopping_reason": EarlyStoppingReason.NOT_STOPPED.value, "stopping_reason_message": None}
-        position = Position(**checkpoint[POSITION])
+        position = Position.read(checkpoint)
         position.write(checkpoint["loops"]["fit_loop"], accumulation=trainer.accumulate_grad_batches)
         if position.started:
             _restore(
@@ -317,6 +337,12 @@ def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Metric]]:
         if isinstance(child, Metric) and not name.startswith(("val_", "test_"))
         if all(reduction is dim_zero_sum for reduction in child._reductions.values())
     )
+
+
+def check_counts(checkpoint: Mapping[str, Any], module: torch.nn.Module) -> None:
+    """Raise a `CheckpointError` if the counts of `module`'s metrics in a checkpoint cannot be theirs."""
+    found = checkpoint.get(METRICS, {})
+    check_content(found, among({name: metric.metric_state for name, metric in _metrics(module)}, found), METRICS)
 
 
 def _collect(trainer: Trainer, pl_module: LightningModule) -> dict[str, dict[str, Tensor]]:

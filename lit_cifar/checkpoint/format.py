@@ -1,19 +1,22 @@
-"""Entries of a checkpoint beside Lightning's own, and opening a file without running code from it."""
+"""Entries of a checkpoint, and opening a file without running code from it, or believing what it holds."""
 
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_cifar.errors import CheckpointError, ConfigError, printable
+from lit_cifar.checkpoint.content import among, check_content, described
+from lit_cifar.errors import CheckpointError, ConfigError
+from lit_cifar.models import Arch, Stem
 
 _KEY = "lit_cifar"
 _NUMBER = 2  # of this format, which the header says; that of version 0.1 had none
@@ -29,8 +32,8 @@ _DATA = "trained_on"
 class Header:
     """The network that a checkpoint belongs to; the fields are arguments of `LitResNet`."""
 
-    arch: str | None  # one of this package's networks; None for the user's own
-    stem: str | None  # stem of a ResNet
+    arch: Arch | None  # one of this package's networks; None for the user's own
+    stem: Stem | None  # stem of a ResNet
     num_classes: int  # size of the logits
     image_size: int = 32  # height and width of the training images, in pixels
     # The class of the user's own network, such as "my_package.Net". It is compared, never imported: a checkpoint cannot
@@ -43,15 +46,13 @@ class Header:
     @classmethod
     def read(cls, checkpoint: dict[str, Any]) -> "Header":
         """The header of `checkpoint`, which must have one."""
-        check_format(checkpoint)
-        found = checkpoint.get(_KEY)
-        names = [field.name for field in fields(cls)]
-        if not isinstance(found, dict) or found.keys() != {"format", *names}:
+        check_entries(checkpoint)
+        if not is_own(checkpoint):
             raise CheckpointError(
                 "this checkpoint has no lit_cifar header that says which network it holds",
                 remedy="pass one that `python -m lit_cifar fit` wrote",
             )
-        return cls(**{name: found[name] for name in names})
+        return cls(**{name: value for name, value in checkpoint[_KEY].items() if name != "format"})
 
     def arguments(self) -> dict[str, Any]:
         """Arguments that make the network; the caller must pass the user's own network."""
@@ -80,11 +81,37 @@ class TrainedOn:
 
     @classmethod
     def read(cls, checkpoint: Mapping[str, Any]) -> "TrainedOn | None":
-        """Data set and classes in `checkpoint`, if it names them, made printable: it may come from anybody."""
+        """Data set and classes in `checkpoint`, if it names them."""
         found = checkpoint.get(_DATA)
-        if not isinstance(found, dict):
-            return None
-        return cls(printable(str(found["dataset"])), tuple(printable(str(name)) for name in found["classes"]))
+        return None if found is None else cls(found["dataset"], tuple(found["classes"]))
+
+
+# What is read of a checkpoint that a fit has written, and what it may be.
+_VERSION = "pytorch-lightning_version"  # by which Lightning decides to convert the rest
+_RELEASE = re.compile(r"[2-9]\d*(\.\d+)+((a|b|rc|\.post|\.dev)\d+)*(\+[a-z0-9.]+)?")
+_OF_TRAINING = (_VERSION, "epoch", "global_step", "state_dict", "loops", "callbacks", "lr_schedulers")
+_ENTRIES: dict[str, Any] = {
+    _VERSION: str,
+    "epoch": int,
+    "global_step": int,
+    "state_dict": dict[str, Tensor],
+    "optimizer_states": [{"state": {}, "param_groups": list[dict[str, Any]]}],
+    "lr_schedulers": list[dict[str, Any]],
+    "loops": {
+        "fit_loop": {
+            "epoch_loop.val_loop.batch_progress": {},
+            "epoch_loop.automatic_optimization.optim_progress": {"optimizer": {"step": {"total": {"completed": int}}}},
+        }
+    },
+    "callbacks": dict[str, Any],
+    OPTIMIZER: str,
+    SCHEDULE: str,
+    SETTINGS: dict[str, Any],
+    METRICS: dict[str, dict[str, Tensor]],
+    AVERAGED: dict[str, Tensor],
+    "fingerprint": dict[str, str],
+    _DATA: TrainedOn,
+}
 
 
 @contextmanager
@@ -156,15 +183,37 @@ def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is not a checkpoint: it holds a {type(checkpoint).__name__}", remedy="pass another"
         )
-    check_format(checkpoint, path)
+    _check_names(checkpoint, path)
+    with naming(path):
+        check_entries(checkpoint, "this file")
     return checkpoint
 
 
-def check_format(checkpoint: Mapping[str, Any], name: Path | str = "this checkpoint") -> None:
-    """Raise a `CheckpointError` for a checkpoint of this package that has another format."""
-    header = checkpoint.get(_KEY)
-    if isinstance(header, dict) and header.get("format") != _NUMBER:
-        raise earlier_format(name)
+def check_entries(checkpoint: Mapping[str, Any], name: Path | str = "this checkpoint") -> None:
+    """Raise a `CheckpointError` for a checkpoint of a fit that has another format, or entries that no fit writes."""
+    if not is_own(checkpoint):
+        return
+    header = checkpoint[_KEY]
+    if isinstance(header, dict):
+        if header.get("format") != _NUMBER:
+            raise earlier_format(name)
+        header = {key: value for key, value in header.items() if key != "format"}
+    check_content(header, Header, _KEY)
+    check_content(checkpoint, among(_ENTRIES, checkpoint))
+    version = checkpoint.get(_VERSION, "2.0")
+    missing = [key for key in _OF_TRAINING if key not in checkpoint] if holds_training(checkpoint) else []
+    if missing or not _RELEASE.fullmatch(version):
+        found = f"has no {missing[0]}" if missing else f"is of Lightning {described(version)}"
+        raise CheckpointError(f"the checkpoint {found}: no fit has written it", remedy="use another checkpoint")
+
+
+def _check_names(content: Any, path: Path) -> None:
+    """Refuse names that a message cannot show, at any depth of a file of any program."""
+    if isinstance(content, dict):
+        for name, value in content.items():
+            if not str(name).isprintable():
+                raise CheckpointError(f"{path} holds the name {described(name)}", remedy=SAVE_ALONE)
+            _check_names(value, path)
 
 
 def earlier_format(name: Path | str) -> CheckpointError:

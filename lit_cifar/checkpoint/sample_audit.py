@@ -8,7 +8,9 @@ runs have the same digest if, and only if, each of their steps has used the same
 processes, the accumulation or the mode, and however often they were interrupted.
 """
 
-from dataclasses import asdict, dataclass, fields
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lit_cifar.checkpoint.content import check_content
 from lit_cifar.data.images import Batch
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import CheckpointError, SampleAuditError
@@ -201,9 +204,14 @@ class AuditRecord:
         checkpoint[_KEY] = asdict(self)
 
     @classmethod
-    def read(cls, checkpoint: dict[str, Any]) -> "AuditRecord | None":
+    def read(cls, checkpoint: Mapping[str, Any]) -> "AuditRecord | None":
         found = checkpoint.get(_KEY)
-        return None if found is None else cls(*(found[field.name] for field in fields(cls)))
+        if found is None:
+            return None
+        check_content(found, cls, _KEY)
+        if not all(re.fullmatch("[0-9a-f]{64}", found[name]) for name in ("start", "digest")):
+            raise CheckpointError(f"its {_KEY} holds what is no digest", remedy="use another checkpoint")
+        return cls(**found)
 
     def check(self, plan: Plan) -> None:
         """Refuse to go on unless this run's plan for the epoch begins with what was used."""

@@ -1,23 +1,37 @@
 """The checkpoint that a command starts from: its file, its words about the run, and whether it fits the model."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lit_cifar.checkpoint.atomic import LAST, carried_hash, content_hash, newest_valid, read_checked
+from lit_cifar.checkpoint.atomic import (
+    LAST,
+    carried_hash,
+    check_undamaged,
+    content_hash,
+    newest_valid,
+    read_checked,
+)
 from lit_cifar.checkpoint.compatibility import (
     check_classes,
     check_header,
     check_optimizer,
     check_shapes,
+    check_states,
     name_classes,
+    not_finite,
 )
-from lit_cifar.checkpoint.exact_resume import StartingPoint
-from lit_cifar.checkpoint.format import POSITION, TrainedOn, holds_training, is_own, naming, read_checkpoint
+from lit_cifar.checkpoint.content import among, check_content
+from lit_cifar.checkpoint.exact_resume import Position, StartingPoint, check_counts
+from lit_cifar.checkpoint.format import SETTINGS, TrainedOn, holds_training, is_own, naming, read_checkpoint
+from lit_cifar.checkpoint.sample_audit import AuditRecord
 from lit_cifar.cli.start import Start
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
@@ -27,6 +41,7 @@ from lit_cifar.data.sample_order import OrderSettings, order_settings, settings_
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.reporting.run_folder import process_rank
 from lit_cifar.task.module import LitResNet
+from lit_cifar.task.optim import Recipe
 
 
 class StartingCheckpoint(Start):
@@ -54,7 +69,9 @@ class StartingCheckpoint(Start):
             )
 
     def _read(self, path: Path, *, resumes: bool) -> None:
-        self._content = read_checkpoint(path, mapped=True)
+        with _blaming_damage(path):
+            read = read_checked if process_rank() == 0 else read_checkpoint  # one rank need read all of it
+            self._content = read(path, mapped=True)
         step = self._content.get("global_step")
         at = f" after {step} optimizer steps" if isinstance(step, int) else ""
         last = path.with_name(LAST)
@@ -69,32 +86,34 @@ class StartingCheckpoint(Start):
                 rank_zero_warn("the checkpoint does not say which images it was trained on: they are not compared")
         if self.has_weights_alone:
             return
-        position = self._content.get(POSITION, {})
         if fits:
-            self.within_epoch = position.get("step", 0) > 0
-            with naming(path):
+            with _blaming_damage(path), naming(path):
+                position = Position.read(self._content)
+                AuditRecord.read(self._content)
                 _check_length(position, self._config.trainer)
-        if resumes:
-            self.position = position
+            self.within_epoch = position.step > 0
+            if resumes:
+                self.position = asdict(position)
 
     def name_classes(self, data: Dataset) -> None:
         if self._content is not None and not self.has_weights_alone:
             name_classes(data, self._content)
 
-    def check(self, module: LitResNet, data: CIFAR10DataModule) -> None:
+    def check(self, module: LitResNet, data: CIFAR10DataModule, trainer: Trainer) -> None:
         content, self._content = self._content, None  # the file may be replaced from now on
         if self._subcommand == "fit" and module.weights is not None:
             self._choose(module)
         if content is None:
             return
-        with naming(self._config.ckpt_path):
-            self._compare(content, module, data)
+        with _blaming_damage(self._config.ckpt_path), naming(self._config.ckpt_path):
+            self._compare(content, module, data, trainer)
 
     def compare_images(self, data: CIFAR10DataModule) -> None:
         if self.order is None:
             return
         now = order_settings(data)
         with naming(self._config.ckpt_path):
+            check_content(self.order, among(now, self.order), "settings of the data")
             if self.within_epoch:
                 check_rest_of_epoch(self.order, now)
             try:
@@ -119,7 +138,7 @@ class StartingCheckpoint(Start):
             module.weights = None
             rank_zero_info(f"{flag} is not read: the training goes on with the weights in {path}")
 
-    def _compare(self, content: dict[str, Any], module: LitResNet, data: CIFAR10DataModule) -> None:
+    def _compare(self, content: dict[str, Any], module: LitResNet, data: CIFAR10DataModule, trainer: Trainer) -> None:
         if self.has_weights_alone:
             from lit_cifar.checkpoint.pretrained import take_weights
 
@@ -141,18 +160,42 @@ class StartingCheckpoint(Start):
             start = f"or start a new training with its weights alone, in place of --ckpt_path: {weights}"
             raise CheckpointError(error.problem, remedy=f"{error.remedy},\n{start}") from error
         check_header(content, module.header)
-        check_shapes(module.network, content.get("state_dict", {}))
+        weights = content.get("state_dict", {})
+        check_shapes(module.network, weights)
+        check_content(content.get(type(data).__qualname__, {}), {}, "settings of the data")
+        is_first = process_rank() == 0  # which reads all numbers
+        if is_first and (name := not_finite(module.network, weights)):
+            problem = f"the weights are not finite: {name}"
+            if self._subcommand == "fit":
+                raise CheckpointError(problem, remedy="use an earlier checkpoint of the run")
+            rank_zero_warn(f"{self._config.ckpt_path}: {problem}. What the network answers means nothing")
         if self._subcommand == "fit":
             with as_config_error():
                 optimizer = module.optimization.new_optimizer(module.network)
                 scheduler = module.optimization.new_scheduler(optimizer)
             check_optimizer(content, optimizer, scheduler)
+            if is_first:
+                recipe, settings = Recipe(optimizer), content.get(SETTINGS, {})
+                recipe.add(optimizer, scheduler)
+                check_content(settings, among(recipe.settings(), settings), SETTINGS)
+                check_counts(content, module)
+                check_states(content, trainer, optimizer, scheduler)
 
 
-def _check_length(position: Mapping[str, int], trainer: Namespace) -> None:
+@contextmanager
+def _blaming_damage(path: str | Path) -> Iterator[None]:
+    """Say that a file is damaged, where that is why it is refused: not every rank has read all of it before."""
+    try:
+        yield
+    except ConfigError:
+        check_undamaged(Path(path))
+        raise
+
+
+def _check_length(position: Position, trainer: Namespace) -> None:
     """Refuse to resume a training that is already longer than it may become; one of equal length ends at once."""
-    begun = position.get("epoch", 0) + (position.get("step", 0) > 0)
-    for name, done in {"max_epochs": begun, "max_steps": position.get("global_step", 0)}.items():
+    begun = position.epoch + (position.step > 0)
+    for name, done in {"max_epochs": begun, "max_steps": position.global_step}.items():
         if trainer[name] is not None and 0 <= trainer[name] < done:
             raise CheckpointError(
                 f"--trainer.{name}={trainer[name]}, and the training that it continues has begun {done} already",

@@ -48,12 +48,14 @@ from lit_cifar.reporting.loggers import logger_below, run_loggers
 from lit_cifar.reporting.output import outlast_streams, without_banners
 from lit_cifar.reporting.progress import ProgressBar
 from lit_cifar.reporting.run_folder import (
+    CONFIG,
     RunLock,
     SavedConfig,
     check_saved_config,
     create_run_folder,
     lock_run_folder,
     process_rank,
+    read_config,
 )
 from lit_cifar.reporting.run_report import RunReport
 from lit_cifar.task.callbacks import NoProfiler, default_callbacks, place, skip_idle_hooks
@@ -194,7 +196,9 @@ class CLI(LightningCLI):
         if self._arguments.autotune:
             from lit_cifar.models.autotune import autotune, exported
 
-            chosen, self._candidates = autotune(self._arguments, batch_size=self._images_at_once)
+            run_dir = self._arguments.run_dir if self._arguments.resume and self._arguments.ckpt_path else None
+            before = read_config(Path(run_dir)) if run_dir and Path(run_dir, CONFIG).exists() else {}
+            chosen, self._candidates = autotune(self._arguments, batch_size=self._images_at_once, before=before)
             self._exported = exported(chosen)
 
     def _images_at_once(self) -> int:
@@ -225,7 +229,7 @@ class CLI(LightningCLI):
         with as_config_error():
             super().instantiate_classes()
         self.datamodule.source.classes = self._classes
-        self._start.check(self.model, self.datamodule)
+        self._start.check(self.model, self.datamodule, self.trainer)
         trainer.logger = given
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[L.Callback]) -> L.Trainer:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lit_cifar.checkpoint.atomic import best_of
@@ -12,7 +13,7 @@ from lit_cifar.cli.paths import expanded
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.dataset import Dataset
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.run_folder import CONFIG
+from lit_cifar.reporting.run_folder import CONFIG, read_config
 from lit_cifar.task.module import LitResNet
 
 
@@ -22,7 +23,9 @@ def spelled_out(words: list[str]) -> list[str]:
         return words
     command, folder, *flags = words
     folder = expanded(folder, given=folder)
-    return [command, f"--config={Path(folder, CONFIG)}", f"--ckpt_path={best_of(Path(folder))}", *flags]
+    checkpoint = best_of(Path(folder))
+    read_config(Path(folder))  # refuses a file that would take all memory, or time
+    return [command, f"--config={Path(folder, CONFIG)}", f"--ckpt_path={checkpoint}", *flags]
 
 
 class Start:
@@ -36,7 +39,7 @@ class Start:
     def name_classes(self, data: Dataset) -> None:
         """Let `data` do without the pictures of the training, if the checkpoint names their classes."""
 
-    def check(self, module: LitResNet, data: CIFAR10DataModule) -> None:
+    def check(self, module: LitResNet, data: CIFAR10DataModule, trainer: Trainer) -> None:
         """Refuse a checkpoint of a different network or different classes; load weights alone at once."""
         module.start_from_weights()
 

@@ -7,15 +7,13 @@ starts others.
 
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
-import yaml  # type: ignore[import-untyped]
 from jsonargparse import Namespace
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -47,16 +45,19 @@ class Candidate:
 CANDIDATES = tuple(Candidate(precision, layout) for precision in get_args(Precision) for layout in (False, True))
 
 
-def autotune(arguments: Namespace, *, batch_size: Callable[[], int]) -> tuple[Candidate, dict[str, float]]:
+def autotune(
+    arguments: Namespace, *, batch_size: Callable[[], int], before: Mapping[str, Any]
+) -> tuple[Candidate, dict[str, float]]:
     """The fastest candidate, written into `arguments` as `--trainer.precision` and `--model.channels_last`.
 
-    A run that is resumed keeps the candidate that it had, because others round differently. The seconds of a step are
+    A run that is resumed keeps the candidate that it had `before`, because others round differently; that is empty for
+    a new run. The seconds of a step are
     returned too, by candidate; none if nothing was measured here. `batch_size` returns how many images pass a layer at
     once.
     """
     seconds: dict[Candidate, float] = {}
     by_name = {str(each): each for each in CANDIDATES}
-    chosen = by_name.get(os.environ.get(VARIABLE, "")) or _of_resumed(arguments)
+    chosen = by_name.get(os.environ.get(VARIABLE, "")) or _of_resumed(before)
     if chosen is None:
         seconds = _measure(arguments, batch_size)
         chosen = min(seconds, key=lambda each: seconds[each])  # the first of equals
@@ -65,15 +66,12 @@ def autotune(arguments: Namespace, *, batch_size: Callable[[], int]) -> tuple[Ca
     return chosen, {str(each): second for each, second in seconds.items()}
 
 
-def _of_resumed(arguments: Namespace) -> Candidate | None:
-    """The candidate that the run in the folder has been trained with; None for a new run."""
-    if arguments.resume is None or arguments.ckpt_path is None:
+def _of_resumed(before: Mapping[str, Any]) -> Candidate | None:
+    """The candidate that a run with these settings has been trained with; None if they do not say."""
+    try:
+        return Candidate(before["trainer"]["precision"], bool(before["model"]["channels_last"]))
+    except (KeyError, TypeError):
         return None
-    path = Path(arguments.run_dir) / "config.yaml"
-    if not path.exists():
-        return None
-    config = yaml.safe_load(path.read_text())
-    return Candidate(config["trainer"]["precision"], config["model"]["channels_last"])
 
 
 def _measure(arguments: Namespace, batch_size: Callable[[], int]) -> dict[Candidate, float]:

@@ -23,6 +23,7 @@ from lit_cifar.errors import ConfigError, printable
 from lit_cifar.reporting.files import make_folder, sync
 
 LOCK, CONFIG = ".lock", "config.yaml"
+_MOST_BYTES, _MOST_NODES = 2**20, 10**5  # of the settings of a run
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -72,6 +73,8 @@ def _check_links(folder: Path) -> None:
                     f"{path} is a link to {target}, outside of the run folder, which the run would write over",
                     remedy="remove the link, or put a copy of what it leads to in its place",
                 )
+            if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would be waited for
+                raise ConfigError(f"{path} is neither a file nor a folder", remedy="remove it")
         if Path(parent) == folder and _WANDB in folders:
             folders.remove(_WANDB)
 
@@ -134,6 +137,40 @@ def run_folder(trainer: Trainer) -> Path | None:
     """The folder for the run's files, the same on every process; None without loggers. Every process must call this."""
     log_dir = trainer.log_dir
     return Path(log_dir) if log_dir is not None and trainer.loggers else None
+
+
+def file_in(folder: Path, name: str, *, remedy: str) -> Path:
+    """A file of a run folder, which may be anybody's: a `ConfigError` if there is none, or a link leads out of it."""
+    path = folder / name
+    if not path.is_file() or not path.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"no {name} in the run folder {folder}", remedy=remedy)
+    return path
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The settings in a run folder; a `ConfigError` for a file that they cannot be in, such as one that grows."""
+    path = file_in(folder, CONFIG, remedy="name the folder of a run")
+    try:
+        text = path.read_text() if path.stat().st_size <= _MOST_BYTES else ""
+        settings = yaml.safe_load(text) if _is_short(text) else None
+    except (OSError, RecursionError, ValueError, yaml.YAMLError):
+        settings = None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} is not what a run writes there", remedy="pass the flags instead")
+    return settings
+
+
+def _is_short(text: str) -> bool:
+    """Whether a YAML text has few nodes, each as often as it is named: 250 characters can name one a billion times."""
+    nodes, num_nodes = [yaml.compose(text, Loader=yaml.SafeLoader)], 0
+    while nodes and num_nodes < _MOST_NODES:
+        node = nodes.pop()
+        num_nodes += 1
+        if isinstance(node, yaml.MappingNode):
+            nodes += chain.from_iterable(node.value)
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+    return not nodes
 
 
 def best_files(folder: Path) -> list[Path]:

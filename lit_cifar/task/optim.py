@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import (
     ReduceLROnPlateau,
 )
 
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, printable
 
 _OF_RATE = ("base_lrs", "_last_lr")  # learning rates in the state of a schedule
 # What OneCycleLR and CyclicLR keep in the groups alone.
@@ -204,7 +204,7 @@ class Recipe:
         if is_elsewhere:
             rank_zero_warn(f"the schedule goes on behind {taken} steps of this run, not {loaded['last_epoch']}")
         if changed:
-            then, now = (", ".join(f"{name}={of.get(name)}" for name in changed) for of in (known, own))
+            then, now = (printable(", ".join(f"{name}={of.get(name)}" for name in changed)) for of in (known, own))
             rank_zero_warn(f"the training before had {then}; from optimizer step {step} on it has {now}")
         rates = [group["lr"] for group in optimizer.param_groups]
         for group, fresh in zip(optimizer.param_groups, self._groups, strict=True):

@@ -13,6 +13,7 @@ from lit_cifar.checkpoint.files import DIGESTS
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.evaluation_tables import PER_RANK
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, pooled
+from lit_cifar.reporting.run_folder import file_in
 
 BLUE, RED, GREY = "#1f6fb4", "#c8321e", "#666666"
 OF_FIT = "python -m lit_cifar fit writes one; its run folder is printed at the end"
@@ -140,7 +141,4 @@ def tidy(axes: Axes, *, grid: Literal["both", "x", "y"] = "both") -> None:
 
 def file_of(run: str | Path, name: str, *, remedy: str) -> Path:
     """A file of a run folder; a `ConfigError` if it is not there."""
-    path = Path(run) / name
-    if not path.is_file():
-        raise ConfigError(f"no {name} in the run folder {run}", remedy=remedy)
-    return path
+    return file_in(Path(run), name, remedy=remedy)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
-import yaml  # type: ignore[import-untyped]
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -14,6 +13,7 @@ from analysis.memory import FILES
 from analysis.run_frames import BLUE, GREY, read_metrics, tidy
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.progress import METRIC as SPEED
+from lit_cifar.reporting.run_folder import read_config
 
 MIB = 2**20
 Kind = tuple[str, int]  # mode and number of devices
@@ -102,7 +102,7 @@ def accuracy_over_time(run: str | Path) -> pd.DataFrame:
     """
     metrics = read_metrics(run)
     read_speed(run)  # refuses a run without
-    batch_size = yaml.safe_load((Path(run) / "config.yaml").read_text())["data"]["batch_size"]
+    batch_size = read_config(Path(run))["data"]["batch_size"]
     speed = metrics[SPEED].bfill().ffill()  # a window is logged at its last step
     steps = metrics["step"].diff().fillna(metrics["step"].iloc[0] + 1)  # steps are counted from 0
     frame = metrics.assign(seconds=(steps * batch_size / speed).cumsum(), accuracy=metrics["val/acc"])

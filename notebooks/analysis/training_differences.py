@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from analysis.run_frames import BLUE, OF_FIT, RED, file_of, read_metrics, tidy
+from lit_cifar.checkpoint.atomic import read_checked
 
 RUNNING = ("running_mean", "running_var")
 
@@ -36,7 +36,7 @@ def read_weights(run: str | Path) -> dict[str, Tensor]:
         ConfigError: If the folder has none.
     """
     path = file_of(run, "checkpoints/last.ckpt", remedy=OF_FIT)
-    weights: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    weights: dict[str, Tensor] = read_checked(path)["state_dict"]
     return weights
 
 
