@@ -4,13 +4,19 @@ A pickle can name any function to call. Each crafted one here would make a file;
 file steer the terminal, the shell of who pastes a remedy, a spreadsheet, or Pillow to a program.
 """
 
+import copy
 import csv
 import json
+import os
 import pickle
 import re
 import shlex
+import shutil
+import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, reduce
+from itertools import pairwise
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +30,7 @@ from torchvision.datasets import CIFAR10
 import lit_cifar
 from lit_cifar.checkpoint import atomic
 from lit_cifar.checkpoint.atomic import LAST, PREVIOUS, newest_valid, verify_checkpoint, write_checkpoint
+from lit_cifar.checkpoint.callbacks import BestCheckpoint
 from lit_cifar.checkpoint.files import CheckpointFiles
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data import cifar10
@@ -199,6 +206,175 @@ def test_a_remedy_is_quoted_for_the_shell(tmp_path: Path) -> None:
         last = shlex.split(remedy)[-1]
         assert last.startswith("--")
         assert last.partition("=")[2].startswith(str(folder))
+
+
+# ---------------------------------------------------------------- what a checkpoint holds, with a hash that is right
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of five steps."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    run_here("fit", *TINY, f"--run_dir={run}")
+    return run
+
+
+def put(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Replaces an entry of a checkpoint; a function makes the value of the old one."""
+
+    def change(content: dict[str, Any]) -> None:
+        held = reduce(getitem, path[:-1], content)
+        held[path[-1]] = value(held[path[-1]]) if callable(value) else value
+
+    return change
+
+
+def without(*path: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda content: reduce(getitem, path[:-1], content).pop(path[-1])
+
+
+BEST_STATE = BestCheckpoint().state_key
+WEIGHT = ("state_dict", "conv1.weight")
+FIRST = ("optimizer_states", 0, "state", 0)
+LOOP = ("loops", "fit_loop")
+STEPS = (*LOOP, "epoch_loop.automatic_optimization.optim_progress", "optimizer", "step")
+OF_EVERY_COMMAND = [
+    (put("lit_cifar", value=[]), "its lit_cifar is a list of 0"),
+    (put("lit_cifar", "arch", value="tiny; touch owned #"), "its lit_cifar.arch is 'tiny; touch owned #'"),
+    (put("lit_cifar", "stem", value="$(touch owned)"), "its lit_cifar.stem is"),
+    (put("lit_cifar", "num_classes", value=True), "its lit_cifar.num_classes is True"),
+    (put("lit_cifar", "num_classes", value=10**30), "its lit_cifar.num_classes is 1000"),
+    (put("lit_cifar", "image_size", value="`touch owned`"), "its lit_cifar.image_size is"),
+    (put("lit_cifar", "network", value="os.system"), "pass the --model.network of its training, which RUN_FOLDER"),
+    (put("lit_cifar", "network", value="a\nlit_cifar: done"), r"its lit_cifar.network is 'a\nlit_cifar: done'"),
+    (put("trained_on", value={"dataset": 5}), "its trained_on is a dict with dataset"),
+    (put("trained_on", "classes", 3, value="a\u202eb"), r"its trained_on.classes.3 is 'a\u202eb'"),
+    (put("pytorch-lightning_version", value="abc"), "is of Lightning 'abc'"),
+    (put("pytorch-lightning_version", value="0.1.0"), "is of Lightning '0.1.0'"),
+    (without("pytorch-lightning_version"), "has no pytorch-lightning_version"),
+    (put("state_dict", value=[1]), "its state_dict is a list of 1"),
+    (put("state_dict", "a\x1b[2J\nb", value=torch.ones(1)), r"holds the name 'a\x1b[2J\nb'"),
+    (put(*WEIGHT, value="x"), "its state_dict.conv1.weight is 'x'"),
+    (put(*WEIGHT, value=torch.Tensor.long), "conv1.weight is int64 (64, 3, 7, 7) in"),
+    (put(*WEIGHT, value=lambda held: held.to(torch.complex64)), "conv1.weight is complex64 (64, 3, 7, 7) in"),
+    (put(*WEIGHT, value=lambda held: held.to(torch.float8_e5m2)), "conv1.weight is float8_e5m2 (64, 3, 7, 7) in"),
+    (put(*WEIGHT, value=lambda held: held.to("meta")), "conv1.weight is meta (64, 3, 7, 7) in"),
+    (put(*WEIGHT, value=torch.Tensor.to_sparse), "conv1.weight is sparse_coo (64, 3, 7, 7) in"),
+    (put(*WEIGHT, value=torch.tensor(1.0)), "conv1.weight is () in"),
+]
+OF_A_FIT = [
+    (put(*WEIGHT, value=lambda held: held.fill_(torch.nan)), "the weights are not finite: conv1.weight"),
+    (put("optimizer", value="SGD; touch owned #"), "pass its --model.optimizer, which RUN_FOLDER"),
+    (put("lr_scheduler", value="$(touch owned)"), "pass its --model.lr_scheduler and its arguments, which RUN_FOLDER"),
+    (put("optimizer_states", value=[]), "its optimizer_states is a list of 0"),
+    (put("optimizer_states", 0, "state", value={}), "holds no state of the optimizer for 41 of 41 parameters"),
+    (put("optimizer_states", 0, "state", value={"a": {}}), "its optimizer_states.0.state is a dict with a"),
+    (put(*FIRST, value=5), "its optimizer_states.0.state.0 is 5"),
+    (put(*FIRST, value={}), "its optimizer_states.0.state.0 is a dict with"),
+    (put(*FIRST, "momentum_buffer", value=torch.zeros(3)), "its optimizer_states.0.state.0.momentum_buffer is (3,)"),
+    (put(*FIRST, "momentum_buffer", value=lambda held: held.fill_(torch.nan)), "its optimizer holds nan"),
+    (without("optimizer_states", 0, "param_groups"), "its optimizer_states.0 is a dict with state"),
+    (put("optimizer_states", 0, "param_groups", 0, "lr", value="x"), "its optimizer_states.0.param_groups.lr is 'x'"),
+    (put("optimizer_states", 0, "param_groups", 0, "params", value=lambda held: held[::-1]), "numbered otherwise"),
+    (put("lr_schedulers", value=[]), "its lr_schedulers is a list of 0"),
+    (put("lr_schedulers", 0, "last_epoch", value="x"), "its lr_schedulers.0.last_epoch is 'x'"),
+    (put("settings", "optimizer.lr", value="x\ny"), r"its settings.optimizer.lr is 'x\ny'"),
+    (without("position"), "its position is None"),
+    (put("position", "step", value=-1), "its position.step is -1"),
+    (put("position", "started", value=1), "its position.started is 1"),
+    (put("position", "epoch", value=10**6), "which contradicts its epoch=1"),
+    (put("position", value=lambda held: held | {"step": 6, "epoch": 0}), "which contradicts"),
+    (put("global_step", value=3), "which contradicts its epoch=1 and global_step=3"),
+    (put(*STEPS, "total", "completed", value=7), "its loops and its global_step say 7 and 5 optimizer steps"),
+    (without(*STEPS, "current"), "optimizer.step is a dict with total"),
+    (put(*LOOP, "epoch_loop.scheduler_progress", "total", value={}), "scheduler_progress.total is a dict"),
+    (put("metrics", "train_loss", "total", value=torch.zeros(3)), "its metrics.train_loss.total is (3,)"),
+    (put("sample_audit", "start", value="zz"), "its sample_audit holds what is no digest"),
+    (put("CIFAR10DataModule", value=[1]), "its settings of the data is a list of 1"),
+    (put("CIFAR10DataModule", "seed", value="1; touch owned #"), "its settings of the data.seed is '1; touch owned #'"),
+    (put("callbacks", BEST_STATE, value=7), "its callbacks.BestCheckpoint is 7"),
+    (put("callbacks", BEST_STATE, "best_k_models", value={"../../x": "y"}), "best_k_models.../../x is 'y'"),
+    (without("callbacks", BEST_STATE, "best_model_path"), "of BestCheckpoint in it cannot be loaded: KeyError"),
+    (put("fingerprint", value={"torch": "a\nb"}), r"its fingerprint.torch is 'a\nb'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "change", "says"),
+    [
+        *(("test", *row) for row in OF_EVERY_COMMAND),
+        *(("fit --trainer.max_epochs=2", *row) for row in (*OF_EVERY_COMMAND[1:2], *OF_A_FIT)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:(Validating sparse tensor|the checkpoint does not say which images)")
+def test_a_malformed_checkpoint_is_refused_in_a_sentence(
+    tmp_path: Path, trained: Path, command: str, change: Callable[[dict[str, Any]], None], says: str
+) -> None:
+    """And no text of it is part of a command, or steers the terminal."""
+    content = copy.deepcopy(read_checkpoint(trained / "checkpoints" / LAST))
+    change(content)
+    with_hash(content, tmp_path / "x.ckpt")
+    name, *flags = command.split()
+    flags += [f"--ckpt_path={tmp_path / 'x.ckpt'}", f"--run_dir={tmp_path / 'run'}"]
+    said = refused(name, *TINY, *flags, says=[says])
+    assert "owned" not in said.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_may_be_right_is_said(tmp_path: Path, trained: Path) -> None:
+    content = read_checkpoint(trained / "checkpoints" / LAST)
+    content["optimizer_states"][0]["state"].pop(0)
+    with_hash(content, tmp_path / "less.ckpt")
+    content["state_dict"]["conv1.weight"].fill_(torch.nan)
+    with_hash(content, tmp_path / "nan.ckpt")
+    torch.save(content["state_dict"], tmp_path / "nan.pth")
+    more = "--trainer.max_epochs=2"
+    for name, command, says in [
+        ("less.ckpt", ["fit", more], "no state of the optimizer for 1 of 41 parameters"),
+        ("nan.ckpt", ["test"], "not finite: conv1.weight"),
+        ("nan.pth", ["test"], "not finite: conv1.weight"),
+    ]:
+        flags = [f"--ckpt_path={tmp_path / name}", f"--run_dir={tmp_path / name}.run"]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run_here(*command, *TINY, *flags)
+        assert any(says in str(each.message) for each in caught), name
+
+
+def test_damage_is_said_before_anything_that_it_causes(tmp_path: Path, trained: Path) -> None:
+    content = bytearray((trained / "checkpoints" / LAST).read_bytes())
+    content[content.index(b"layer1.0.conv1.weight") + 3] ^= 1
+    (path := tmp_path / "x.ckpt").write_bytes(content)
+    flag = f"--ckpt_path={path}"
+    for command in (("test", flag), ("validate", flag), ("fit", flag), ("fit", f"--model.fine_tuning.weights={path}")):
+        refused(*command, *TINY, f"--run_dir={tmp_path / 'run'}", says=["is damaged"])
+
+
+BOMB = "".join(f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("abcdefghi"))
+BOMB = f"a: &a [x,x,x,x,x,x,x,x,x]\n{BOMB}"
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "weights.sha256", "checkpoints/last.ckpt"])
+def test_no_pipe_in_a_run_folder_is_waited_for(tmp_path: Path, trained: Path, name: str) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    refused("fit", *TINY, f"--run_dir={run}", "--resume=auto", says=["is neither a file nor a folder"])
+
+
+@pytest.mark.parametrize("content", [BOMB, "[" * 5000, "a: *b", "x" * 2**21, "- 1", "\xff"])
+def test_a_run_folders_settings_are_few(tmp_path: Path, trained: Path, content: str) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    (run / "config.yaml").write_bytes(content.encode("latin1"))
+    refused("test", run, says=["config.yaml is not what a run writes there"])
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "/proc/self/environ", None])
+def test_a_run_folders_settings_are_a_file_in_it(tmp_path: Path, trained: Path, target: str | None) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    (run / "config.yaml").unlink()
+    (run / "config.yaml").symlink_to(target) if target else os.mkfifo(run / "config.yaml")
+    refused("test", run, says=["no config.yaml in the run folder"])
 
 
 def test_a_pictures_content_decides_and_no_program_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

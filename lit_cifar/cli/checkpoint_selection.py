@@ -1,7 +1,7 @@
 """The checkpoint that a command starts from: its file, its words about the run, and whether it fits the model."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
 
 from lit_cifar.checkpoint.atomic import (
     LAST,
@@ -53,7 +54,7 @@ class StartingCheckpoint(Start):
     def __init__(self, subcommand: str, config: Namespace) -> None:
         super().__init__()
         self.order: OrderSettings | None = None  # of the training before a fit or a validation: settings of the order
-        self.within_epoch = False  # whether the position is within an epoch
+        self.step = 0  # optimizer steps that were taken in the epoch within which the position is
         self._content: dict[str, Any] | None = None
         self._config = config
         self._subcommand = subcommand
@@ -91,7 +92,7 @@ class StartingCheckpoint(Start):
                 position = Position.read(self._content)
                 AuditRecord.read(self._content)
                 _check_length(position, self._config.trainer)
-            self.within_epoch = position.step > 0
+            self.step = position.step
             if resumes:
                 self.position = asdict(position)
 
@@ -114,8 +115,11 @@ class StartingCheckpoint(Start):
         now = order_settings(data)
         with naming(self._config.ckpt_path):
             check_content(self.order, among(now, self.order), "settings of the data")
-            if self.within_epoch:
+            if self.step:
                 check_rest_of_epoch(self.order, now)
+                if self.step > (most := data.train_sampler().num_batches):
+                    problem = f"its position is step {self.step} of an epoch, more than the {most} that it has"
+                    raise CheckpointError(problem, remedy="use another checkpoint")
             try:
                 check_held_out(self.order, now)
             except CheckpointError as error:
@@ -146,6 +150,7 @@ class StartingCheckpoint(Start):
             fits = self._subcommand == "fit"
             summary = take_weights(module.network, content, num_classes=len(data.classes) if fits else None)
             rank_zero_info(f"{self._config.ckpt_path}: {summary}")
+            self._check_finite(module.network, module.network.state_dict())
             if fits:
                 rank_zero_info(f"{self._config.ckpt_path} holds no training: a new one starts with its weights")
             if not is_own(content):
@@ -163,23 +168,27 @@ class StartingCheckpoint(Start):
         weights = content.get("state_dict", {})
         check_shapes(module.network, weights)
         check_content(content.get(type(data).__qualname__, {}), {}, "settings of the data")
-        is_first = process_rank() == 0  # which reads all numbers
-        if is_first and (name := not_finite(module.network, weights)):
-            problem = f"the weights are not finite: {name}"
-            if self._subcommand == "fit":
-                raise CheckpointError(problem, remedy="use an earlier checkpoint of the run")
-            rank_zero_warn(f"{self._config.ckpt_path}: {problem}. What the network answers means nothing")
+        self._check_finite(module.network, weights)
         if self._subcommand == "fit":
             with as_config_error():
                 optimizer = module.optimization.new_optimizer(module.network)
                 scheduler = module.optimization.new_scheduler(optimizer)
             check_optimizer(content, optimizer, scheduler)
-            if is_first:
+            if process_rank() == 0:  # which reads all numbers
                 recipe, settings = Recipe(optimizer), content.get(SETTINGS, {})
                 recipe.add(optimizer, scheduler)
                 check_content(settings, among(recipe.settings(), settings), SETTINGS)
                 check_counts(content, module)
                 check_states(content, trainer, optimizer, scheduler)
+
+    def _check_finite(self, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Refuse to train with weights that are not finite; other commands say so."""
+        if process_rank() != 0 or (name := not_finite(network, weights)) is None:
+            return
+        problem = f"the weights are not finite: {name}"
+        if self._subcommand == "fit":
+            raise CheckpointError(problem, remedy="use an earlier checkpoint of the run")
+        rank_zero_warn(f"{self._config.ckpt_path}: {problem}. What the network answers means nothing")
 
 
 @contextmanager
