@@ -2,10 +2,15 @@
 
 import atexit
 import gc
+import sys
 
 from lit_cifar import startup
+from lit_cifar.cli.overview import answer
 
 startup.open_closed_streams()
+startup.end_at_interrupt()
+if __name__ == "__main__":
+    answer(sys.argv[1:])
 gc.disable()  # the imports leave a million objects and no garbage, and to look through them takes a seventh of the time
 from lit_cifar.cli.main import main  # noqa: E402
 

@@ -16,8 +16,11 @@ _Number = TypeVar("_Number", bound=float | None)
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The one of `known` that a misspelt `word` may have meant."""
     spelt = {name.lower(): name for name in known}
-    found = get_close_matches(word.lower(), spelt, n=1)
-    return spelt[found[0]] if found else None
+    found = get_close_matches(word.lower(), spelt)
+    # One wrong letter is likelier than one too many, and a wrong one at the end than at the beginning.
+    alike = [name for name in found if len(name) == len(word)]
+    best = max(alike, key=lambda name: [a == b for a, b in zip(name, word.lower(), strict=True)], default=found[:1])
+    return spelt["".join(best)] if found else None
 
 
 def one_line(error: BaseException) -> str:

@@ -47,9 +47,14 @@ def explained(message: str, *, known: Iterable[str], program: str) -> tuple[str,
     if found := _ARGUMENT_OF_NAME.search(message):
         return _of_arguments_of_name(*found.groups())
     problem, guess = _of_value(_without_alternatives(message))
+    # Flags once one of their group, or of the default optimizer, is given.
+    settings = [f"--data.augment.{field.name}" for field in fields(Augment)]
+    settings += [f"--model.optimizer.{name}" for name in ("lr", "momentum", "weight_decay")]
     if found := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
-        settings = [f"--data.augment.{field.name}" for field in fields(Augment)]  # flags once one of them is given
-        guess = _meant(found[1], [*known, *settings])
+        guess = _meant(found[1], [*settings, *known])
+    if found := re.search(r"does not accept option '([\w.]+)'", message):  # of a file
+        meant = _meant(f"--{found[1]}", [*settings, *known])
+        guess = meant and meant.removeprefix("--")
     guess = _open_argument(problem) or guess
     help = f"see {program} --help"
     return problem, help if guess is None else f"did you mean {guess}? {help}"
@@ -57,11 +62,12 @@ def explained(message: str, *, known: Iterable[str], program: str) -> tuple[str,
 
 def _meant(flag: str, known: Sequence[str]) -> str | None:
     """The flag that may be meant by one that is unknown: of the same name in a group, or spelt alike."""
-    first, last = flag.partition(".")[0], flag.rpartition(".")[2]
-    within = [other for other in known if other.startswith(f"{first}.") and other.endswith(f".{last}")]
+    first, last = flag.partition(".")[0], flag.removeprefix("--").rpartition(".")[2]
+    same = [other for other in known if other.endswith(f".{last}")]
+    within = [other for other in same if other.startswith(f"{first}.")]
     # Flags are long and begin alike, so the cutoff is higher than for single words.
-    near = within or get_close_matches(flag, known, n=1, cutoff=0.75)
-    return near[0] if near else None
+    near = within or get_close_matches(flag, known, n=1, cutoff=0.75) or same
+    return near[0] if near else {"epochs": "--trainer.max_epochs", "steps": "--trainer.max_steps"}.get(last)
 
 
 def of_strategy_name(message: str) -> tuple[str, str]:
@@ -69,8 +75,7 @@ def of_strategy_name(message: str) -> tuple[str, str]:
     modes = ["auto", *(mode.name for mode in MODES if mode.name != "single")]
     problem = message.split(". ")[0]
     given = problem.split("'")[-2]
-    alike = [name for name in modes if len(name) == len(given)]  # one wrong letter is likelier than one too many
-    meant = nearest(given, alike) or nearest(given, [*modes, *_subclasses(Strategy)])
+    meant = nearest(given, [*modes, *_subclasses(Strategy)])
     guess = "" if meant is None else f"did you mean --trainer.strategy={meant}? "
     return problem, f"{guess}the modes: {', '.join(modes)}"
 

@@ -78,8 +78,6 @@ for _group, _names in {"augment": _OF_AUGMENT, "pictures": _OF_PICTURES}.items()
 def refuse_words(words: Sequence[str]) -> None:
     """Raise a `ConfigError` for a word of the command line that names what has gone."""
     command = words[0] if words else ""
-    if command in INSTEAD:
-        _refuse(command, what="the command")
     for word in takewhile(lambda word: word != "--", words[1:]):  # behind it are the flags of a user's own script
         flag, _, value = word.partition("=")
         _refuse_setting(flag.rstrip("+"), command=command)
@@ -130,5 +128,5 @@ def _refuse_class(value: object) -> None:
             _refuse(name)
 
 
-def _refuse(name: str, *, what: str = "") -> NoReturn:
-    raise ConfigError(f"{what} {name} has gone".strip(), remedy=f"instead: {INSTEAD[name]}")
+def _refuse(name: str) -> NoReturn:
+    raise ConfigError(f"{name} has gone", remedy=f"instead: {INSTEAD[name]}")

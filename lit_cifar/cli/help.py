@@ -1,4 +1,4 @@
-"""The help: all commands in groups, and of `fit`, `validate`, `test` and `predict` the flags that most runs need.
+"""The help of `fit`, `validate`, `test` and `predict`: the flags that most runs need, or all.
 
 The texts come from the docstrings of our classes, by way of the parser's actions, so each is written once. The texts of
 flags without a class are here, and of some of Lightning's flags, whose own are very long or offer what is refused here.
@@ -12,6 +12,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from lit_cifar import internals
+from lit_cifar.cli.overview import SUBCOMMANDS, overview
 
 # The titles in the short help, and the flags below each.
 _RUN = ("config", "run_dir", "seed_everything")
@@ -56,42 +57,6 @@ _TEXTS = {
     "optimizer step is taken after the last part.",
     "trainer.sync_batchnorm": "Let BatchNorm use the statistics of the batches of all processes together.",
 }
-SUBCOMMANDS = {
-    "fit": "Train a network.",
-    "validate": "Evaluate a checkpoint on the validation images.",
-    "test": "Evaluate a checkpoint on the test images.",
-    "predict": "Classify the images of a folder with a checkpoint.",
-}
-# All commands, as `--help` groups them.
-_COMMANDS = {
-    "train": {**SUBCOMMANDS, "ray": "Train over the nodes of a Ray cluster, in any mode."},
-    "check": {
-        "verify": "Compare modes with the one device that each must equal.",
-        "relations": "Run your own script in pairs that must train the same model.",
-        "doctor": "Whether this machine is fit to train in parallel.",
-    },
-    "inspect": {
-        "modes": "Which modes run on this machine, and how to start them.",
-    },
-}
-_EXAMPLES = (
-    "fit --data.root=data --trainer.strategy=ddp --trainer.devices=2",
-    "test runs/FOLDER",
-    "verify --modes=ddp,pp --devices=2",
-)
-
-
-def overview(program: str) -> str:
-    """All commands of `program`, in groups, and examples."""
-    lines = [
-        f"usage: {program} COMMAND [--FLAG=VALUE ...]",
-        "",
-        "Train image classifiers in ten modes of parallelism, and check that all train the same model.",
-    ]
-    for group, commands in _COMMANDS.items():
-        lines += ["", group, *(f"  {name:<10}{text}" for name, text in commands.items())]
-    lines += ["", "examples", *(f"  {program} {example}" for example in _EXAMPLES)]
-    return "\n".join([*lines, "", "Each command has a --help of its own. --version prints the version."])
 
 
 def help_of(parser: Any, *, everything: bool) -> str:

@@ -28,11 +28,12 @@ from lit_cifar.checkpoint.files import CheckpointFiles
 from lit_cifar.checks.replica_audit.callback import ReplicaAudit
 from lit_cifar.checks.watchdog.callback import Watchdog
 from lit_cifar.cli.gone import refuse_words
+from lit_cifar.cli.overview import PROGRAM, answer
 from lit_cifar.cli.paths import expand_paths
 from lit_cifar.cli.preflight import check_run, check_sizes
 from lit_cifar.cli.start import Start, check_unasked_resume, spelled_out
 from lit_cifar.cli.trainer_arguments import check_arguments, check_bounds
-from lit_cifar.cli.usage_errors import PROGRAM, Parser, as_config_error, check_command, cli_exit
+from lit_cifar.cli.usage_errors import Parser, as_config_error, cli_exit
 from lit_cifar.configured import made
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.datasets import open_dataset
@@ -84,11 +85,12 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _run(words: list[str]) -> None:
     """Run the command that `words` name."""
+    answer(words)
     refuse_words(words)
-    if words and words[0] in COMMANDS:
+    if words[0] in COMMANDS:
+        startup.raise_at_interrupt()  # they end the processes that they have started
         raise SystemExit(COMMANDS[words[0]](words[1:]))
     os.environ.update(task_variables(os.environ))  # a task of `srun` is then what torchrun would have started
-    check_command(words)
     words = spelled_out(words)
     if any(MAY_NAME_STRATEGY.search(word) for word in words):
         import_module("lit_cifar.strategies")

@@ -3,6 +3,7 @@
 import math
 import shlex
 
+import torch
 from jsonargparse import Namespace
 
 from lit_cifar.errors import ConfigError, bounded
@@ -38,6 +39,17 @@ def check_arguments(trainer: Namespace, *, trains: bool) -> None:
         raise ConfigError(
             f"--trainer.default_root_dir={folder} has no effect: everything goes to the run folder",
             remedy="pass " + shlex.quote(f"--run_dir={folder}"),
+        )
+    if trainer.accelerator in ("gpu", "cuda") and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
+        raise ConfigError(
+            f"--trainer.accelerator={trainer.accelerator}, and torch {torch.__version__} finds no GPU here",
+            remedy="pass --trainer.accelerator=cpu; `nvidia-smi` and `python -m torch.utils.collect_env` say what is "
+            "missing",
+        )
+    if str(trainer.devices) in ("0", "[]"):
+        raise ConfigError(
+            f"--trainer.devices={trainer.devices} is no device to train on",
+            remedy="leave it out, or pass a number: --trainer.devices=2; for no GPU pass --trainer.accelerator=cpu",
         )
     for name in ("limit_train_batches", "max_epochs", "max_steps"):
         if trains and trainer[name] == 0:

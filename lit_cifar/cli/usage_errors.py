@@ -2,8 +2,8 @@
 
 import signal
 import sys
-from argparse import SUPPRESS, _HelpAction
-from collections.abc import Iterator, Sequence
+from argparse import SUPPRESS, ArgumentParser, _HelpAction
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -11,11 +11,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lit_cifar.cli.gone import refuse_settings
+from lit_cifar.cli.overview import PROGRAM
 from lit_cifar.errors import ConfigError, SaveError, printable
 from lit_cifar.reporting.run_folder import process_rank
-from lit_cifar.tools.commands import COMMANDS
 
-PROGRAM = "python -m lit_cifar"
 _MAX_LINES = 5
 
 
@@ -48,8 +47,14 @@ class Parser(LightningArgumentParser):
             super().error(message, ex)
         from lit_cifar.cli.explanations import explained
 
-        problem, remedy = explained(message, known=self._option_string_actions, program=_program())
+        known = [flag for parser in (self, *self._commands()) for flag in parser._option_string_actions]
+        problem, remedy = explained(message, known=known, program=_program())
         refuse(problem, remedy=remedy)
+
+    def _commands(self) -> Iterator[ArgumentParser]:
+        """The parsers of the commands below this one."""
+        for action in self._actions:
+            yield from action.choices.values() if isinstance(action.choices, dict) else ()
 
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         """Parse a file like jsonargparse, with a short error if it is not text."""
@@ -64,15 +69,6 @@ class Parser(LightningArgumentParser):
         """Parse the settings of a file like jsonargparse, with a short error for those that have gone."""
         refuse_settings(content)
         return super().parse_string(content, *args, **kwargs)
-
-
-def check_command(words: Sequence[str]) -> None:
-    """Refuse `words` if the first is neither one of Lightning's commands and ours nor an option."""
-    known = [*LightningCLI.subcommands(), *COMMANDS]
-    if words and (words[0] in known or words[0].startswith("-")):
-        return
-    problem = f"there is no command {words[0]}" if words else "a command is missing"
-    raise ConfigError(f"{problem}; choose from {', '.join(known)}", remedy=f"see {PROGRAM} --help")
 
 
 @contextmanager

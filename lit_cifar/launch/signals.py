@@ -25,6 +25,7 @@ from lit_cifar.launch import startup
 
 EXIT_REFUSED = 2  # exit status after a mistake of the user
 EXIT_STOPPED = 128 + signal.SIGTERM
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 _ONE_KEYSTROKE_S = 1.0
 
 
@@ -33,6 +34,11 @@ class Keystrokes:
 
     def __init__(self) -> None:
         self._first_at = math.inf
+
+    @property
+    def any(self) -> bool:
+        """Whether there was a Ctrl-C."""
+        return self._first_at < math.inf
 
     def insist(self, number: int) -> bool:
         """Whether signal `number`, which has just arrived, is a second Ctrl-C."""
@@ -87,6 +93,8 @@ def signals_to_spawned(trainer: Trainer) -> Iterator[None]:
         try:
             yield
         except ProcessExitedException as error:
+            if error.exit_code == EXIT_INTERRUPTED or (error.exit_code == -signal.SIGTERM and keystrokes.any):
+                raise KeyboardInterrupt from None  # before the training had begun
             if error.exit_code not in (EXIT_STOPPED, -signal.SIGTERM):  # SIGTERM came before its handler was installed
                 raise
             raise SystemExit(EXIT_STOPPED) from None

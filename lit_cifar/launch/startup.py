@@ -1,6 +1,6 @@
-"""The start of a process: its parent and its streams.
+"""The start of a process: its parent, its streams, and Ctrl-C.
 
-Both are looked at before the imports that take seconds: during these the parent may be killed, and files are opened.
+All are looked at before the imports that take seconds: during these the parent may be killed, and files are opened.
 """
 
 import ctypes
@@ -10,7 +10,10 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import cache, partial
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 PARENT_PID = 0  # of the process that has started this one
@@ -18,6 +21,7 @@ PARENT_PID = 0  # of the process that has started this one
 STARTED_BY_COPY = False
 VARIABLE = "_LIT_CIFAR_PID"
 _PR_SET_PDEATHSIG = 1
+RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # Lightning reads these, in this order
 
 # By then a watchdog has noticed that the parent is gone, and has reported more.
 _GRACE_S = 10.0
@@ -88,3 +92,43 @@ def _follow(launcher: int) -> None:
     print(f"lit_cifar: pid {os.getpid()} stops: pid {launcher}, which started it, is gone", file=sys.stderr, flush=True)
     kill_workers()
     os._exit(1)
+
+
+def end_at_interrupt() -> None:
+    """End this process at Ctrl-C, with status 130 and one line, until a training has handlers of its own.
+
+    Python's own way is an exception of the main thread, which shows as a traceback where an import is interrupted, and
+    comes late where a process waits for others in C++. So a thread ends the process, and those that it has started.
+    """
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.signal(signal.SIGINT, _leave_to_thread)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=raise_at_interrupt)
+    threading.Thread(target=_end_at_interrupt, args=(read,), name="interrupts", daemon=True).start()
+
+
+def raise_at_interrupt() -> None:
+    """Let Ctrl-C be an exception of this process again."""
+    if signal.getsignal(signal.SIGINT) is _leave_to_thread:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave_to_thread(number: int, frame: FrameType | None) -> None:
+    pass
+
+
+def _end_at_interrupt(read: int) -> None:
+    while os.read(read, 1) != bytes([signal.SIGINT]) or signal.getsignal(signal.SIGINT) is not _leave_to_thread:
+        pass
+    kill_workers()
+    for task in Path("/proc/self/task").glob("*/children"):
+        for child in task.read_text().split():
+            with suppress(OSError):
+                os.kill(int(child), signal.SIGINT)
+    is_first = all(os.environ.get(name, "0") == "0" for name in RANKS) and multiprocessing.parent_process() is None
+    if is_first:
+        with suppress(AttributeError, OSError, ValueError):
+            print("lit_cifar: interrupted", file=sys.stderr, flush=True)
+    os._exit(128 + signal.SIGINT)

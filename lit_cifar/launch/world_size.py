@@ -18,11 +18,11 @@ from lightning.pytorch.strategies import ParallelStrategy, Strategy, StrategyReg
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.rendezvous import LocalEnvironment
+from lit_cifar.launch.startup import RANKS
 from lit_cifar.launch.torchrun import is_task, launcher_name
 from lit_cifar.mode import mode_of
 
 _UNSET = ("auto", 1, "1")
-_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # Lightning reads these, in this order
 
 
 def resolve_world_size(config: dict[str, Any]) -> None:
@@ -48,11 +48,11 @@ def resolve_world_size(config: dict[str, Any]) -> None:
 def check_processes(trainer: Trainer, *, rank: int) -> None:
     """Refuse a rank other than 0 without other processes, and processes that do not know where they meet."""
     if rank and trainer.world_size == 1:
-        given = [name for name in _RANKS if os.environ.get(name) == str(rank)]
+        given = [name for name in RANKS if os.environ.get(name) == str(rank)]
         raise ConfigError(
             f"{' '.join(f'{name}={rank}' for name in given) or f'rank {rank}'} in the environment, and this run has "
             "one process, which is rank 0",
-            remedy=f"unset {' '.join(given or _RANKS)}, or pass --trainer.strategy=ddp and --trainer.devices=N",
+            remedy=f"unset {' '.join(given or RANKS)}, or pass --trainer.strategy=ddp and --trainer.devices=N",
         )
     strategy = trainer.strategy
     environment = strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None

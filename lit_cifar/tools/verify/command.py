@@ -4,6 +4,7 @@ import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lit_cifar.launch.signals import EXIT_REFUSED
 from lit_cifar.reporting.output import without_banners
 from lit_cifar.tools import terminal
 from lit_cifar.tools.modes import SizedMode, chosen, launched, placed
-from lit_cifar.tools.terminal import say
+from lit_cifar.tools.terminal import CommandParser, say
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.judge import VerifiedMode
 from lit_cifar.tools.verify.record import EXACT_BOUND, KINDS, LOGITS
@@ -50,7 +51,11 @@ _COLOURS: dict[Outcome, str] = {"pass": "green", "fail": "red", "abstain": "yell
 
 def main(args: list[str]) -> int:
     """Verify, print, and return the exit status, which `--help` lists."""
-    options, rest = verify_parser().parse_known_args(args)
+    parser = verify_parser()
+    options, rest = parser.parse_known_args(args)
+    for flag in (word.partition("=")[0] for word in rest):
+        if meant := get_close_matches(flag, parser.option_strings(), n=1, cutoff=0.85):
+            parser.error(f"there is no {flag}; did you mean {meant[0]}?")
     target = terminal.writable(options.json)
     record = terminal.about() | {"rules": RULES}
     terminal.exit_orderly_when_terminated()
@@ -60,8 +65,8 @@ def main(args: list[str]) -> int:
     return int(content["exit_status"])
 
 
-def verify_parser() -> argparse.ArgumentParser:
-    parser = terminal.CommandParser("verify", description=_DESCRIPTION, epilog=_EPILOG)
+def verify_parser() -> CommandParser:
+    parser = CommandParser("verify", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--modes", default="all", metavar="A,B", help="Modes to verify (default: all).")
     parser.add_argument("--devices", type=int, default=2, metavar="N", help="Devices of each mode (default: 2).")
     parser.add_argument("--steps", type=int, default=4, metavar="K", help="Optimizer steps of each run (default: 4).")
