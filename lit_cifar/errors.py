@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import partial
+from operator import eq
 from typing import TypeVar
 
 _Number = TypeVar("_Number", bound=float | None)
@@ -15,12 +16,11 @@ _Number = TypeVar("_Number", bound=float | None)
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The one of `known` that a misspelt `word` may have meant."""
-    spelt = {name.lower(): name for name in known}
-    found = get_close_matches(word.lower(), spelt)
+    spelt, word = {name.lower(): name for name in known}, word.lower()
     # One wrong letter is likelier than one too many, and a wrong one at the end than at the beginning.
-    alike = [name for name in found if len(name) == len(word)]
-    best = max(alike, key=lambda name: [a == b for a, b in zip(name, word.lower(), strict=True)], default=found[:1])
-    return spelt["".join(best)] if found else None
+    alike = get_close_matches(word, [name for name in spelt if len(name) == len(word)])
+    found = [max(alike, key=lambda name: [*map(eq, name, word)])] if alike else get_close_matches(word, spelt, n=1)
+    return spelt[found[0]] if found else None
 
 
 def one_line(error: BaseException) -> str:

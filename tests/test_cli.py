@@ -6,9 +6,12 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import warnings
+from ast import literal_eval
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,6 +23,7 @@ from commands import TINY, callback, counts, environment_of, graded, last_checkp
 from documents import ROOT
 from lightning.pytorch import Callback
 
+import lit_cifar
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checks.watchdog import monitor
 from lit_cifar.cli.main import CLI, MAY_NAME_STRATEGY, main
@@ -215,6 +219,61 @@ def test_every_path_is_expanded_in_one_place_or_refused(tmp_path: Path, monkeypa
     refused(*flags, "--run_dir=$NONE/x", says=["--run_dir=$NONE/x: there is no $NONE"])
     refused("test", "~/none", says=[f"{tmp_path}/home/none"])
     assert [path.name for path in tmp_path.iterdir()] == ["settings.yaml"]
+
+
+def test_what_needs_no_training_imports_none_of_it() -> None:
+    """The overview, the version, a mistyped command and one that has gone."""
+    asked = {
+        "--version": lit_cifar.__version__,
+        "--help": "usage",
+        "fitt": "did you mean fit?",
+        "export": "has gone",
+        "": "missing",
+    }
+    code = "import sys\nfrom lit_cifar.cli.overview import answer\n"
+    code += "try: answer(sys.argv[1:])\nfinally: print([*sys.modules])"
+    for word, said in asked.items():
+        command = [sys.executable, "-c", code, *filter(None, [word])]
+        found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert said in found.stdout + found.stderr
+        assert found.returncode == (0 if word.startswith("--") else 2)
+        assert not {"torch", "lightning", "jsonargparse"} & {*literal_eval(found.stdout.splitlines()[-1])}
+
+
+def test_a_rank_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "")
+    refused("fit", *TINY, says=["SLURM_PROCID='' in the environment is not a rank", "unset SLURM_PROCID"])
+
+
+@pytest.mark.parametrize("flags", [["--trainer.strategy=ddp"], ["--trainer.strategy=ddp_spawn"]])
+@pytest.mark.parametrize("moment", graded("run folder", slow=["", "model"]))
+def test_an_interrupt_before_training_ends_all_at_once(flags: list[str], moment: str, tmp_path: Path) -> None:
+    """Sent to all processes, as by a terminal, while they import or wait for one another."""
+    words = [
+        sys.executable,
+        "-m",
+        "lit_cifar",
+        "fit",
+        *TINY,
+        *flags,
+        "--trainer.devices=2",
+        f"--run_dir={tmp_path / 'x'}",
+    ]
+    said = tmp_path / "said"
+    with said.open("wb") as file:
+        run = subprocess.Popen(words, stdout=file, stderr=file, start_new_session=True, cwd=ROOT)
+        try:
+            while run.poll() is None and moment not in said.read_text():
+                time.sleep(0.01)
+            if not moment:
+                time.sleep(0.7)  # it imports
+            os.killpg(run.pid, signal.SIGINT)
+            assert run.wait(60) == 130
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+    assert said.read_text().splitlines()[-1] == "lit_cifar: interrupted"
+    assert "Traceback" not in said.read_text()
 
 
 def test_a_run_leaves_alone_what_is_there(trained: Path, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ REFUSED = {
     "--trainer.strategy.start_method=spawn": ["cannot be sent to spawned processes"],
     "--trainer.callbacks+=EMAWeightAveraging --trainer.callbacks+=WeightAveraging": ["leave out all but one"],
     "--model.lr_scheduler=StepLR --model.lr_scheduler.step_size=0": ["--model.lr_scheduler.NAME=VALUE"],
-    **({} if torch.cuda.is_available() else {"--trainer.accelerator=cuda": ["CUDA"]}),
+    **({} if torch.cuda.is_available() else {"--trainer.accelerator=cuda": ["finds no GPU here"]}),
     "--trainer.devices=-1": ["--trainer.devices=-1", "--trainer.devices=2"],
     "--trainer.devices=abc": ["--trainer.devices=abc", "int > 0"],
     "--trainer.strategy=dp --trainer.num_nodes=2": ["--trainer.num_nodes=2", "--trainer.strategy=ddp"],

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lit_cifar.cli.gone import INSTEAD
+from lit_cifar.cli import gone
 from lit_cifar.errors import nearest, printable
 from lit_cifar.launch.startup import RANKS
 from lit_cifar.version import __version__
@@ -50,8 +50,8 @@ def answer(words: Sequence[str]) -> None:
     known = [name for group in _COMMANDS.values() for name in group]
     if first in known or first.startswith("-"):
         return
-    if first in INSTEAD:
-        _refuse(f"the command {first} has gone", f"instead: {INSTEAD[first]}")
+    if first in gone.INSTEAD:
+        _refuse(f"the command {first} has gone", f"instead: {gone.INSTEAD[first]}")
     problem = f"there is no command {first}" if words else "a command is missing"
     meant = nearest(first, known)
     guess = f"did you mean {meant}? " if meant else ""

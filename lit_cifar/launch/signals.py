@@ -85,7 +85,7 @@ def signals_to_spawned(trainer: Trainer) -> Iterator[None]:
             return
         for process in active_children():  # the launcher knows its processes only when it has started all
             process.kill()
-        raise SystemExit(128 + number)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     with handlers_put_back():
         for number in stop_signals():

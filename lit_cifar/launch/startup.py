@@ -105,6 +105,8 @@ def end_at_interrupt() -> None:
     signal.signal(signal.SIGINT, _leave_to_thread)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=raise_at_interrupt)
+    # multiprocessing's tracker, which clears up after this end, is started with these.
+    sys.warnoptions.append("ignore:resource_tracker:UserWarning")
     threading.Thread(target=_end_at_interrupt, args=(read,), name="interrupts", daemon=True).start()
 
 
