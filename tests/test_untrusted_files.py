@@ -280,6 +280,13 @@ OF_A_FIT = [
     (put("lr_schedulers", 0, "last_epoch", value="x"), "its lr_schedulers.0.last_epoch is 'x'"),
     (put("settings", "optimizer.lr", value="x\ny"), r"its settings.optimizer.lr is 'x\ny'"),
     (without("position"), "its position is None"),
+    (put("sample_audit", "epoch", value=7), "its sample audit is of another step than its position"),
+    (put("lr_schedulers", value=lambda held: held * 2), "its lr_schedulers are 2"),
+    (put("current_model_state", value={}), "has no averaging_state"),
+    (
+        put("callbacks", BEST_STATE, "best_k_models", value={"/etc/passwd": torch.tensor(0.0)}),
+        "outside of their folder",
+    ),
     (put("position", "step", value=-1), "its position.step is -1"),
     (put("position", "started", value=1), "its position.started is 1"),
     (put("position", "epoch", value=10**6), "which contradicts its epoch=1"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
-from lit_cifar.checkpoint.content import among, check_content, described
+from lit_cifar.checkpoint.content import among, check_content, described, malformed
 from lit_cifar.checkpoint.format import OPTIMIZER, SCHEDULE, Header, TrainedOn, class_path
 from lit_cifar.data.dataset import Dataset
 from lit_cifar.data.datasets import DATASETS
@@ -25,6 +26,7 @@ from lit_cifar.internals import tree_map_only
 
 _MAX_NAMES = 5
 _OF_BEST = {  # what a ModelCheckpoint holds once it has saved
+    "dirpath": str | None,
     "best_k_models": dict[str, float],
     **dict.fromkeys(("best_model_score", "current_score", "kth_value"), float | None),
 }
@@ -152,27 +154,37 @@ def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer, schedul
         )
 
 
-def check_states(checkpoint: Mapping[str, Any], trainer: Trainer, optimizer: Optimizer, scheduler: Any) -> None:
+def check_states(
+    checkpoint: Mapping[str, Any],
+    trainer: Trainer,
+    optimizer: Optimizer,
+    scheduler: Any,
+    *,
+    frozen: frozenset[Tensor],
+) -> None:
     """Raise a `CheckpointError` unless the states of a training can become those of this run's parts.
 
-    Torch and Lightning take most of what cannot, and go on. `optimizer` and `scheduler` are of no use afterwards.
+    Torch and Lightning take most of what cannot, and go on. Of `frozen` parameters there may be no states. `optimizer`
+    and `scheduler` are of no use afterwards.
     """
     loops, plugin = checkpoint["loops"]["fit_loop"], trainer.precision_plugin
     check_content(loops, among(trainer.fit_loop.state_dict(), loops), "loops.fit_loop")
     progress = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
     if progress != checkpoint["global_step"]:
-        counts = f"{progress} and {checkpoint['global_step']} optimizer steps"
-        raise CheckpointError(f"its loops and its global_step say {counts}", remedy="use another checkpoint")
+        raise malformed(f"its loops and its global_step say {progress} and {checkpoint['global_step']} optimizer steps")
+    for name in ("optimizer_states", "lr_schedulers"):
+        if len(checkpoint[name]) > 1:
+            raise malformed(f"its {name} are {len(checkpoint[name])}, of which a training here has one")
     if (name := type(plugin).__qualname__) in checkpoint:
         check_content(checkpoint[name], plugin.state_dict(), name)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning's own omission
         if callback.state_key in checkpoint["callbacks"]:
             _check_callback(checkpoint["callbacks"][callback.state_key], callback)
-    schedule = checkpoint["lr_schedulers"][0] if checkpoint["lr_schedulers"] else None
+    schedule = (checkpoint["lr_schedulers"] or [None])[0]
     check_content(schedule, among(scheduler.state_dict(), schedule), "lr_schedulers.0")
     with _trying("the schedule"):
         scheduler.load_state_dict(deepcopy(schedule))
-    _check_state(checkpoint["optimizer_states"][0], optimizer, begun=checkpoint["global_step"] > 0)
+    _check_state(checkpoint["optimizer_states"][0], optimizer, frozen=frozen, begun=checkpoint["global_step"] > 0)
 
 
 def _check_callback(state: Any, callback: Callback) -> None:
@@ -181,20 +193,24 @@ def _check_callback(state: Any, callback: Callback) -> None:
         example = callback.state_dict() | (_OF_BEST if isinstance(callback, ModelCheckpoint) else {})
     name = type(callback).__name__
     check_content(state, among(example, state), f"callbacks.{name}")
+    if isinstance(callback, ModelCheckpoint):  # which removes the files in time
+        within = Path(state.get("dirpath") or ".").resolve()
+        if not all(Path(path).resolve().is_relative_to(within) for path in state.get("best_k_models", ())):
+            raise malformed(f"the files of {name} in it are outside of their folder")
     if isinstance(callback, ModelCheckpoint | EarlyStopping):
         with _trying(name):
             deepcopy(callback).load_state_dict(deepcopy(state))
 
 
-def _check_state(found: dict[str, Any], optimizer: Optimizer, *, begun: bool) -> None:
+def _check_state(found: dict[str, Any], optimizer: Optimizer, *, frozen: frozenset[Tensor], begun: bool) -> None:
     for own, group in zip(optimizer.state_dict()["param_groups"], found["param_groups"], strict=True):
         check_content(group, among(own, group), "optimizer_states.0.param_groups")
         if group["params"] != own["params"]:
-            raise CheckpointError("its optimizer's parameters are numbered otherwise", remedy="use another checkpoint")
+            raise malformed("its optimizer's parameters are numbered otherwise")
     check_content(found["state"], dict[int, dict[str, Any]], "optimizer_states.0.state")
     with _trying("the optimizer"):
         optimizer.load_state_dict(found)
-    wanted = {number: state for number, state in _after_a_step(optimizer).items() if state}
+    wanted = {number: state for number, state in _after_a_step(optimizer, frozen).items() if state}
     for number, state in wanted.items():
         if number in found["state"]:
             check_content(found["state"][number], state, f"optimizer_states.0.state.{number}")
@@ -202,20 +218,20 @@ def _check_state(found: dict[str, Any], optimizer: Optimizer, *, begun: bool) ->
     if lacking and begun:
         problem = f"it holds no state of the optimizer for {len(lacking)} of {len(wanted)} parameters"
         if len(lacking) == len(wanted):
-            raise CheckpointError(problem, remedy="use another checkpoint")
+            raise malformed(problem)
         rank_zero_warn(f"{problem}: none of them has had a gradient, or the file is not whole")
     tensors = [each for state in found["state"].values() for each in state.values() if isinstance(each, Tensor)]
     if any(each.is_floating_point() and bool(each.isnan().any()) for each in tensors):
-        raise CheckpointError("the state of its optimizer holds nan: it has diverged", remedy="use an earlier one")
+        raise malformed("the state of its optimizer holds nan: it has diverged")
 
 
-def _after_a_step(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+def _after_a_step(optimizer: Optimizer, frozen: frozenset[Tensor]) -> dict[int, dict[str, Any]]:
     """The state by parameter that a step makes, on the meta device, which computes nothing; none if it cannot."""
     optimizer.state.clear()
     for group in optimizer.param_groups:
         own, group["params"] = group["params"], [torch.empty_like(each, device="meta") for each in group["params"]]
         for parameter, meta in zip(own, group["params"], strict=True):
-            meta.grad = torch.empty_like(meta) if parameter.requires_grad else None
+            meta.grad = torch.empty_like(meta) if parameter.requires_grad and parameter not in frozen else None
     with suppress(Exception):
         optimizer.step()
         made = optimizer.state_dict()["state"]
@@ -230,7 +246,5 @@ def _trying(part: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise CheckpointError(
-            f"the state of {part} in it cannot be loaded: {type(error).__name__}: {one_line(error)}",
-            remedy="use another checkpoint",
-        ) from error
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise malformed(f"the state of {part} in it cannot be loaded: {reason}") from error

@@ -22,10 +22,14 @@ def check_content(value: Any, form: Any, place: str = "") -> None:
     tensor for those of its shape, None for anything.
     """
     for where, found in _misfits(value, form, place):
-        raise CheckpointError(
-            f"its {printable(where.lstrip('.'))} is {described(found)}, as no run of this program has written it",
-            remedy="use another checkpoint",
+        raise malformed(
+            f"its {printable(where.lstrip('.'))} is {described(found)}, as no run of this program writes it"
         )
+
+
+def malformed(problem: str) -> CheckpointError:
+    """The error that a file holds what no run can go on from, or has written."""
+    return CheckpointError(problem, remedy="use another checkpoint")
 
 
 def described(value: Any) -> str:

@@ -26,11 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_sum
 
-from lit_cifar.checkpoint.content import among, check_content
+from lit_cifar.checkpoint.content import among, check_content, malformed
 from lit_cifar.checkpoint.format import AVERAGED, METRICS, POSITION, STOPPED, class_path
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import TrainSampler
-from lit_cifar.errors import CheckpointError
 from lit_cifar.launch.signals import end_together
 from lit_cifar.mode import mode_of
 
@@ -91,10 +90,9 @@ class Position:
         found = cls(**checkpoint[POSITION])
         epochs, steps = checkpoint.get("epoch", found.epoch), checkpoint.get("global_step", found.global_step)
         if epochs - found.epoch not in (0, 1) or not found.epoch + found.step <= found.global_step == steps:
-            raise CheckpointError(
+            raise malformed(
                 f"its position is step {found.step} of epoch {found.epoch} after {found.global_step} optimizer steps, "
-                f"which contradicts its epoch={epochs} and global_step={steps}",
-                remedy="use another checkpoint",
+                f"which contradicts its epoch={epochs} and global_step={steps}"
             )
         return found
 

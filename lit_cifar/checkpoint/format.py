@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_cifar.checkpoint.content import among, check_content, described
+from lit_cifar.checkpoint.content import among, check_content, described, malformed
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.models import Arch, Stem
 
@@ -109,6 +109,7 @@ _ENTRIES: dict[str, Any] = {
     SETTINGS: dict[str, Any],
     METRICS: dict[str, dict[str, Tensor]],
     AVERAGED: dict[str, Tensor],
+    "averaging_state": dict[str, Tensor],  # its counts
     "fingerprint": dict[str, str],
     _DATA: TrainedOn,
 }
@@ -202,9 +203,10 @@ def check_entries(checkpoint: Mapping[str, Any], name: Path | str = "this checkp
     check_content(checkpoint, among(_ENTRIES, checkpoint))
     version = checkpoint.get(_VERSION, "2.0")
     missing = [key for key in _OF_TRAINING if key not in checkpoint] if holds_training(checkpoint) else []
+    missing += ["averaging_state"] if AVERAGED in checkpoint and "averaging_state" not in checkpoint else []
     if missing or not _RELEASE.fullmatch(version):
         found = f"has no {missing[0]}" if missing else f"is of Lightning {described(version)}"
-        raise CheckpointError(f"the checkpoint {found}: no fit has written it", remedy="use another checkpoint")
+        raise malformed(f"the checkpoint {found}: no fit has written it")
 
 
 def _check_names(content: Any, path: Path) -> None:

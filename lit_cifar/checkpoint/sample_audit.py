@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lit_cifar.checkpoint.content import check_content
+from lit_cifar.checkpoint.content import check_content, malformed
 from lit_cifar.data.images import Batch
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import CheckpointError, SampleAuditError
@@ -210,8 +210,15 @@ class AuditRecord:
             return None
         check_content(found, cls, _KEY)
         if not all(re.fullmatch("[0-9a-f]{64}", found[name]) for name in ("start", "digest")):
-            raise CheckpointError(f"its {_KEY} holds what is no digest", remedy="use another checkpoint")
+            raise malformed(f"its {_KEY} holds what is no digest")
         return cls(**found)
+
+    def agrees_with(self, epoch: int, step: int) -> bool:
+        """Whether a checkpoint with that position can hold it.
+
+        A short last step of an epoch is proven, and not counted. An epoch may have ended before this knows.
+        """
+        return (self.epoch == epoch and self.step - step in (0, 1)) or (self.epoch == epoch - 1 and not step)
 
     def check(self, plan: Plan) -> None:
         """Refuse to go on unless this run's plan for the epoch begins with what was used."""

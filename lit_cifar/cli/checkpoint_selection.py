@@ -29,9 +29,9 @@ from lit_cifar.checkpoint.compatibility import (
     name_classes,
     not_finite,
 )
-from lit_cifar.checkpoint.content import among, check_content
+from lit_cifar.checkpoint.content import among, check_content, malformed
 from lit_cifar.checkpoint.exact_resume import Position, StartingPoint, check_counts
-from lit_cifar.checkpoint.format import SETTINGS, TrainedOn, holds_training, is_own, naming, read_checkpoint
+from lit_cifar.checkpoint.format import AVERAGED, SETTINGS, TrainedOn, holds_training, is_own, naming, read_checkpoint
 from lit_cifar.checkpoint.sample_audit import AuditRecord
 from lit_cifar.cli.start import Start
 from lit_cifar.cli.usage_errors import as_config_error
@@ -90,7 +90,9 @@ class StartingCheckpoint(Start):
         if fits:
             with _blaming_damage(path), naming(path):
                 position = Position.read(self._content)
-                AuditRecord.read(self._content)
+                audit = AuditRecord.read(self._content)
+                if audit is not None and not audit.agrees_with(position.epoch, position.step):
+                    raise malformed("its sample audit is of another step than its position")
                 _check_length(position, self._config.trainer)
             self.step = position.step
             if resumes:
@@ -118,8 +120,7 @@ class StartingCheckpoint(Start):
             if self.step:
                 check_rest_of_epoch(self.order, now)
                 if self.step > (most := data.train_sampler().num_batches):
-                    problem = f"its position is step {self.step} of an epoch, more than the {most} that it has"
-                    raise CheckpointError(problem, remedy="use another checkpoint")
+                    raise malformed(f"its position is step {self.step} of an epoch, which has {most}")
             try:
                 check_held_out(self.order, now)
             except CheckpointError as error:
@@ -168,7 +169,10 @@ class StartingCheckpoint(Start):
         weights = content.get("state_dict", {})
         check_shapes(module.network, weights)
         check_content(content.get(type(data).__qualname__, {}), {}, "settings of the data")
-        self._check_finite(module.network, weights)
+        trained = {name.removeprefix("network."): each for name, each in content.get(AVERAGED, weights).items()}
+        check_shapes(module.network, trained)
+        for each in (weights, trained):
+            self._check_finite(module.network, each)
         if self._subcommand == "fit":
             with as_config_error():
                 optimizer = module.optimization.new_optimizer(module.network)
@@ -179,7 +183,8 @@ class StartingCheckpoint(Start):
                 recipe.add(optimizer, scheduler)
                 check_content(settings, among(recipe.settings(), settings), SETTINGS)
                 check_counts(content, module)
-                check_states(content, trainer, optimizer, scheduler)
+                frozen = frozenset(map(module.network.get_parameter, module.frozen.parameters))
+                check_states(content, trainer, optimizer, scheduler, frozen=frozen)
 
     def _check_finite(self, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
         """Refuse to train with weights that are not finite; other commands say so."""
