@@ -86,7 +86,7 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path, monke
         LitResNet.load_from_checkpoint(path)
     for other, problem in {
         own("Opaque"): "holds own_networks.Chain with 2 classes, 24 x 24 images, the model is own_networks.Opaque",
-        "--model.arch=tiny": "to use this checkpoint pass --model.network=own_networks.Chain",
+        "--model.arch=tiny": "to use this checkpoint pass the --model.network of its training",
         f"{own('Chain')} --model.network.width=8": "(4, 3, 3, 3) in the checkpoint, (8, 3, 3, 3) in the model",
     }.items():
         given = [*flags(pictures, *other.split()), f"--ckpt_path={path}", f"--run_dir={tmp_path / 'x'}"]
