@@ -438,7 +438,7 @@ def test_strategies_are_known_where_they_may_be_asked_for(words: list[str], load
 
 
 WATCHDOG = [f"lit_cifar.checks.watchdog{name}" for name in ("", ".callback")]
-SELDOM = ("lit_cifar.checkpoint.pretrained", "lit_cifar.models.autotune")
+SELDOM = ("lit_cifar.checkpoint.pretrained",)
 
 
 @pytest.mark.parametrize(

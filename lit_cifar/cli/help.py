@@ -39,7 +39,7 @@ _TEXTS = {
     "config": "Read flags from a YAML file, as RUN_FOLDER/config.yaml. Later files and flags win over earlier ones.",
     "run_dir": "Folder that this run writes to. The default is runs/<time>-<subcommand>[-<mode>].",
     "resume": "With auto, resume the run in --run_dir from its newest valid checkpoint; start it if there is none.",
-    "autotune": "Time 32-true and bf16-mixed, with and without channels_last, and train with the fastest.",
+    "autotune": "bf16-mixed and channels_last where the processor has instructions for bfloat16, else 32-true.",
     "virtual_replicas": "Cut every batch into this many parts: 1, 2 or more processes then end with the same bits.",
     "seed_everything": "Seed of the initial weights. Order, augmentation, split and dropout follow --data.seed.",
     "ckpt_path": "Checkpoint to resume from (fit) or to evaluate (the others): a file, as "

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from shutil import rmtree
@@ -34,7 +34,6 @@ from lit_cifar.cli.preflight import check_run, check_sizes
 from lit_cifar.cli.start import Start, check_unasked_resume, spelled_out
 from lit_cifar.cli.trainer_arguments import check_arguments, check_bounds
 from lit_cifar.cli.usage_errors import Parser, as_config_error, cli_exit
-from lit_cifar.configured import made
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.datasets import open_dataset
 from lit_cifar.errors import ConfigError
@@ -42,8 +41,8 @@ from lit_cifar.launch import startup
 from lit_cifar.launch.signals import handlers_put_back, signals_to_spawned
 from lit_cifar.launch.torchrun import task_variables
 from lit_cifar.launch.world_size import as_list, check_processes, resolve_world_size
-from lit_cifar.mode import mode_of
 from lit_cifar.models import DEFAULT_ARCH
+from lit_cifar.models.precision import choose_fast
 from lit_cifar.reporting.figures import EvaluationFigures
 from lit_cifar.reporting.loggers import logger_below, run_loggers
 from lit_cifar.reporting.output import outlast_streams, without_banners
@@ -108,8 +107,6 @@ class CLI(LightningCLI):
         self._own_loggers: list[Namespace] = []  # loggers that the user has asked for
         self._replicas: Any = None  # callback of --virtual_replicas
         self._classes: tuple[str, ...] = ()  # classes of the data, or of the checkpoint if the pictures are gone
-        self._candidates: dict[str, float] = {}  # candidates of --autotune, and the seconds of a step
-        self._exported: AbstractContextManager[None] = nullcontext()
         super().__init__(
             LitResNet,
             CIFAR10DataModule,
@@ -196,26 +193,9 @@ class CLI(LightningCLI):
         self._classes = source.classes
         model.num_classes, model.image_size = len(source.classes), source.image_size
         if self._arguments.autotune:
-            from lit_cifar.models.autotune import autotune, exported
-
             run_dir = self._arguments.run_dir if self._arguments.resume and self._arguments.ckpt_path else None
             before = read_config(Path(run_dir)) if run_dir and Path(run_dir, CONFIG).exists() else {}
-            chosen, self._candidates = autotune(self._arguments, batch_size=self._images_at_once, before=before)
-            self._exported = exported(chosen)
-
-    def _images_at_once(self) -> int:
-        """Number of images of a batch that pass a layer together, in the mode that is asked for."""
-        from lit_cifar.tools.modes import SILENT
-
-        asked, batch_size = self._arguments.trainer, int(self._arguments.data.batch_size)
-        if self._arguments.virtual_replicas is not None:
-            return max(1, batch_size // max(1, int(self._arguments.virtual_replicas)))
-        strategy = asked.strategy if isinstance(asked.strategy, str) else made(asked.strategy)
-        sizes = {name: asked[name] for name in ("accelerator", "devices", "num_nodes")}
-        trainer = L.Trainer(strategy=strategy, **sizes, **SILENT)
-        layout = mode_of(trainer.strategy).layout
-        num_chunks: int = layout.num_replicas * layout.num_microbatches * asked.accumulate_grad_batches
-        return max(1, batch_size // num_chunks)
+            choose_fast(self._arguments, before=before)
 
     def instantiate_classes(self) -> None:
         """Build data, model and trainer; an error of their constructors is a mistake in the user's input.
@@ -287,12 +267,11 @@ class CLI(LightningCLI):
         folder = None if self._arguments.trainer.fast_dev_run else self._make_run_folder()
         if process_rank() == 0:
             report = next(c for c in self.trainer.callbacks if isinstance(c, RunReport))  # type: ignore[attr-defined]
-            report.candidates = self._candidates
             start = {"folder": folder, "checkpoint": self._arguments.ckpt_path}
             report.announce(self.trainer, self.model, self.datamodule, stage=subcommand, **start)
         # Lightning converts after loading a checkpoint, when its float64 weights have already been rounded.
         self.trainer.precision_plugin.convert_module(self.model)
-        with signals_to_spawned(self.trainer), reporting_disk(folder), self._exported:
+        with signals_to_spawned(self.trainer), reporting_disk(folder):
             super()._run_subcommand(subcommand)
 
     def _check(self, subcommand: str) -> None:

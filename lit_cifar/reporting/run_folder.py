@@ -204,7 +204,7 @@ class SavedConfig(SaveConfigCallback):
     """Saves the resolved configuration, without the flags that tie it to this run.
 
     These are `run_dir`, `resume` and, of a fit, `ckpt_path`: a command that reads the file has a run
-    folder of its own and names its checkpoint itself. The choice of `autotune` is kept, not the flag. A resumed run
+    folder of its own and names its checkpoint itself. What `autotune` has chosen is kept, not the flag. A resumed run
     replaces the file at its first step, so that a run that is refused or has no step left does not.
     """
 

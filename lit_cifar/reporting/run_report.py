@@ -28,7 +28,6 @@ class RunReport(Callback):
     """
 
     def __init__(self) -> None:
-        self.candidates: dict[str, float] = {}  # seconds of a step with each, if `--autotune=true` has timed them
         self._folder: Path | None = None
         self._resumes = False  # whether the folder is of a run that has begun before
         self._tests = False  # whether the run trains on data that have images to test on
@@ -61,8 +60,6 @@ class RunReport(Callback):
             lines += [] if folder is None else [_line("run folder", shown(folder))]
         else:
             lines = [_line(stage, str(checkpoint)), *_evaluated(datamodule), _mode(trainer)]
-        if self.candidates:
-            lines.append(_line("autotune", _compared(self.candidates)))
         print(*map(printable, lines), sep="\n", flush=True)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -82,8 +79,6 @@ class RunReport(Callback):
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         found = environment(trainer, data_name=trainer.datamodule.name)  # type: ignore[attr-defined]
-        if self.candidates:
-            found["autotune_s"] = self.candidates
         (self._folder / FILE_NAME).write_text(json.dumps(found, indent=2) + "\n")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -209,13 +204,6 @@ def shown(path: Path) -> str:
     """`path` quoted for the shell, and relative if it is below the current folder."""
     absolute, here = path.absolute(), Path.cwd()  # resolve() would lose a link that the user has named
     return shlex.quote(str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute))
-
-
-def _compared(seconds: dict[str, float]) -> str:
-    """The fastest candidate, and the factor by which a step of each of the others is longer."""
-    best = min(seconds, key=lambda each: seconds[each])
-    others = ", ".join(f"{each} {time / seconds[best]:.2f}x" for each, time in seconds.items() if each != best)
-    return f"{best}; slower: {others}"
 
 
 def _line(label: str, text: str) -> str:
