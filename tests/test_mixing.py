@@ -160,7 +160,7 @@ def test_classes_are_drawn_equally_often_and_their_samples_in_turn() -> None:
 MIXED = [
     "--data.mixing.mixup=0.4",
     "--data.mixing.cutmix=1.0",
-    "--data.balance.class_weights=balanced",
+    "--data.balance.class_weights=[1,2,3,4,5,5,4,3,2,1]",
     "--data.balance.draw_equally=true",
 ]
 ALL = [
@@ -214,6 +214,10 @@ def test_modes_compute_what_one_device_does(tmp_path: Path) -> None:
         ("--data.balance.class_weights=[1,2]", ["2 factors for 10 classes", "disc plain"]),
         ("--data.balance.class_weights=[1,-2]", ["[1.0, -2.0]", "balanced"]),
         ("--data.balance.class_weights=equal", ["class_weights"]),
+        (
+            "--data.balance.draw_equally=true --data.balance.class_weights=balanced",
+            ["corrects rare classes twice", "leave one of the two out"],
+        ),
         (
             "--data.balance.draw_equally=true --data.order.shuffle=false",
             ["--data.balance.draw_equally=true draws an order"],

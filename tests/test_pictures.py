@@ -194,7 +194,7 @@ def png_rows(values: Any, kind: str) -> bytes:
 
 def tiff(data: bytes, bits: int = 16, **tags: tuple[int, ...]) -> bytes:
     """32 x 32 grey pixels; `tags` are others than those of integers where 0 is black."""
-    numbers = {"photometric": 262, "samples": 277, "map": 320, "extra": 338, "format": 339}
+    numbers = {"subfile": 254, "photometric": 262, "samples": 277, "map": 320, "extra": 338, "format": 339}
     found = {256: (32,), 257: (32,), 258: (bits,), 259: (1,), 262: (1,), 273: (8,), 278: (32,), 279: (len(data),)}
     found |= {numbers[name]: value for name, value in tags.items()}
     entries, more, behind = b"", b"", 8 + len(data) + 2 + 12 * len(found) + 4
@@ -210,6 +210,12 @@ def tiff(data: bytes, bits: int = 16, **tags: tuple[int, ...]) -> bytes:
 def packed(values: Any) -> bytes:
     """Two values of 12 bits in three bytes."""
     return b"".join(int(a << 12 | b).to_bytes(3, "big") for a, b in np.asarray(values, int).reshape(-1, 2)) * 32
+
+
+def two_pages() -> bytes:
+    pages, file = [Image.new("RGB", (32, 32), colour) for colour in ("red", "blue")], io.BytesIO()
+    pages[0].save(file, "TIFF", save_all=True, append_images=pages[1:])
+    return file.getvalue()
 
 
 def colours(values: Any) -> Any:
@@ -244,6 +250,12 @@ RANGES = {
     "32-bit TIFF": (tiff(rows_of(RAMP, "<u4"), 32), "TIFF of mode I: no black and white"),
     "signed 16-bit TIFF": (tiff(rows_of(RAMP >> 1, "<i2"), format=(2,)), "TIFF of mode I: no black and white"),
     "real TIFF": (tiff(rows_of(RAMP / 65535, "<f4"), 32, format=(3,)), "TIFF of mode F: no black and white"),
+    "four bands": (
+        tiff(rows_of(np.repeat(SCALED, 4), "u1"), 8, photometric=(2,), samples=(4,), extra=(2,)),
+        "TIFF of four",
+    ),
+    "a thumbnail": (tiff(rows_of(SCALED, "u1"), 8, subfile=(1,)), "TIFF whose first page is a thumbnail"),
+    "two pages": (two_pages(), "TIFF of 2 pages: save the picture that counts"),
     "real PFM": (b"Pf 32 32 -1.0\n" + rows_of(RAMP / 65535, "<f4"), "PPM of mode F: no black and white"),
 }
 

@@ -149,6 +149,10 @@ def test_pictures_that_cannot_be_read_are_counted_and_may_be_left_out(pictures: 
     with pytest.warns(UserWarning, match="are left out"):
         assert opened(root, skip_unreadable=True).source.listed == listed
     assert opened(pictures, skip_unreadable=True).source.listed != listed
+    for path in root.glob("dog/*.jpg"):
+        path.write_bytes(b"")
+    with pytest.raises(DataError, match=r"the class dog would have no pictures: 49 of 49 files"):
+        opened(root, skip_unreadable=True)
     for path in root.glob("*/*.jpg"):
         path.write_bytes(b"")
     with pytest.raises(DataError, match=rf"99 {wrong}"):

@@ -30,6 +30,9 @@ class Balance:
         if isinstance(weights, list) and not all(0 < factor < inf for factor in weights):
             problem = f"--data.balance.class_weights={weights}: a factor of a loss is positive and finite"
             raise ConfigError(problem, remedy="pass one factor for each class, or balanced")
+        if weights == "balanced" and self.draw_equally:
+            problem = "--data.balance.class_weights=balanced with draw_equally=true corrects rare classes twice"
+            raise ConfigError(problem, remedy="leave one of the two out")
 
     def check(self, order: Order) -> None:
         """Refuse to draw in an order that is none."""

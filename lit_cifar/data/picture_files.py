@@ -23,6 +23,7 @@ from lit_cifar.errors import DataError, one_line, printable
 # The formats that are read, whatever a file is called. Pillow knows forty more, most of them old, and starts
 # Ghostscript for one.
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
+NEW_SUBFILE_TYPE = 254  # a tag of TIFF
 _CHUNK = 32  # pictures that a thread decodes at a time
 IMAGES_WANTED = "name a folder that holds images, e.g. PNG or JPEG files"
 
@@ -128,6 +129,8 @@ def _read_image(path: Path | str, size: int) -> Tensor | str:
             if not _has_range(image):
                 what = f"{image.format} of mode {image.mode}"
                 return f"{what}: no black and white are told; save it with 8 or 16 bits"
+            if problem := _of_several(image):
+                return f"TIFF {problem}: save the picture that counts, in one page of grey or RGB"
             _scale_colours(image)
             scale = _grey_scale(image)  # `upright` has no tags
             upright = ImageOps.exif_transpose(image)
@@ -144,6 +147,17 @@ def _read_image(path: Path | str, size: int) -> Tensor | str:
 def _tags(image: Image.Image) -> Mapping[int, Any]:
     """The tags of a TIFF file, by number; none of other files."""
     return image.tag_v2 if isinstance(image, TiffImageFile) else {}
+
+
+def _of_several(image: Image.Image) -> str | None:
+    """Why nobody can tell what a TIFF file shows; None if that is known."""
+    tags = _tags(image)
+    if tags.get(NEW_SUBFILE_TYPE, 0) & 1:
+        return "whose first page is a thumbnail"
+    if tags and (pages := getattr(image, "n_frames", 1)) > 1:
+        return f"of {pages} pages"
+    # The fourth may be infrared, which is often marked as the transparency.
+    return "of four bands" if tags and image.mode in ("RGBA", "RGBX", "RGBa") else None
 
 
 def _has_range(image: Image.Image) -> bool:

@@ -6,6 +6,7 @@ Links to files and folders are followed. Hidden files are passed over, and files
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -30,6 +31,8 @@ SPLITS: dict[Split, tuple[str, ...]] = {
 _SPLIT_WORD = re.compile(
     r"(?<![a-z])(train|training|val|valid|validation|test|testing|dev|eval|evaluation|holdout)(set)?s?(?![a-z])"
 )
+_IMAGES = {"image", "img", "jpegimage", "picture", "photo"}
+_TARGETS = {"mask", "label", "annotation", "segmentation", "groundtruth", "ground_truth", "gt", "json", "xml"}
 _CLASS_WANTED = "put pictures of the class into it, or remove it if there is no such class"
 
 
@@ -179,12 +182,32 @@ def _check_classes(folder: Path, classes: dict[str, Path], splits: Iterable[Path
                 f"{printable(str(path))} looks like pictures to train, validate or test on, and would be a class",
                 remedy="name it train, val or test; if it is a class, put its pictures into it without folders",
             )
+    _check_level(folder, classes)
     if len(classes) == 1:
         (only,) = classes.values()
         raise DataError(
             f"{printable(str(folder))} holds one class, {printable(only.name)}: there is nothing to tell apart",
             remedy="add a folder of another class, or, if this one holds the classes, pass "
             + shlex.quote(f"--data.root={only}"),
+        )
+
+
+def _check_level(folder: Path, classes: dict[str, Path]) -> None:
+    """Refuse folders of patients, folds or sources, each of which holds the same classes, and targets beside images."""
+    words = {name.lower().removesuffix("s") for name in classes}
+    if words & _IMAGES and words & _TARGETS and words <= _IMAGES | _TARGETS:
+        raise DataError(
+            f"{printable(str(folder))} holds {' and '.join(classes)}, which are no classes",
+            remedy=f"make a folder of each class with its pictures, {folder}/CLASS/",
+        )
+    inner = {name: _inner(path) for name, path in classes.items()}
+    counted = Counter(name for names in inner.values() for name in names)
+    is_flat = any(entry.is_file() for path in classes.values() for entry in path.iterdir() if entry.name[0] != ".")
+    if len(counted) > 1 and all(inner.values()) and min(counted.values()) > 1 and not is_flat:
+        raise DataError(
+            f"each of {', '.join([*classes][:3])} holds folders of the same names, {', '.join(sorted(counted)[:3])}, "
+            "which may be the classes",
+            remedy=f"make a folder of each class, as {folder}/{min(counted)}/, with pictures and no folders in it",
         )
 
 

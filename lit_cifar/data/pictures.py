@@ -117,6 +117,13 @@ class OwnPictures(Dataset):
         unreadable = [path for path, error in zip(paths, errors, strict=True) if error]
         if len(unreadable) == len(files):
             raise DataError(_judged(paths, errors), remedy="replace them")
+        left = {file.label for file, error in zip(files, errors, strict=True) if not error}
+        if lost := [file.label for file in files if file.label not in left]:
+            own = [each for *each, file in zip(paths, errors, files, strict=True) if file.label == lost[0]]
+            raise DataError(
+                f"the class {self.classes[lost[0]]} would have no pictures: {_judged(*zip(*own, strict=True))}",
+                remedy=f"replace them, or move the class away from {printable(str(folder))} if it is none",
+            )
         if unreadable:
             number = f"{len(unreadable):,} of {len(files):,} files cannot be read as pictures"
             rank_zero_warn(f"{number} and are left out; the first is {printable(unreadable[0])}")
