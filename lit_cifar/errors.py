@@ -75,6 +75,9 @@ class DataError(ConfigError):
 class CheckpointError(ConfigError):
     """A checkpoint that is missing, unreadable or of a different model."""
 
+    def __init__(self, problem: str, *, remedy: str = "use another checkpoint") -> None:
+        super().__init__(problem, remedy=remedy)
+
 
 class SaveError(CheckpointError):
     """A checkpoint that could not be written. The user's command is right, so the exit status is 1."""

@@ -65,7 +65,7 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path, monke
     for split, name in [(split, name) for split in ("train", "val", "test") for name in ("bird", "cat")]:
         draw_pictures(tmp_path / "others" / split / name, 8)
     other = [f"--data.root={tmp_path / 'others'}", f"--data.predict_dir={pictures}", "--trainer.max_steps=9"]
-    rule = "class 0 is cat in the checkpoint and bird in these data; it was trained on 2 classes (cat, dog), and"
+    rule = "class 0 is cat in the checkpoint and bird in these data; it was trained on ('cat', 'dog'), and"
     for command in ("test", "validate", "predict", "fit"):
         said = refused(command, *saved, *other, f"--run_dir={tmp_path / 'x'}", says=[rule])
     remedy = shlex.split(said.splitlines()[-1])[-1]  # of `fit`
@@ -86,7 +86,7 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path, monke
         LitResNet.load_from_checkpoint(path)
     for other, problem in {
         own("Opaque"): "holds own_networks.Chain with 2 classes, 24 x 24 images, the model is own_networks.Opaque",
-        "--model.arch=tiny": "to use this checkpoint pass the --model.network of its training",
+        "--model.arch=tiny": "pass the flags of its training, which RUN_FOLDER/config.yaml has",
         f"{own('Chain')} --model.network.width=8": "(4, 3, 3, 3) in the checkpoint, (8, 3, 3, 3) in the model",
     }.items():
         given = [*flags(pictures, *other.split()), f"--ckpt_path={path}", f"--run_dir={tmp_path / 'x'}"]

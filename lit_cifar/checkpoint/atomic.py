@@ -1,9 +1,8 @@
 """Checkpoint files that survive a kill at any moment, a full disk and damage.
 
-A file carries the sha256 hash of its content, in the comment of the zip archive that `torch.save` writes. So there is
-no second file that could belong to another save. One rename puts content and hash in place together, and `torch.load`
-reads the file like any other. The hash detects damage. It is no signature: every file is still read as untrusted, with
-`weights_only=True`.
+A file carries the sha256 hash of its content, in the comment of the zip archive that `torch.save` writes: one rename
+puts both in place, and `torch.load` reads the file like any other. The hash detects damage. It is no signature: every
+file is still read as untrusted, with `weights_only=True`.
 """
 
 import errno
@@ -21,14 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_cifar.checkpoint.format import earlier_format, holds_training, read_checkpoint
+from lit_cifar.checkpoint.format import check_is_file, holds_training, read_checkpoint
 from lit_cifar.errors import CheckpointError, SaveError
 from lit_cifar.internals import tree_map_only
 from lit_cifar.reporting.files import sync
 from lit_cifar.reporting.run_folder import best_files
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
-_OTHER = "use another checkpoint of the run"
 _TENSORS_ALONE = "put nothing but tensors and primitives into a checkpoint, in `on_save_checkpoint` and `state_dict`"
 _DISK = (errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _LABEL = b"sha256="
@@ -43,26 +41,22 @@ def snapshot(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Save to `path`; at every moment it is a complete file, or `previous.ckpt` beside `last.ckpt` where a file cannot
-    have two names.
+    """Save to `path`, as a draft beside it that is synced, read back and compared, and only then renamed.
 
-    The content is written to a draft beside `path`, synced, read back and compared, and only then renamed. When
-    `last.ckpt` is replaced, the old file becomes `previous.ckpt` if a training can go on from it. Only one process at a
-    time may write to a folder. The tensors must be on the CPU: see `snapshot`.
+    When `last.ckpt` is replaced, the old file becomes `previous.ckpt` if a training can go on from it. At every moment
+    there is a complete `last.ckpt`, or `previous.ckpt` where a file cannot have two names. Only one process at a time
+    may write to a folder. The tensors must be on the CPU: see `snapshot`.
 
     Raises:
-        SaveError: There is no space, no permission or no folder, the disk is faulty, or the content is more than
-            tensors and primitives. Earlier files are unchanged and no draft is left.
+        SaveError: The file cannot be written and read back. Earlier files are unchanged and no draft is left.
     """
     draft = path.with_name(f"{path.name}.part")
     with saving(path):
         try:
             _write_synced(draft, _serialise(checkpoint))
             _read_back(draft, path)
-            if path.name == LAST and _is_resumable(path):
-                previous = path.with_name(PREVIOUS)
-                if path.is_symlink() or not _has_second_name(path, previous):
-                    path.replace(previous)
+            if path.name == LAST and newest_valid(path.parent)[0] == path:
+                _keep(path, path.with_name(PREVIOUS))
             draft.replace(path)
             sync(path.parent)
         finally:
@@ -70,53 +64,38 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
                 draft.unlink(missing_ok=True)
 
 
-def _has_second_name(path: Path, name: Path) -> bool:
-    """Let a file have `name` beside its own, in place of what has it now. Return False if it cannot have two."""
+def _keep(path: Path, name: Path) -> None:
+    """Let a file have `name` beside its own, in place of what has it now; or alone, where it cannot have two."""
     draft = name.with_name(f"{name.name}.part")
     draft.unlink(missing_ok=True)  # of a process that was killed here
-    try:
-        os.link(path, draft)
-    except OSError:
-        return False
-    draft.replace(name)
+    with suppress(OSError):
+        if not path.is_symlink():
+            os.link(path, draft)
+    (draft if draft.exists() else path).replace(name)
     draft.unlink(missing_ok=True)  # a rename does nothing where both are names of one file already
-    return True
 
 
 def read_checked(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     """Read a file of any program; if it carries a hash, its content must match, or a `CheckpointError` is raised."""
-    check_undamaged(path)
+    verify_checkpoint(path, needs_hash=False)
     return read_checkpoint(path, mapped=mapped)
 
 
-def check_undamaged(path: Path) -> None:
-    """Raise a `CheckpointError` if a file carries a hash that its content does not match."""
-    try:
-        has_hash = path.is_file() and carried_hash(path)
-    except OSError:  # the reader says so
-        return
-    if has_hash:
-        verify_checkpoint(path)
-
-
-def verify_checkpoint(path: Path) -> None:
-    """Raise a `CheckpointError` if a file is missing, truncated, damaged, or carries no hash."""
-    if path.is_dir():
-        raise earlier_format(path)
-    if path.exists() and not path.is_file():  # a pipe would wait for whoever writes into it
-        raise CheckpointError(f"{path} is no file", remedy=_OTHER)
+def verify_checkpoint(path: Path, *, needs_hash: bool = True) -> None:
+    """Raise a `CheckpointError` if a file is missing, truncated, damaged, or carries no hash although it must."""
+    check_is_file(path)
     try:
         expected = carried_hash(path)
-        found = content_hash(path)
+        found = expected and content_hash(path)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}", remedy=_OTHER) from error
-    if expected is None:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if needs_hash and expected is None:
         raise CheckpointError(
             f"{path} carries no hash of its content: it is truncated, or not a checkpoint of this program",
-            remedy=f"{_OTHER}; if you trust it, pass " + shlex.quote(f"--ckpt_path={path}"),
+            remedy="use another checkpoint; if you trust it, pass " + shlex.quote(f"--ckpt_path={path}"),
         )
     if found != expected:
-        raise CheckpointError(f"{path} is damaged: its content does not match the hash it carries", remedy=_OTHER)
+        raise CheckpointError(f"{path} is damaged: its content does not match the hash it carries")
 
 
 def carried_hash(path: Path) -> str | None:
@@ -155,41 +134,23 @@ def best_of(run_folder: Path) -> Path:
 
 
 def newest_valid(folder: Path, *, whole: bool = True) -> tuple[Path | None, list[str]]:
-    """`last.ckpt`, else `previous.ckpt` of a run's `checkpoints/`, else None; and why newer ones were refused, a line
-    each.
+    """The newest file of a run's `checkpoints/` from which a training can go on, if any; why newer ones were refused.
 
     Without `whole` a file is opened and not read, so that damage to its tensors is not found.
     """
-    refused = []
+    refused: list[str] = []
     for path in (folder / LAST, folder / PREVIOUS):
         if not os.path.lexists(path):
             continue
         try:
-            _check_resumable(path, whole=whole)
+            if whole:
+                verify_checkpoint(path)
+            if holds_training(read_checkpoint(path, mapped=True)):
+                return path, refused
+            refused.append(f"{path} holds weights and no state of an optimizer, so that no training can go on from it")
         except CheckpointError as error:
             refused.append(error.problem)
-        else:
-            return path, refused
     return None, refused
-
-
-def _check_resumable(path: Path, *, whole: bool = True) -> None:
-    """Raise a `CheckpointError` if a training cannot go on from `path`."""
-    if whole:
-        verify_checkpoint(path)
-    if not holds_training(read_checkpoint(path, mapped=True)):
-        raise CheckpointError(
-            f"{path} holds weights and no state of an optimizer, so that no training can go on from it",
-            remedy="start a new one: " + shlex.quote(f"--ckpt_path={path}"),
-        )
-
-
-def _is_resumable(path: Path) -> bool:
-    try:
-        _check_resumable(path)
-    except CheckpointError:
-        return False
-    return True
 
 
 def _serialise(checkpoint: Mapping[str, Any]) -> bytes:

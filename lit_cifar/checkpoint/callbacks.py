@@ -45,9 +45,8 @@ def settle(trainer: Trainer) -> None:
 def failing_together(trainer: Trainer, *, behind: bool = False) -> Iterator[None]:
     """If rank 0 fails to write a checkpoint inside, raise that on every process; each must enter this.
 
-    Lightning calls `save_checkpoint` on rank 0 only, and all ranks meet at a barrier after it. An exception would leave
-    the others waiting there. With `behind` a failure may be raised at the next save or by `settle`. With a
-    `CheckpointIO` other than ours only rank 0 raises, if at all.
+    Otherwise all others would wait for it at a barrier. With `behind` a failure may be raised at the next save or by
+    `settle`. With a `CheckpointIO` other than ours only rank 0 raises, if at all.
     """
     files = files_of(trainer)
     files.behind, files.quiet = behind, True
@@ -100,10 +99,7 @@ class BestCheckpoint(ModelCheckpoint):
         )
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Recognise the run's best files if its folder was moved or is given by a different name.
-
-        Lightning forgets them and their scores unless the folder's name is the same string.
-        """
+        """Recognise the run's best files in a folder of another name, with which Lightning would forget them."""
         state = checkpoint["callbacks"].get(self.state_key)
         if state is None:
             return
@@ -148,27 +144,17 @@ class LastCheckpoint(callbacks.Checkpoint):
         every_n_epochs: Save after every n epochs. With 0 the number of epochs is no reason to save.
         every_n_steps: Save after every n optimizer steps. With null the number of steps is no reason to save.
         every_n_seconds: Save when n seconds have passed since the last checkpoint. With null time is no reason to save.
-
-    Attributes:
-        newest: The file that this run saved last, or the one it was resumed from; None if there is neither. It is
-            complete after `settle`.
     """
 
     def __init__(
-        self,
-        *,
-        every_n_epochs: int = 1,
-        every_n_steps: int | None = None,
-        every_n_seconds: float | None = None,
+        self, *, every_n_epochs: int = 1, every_n_steps: int | None = None, every_n_seconds: float | None = None
     ) -> None:
         super().__init__()
         self.every_n_epochs = bounded("--last_checkpoint.every_n_epochs", every_n_epochs, 0)
         self.every_n_steps = bounded("--last_checkpoint.every_n_steps", every_n_steps, 1)
         self.every_n_seconds = bounded("--last_checkpoint.every_n_seconds", every_n_seconds, 0)
+        # The file that this run saved last, complete after `settle`, or the one it was resumed from.
         self.newest: Path | None = None
-        self._folder = Path()
-        self._saved_step = 0
-        self._saved_at = 0.0
         self._end_of_epochs: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -196,10 +182,7 @@ class LastCheckpoint(callbacks.Checkpoint):
         return self.every_n_seconds is not None and now - self._saved_at >= self.every_n_seconds
 
     def save(self, trainer: Trainer) -> None:
-        """Write the checkpoint, but not in a `fast_dev_run`; every process must call this.
-
-        Training may continue before the file is complete: see `settle`.
-        """
+        """Write the checkpoint, but not in a `fast_dev_run`; every process must call this. See `settle`."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         with failing_together(trainer, behind=True):
@@ -225,9 +208,9 @@ class StepBoundary(Callback):
     SIGINT, at least a second later, ends the process that receives it at once. A loss that is not finite makes all
     processes exit with status 1, before anything is saved.
 
-    To agree takes an all-reduce, and on a GPU the host waits for it. It is therefore not done at every step. It is done
-    about every `agree_every_s` seconds, after a number of steps that the processes also agree on, and when a checkpoint
-    is due by its step, which all processes know. Until then a process keeps its losses on its device.
+    To agree takes an all-reduce, for which the host waits. It is done about every `agree_every_s` seconds, after a
+    number of steps that the processes also agree on, and when a checkpoint is due by its step, which all know. Until
+    then a process keeps its losses on its device.
 
     This callback must come before those that use the next batch, because it acts when that has been fetched.
 
@@ -242,10 +225,8 @@ class StepBoundary(Callback):
         self._keystrokes = Keystrokes()
         self._losses: list[tuple[int, Tensor, Tensor]] = []  # step, loss and samples since the last agreement
         self._device = torch.device("cpu")
-        self._steps_left = 0
-        self._asked_at = 0.0
-        self._asked_step = 0
-        self._step_s = 0.0
+        self._steps_left = self._asked_step = 0
+        self._asked_at = self._step_s = 0.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Replace Lightning's handling of signals, which synchronises at every step and has no exit status."""
@@ -298,13 +279,10 @@ class StepBoundary(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop a diverged run before validation, which could make it the best checkpoint."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._check_finite(trainer, pl_module)
+            self.on_train_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop a diverged run before the last checkpoint is saved."""
-        self._check_finite(trainer, pl_module)
-
-    def _check_finite(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._agree(trainer)
         self._check_weights(trainer, pl_module)
 
@@ -318,10 +296,7 @@ class StepBoundary(Callback):
             self._stop(trainer, message, remedy=_cause(trainer, trainer.global_step), status=1)
 
     def _agree(self, trainer: Trainer) -> tuple[int, bool]:
-        """The number of a signal that any process got, else 0; and whether a checkpoint is due by the clock.
-
-        Processes agree by an all-reduce of maxima, also on the steps until the next one. A loss may stop them here.
-        """
+        """The number of a signal that any process got, else 0; whether a save is due. A loss may stop them here."""
         now = time.monotonic()
         if trainer.global_step > self._asked_step:
             self._step_s = (now - self._asked_at) / (trainer.global_step - self._asked_step)
@@ -350,10 +325,8 @@ class StepBoundary(Callback):
         ids = trainer.strategy.broadcast(own, src=rank)
         more = f" and {len(ids) - _MAX_IDS} more" if len(ids) > _MAX_IDS else ""
         samples = ", ".join(map(str, ids[:_MAX_IDS])) + more
-        message = (
-            f"the loss of rank {rank} is not finite in optimizer step {step} (counted from 0); its samples: {samples}"
-        )
-        self._stop(trainer, message, remedy=_cause(trainer, step), status=1)
+        where = f"the loss of rank {rank} is not finite in optimizer step {step} (counted from 0)"
+        self._stop(trainer, f"{where}; its samples: {samples}", remedy=_cause(trainer, step), status=1)
 
     def _stop(self, trainer: Trainer, message: str, *, remedy: str, status: int) -> NoReturn:
         settle(trainer)  # the newest checkpoint is named below

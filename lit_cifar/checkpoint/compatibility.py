@@ -13,50 +13,36 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer
 
-from lit_cifar.checkpoint.content import among, check_content, described, malformed
+from lit_cifar.checkpoint.content import check_content, described
 from lit_cifar.checkpoint.format import OPTIMIZER, SCHEDULE, Header, TrainedOn, class_path
-from lit_cifar.data.dataset import Dataset
 from lit_cifar.data.datasets import DATASETS
-from lit_cifar.errors import CheckpointError, DataError, one_line
+from lit_cifar.errors import CheckpointError, one_line
 from lit_cifar.internals import tree_map_only
 
-_MAX_NAMES = 5
 _OF_BEST = {  # what a ModelCheckpoint holds once it has saved
     "dirpath": str | None,
     "best_k_models": dict[str, float],
     **dict.fromkeys(("best_model_score", "current_score", "kth_value"), float | None),
 }
 _CONFIG = "which RUN_FOLDER/config.yaml has"
-_OWN_NAMES = {
-    "": vars(torch.optim),
-    "torch.optim.lr_scheduler": vars(lr_scheduler),
-    "lit_cifar": ("MuonSGD", "NesterovSGD", "WarmupDecay"),
-}
+_PACKAGES = ("", "torch.optim.lr_scheduler", "lit_cifar")  # of optimizers and schedules; "" is torch.optim
+_SIZES = {"arch": "--model.arch", "stem": "--model.stem", "image_size": "--data.image_size"}
 
 
 def check_header(checkpoint: dict[str, Any], own: Header) -> None:
     """Raise a `CheckpointError` if `checkpoint` is of a different network."""
     found = Header.read(checkpoint)
     if found != own:
+        sizes = {name: getattr(found, name) for name in _SIZES}
+        flags = [f"{_SIZES[name]}={size}" for name, size in sizes.items() if size not in (None, getattr(own, name))]
         raise CheckpointError(
             f"the checkpoint holds {found}, the model is {own}",
-            remedy=f"to use this checkpoint pass {_flags(found, own)}",
+            remedy=f"pass {' '.join(flags) or 'the flags of its training'}, {_CONFIG}",
         )
-
-
-def _flags(found: Header, own: Header) -> str:
-    """The flags that ask for the network `found` where `own` was asked for."""
-    if found.num_classes != own.num_classes:  # the data set decides it on the command line
-        return f"the --data.dataset and --data.root of its training, {_CONFIG}"
-    if found.network is not None:
-        return f"the --model.network of its training, {_CONFIG}"
-    size = found.image_size if found.image_size != own.image_size else None
-    flags = {"--model.arch": found.arch, "--model.stem": found.stem, "--data.image_size": size}
-    return " ".join(f"{name}={value}" for name, value in flags.items() if value is not None)
 
 
 def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -74,27 +60,6 @@ def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
             )
 
 
-def not_finite(network: nn.Module, weights: Mapping[str, Tensor]) -> str | None:
-    """The name of a tensor of `network` that holds nan in the file, or a parameter that is infinite."""
-    parameters = dict(network.named_parameters())
-    for name, tensor in weights.items():
-        if tensor.is_floating_point() and bool((~tensor.isfinite() if name in parameters else tensor.isnan()).any()):
-            return name
-    return None
-
-
-def name_classes(data: Dataset, checkpoint: Mapping[str, Any]) -> None:
-    """Give `data` the checkpoint's classes if its folders of pictures are gone."""
-    try:
-        _ = data.classes
-    except DataError as error:
-        trained = TrainedOn.read(checkpoint)
-        if trained is None:
-            raise
-        data.classes = trained.classes
-        rank_zero_info(f"{error.problem}: the names of the classes are those in the checkpoint")
-
-
 def check_classes(checkpoint: Mapping[str, Any], own: TrainedOn, *, normalised: bool) -> None:
     """Raise a `CheckpointError` unless a run's `own` data have the same classes in the same order.
 
@@ -103,30 +68,21 @@ def check_classes(checkpoint: Mapping[str, Any], own: TrainedOn, *, normalised: 
     found = TrainedOn.read(checkpoint)
     if found is None:
         rank_zero_warn("the checkpoint does not say which classes it was trained on: they are not compared")
-    elif found.classes != own.classes:
-        kept = found.dataset == own.dataset
-        flag = "another --data.root" if kept else _flag_of(found.dataset)
+        return
+    flag = f"--data.dataset={found.dataset}" if found.dataset in DATASETS else "the --data.dataset"
+    if found.classes != own.classes:
         pairs = enumerate(zip_longest(found.classes, own.classes, fillvalue="nothing"))
         label, (there, here) = next((label, pair) for label, pair in pairs if pair[0] != pair[1])
         raise CheckpointError(
             f"class {label} is {there} in the checkpoint and {here} in these data; it was trained on "
-            f"{_listed(found.classes)}, and these are {_listed(own.classes)}",
-            remedy=f"pass {flag}, as its training had it: RUN_FOLDER/config.yaml",
+            f"{described(found.classes)}, and these are {described(own.classes)}",
+            remedy=f"pass {flag} and the --data.root of its training, {_CONFIG}",
         )
-    elif found.dataset != own.dataset:
+    if found.dataset != own.dataset:
         problem = f"the checkpoint was trained on {found.dataset}, which is normalised otherwise than {own.dataset}"
         if normalised:
-            raise CheckpointError(problem, remedy=f"pass {_flag_of(found.dataset)}")
+            raise CheckpointError(problem, remedy=f"pass {flag}, {_CONFIG}")
         rank_zero_warn(f"{problem}: that may cost accuracy")
-
-
-def _flag_of(dataset: str) -> str:
-    return f"--data.dataset={dataset}" if dataset in DATASETS else f"its --data.dataset, {_CONFIG}"
-
-
-def _listed(classes: tuple[str, ...]) -> str:
-    names = [*classes[:_MAX_NAMES], *(["..."] if len(classes) > _MAX_NAMES else [])]
-    return f"{len(classes)} classes ({', '.join(names)})"
 
 
 def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer, scheduler: Any) -> None:
@@ -134,33 +90,26 @@ def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer, schedul
     for key, own in {OPTIMIZER: class_path(optimizer), SCHEDULE: class_path(scheduler)}.items():
         if (found := checkpoint.get(key)) not in (None, own):
             package, _, kind = found.rpartition(".")
-            arguments = " and its arguments" if key == SCHEDULE else ""
-            is_ours = kind in _OWN_NAMES.get(package, ())
+            name = f"={found}" if package in _PACKAGES and kind.isidentifier() else ""
             raise CheckpointError(
                 f"the checkpoint continues a training with {found}; this one has {own}",
-                remedy=f"pass --model.{key}={found}{arguments}"
-                if is_ours
-                else f"pass its --model.{key}{arguments}, {_CONFIG}",
+                remedy=f"pass --model.{key}{name} with the arguments of its training, {_CONFIG}",
             )
     groups = optimizer.state_dict()["param_groups"]
     states = checkpoint.get("optimizer_states") or [{"param_groups": groups}]
     check_content(states[0]["param_groups"], [{"params": list[int]} if group["params"] else {} for group in groups])
-    then, now = ([len(group["params"]) for group in each] for each in (states[0]["param_groups"], groups))
+    then, now = ([[*group["params"]] for group in each] for each in (states[0]["param_groups"], groups))
     if then != now:
+        before, here = ([*map(len, numbers)] for numbers in (then, now))
         raise CheckpointError(
-            f"the checkpoint continues a training whose optimizer had groups of {then} parameters; this one has {now}",
-            remedy="pass --model.fine_tuning.head_lr, and arguments of --model.optimizer, as its training had them: "
-            "RUN_FOLDER/config.yaml",
+            f"the checkpoint continues a training whose optimizer had groups of {before} parameters; this one has "
+            f"{here}, or numbers them otherwise",
+            remedy=f"pass --model.fine_tuning.head_lr and --model.optimizer of its training, {_CONFIG}",
         )
 
 
 def check_states(
-    checkpoint: Mapping[str, Any],
-    trainer: Trainer,
-    optimizer: Optimizer,
-    scheduler: Any,
-    *,
-    frozen: frozenset[Tensor],
+    checkpoint: Mapping[str, Any], trainer: Trainer, optimizer: Optimizer, scheduler: Any, *, frozen: frozenset[Tensor]
 ) -> None:
     """Raise a `CheckpointError` unless the states of a training can become those of this run's parts.
 
@@ -168,22 +117,22 @@ def check_states(
     and `scheduler` are of no use afterwards.
     """
     loops, plugin = checkpoint["loops"]["fit_loop"], trainer.precision_plugin
-    check_content(loops, among(trainer.fit_loop.state_dict(), loops), "loops.fit_loop")
+    check_content(loops, trainer.fit_loop.state_dict(), "loops.fit_loop", partly=True)
     progress = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
     if progress != checkpoint["global_step"]:
-        raise malformed(f"its loops and its global_step say {progress} and {checkpoint['global_step']} optimizer steps")
+        steps = f"{progress} and {checkpoint['global_step']} optimizer steps"
+        raise CheckpointError(f"its loops and its global_step say {steps}")
     for name in ("optimizer_states", "lr_schedulers"):
         if len(checkpoint[name]) > 1:
-            raise malformed(f"its {name} are {len(checkpoint[name])}, of which a training here has one")
+            raise CheckpointError(f"its {name} are {len(checkpoint[name])}, of which a training here has one")
     if (name := type(plugin).__qualname__) in checkpoint:
         check_content(checkpoint[name], plugin.state_dict(), name)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning's own omission
         if callback.state_key in checkpoint["callbacks"]:
             _check_callback(checkpoint["callbacks"][callback.state_key], callback)
-    schedule = (checkpoint["lr_schedulers"] or [None])[0]
-    check_content(schedule, among(scheduler.state_dict(), schedule), "lr_schedulers.0")
+    check_content(checkpoint["lr_schedulers"], [scheduler.state_dict()], "lr_schedulers", partly=True)
     with _trying("the schedule"):
-        scheduler.load_state_dict(deepcopy(schedule))
+        scheduler.load_state_dict(deepcopy(checkpoint["lr_schedulers"][0]))
     _check_state(checkpoint["optimizer_states"][0], optimizer, frozen=frozen, begun=checkpoint["global_step"] > 0)
 
 
@@ -192,37 +141,34 @@ def _check_callback(state: Any, callback: Callback) -> None:
     with suppress(Exception):  # what is not set up yet may have no state
         example = callback.state_dict() | (_OF_BEST if isinstance(callback, ModelCheckpoint) else {})
     name = type(callback).__name__
-    check_content(state, among(example, state), f"callbacks.{name}")
+    check_content(state, example, f"callbacks.{name}", partly=True)
     if isinstance(callback, ModelCheckpoint):  # which removes the files in time
         within = Path(state.get("dirpath") or ".").resolve()
         if not all(Path(path).resolve().is_relative_to(within) for path in state.get("best_k_models", ())):
-            raise malformed(f"the files of {name} in it are outside of their folder")
+            raise CheckpointError(f"the files of {name} in it are outside of their folder")
     if isinstance(callback, ModelCheckpoint | EarlyStopping):
         with _trying(name):
             deepcopy(callback).load_state_dict(deepcopy(state))
 
 
 def _check_state(found: dict[str, Any], optimizer: Optimizer, *, frozen: frozenset[Tensor], begun: bool) -> None:
-    for own, group in zip(optimizer.state_dict()["param_groups"], found["param_groups"], strict=True):
-        check_content(group, among(own, group), "optimizer_states.0.param_groups")
-        if group["params"] != own["params"]:
-            raise malformed("its optimizer's parameters are numbered otherwise")
+    groups = optimizer.state_dict()["param_groups"]
+    check_content(found["param_groups"], groups, "optimizer_states.0.param_groups", partly=True)
     check_content(found["state"], dict[int, dict[str, Any]], "optimizer_states.0.state")
     with _trying("the optimizer"):
         optimizer.load_state_dict(found)
     wanted = {number: state for number, state in _after_a_step(optimizer, frozen).items() if state}
-    for number, state in wanted.items():
-        if number in found["state"]:
-            check_content(found["state"][number], state, f"optimizer_states.0.state.{number}")
+    for number in wanted.keys() & found["state"].keys():
+        check_content(found["state"][number], wanted[number], f"optimizer_states.0.state.{number}")
     lacking = [number for number in wanted if number not in found["state"]]
     if lacking and begun:
         problem = f"it holds no state of the optimizer for {len(lacking)} of {len(wanted)} parameters"
         if len(lacking) == len(wanted):
-            raise malformed(problem)
+            raise CheckpointError(problem)
         rank_zero_warn(f"{problem}: none of them has had a gradient, or the file is not whole")
     tensors = [each for state in found["state"].values() for each in state.values() if isinstance(each, Tensor)]
     if any(each.is_floating_point() and bool(each.isnan().any()) for each in tensors):
-        raise malformed("the state of its optimizer holds nan: it has diverged")
+        raise CheckpointError("the state of its optimizer holds nan: it has diverged")
 
 
 def _after_a_step(optimizer: Optimizer, frozen: frozenset[Tensor]) -> dict[int, dict[str, Any]]:
@@ -246,5 +192,6 @@ def _trying(part: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = f"{type(error).__name__}: {one_line(error)}"
-        raise malformed(f"the state of {part} in it cannot be loaded: {reason}") from error
+        raise CheckpointError(
+            f"the state of {part} in it cannot be loaded: {type(error).__name__}: {one_line(error)}"
+        ) from error

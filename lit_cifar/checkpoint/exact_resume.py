@@ -26,10 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_sum
 
-from lit_cifar.checkpoint.content import among, check_content, malformed
+from lit_cifar.checkpoint.content import check_content
 from lit_cifar.checkpoint.format import AVERAGED, METRICS, POSITION, STOPPED, class_path
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import TrainSampler
+from lit_cifar.errors import CheckpointError
 from lit_cifar.launch.signals import end_together
 from lit_cifar.mode import mode_of
 
@@ -37,18 +38,16 @@ from lit_cifar.mode import mode_of
 class StartingPoint(NamedTuple):
     """The checkpoint that a process starts from."""
 
-    digest: str | None  # digest of the checkpoint's content; None for no checkpoint
+    digest: str | None  # digest of its content; None for no checkpoint
     text: str  # file and position, or why there is none
     newest: str | None = None  # digest that the run's newest file carries, even if that is damaged
     host: str = socket.gethostname()
 
 
 class SameStart(Callback):
-    """Compares the starts of all processes once they have met, and ends all if one differs from rank 0.
+    """Compares the starts of all processes once they have met, and ends all if one differs from rank 0's.
 
     Only rank 0, which reads the file for all, may have found that the newest one is damaged.
-
-    `start` is this process's own. Under `ddp_spawn` all processes have the parent's.
     """
 
     def __init__(self, start: StartingPoint) -> None:
@@ -63,9 +62,9 @@ class SameStart(Callback):
         other = next((rank for rank, start in enumerate(starts) if start.digest not in same), None)
         if other is not None:
             both = [f"  rank {rank} on {starts[rank].host}: {starts[rank].text}" for rank in (0, other)]
-            lines = ["error: the processes would start from different checkpoints", *both]
             remedy = "  let every machine see the same files, then start again"
-            end_together(trainer, "\n".join([*lines, remedy]), status=2)
+            problem = "error: the processes would start from different checkpoints"
+            end_together(trainer, "\n".join([problem, *both, remedy]), status=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +80,12 @@ class Position:
 
     @classmethod
     def read(cls, checkpoint: Mapping[str, Any]) -> "Position":
-        """The position that a checkpoint of a training holds.
-
-        Raises:
-            CheckpointError: It has none, or it contradicts Lightning's own counts, or itself.
-        """
+        """The position in a checkpoint; a `CheckpointError` if it contradicts Lightning's own counts, or itself."""
         check_content(checkpoint.get(POSITION), cls, POSITION)
         found = cls(**checkpoint[POSITION])
         epochs, steps = checkpoint.get("epoch", found.epoch), checkpoint.get("global_step", found.global_step)
         if epochs - found.epoch not in (0, 1) or not found.epoch + found.step <= found.global_step == steps:
-            raise malformed(
+            raise CheckpointError(
                 f"its position is step {found.step} of epoch {found.epoch} after {found.global_step} optimizer steps, "
                 f"which contradicts its epoch={epochs} and global_step={steps}"
             )
@@ -115,10 +110,7 @@ class Position:
         )
 
     def write(self, loops: dict[str, Any], *, accumulation: int) -> None:
-        """Write this position into `loops`, the "fit_loop" entry of a checkpoint.
-
-        Lightning counts loader batches. A step has `accumulation` of them, in the resumed run.
-        """
+        """Write this position into `loops`, the "fit_loop" entry, which counts batches: `accumulation` for a step."""
         entered = self.epoch + self.started
         epochs = {"ready": entered, "started": entered, "processed": self.epoch, "completed": self.epoch}
         loops["epoch_progress"] = {"total": dict(epochs), "current": dict(epochs)}
@@ -147,10 +139,9 @@ class ExactResume(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let the end of a training keep its weights, over which Lightning copies their average."""
         if stage == "fit":
-            self._trained = None
-            for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning's own omission
-                if isinstance(callback, WeightAveraging):
-                    callback._copy_average_to_current = partial(self._end, callback)  # type: ignore[method-assign]
+            self._trained, self._counts, self._patience = None, None, {}
+            for average in _callbacks(trainer, WeightAveraging):
+                average._copy_average_to_current = partial(self._end, average)
 
     def _end(self, average: WeightAveraging, pl_module: LightningModule) -> None:
         weights = pl_module.trainer.strategy.lightning_module_state_dict()
@@ -178,37 +169,32 @@ class ExactResume(Callback):
         """Resume a fit at the position. A checkpoint without one is left to Lightning."""
         if trainer.state.fn != TrainerFn.FITTING or POSITION not in checkpoint:
             return
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning's own omission
-        stopped, now = checkpoint.get(STOPPED), [_limits(trainer), *map(_settings, callbacks)]
+        stopped, now = checkpoint.get(STOPPED), [_limits(trainer), *map(_settings, _callbacks(trainer))]
         # What has decided to end the training would decide so again, unless its settings are other ones.
         trainer.should_stop = isinstance(stopped, list) and all(settings in now for settings in stopped)
-        for callback in callbacks:
-            if isinstance(callback, EarlyStopping):
-                state = checkpoint["callbacks"].get(callback.state_key, {})
-                state["patience"] = callback.patience  # the state would replace the user's setting
-                if not trainer.should_stop:
-                    state |= {"stopping_reason": EarlyStoppingReason.NOT_STOPPED.value, "stopping_reason_message": None}
+        for stopping in _callbacks(trainer, EarlyStopping):
+            state = checkpoint["callbacks"].get(stopping.state_key, {})
+            state["patience"] = stopping.patience  # the state would replace the user's setting
+            if not trainer.should_stop:
+                state |= {"stopping_reason": EarlyStoppingReason.NOT_STOPPED.value, "stopping_reason_message": None}
         position = Position.read(checkpoint)
         position.write(checkpoint["loops"]["fit_loop"], accumulation=trainer.accumulate_grad_batches)
         if position.started:
-            _restore(
-                pl_module, checkpoint[METRICS], data_parallel_rank=mode_of(trainer.strategy).layout.data_parallel_rank
-            )
+            rank = mode_of(trainer.strategy).layout.data_parallel_rank
+            _restore(pl_module, checkpoint[METRICS], data_parallel_rank=rank)
         self._resumed = position
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what time is left, and let our loader refuse, if Lightning made it before it read the checkpoint."""
-        self._counts, self._patience = None, {}
-        for timer in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(timer, Timer) and self._resumed is not None:
-                left, used = (timedelta(seconds=round(s)) for s in (timer.time_remaining() or 0, timer.time_elapsed()))
-                rank_zero_info(f"--trainer.max_time: {left} are left, as the training before has taken {used}")
-        loader: Any = trainer.train_dataloader
-        if self._resumed is None or not isinstance(loader, BatchLoader):
+        if self._resumed is None:
             return
-        if self._resumed.step:
+        for timer in _callbacks(trainer, Timer):
+            left, used = (timedelta(seconds=round(s)) for s in (timer.time_remaining() or 0, timer.time_elapsed()))
+            rank_zero_info(f"--trainer.max_time: {left} are left, as the training before has taken {used}")
+        loader: Any = trainer.train_dataloader
+        if isinstance(loader, BatchLoader) and self._resumed.step:
             loader.load_state_dict({})
-        if self._resumed.global_step:
+        if isinstance(loader, BatchLoader) and self._resumed.global_step:
             _settle_buckets(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -225,8 +211,7 @@ class ExactResume(Callback):
         self._correct_step(trainer)
         if batches_of_epoch(trainer) < trainer.num_training_batches:
             self._counts = _collect(trainer, pl_module)
-            stopping = (c for c in trainer.callbacks if isinstance(c, EarlyStopping))  # type: ignore[attr-defined]
-            self._patience = {callback.state_key: callback.state_dict() for callback in stopping}
+            self._patience = {each.state_key: each.state_dict() for each in _callbacks(trainer, EarlyStopping)}
         monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
         if all(monitor in trainer.callback_metrics for monitor in monitors):
             trainer.fit_loop._restarting = False  # otherwise Lightning skips the schedule at the end of this epoch
@@ -248,6 +233,11 @@ class ExactResume(Callback):
             self._resumed = None
 
 
+def _callbacks(trainer: Trainer, kind: type[Callback] = Callback) -> list[Any]:
+    """The callbacks of a class."""
+    return [each for each in trainer.callbacks if isinstance(each, kind)]  # type: ignore[attr-defined]
+
+
 def _limits(trainer: Trainer) -> dict[str, Any]:
     """The greatest length of a training, as far as it is limited."""
     limits = {"max_epochs": trainer.max_epochs, "max_steps": trainer.max_steps}
@@ -256,10 +246,10 @@ def _limits(trainer: Trainer) -> dict[str, Any]:
 
 def _deciders(trainer: Trainer) -> list[Callback]:
     """The callbacks that have ended a training, or that may have: of a user's own nobody knows."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    found: list[Callback] = [c for c in callbacks if isinstance(c, Timer) and (c.time_remaining() or 0) <= 0]
-    found += [c for c in callbacks if isinstance(c, EarlyStopping) and c.stopping_reason_message is not None]
-    return found or [c for c in callbacks if type(c).__module__.partition(".")[0] not in ("lightning", "lit_cifar")]
+    found = [timer for timer in _callbacks(trainer, Timer) if (timer.time_remaining() or 0) <= 0]
+    found += [each for each in _callbacks(trainer, EarlyStopping) if each.stopping_reason_message is not None]
+    own = ("lightning", "lit_cifar")
+    return found or [each for each in _callbacks(trainer) if type(each).__module__.partition(".")[0] not in own]
 
 
 def _settings(callback: Callback) -> dict[str, Any]:
@@ -273,10 +263,9 @@ def _settings(callback: Callback) -> dict[str, Any]:
 def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
     """Let DistributedDataParallel build the gradient buckets that it has after the first step.
 
-    With more than two processes, a ring all-reduce sums the elements of a bucket in an order that depends on their
-    place, so the first step would differ by rounding from an uninterrupted run. This runs one forward and backward pass
-    on a batch of blank images, and restores buffers and gradients. The sum of two processes is the same in any order,
-    and virtual replicas have buckets of their own.
+    A ring all-reduce of more than two processes sums the elements of a bucket in an order that depends on their place,
+    so the first step would differ by rounding from an uninterrupted run. This runs one forward and backward pass on a
+    batch of blank images, and restores buffers and gradients. Virtual replicas have buckets of their own.
     """
     model: Any = trainer.strategy.model
     is_ddp = isinstance(model, DistributedDataParallel) and model.process_group.size() != 2
@@ -339,8 +328,8 @@ def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Metric]]:
 
 def check_counts(checkpoint: Mapping[str, Any], module: torch.nn.Module) -> None:
     """Raise a `CheckpointError` if the counts of `module`'s metrics in a checkpoint cannot be theirs."""
-    found = checkpoint.get(METRICS, {})
-    check_content(found, among({name: metric.metric_state for name, metric in _metrics(module)}, found), METRICS)
+    states = {name: metric.metric_state for name, metric in _metrics(module)}
+    check_content(checkpoint.get(METRICS, {}), states, METRICS, partly=True)
 
 
 def _collect(trainer: Trainer, pl_module: LightningModule) -> dict[str, dict[str, Tensor]]:

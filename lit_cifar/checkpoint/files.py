@@ -29,21 +29,16 @@ _DIGEST_LINE = re.compile(r"[0-9a-f]{64}  epoch (\d+)")
 class CheckpointFiles(CheckpointIO):
     """Writes files with `write_checkpoint`, and reads tensors and primitives only.
 
-    Pass it to the Trainer: `plugins=[CheckpointFiles()]`. Lightning's own `TorchCheckpointIO` continues silently if it
-    has no permission to write, and leaves `weights_only` to an environment variable.
+    Pass it to the Trainer: `plugins=[CheckpointFiles()]`. Lightning's own goes on silently without permission to write.
 
     What is saved is copied at once and written by a thread. A save waits while its file is still being written, so
-    there is at most one copy for each name. Lightning's `AsyncCheckpointIO` keeps any number of copies, cannot say when
-    a file is complete, and raises errors on rank 0 only.
-
-    Attributes:
-        behind: Whether a save returns before its file is written, and raises nothing.
-        quiet: Whether a save that waits for its file raises nothing either. See `failing_together`.
-        failure: Failure of a save that nobody has reported yet. While there is one, nothing more is written.
+    there is at most one copy for each name; with Lightning's `AsyncCheckpointIO` there may be any number.
     """
 
     def __init__(self) -> None:
-        self.behind = self.quiet = False
+        self.behind = False  # whether a save returns before its file is written, and raises nothing
+        self.quiet = False  # whether a save that waits for its file raises nothing either: see `failing_together`
+        # Failure of a save that nobody has reported yet. While there is one, nothing more is written.
         self.failure: CheckpointError | None = None
         self._folders: set[Path] = set()
         self._thread: ThreadPoolExecutor | None = None
@@ -84,21 +79,17 @@ class CheckpointFiles(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read tensors, to the CPU, and primitives; if the file carries a hash, its content must match.
-
-        Each process must call this; the first one reads its file for all.
-        """
+        """Read a file like `read_checked`. Each process must call this; the first one reads its file for all."""
         if weights_only is False:
             raise ConfigError(
                 "--weights_only=false would let a checkpoint run code", remedy="leave it out: no checkpoint needs it"
             )
-        path = Path(path)
         self.settle()
         content: list[Any] = [None]
         are_several = dist.is_initialized() and dist.get_world_size() > 1
         if not are_several or dist.get_rank() == 0:
             try:
-                content = [read_checked(path)]
+                content = [read_checked(Path(path))]
             except CheckpointError as error:
                 content = [error]
         if are_several:
@@ -109,10 +100,7 @@ class CheckpointFiles(CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a file, or warn if that fails.
-
-        It is removed only when everything saved before is on disk: until then it may be the only checkpoint.
-        """
+        """Remove a file when all that was saved before is on disk, until when it may be the only one; or warn."""
         if self._thread is None:
             _remove(Path(path))
         else:
@@ -120,10 +108,7 @@ class CheckpointFiles(CheckpointIO):
 
     @override
     def teardown(self) -> None:
-        """Return when nothing is left to write, however the run ends.
-
-        A failure that was not reported is raised, or printed if another exception is being raised.
-        """
+        """As `settle`, however the run ends; if another exception is being raised, a failure is printed."""
         raised = sys.exception()
         try:
             self.settle()
@@ -175,9 +160,6 @@ def note_epoch(checkpoint: Mapping[str, Any], folder: Path) -> None:
     """Write the line of a `checkpoint` of an epoch's end, in place of the lines of this and later epochs.
 
     Call this before the checkpoint is written: a run that is killed in between repeats the epoch and its line.
-
-    Raises:
-        SaveError: The file cannot be written.
     """
     position = checkpoint.get(POSITION, {"epoch": 0})
     if not position["epoch"] or position["step"]:

@@ -7,19 +7,19 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_cifar.checkpoint.content import among, check_content, described, malformed
+from lit_cifar.checkpoint.content import check_content, described
 from lit_cifar.errors import CheckpointError, ConfigError
 from lit_cifar.models import Arch, Stem
 
 _KEY = "lit_cifar"
-_NUMBER = 2  # of this format, which the header says; that of version 0.1 had none
+_NUMBER = 2  # of this format; that of version 0.1 had none
 OPTIMIZER, SCHEDULE = "optimizer", "lr_scheduler"
 SETTINGS = "settings"  # entry of the settings of optimizer and schedule
 POSITION, METRICS, STOPPED = "position", "metrics", "stopped"  # the entries of `exact_resume`
@@ -39,9 +39,10 @@ class Header:
     # The class of the user's own network, such as "my_package.Net". It is compared, never imported: a checkpoint cannot
     # choose which code is run.
     network: str | None = None
+    format: int = _NUMBER
 
     def write(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[_KEY] = {"format": _NUMBER} | asdict(self)
+        checkpoint[_KEY] = asdict(self)
 
     @classmethod
     def read(cls, checkpoint: dict[str, Any]) -> "Header":
@@ -52,11 +53,11 @@ class Header:
                 "this checkpoint has no lit_cifar header that says which network it holds",
                 remedy="pass one that `python -m lit_cifar fit` wrote",
             )
-        return cls(**{name: value for name, value in checkpoint[_KEY].items() if name != "format"})
+        return cls(**checkpoint[_KEY])
 
     def arguments(self) -> dict[str, Any]:
         """Arguments that make the network; the caller must pass the user's own network."""
-        return {name: value for name, value in asdict(self).items() if name != "network"}
+        return {name: value for name, value in asdict(self).items() if name not in ("network", "format")}
 
     def __str__(self) -> str:
         size = "" if self.image_size == 32 else f", {self.image_size} x {self.image_size} images"
@@ -88,10 +89,14 @@ class TrainedOn:
 
 # What is read of a checkpoint that a fit has written, and what it may be.
 _VERSION = "pytorch-lightning_version"  # by which Lightning decides to convert the rest
-_RELEASE = re.compile(r"[2-9]\d*(\.\d+)+((a|b|rc|\.post|\.dev)\d+)*(\+[a-z0-9.]+)?")
-_OF_TRAINING = (_VERSION, "epoch", "global_step", "state_dict", "loops", "callbacks", "lr_schedulers")
+_Release = Annotated[str, r"[2-9]\d*(\.\d+)+((a|b|rc|\.post|\.dev)\d+)*(\+[a-z0-9.]+)?"]
+_BESIDE = {  # what a fit writes with an entry
+    "optimizer_states": (_VERSION, "epoch", "global_step", "state_dict", "loops", "callbacks", "lr_schedulers"),
+    AVERAGED: ("averaging_state",),
+}
 _ENTRIES: dict[str, Any] = {
-    _VERSION: str,
+    _KEY: Header,
+    _VERSION: _Release,
     "epoch": int,
     "global_step": int,
     "state_dict": dict[str, Tensor],
@@ -151,15 +156,11 @@ def class_path(part: Any) -> str:
 
 
 def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """Open a checkpoint file with `weights_only=True`, on the CPU.
+    """Open a checkpoint file with `weights_only=True`, on the CPU; a `CheckpointError` if torch or this version cannot.
 
-    Raises a `CheckpointError` if torch cannot, and for a file that a version of this package with another format wrote.
     If it is `mapped`, a tensor is read only where it is looked at; torch cannot do so with files of its first releases.
     """
-    if path.is_dir():
-        raise earlier_format(path)
-    if not path.is_file():
-        raise CheckpointError(f"there is no checkpoint {path}", remedy="look under RUN_FOLDER/checkpoints/")
+    check_is_file(path)
     try:
         with path.open("rb") as file:
             # 8 bytes, the length of a JSON object, stand before it: https://github.com/huggingface/safetensors.
@@ -172,7 +173,7 @@ def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
             f"{path} is a file of safetensors, and that package is not installed", remedy="pip install safetensors"
         ) from error
     except PermissionError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}", remedy="let this user read it") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # torch raises half a dozen types here, depending on what is broken
         code = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error))
         reason = f"it needs the code of {code[1]}" if code else "it is incomplete, or torch has not written it"
@@ -181,11 +182,9 @@ def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
             remedy=f"use another of the run's checkpoints; of another program, {SAVE_ALONE}",
         ) from error
     if not isinstance(checkpoint, dict):
-        raise CheckpointError(
-            f"{path} is not a checkpoint: it holds a {type(checkpoint).__name__}", remedy="pass another"
-        )
-    _check_names(checkpoint, path)
+        raise CheckpointError(f"{path} is not a checkpoint: it holds a {type(checkpoint).__name__}")
     with naming(path):
+        _check_names(checkpoint)
         check_entries(checkpoint, "this file")
     return checkpoint
 
@@ -195,30 +194,31 @@ def check_entries(checkpoint: Mapping[str, Any], name: Path | str = "this checkp
     if not is_own(checkpoint):
         return
     header = checkpoint[_KEY]
-    if isinstance(header, dict):
-        if header.get("format") != _NUMBER:
-            raise earlier_format(name)
-        header = {key: value for key, value in header.items() if key != "format"}
-    check_content(header, Header, _KEY)
-    check_content(checkpoint, among(_ENTRIES, checkpoint))
-    version = checkpoint.get(_VERSION, "2.0")
-    missing = [key for key in _OF_TRAINING if key not in checkpoint] if holds_training(checkpoint) else []
-    missing += ["averaging_state"] if AVERAGED in checkpoint and "averaging_state" not in checkpoint else []
-    if missing or not _RELEASE.fullmatch(version):
-        found = f"has no {missing[0]}" if missing else f"is of Lightning {described(version)}"
-        raise malformed(f"the checkpoint {found}: no fit has written it")
+    if isinstance(header, dict) and header.get("format") != _NUMBER:
+        raise _earlier_format(name)
+    check_content(checkpoint, _ENTRIES, partly=True)
+    for entry, others in _BESIDE.items():
+        check_content(checkpoint, dict.fromkeys(others) if entry in checkpoint else {})
 
 
-def _check_names(content: Any, path: Path) -> None:
+def _check_names(content: Any) -> None:
     """Refuse names that a message cannot show, at any depth of a file of any program."""
     if isinstance(content, dict):
         for name, value in content.items():
             if not str(name).isprintable():
-                raise CheckpointError(f"{path} holds the name {described(name)}", remedy=SAVE_ALONE)
-            _check_names(value, path)
+                raise CheckpointError(f"it holds the name {described(name)}", remedy=SAVE_ALONE)
+            _check_names(value)
 
 
-def earlier_format(name: Path | str) -> CheckpointError:
+def check_is_file(path: Path) -> None:
+    """Refuse what is no file; a pipe would wait for whoever writes into it."""
+    if path.is_dir():
+        raise _earlier_format(path)
+    if not path.is_file():
+        raise CheckpointError(f"there is no checkpoint {path}", remedy="look under RUN_FOLDER/checkpoints/")
+
+
+def _earlier_format(name: Path | str) -> CheckpointError:
     """The error that `name` is a checkpoint of version 0.1, which could be a folder too."""
     problem = f"{name} is of before version 0.2.0: `git checkout 23031ca` reads it"
     return CheckpointError(problem, remedy="or pass a checkpoint of this version")

@@ -27,13 +27,14 @@ class _Place(NamedTuple):
     prefix: str  # what stands before the names in the file, such as "module."
     part: str  # what stands before them in the network, such as "backbone."
 
+    def given(self, kept: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The tensors there, by the names that the network has for them."""
+        theirs = {name: its for name, its in kept[self.dictionary].items() if name.startswith(self.prefix)}
+        return {self.part + name.removeprefix(self.prefix): its for name, its in theirs.items()}
+
 
 def start_from_file(network: nn.Module, path: Path, *, num_classes: int) -> None:
-    """Copy into `network` what fits of the weights in a file, and print what is taken, new, and not used.
-
-    Raises:
-        CheckpointError: The file cannot be read, or as for `take_weights`.
-    """
+    """Copy into `network` what fits of the weights in a file, and print what is taken, new, and not used."""
     content = read_checked(path)
     with naming(path):
         summary = take_weights(network, content, num_classes=num_classes, partly=True)
@@ -50,8 +51,7 @@ def take_weights(
     they are taken `partly`, so does what the file lacks.
 
     Raises:
-        CheckpointError: No tensor of the file fits, one is missing or has another shape, or it holds several networks'
-            weights.
+        CheckpointError: No tensor fits, one is missing or has another shape, or there are several networks' weights.
     """
     if is_own(content):  # the rest is about the training
         content = {"state_dict": content.get("state_dict")}
@@ -59,8 +59,7 @@ def take_weights(
     own = {name: tensor for name, tensor in whole.items() if not name.endswith(_COUNTER)}
     kept = dict(_tensors_in(content))
     at = _place_of(own, kept, kind=type(network).__name__)
-    theirs = kept[at.dictionary]
-    given = {at.part + name.removeprefix(at.prefix): its for name, its in theirs.items() if name.startswith(at.prefix)}
+    given = at.given(kept)
     found = {name: given[name] for name in whole if name in given}
     heads = [name for name in found if num_classes and _is_head(whole[name], found[name], num_classes)]
     # Files of torch's first releases lack counters.
@@ -68,17 +67,20 @@ def take_weights(
     fitting = {**lacking, **(found if partly else given), **{name: whole[name] for name in heads}}
     check_shapes(network, fitting)
     network.load_state_dict(fitting)
-    used = {_in_file(name, at) for name in found}
-    return printable(
-        "\n  ".join(_taken_and_new(own, found, heads, at) + _unused(content, theirs, used, at)), lines=True
-    )
+    taken = [name for name in own if name in found and name not in heads]
+    used = {at.prefix + name.removeprefix(at.part) for name in found}
+    others = [key for key in content if at.dictionary and not at.dictionary.startswith(f"{key}.")]
+    told = {
+        f"new, as the file has {max((len(found[name]) for name in heads), default=0)} classes": heads,
+        "new, as the file has none": [name for name in own if name not in found],
+        "not used": others + [name for name in kept[at.dictionary] if name not in used and not name.endswith(_COUNTER)],
+    }
+    rest = [f"{words}: {_named(names)}" for words, names in told.items() if names]
+    return printable("\n  ".join([_taken(own, taken, at), *rest]), lines=True)
 
 
 def _tensors_in(content: Mapping[Any, Any], place: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The tensors of each dictionary, at any depth, with its place, such as "" or "model.weights.".
-
-    Names lose what torch's wrappers have put within them.
-    """
+    """The tensors of each dictionary, at any depth, with its place, such as "model.weights."; no wrappers' names."""
     found = {name: its for name, its in content.items() if isinstance(name, str) and isinstance(its, Tensor)}
     if found:
         yield place, {_WRAPPER.sub("", name): tensor for name, tensor in found.items()}
@@ -87,32 +89,19 @@ def _tensors_in(content: Mapping[Any, Any], place: str = "") -> Iterator[tuple[s
             yield from _tensors_in(value, f"{place}{key}.")
 
 
-def _taken_and_new(own: Mapping[str, Tensor], found: Mapping[str, Tensor], heads: list[str], at: _Place) -> list[str]:
-    """What is taken, and what stays new."""
-    taken = [name for name in own if name in found and name not in heads]
+def _taken(own: Mapping[str, Tensor], taken: Collection[str], at: _Place) -> str:
     millions = "{:.2f} of {:.2f} M".format(*(sum(own[name].numel() for name in names) / 1e6 for names in (taken, own)))
     where = f", those of {at.dictionary}{at.prefix}*" if at.dictionary or at.prefix else ""
     where += f", for {at.part}*" if at.part else ""
-    lines = [f"{len(taken)} of {len(own)} tensors are taken, {millions} values{where}"]
-    if heads:
-        lines.append(f"new, as the file has {max(len(found[name]) for name in heads)} classes: {_named(heads)}")
-    missing = [name for name in own if name not in found]
-    return [*lines, *([f"new, as the file has none: {_named(missing)}"] if missing else [])]
-
-
-def _unused(content: Mapping[str, Any], theirs: Mapping[str, Tensor], used: Collection[Any], at: _Place) -> list[str]:
-    others = [key for key in content if at.dictionary and not at.dictionary.startswith(f"{key}.")]
-    others += [name for name in theirs if name not in used and not name.endswith(_COUNTER)]
-    return [f"not used: {_named(others)}"] if others else []
+    return f"{len(taken)} of {len(own)} tensors are taken, {millions} values{where}"
 
 
 def _place_of(own: Mapping[str, Tensor], kept: Mapping[str, Mapping[str, Tensor]], *, kind: str) -> _Place:
     """The place from which most tensors of a network can be taken."""
     counts = Counter(place for where, tensors in kept.items() for place in _places(where, tensors, own))
     best = [place for place, count in counts.items() if count == max(counts.values())]
-    fits = [
-        place for place in best if any(_fits(place, kept[place.dictionary], name, its) for name, its in own.items())
-    ]
+    shapes = {(name, tensor.shape) for name, tensor in own.items()}
+    fits = [place for place in best if shapes & {(name, its.shape) for name, its in place.given(kept).items()}]
     if not fits:
         raise CheckpointError(f"the file holds no weights with names and shapes of {kind}'s", remedy=_FLAGS)
     if len(fits) > 1:
@@ -131,16 +120,6 @@ def _cuts(name: str) -> Iterator[tuple[str, str]]:
     """("", "a.b.c"), ("a.", "b.c"), ("a.b.", "c")."""
     starts = [0, *(place + 1 for place, letter in enumerate(name) if letter == ".")]
     return ((name[:start], name[start:]) for start in starts)
-
-
-def _in_file(name: str, at: _Place) -> str:
-    """The name in the file of a tensor of the network; "" for one that is no part of what the file has."""
-    return at.prefix + name.removeprefix(at.part) if name.startswith(at.part) else ""
-
-
-def _fits(place: _Place, theirs: Mapping[str, Tensor], name: str, tensor: Tensor) -> bool:
-    found = theirs.get(_in_file(name, place))
-    return found is not None and found.shape == tensor.shape
 
 
 def _is_head(own: Tensor, found: Tensor, num_classes: int) -> bool:

@@ -1,19 +1,17 @@
 """The sample audit: proof that an epoch has used every sample as planned, and a digest of the uses in each step.
 
 During the training every use is added to a tally on the device, and nothing waits for it. When a checkpoint is written
-or an epoch ends, the ranks' uses since the last time are summed and compared with the plan: the order of the sampler,
-which has each sample once, unless `--data.balance.draw_equally=true` draws some several times. Steps that agree are
-written down as a digest, SHA-256 chained over all optimizer steps of a run, each with its ids in rising order. So two
-runs have the same digest if, and only if, each of their steps has used the same samples, whatever the number of
-processes, the accumulation or the mode, and however often they were interrupted.
+or an epoch ends, the ranks' tallies are summed and compared with the plan: the order of the sampler, which has each
+sample once, unless `--data.balance.draw_equally=true` draws some several times. Steps that agree are written down as a
+digest, SHA-256 chained over all optimizer steps of a run, each with its ids in rising order. So two runs have the same
+digest if, and only if, each of their steps has used the same samples, however they were cut or interrupted.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -21,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lit_cifar.checkpoint.content import check_content, malformed
+from lit_cifar.checkpoint.content import check_content
 from lit_cifar.data.images import Batch
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import CheckpointError, SampleAuditError
@@ -42,12 +40,9 @@ class SampleAudit(Callback):
     A checkpoint gets an `AuditRecord`, `sample_audit.csv` in the run folder a line with the digest after each epoch.
     """
 
-    def __init__(self) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._tally: Tally | None = None  # None: not fitting, or in an epoch whose first samples are unknown
         self._start = self._digest = EMPTY  # digests before the tally's epoch, and after the steps that are proven
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._tally, self._start, self._digest = None, EMPTY, EMPTY
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
@@ -92,17 +87,13 @@ class SampleAudit(Callback):
         if tally is None:
             return
         self._prove(trainer, tally, loader_steps=tally.loader_steps)
-        AuditRecord(tally.plan.epoch, tally.proven, self._start, self._digest).write(checkpoint)
+        checkpoint[_KEY] = asdict(AuditRecord(tally.plan.epoch, tally.proven, self._start, self._digest))
 
     def _prove(self, trainer: Trainer, tally: "Tally", *, loader_steps: int) -> None:
-        """Compare what all processes have used since the last time with the plan; every process must call this.
-
-        Only samples that are due or used are looked at, however large the data set is; if one is wrong, all are.
-        """
-        own, expected = tally.unproven(loader_steps)
-        if not trainer.strategy.reduce(own, reduce_op="sum").cpu().equal(expected):
-            # The reduction works in place, on a copy.
-            uses: Tensor = trainer.strategy.reduce(tally.uses.clone(), reduce_op="sum").cpu()
+        """Compare what all processes have used in the epoch with the plan; every process must call this."""
+        # The reduction works in place, on a copy.
+        uses: Tensor = trainer.strategy.reduce(tally.uses.clone(), reduce_op="sum").cpu()
+        if not uses.equal(tally.plan.uses(loader_steps)):
             raise failure(uses, tally.plan, loader_steps=loader_steps)
         ends = loader_steps >= trainer.num_training_batches  # a limit on them may shorten the last step
         self._digest = tally.proceed(self._digest, loader_steps=loader_steps, ends=ends)
@@ -117,7 +108,7 @@ class Plan:
         self.num_samples, self.accumulation = sampler.num_samples, sampler.accumulation
         self._order, self._batch_size = sampler.order(), sampler.batch_size
         self._data_parallel_size = sampler.layout.data_parallel_size
-        self.repeats = sampler.balanced is not None
+        self._repeats = sampler.balanced is not None
 
     def due(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         """The ids that all ranks together read in loader steps `first` to `last` - 1, and their optimizer steps from 1.
@@ -132,17 +123,11 @@ class Plan:
         due = (first <= turn) & (turn < last)
         return order[due], step[due] + 1
 
-    def num_due(self, loader_steps: int) -> int:
-        """Number of samples that are read in the first `loader_steps`."""
-        whole = loader_steps // self.accumulation
-        within = len(self.due(whole * self.accumulation, loader_steps)[0])
-        return min(whole * self._batch_size, self.num_samples) + within
-
     def uses(self, loader_steps: int) -> Tensor:
         """The planned sum of `Tally.uses` over all ranks; no sample is used twice unless classes are balanced."""
         ids, steps = self.due(0, loader_steps)
         uses = torch.zeros(self.num_samples, dtype=torch.int64)
-        return uses.index_add_(0, ids, _USE + steps) if self.repeats else uses.index_copy_(0, ids, _USE + steps)
+        return uses.index_add_(0, ids, _USE + steps) if self._repeats else uses.index_copy_(0, ids, _USE + steps)
 
 
 class Tally:
@@ -156,29 +141,16 @@ class Tally:
         """The tally after `step` optimizer steps of `sampler.epoch`, which all count as the first rank's."""
         self.plan, self.proven = Plan(sampler), step  # `proven` counts optimizer steps
         self.loader_steps = step * sampler.accumulation
-        self.num_uses = 0
         self.uses = torch.zeros(sampler.num_samples, dtype=torch.int64, device=device)
         self._one = torch.ones((), dtype=torch.int64, device=device)
         if step and sampler.layout.data_parallel_rank == 0:
             self.uses += self.plan.uses(self.loader_steps).to(device)
-            self.num_uses = self.plan.num_due(self.loader_steps)
 
     def count(self, ids: Tensor, *, accumulation: int) -> None:
         """Add a batch; `ids` is int64, (n,), on the tally's device; n may be 0."""
         step = self.loader_steps // accumulation + 1
         self.uses.index_add_(0, ids, self._one.expand(len(ids)), alpha=_USE + step)  # a scalar: no copy to the device
-        self.num_uses += len(ids)
         self.loader_steps += 1
-
-    def unproven(self, loader_steps: int) -> tuple[Tensor, Tensor]:
-        """This rank's uses of the samples that are planned since the last proven step, and the number of all its uses.
-
-        The second tensor is what the sums over the ranks should be, on the host. Each is int64, (n + 1,).
-        """
-        ids, steps = self.plan.due(self.proven * self.plan.accumulation, loader_steps)
-        own = torch.cat([self.uses[ids.to(self.uses.device)], self.uses.new_tensor([self.num_uses])])
-        expected = self.plan.uses(loader_steps)[ids] if self.plan.repeats else _USE + steps
-        return own, torch.cat([expected, torch.tensor([self.plan.num_due(loader_steps)])])
 
     def proceed(self, digest: str, *, loader_steps: int, ends: bool) -> str:
         """Take whole optimizer steps as proven, or all if the epoch `ends` here; `digest` continued over them."""
@@ -190,18 +162,12 @@ class Tally:
 
 @dataclass(frozen=True)
 class AuditRecord:
-    """The entry of a checkpoint about the samples that were used until it was written.
-
-    It needs no list of them: no other samples have this digest.
-    """
+    """The entry of a checkpoint about the samples that were used until it was written: no others have this digest."""
 
     epoch: int
     step: int  # whole optimizer steps taken in the epoch
-    start: str  # digest before the epoch's first step
-    digest: str  # digest after its latest step
-
-    def write(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[_KEY] = asdict(self)
+    start: Annotated[str, "[0-9a-f]{64}"]  # digest before the epoch's first step
+    digest: Annotated[str, "[0-9a-f]{64}"]  # digest after its latest step
 
     @classmethod
     def read(cls, checkpoint: Mapping[str, Any]) -> "AuditRecord | None":
@@ -209,8 +175,6 @@ class AuditRecord:
         if found is None:
             return None
         check_content(found, cls, _KEY)
-        if not all(re.fullmatch("[0-9a-f]{64}", found[name]) for name in ("start", "digest")):
-            raise malformed(f"its {_KEY} holds what is no digest")
         return cls(**found)
 
     def agrees_with(self, epoch: int, step: int) -> bool:

@@ -8,103 +8,117 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lit_cifar.checkpoint.atomic import (
     LAST,
+    best_of,
     carried_hash,
-    check_undamaged,
     content_hash,
     newest_valid,
     read_checked,
+    verify_checkpoint,
 )
-from lit_cifar.checkpoint.compatibility import (
-    check_classes,
-    check_header,
-    check_optimizer,
-    check_shapes,
-    check_states,
-    name_classes,
-    not_finite,
-)
-from lit_cifar.checkpoint.content import among, check_content, malformed
+from lit_cifar.checkpoint.compatibility import check_classes, check_header, check_optimizer, check_shapes, check_states
+from lit_cifar.checkpoint.content import check_content
 from lit_cifar.checkpoint.exact_resume import Position, StartingPoint, check_counts
 from lit_cifar.checkpoint.format import AVERAGED, SETTINGS, TrainedOn, holds_training, is_own, naming, read_checkpoint
 from lit_cifar.checkpoint.sample_audit import AuditRecord
-from lit_cifar.cli.start import Start
+from lit_cifar.cli.paths import expanded
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.changed_order import check_held_out, check_rest_of_epoch
 from lit_cifar.data.dataset import Dataset
 from lit_cifar.data.sample_order import OrderSettings, order_settings, settings_in
-from lit_cifar.errors import CheckpointError, ConfigError
-from lit_cifar.reporting.run_folder import process_rank
+from lit_cifar.errors import CheckpointError, ConfigError, DataError
+from lit_cifar.reporting.run_folder import CONFIG, process_rank, read_config
 from lit_cifar.task.module import LitResNet
 from lit_cifar.task.optim import Recipe
 
 
-class StartingCheckpoint(Start):
-    """The checkpoint that a command starts from, read before the model is made.
+def spelled_out(words: list[str]) -> list[str]:
+    """`words` with the flags that a run folder stands for in `test RUN_FOLDER`: its settings and best checkpoint."""
+    if words[0] not in ("validate", "test", "predict") or len(words) == 1 or words[1].startswith("-"):
+        return words
+    command, folder, *flags = words
+    folder = expanded(folder, given=folder)
+    checkpoint = best_of(Path(folder))
+    read_config(Path(folder))  # refuses a file that would take all memory, or time
+    return [command, f"--config={Path(folder, CONFIG)}", f"--ckpt_path={checkpoint}", *flags]
 
-    With `--resume=auto` the `ckpt_path` of `config` is set; there may be none yet.
+
+class StartingCheckpoint:
+    """The checkpoint that a command starts from, read before the model is made; a fit may have none.
+
+    With `--resume=auto` the `ckpt_path` of `config` is set.
     """
 
     def __init__(self, subcommand: str, config: Namespace) -> None:
-        super().__init__()
-        self.order: OrderSettings | None = None  # of the training before a fit or a validation: settings of the order
-        self.step = 0  # optimizer steps that were taken in the epoch within which the position is
+        self.point = StartingPoint(None, "no checkpoint")
+        self.position: dict[str, Any] = {}  # position of the run that is resumed in its own folder; empty for a new run
+        self.has_weights_alone = False  # whether the network only starts with the weights of the checkpoint
+        self._order: OrderSettings | None = None  # of the training before a fit or a validation
+        self._step = 0  # optimizer steps that were taken in the epoch within which the position is
         self._content: dict[str, Any] | None = None
-        self._config = config
+        self._config, self._fits = config, subcommand == "fit"
         self._subcommand = subcommand
         if config.resume is not None:
             config.ckpt_path, refused = _newest(subcommand, config)
             self.point = StartingPoint(None, "; ".join(["no checkpoint", *refused]))
         if config.ckpt_path is not None:
-            self._read(Path(config.ckpt_path), resumes=config.resume is not None)
-        elif subcommand != "fit":
+            path = Path(config.ckpt_path)
+            with _blaming_damage(path):
+                self._content = self._read(path, resumes=config.resume is not None)
+        elif not self._fits:
             raise CheckpointError(
                 f"{subcommand} needs a checkpoint: without one the network is untrained",
                 remedy=f"name a run: python -m lit_cifar {subcommand} RUN_FOLDER, or pass --ckpt_path=FILE",
             )
 
-    def _read(self, path: Path, *, resumes: bool) -> None:
-        with _blaming_damage(path):
-            read = read_checked if process_rank() == 0 else read_checkpoint  # one rank need read all of it
-            self._content = read(path, mapped=True)
-        step = self._content.get("global_step")
+    def _read(self, path: Path, *, resumes: bool) -> dict[str, Any]:
+        read = read_checked if process_rank() == 0 else read_checkpoint  # one rank need read all of it
+        content = read(path, mapped=True)
+        step = content.get("global_step")
         at = f" after {step} optimizer steps" if isinstance(step, int) else ""
         last = path.with_name(LAST)
         newest = carried_hash(last) if resumes and last.is_file() else None
         self.point = StartingPoint(carried_hash(path) or content_hash(path), f"{path}{at}", newest)
-        fits = self._subcommand == "fit"
-        own = is_own(self._content)
-        self.has_weights_alone = not own or (fits and not holds_training(self._content))
+        own = is_own(content)
+        self.has_weights_alone = not own or (self._fits and not holds_training(content))
         if own and self._subcommand in ("fit", "validate"):
-            self.order = settings_in(self._content)
-            if self.order is None:
+            self._order = settings_in(content)
+            if self._order is None:
                 rank_zero_warn("the checkpoint does not say which images it was trained on: they are not compared")
-        if self.has_weights_alone:
-            return
-        if fits:
-            with _blaming_damage(path), naming(path):
-                position = Position.read(self._content)
-                audit = AuditRecord.read(self._content)
+        if self._fits and not self.has_weights_alone:
+            with naming(path):
+                position = Position.read(content)
+                audit = AuditRecord.read(content)
                 if audit is not None and not audit.agrees_with(position.epoch, position.step):
-                    raise malformed("its sample audit is of another step than its position")
+                    raise CheckpointError("its sample audit is of another step than its position")
                 _check_length(position, self._config.trainer)
-            self.step = position.step
-            if resumes:
-                self.position = asdict(position)
+            self._step = position.step
+            self.position = asdict(position) if resumes else {}
+        return content
 
     def name_classes(self, data: Dataset) -> None:
-        if self._content is not None and not self.has_weights_alone:
-            name_classes(data, self._content)
+        """Let `data` do without the pictures of the training, if the checkpoint names their classes."""
+        try:
+            _ = data.classes
+        except DataError as error:
+            trained = TrainedOn.read(self._content or {})
+            if trained is None or self.has_weights_alone:
+                raise
+            data.classes = trained.classes
+            rank_zero_info(f"{error.problem}: the names of the classes are those in the checkpoint")
 
     def check(self, module: LitResNet, data: CIFAR10DataModule, trainer: Trainer) -> None:
+        """Refuse a checkpoint of a different network or different classes; load weights alone at once."""
         content, self._content = self._content, None  # the file may be replaced from now on
-        if self._subcommand == "fit" and module.weights is not None:
+        if self._fits and module.weights is not None:
             self._choose(module)
         if content is None:
             return
@@ -112,21 +126,22 @@ class StartingCheckpoint(Start):
             self._compare(content, module, data, trainer)
 
     def compare_images(self, data: CIFAR10DataModule) -> None:
-        if self.order is None:
+        """Refuse to go on with other images; of weights alone, with which a new training starts, this is told."""
+        if self._order is None:
             return
         now = order_settings(data)
         with naming(self._config.ckpt_path):
-            check_content(self.order, among(now, self.order), "settings of the data")
-            if self.step:
-                check_rest_of_epoch(self.order, now)
-                if self.step > (most := data.train_sampler().num_batches):
-                    raise malformed(f"its position is step {self.step} of an epoch, which has {most}")
+            check_content(self._order, now, "settings of the data", partly=True)
+            if self._step:
+                check_rest_of_epoch(self._order, now)
+                if self._step > (most := data.train_sampler().num_batches):
+                    raise CheckpointError(f"its position is step {self._step} of an epoch, which has {most}")
             try:
-                check_held_out(self.order, now)
+                check_held_out(self._order, now)
             except CheckpointError as error:
                 if not self.has_weights_alone:
                     raise
-                if self.order.get("dataset") == now["dataset"]:  # else none of these was seen
+                if self._order.get("dataset") == now["dataset"]:  # else none of these was seen
                     rank_zero_warn(f"{error.problem}. They are not new to the weights, so that val/acc says too much")
 
     def _choose(self, module: LitResNet) -> None:
@@ -148,11 +163,10 @@ class StartingCheckpoint(Start):
             from lit_cifar.checkpoint.pretrained import take_weights
 
             content = read_checked(Path(self._config.ckpt_path))
-            fits = self._subcommand == "fit"
-            summary = take_weights(module.network, content, num_classes=len(data.classes) if fits else None)
+            summary = take_weights(module.network, content, num_classes=len(data.classes) if self._fits else None)
             rank_zero_info(f"{self._config.ckpt_path}: {summary}")
             self._check_finite(module.network, module.network.state_dict())
-            if fits:
+            if self._fits:
                 rank_zero_info(f"{self._config.ckpt_path} holds no training: a new one starts with its weights")
             if not is_own(content):
                 rank_zero_info("the file does not say which classes it is of: they are taken for those of the data")
@@ -160,7 +174,7 @@ class StartingCheckpoint(Start):
         try:
             check_classes(content, TrainedOn(data.dataset, data.classes), normalised=self._subcommand == "predict")
         except CheckpointError as error:
-            if self._subcommand != "fit" or self._config.resume is not None:
+            if not self._fits or self._config.resume is not None:
                 raise
             weights = shlex.quote(f"--model.fine_tuning.weights={self._config.ckpt_path}")
             start = f"or start a new training with its weights alone, in place of --ckpt_path: {weights}"
@@ -173,27 +187,29 @@ class StartingCheckpoint(Start):
         check_shapes(module.network, trained)
         for each in (weights, trained):
             self._check_finite(module.network, each)
-        if self._subcommand == "fit":
+        if self._fits:
             with as_config_error():
                 optimizer = module.optimization.new_optimizer(module.network)
                 scheduler = module.optimization.new_scheduler(optimizer)
             check_optimizer(content, optimizer, scheduler)
             if process_rank() == 0:  # which reads all numbers
-                recipe, settings = Recipe(optimizer), content.get(SETTINGS, {})
+                recipe = Recipe(optimizer)
                 recipe.add(optimizer, scheduler)
-                check_content(settings, among(recipe.settings(), settings), SETTINGS)
+                check_content(content.get(SETTINGS, {}), recipe.settings(), SETTINGS, partly=True)
                 check_counts(content, module)
                 frozen = frozenset(map(module.network.get_parameter, module.frozen.parameters))
                 check_states(content, trainer, optimizer, scheduler, frozen=frozen)
 
     def _check_finite(self, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Refuse to train with weights that are not finite; other commands say so."""
-        if process_rank() != 0 or (name := not_finite(network, weights)) is None:
-            return
-        problem = f"the weights are not finite: {name}"
-        if self._subcommand == "fit":
-            raise CheckpointError(problem, remedy="use an earlier checkpoint of the run")
-        rank_zero_warn(f"{self._config.ckpt_path}: {problem}. What the network answers means nothing")
+        """Refuse to train with weights that hold nan, or a parameter that is infinite; other commands say so."""
+        parameters = {name for name, _ in network.named_parameters()}
+        for name, tensor in weights.items() if process_rank() == 0 else ():
+            if (~tensor.isfinite() if name in parameters else tensor.isnan()).any():
+                problem = f"the weights are not finite: {name}"
+                if self._fits:
+                    raise CheckpointError(problem)
+                rank_zero_warn(f"{self._config.ckpt_path}: {problem}. What the network answers means nothing")
+                return
 
 
 @contextmanager
@@ -202,7 +218,7 @@ def _blaming_damage(path: str | Path) -> Iterator[None]:
     try:
         yield
     except ConfigError:
-        check_undamaged(Path(path))
+        verify_checkpoint(Path(path), needs_hash=False)
         raise
 
 
@@ -222,16 +238,13 @@ def _newest(subcommand: str, config: Namespace) -> tuple[str | None, list[str]]:
 
     If all were refused, rank 0 raises. The other ranks report what they have seen when the processes have met.
     """
-    flags = f"--resume={config.resume}"
+    flags, named = f"--resume={config.resume}", f"--ckpt_path={config.ckpt_path} names one"
     if subcommand != "fit":
         raise ConfigError(f"{flags} resumes a training, and this is {subcommand}", remedy="leave it out")
     if config.run_dir is None:
         raise ConfigError(f"{flags} must know which run to resume", remedy="pass --run_dir=RUN_FOLDER")
     if config.ckpt_path is not None:
-        raise ConfigError(
-            f"{flags} takes the newest checkpoint, but --ckpt_path={config.ckpt_path} names one",
-            remedy="leave one of the two out",
-        )
+        raise ConfigError(f"{flags} takes the newest checkpoint, and {named}", remedy="leave one of the two out")
     path, refused = newest_valid(Path(config.run_dir) / "checkpoints", whole=process_rank() == 0)
     if refused and path is None and process_rank() == 0:
         raise CheckpointError(
@@ -241,3 +254,16 @@ def _newest(subcommand: str, config: Namespace) -> tuple[str | None, list[str]]:
         rank_zero_warn(f"{flags} skips a checkpoint: {problem}")
     rank_zero_info(f"{flags}: " + (f"resuming from {path}" if path else f"starting a new run in {config.run_dir}"))
     return None if path is None else str(path), refused
+
+
+def check_unasked_resume(trainer: Any, *, trains: bool) -> None:
+    """Refuse a run that Lightning would begin with a file that another has left."""
+    saving = [c for c in trainer.callbacks if trains and isinstance(c, OnExceptionCheckpoint)]
+    left = [Path(callback.ckpt_path) for callback in saving if Path(callback.ckpt_path).exists()]
+    if SLURMEnvironment.detect():
+        left += sorted(Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))
+    if left:
+        raise ConfigError(
+            f"{left[-1]} is there, and Lightning would resume from it unasked",
+            remedy="move it, and pass it as --ckpt_path to go on from it",
+        )

@@ -27,11 +27,11 @@ from lit_cifar.checkpoint.exact_resume import SameStart
 from lit_cifar.checkpoint.files import CheckpointFiles
 from lit_cifar.checks.replica_audit.callback import ReplicaAudit
 from lit_cifar.checks.watchdog.callback import Watchdog
+from lit_cifar.cli.checkpoint_selection import StartingCheckpoint, check_unasked_resume, spelled_out
 from lit_cifar.cli.gone import refuse_words
 from lit_cifar.cli.overview import PROGRAM, answer
 from lit_cifar.cli.paths import expand_paths
 from lit_cifar.cli.preflight import check_run, check_sizes
-from lit_cifar.cli.start import Start, check_unasked_resume, spelled_out
 from lit_cifar.cli.trainer_arguments import check_arguments, check_bounds
 from lit_cifar.cli.usage_errors import Parser, as_config_error, cli_exit
 from lit_cifar.data import CIFAR10DataModule
@@ -171,12 +171,7 @@ class CLI(LightningCLI):
         """
         if self._arguments.resume is not None and self._arguments.run_dir is not None:
             lock_run_folder(self._arguments.run_dir, self._lock)
-        self._start = Start()
-        asked = self._arguments
-        if self._subcommand != "fit" or asked.ckpt_path is not None or asked.resume is not None:
-            from lit_cifar.cli.checkpoint_selection import StartingCheckpoint
-
-            self._start = StartingCheckpoint(self._subcommand, asked)
+        self._start = StartingCheckpoint(self._subcommand, self._arguments)
 
     def before_instantiate_classes(self) -> None:
         """Refuse arguments that the Trainer accepts but a run folder cannot use; tell the model about the data."""

@@ -23,17 +23,15 @@ from lit_cifar.errors import ConfigError, printable
 from lit_cifar.reporting.files import make_folder, sync
 
 LOCK, CONFIG = ".lock", "config.yaml"
-_MOST_BYTES, _MOST_NODES = 2**20, 10**5  # of the settings of a run
+_MOST_BYTES = 2**20  # of the settings of a run
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunLock:
     """The lock of a run folder. Rank 0, the only writer, holds it from its look for a checkpoint until it ends.
 
-    This relies on `flock`. The kernel releases the lock when the process ends, also by SIGKILL, and programs that the
-    process starts do not inherit it. On NFS Linux turns it into a lock of the server. Other machines then see it, and
-    the server releases it when the holder's machine has been silent for a while; some wait until that machine is back.
-    On a file system without locks the run only warns.
+    The kernel releases it when the process ends, also by SIGKILL, and programs that the process starts do not inherit
+    it. On NFS other machines see it, and the server releases it when the holder's machine has been silent for a while.
     """
 
     def __init__(self) -> None:
@@ -58,10 +56,6 @@ class RunLock:
             os.close(self._descriptor)
 
 
-# W&B's folder below ours has one for each run, with links to logs in its cache. Nobody else writes there.
-_WANDB = "wandb"
-
-
 def _check_links(folder: Path) -> None:
     """Refuse links out of `folder`: the run would write through them, perhaps over others' files."""
     root = folder.resolve()
@@ -75,8 +69,8 @@ def _check_links(folder: Path) -> None:
                 )
             if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would be waited for
                 raise ConfigError(f"{path} is neither a file nor a folder", remedy="remove it")
-        if Path(parent) == folder and _WANDB in folders:
-            folders.remove(_WANDB)
+        # W&B's folder below ours has one for each run, with links to logs in its cache. Nobody else writes there.
+        folders[:] = [name for name in folders if Path(parent, name) != folder / "wandb"]
 
 
 def _lock(descriptor: int, path: Path) -> None:
@@ -148,29 +142,20 @@ def file_in(folder: Path, name: str, *, remedy: str) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The settings in a run folder; a `ConfigError` for a file that they cannot be in, such as one that grows."""
+    """The settings in a run folder; a `ConfigError` for a file that they cannot be in, such as one that grows.
+
+    A run repeats no part by its name: 250 characters can name one a billion times.
+    """
     path = file_in(folder, CONFIG, remedy="name the folder of a run")
     try:
         text = path.read_text() if path.stat().st_size <= _MOST_BYTES else ""
-        settings = yaml.safe_load(text) if _is_short(text) else None
+        repeats = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader))
+        settings = None if repeats else yaml.safe_load(text)
     except (OSError, RecursionError, ValueError, yaml.YAMLError):
         settings = None
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} is not what a run writes there", remedy="pass the flags instead")
     return settings
-
-
-def _is_short(text: str) -> bool:
-    """Whether a YAML text has few nodes, each as often as it is named: 250 characters can name one a billion times."""
-    nodes, num_nodes = [yaml.compose(text, Loader=yaml.SafeLoader)], 0
-    while nodes and num_nodes < _MOST_NODES:
-        node = nodes.pop()
-        num_nodes += 1
-        if isinstance(node, yaml.MappingNode):
-            nodes += chain.from_iterable(node.value)
-        elif isinstance(node, yaml.SequenceNode):
-            nodes += node.value
-    return not nodes
 
 
 def best_files(folder: Path) -> list[Path]:
@@ -203,9 +188,8 @@ def _names(folder: Path) -> Iterator[Path]:
 class SavedConfig(SaveConfigCallback):
     """Saves the resolved configuration, without the flags that tie it to this run.
 
-    These are `run_dir`, `resume` and, of a fit, `ckpt_path`: a command that reads the file has a run
-    folder of its own and names its checkpoint itself. What `autotune` has chosen is kept, not the flag. A resumed run
-    replaces the file at its first step, so that a run that is refused or has no step left does not.
+    These are `run_dir`, `resume`, `autotune`, whose choice is kept, and of a fit `ckpt_path`. A resumed run replaces
+    the file at its first step, so that one that is refused or has no step left does not.
     """
 
     def __init__(

@@ -32,14 +32,7 @@ from lit_cifar.models.fine_tuning import FineTuning, Frozen, KeepFrozen
 from lit_cifar.models.memory_format import plain
 from lit_cifar.models.random_streams import RandomStreams
 from lit_cifar.models.views import NumViews, mean_logits
-from lit_cifar.task.metrics import (
-    STEP_METRICS,
-    ConfusionMatrix,
-    EpochMeans,
-    EvaluationMetrics,
-    MeanLoss,
-    TopAccuracy,
-)
+from lit_cifar.task.metrics import STEP_METRICS, ConfusionMatrix, EpochMeans, EvaluationMetrics, MeanLoss, TopAccuracy
 from lit_cifar.task.networks import choose_network
 from lit_cifar.task.optim import NesterovSGD, WarmupDecay
 from lit_cifar.task.optimization import Optimization, RateScaling

@@ -14,14 +14,7 @@ from lit_cifar.checkpoint.format import SETTINGS, holds_training, name_optimizer
 from lit_cifar.errors import ConfigError, bounded
 from lit_cifar.models.fine_tuning import FineTuning
 from lit_cifar.models.memory_format import follow_parameters
-from lit_cifar.task.optim import (
-    Recipe,
-    WarmupDecay,
-    check_total_steps,
-    followed_metric,
-    keep_saved_types,
-    scale_rates,
-)
+from lit_cifar.task.optim import Recipe, WarmupDecay, check_total_steps, followed_metric, keep_saved_types, scale_rates
 
 
 @dataclass(frozen=True, kw_only=True)

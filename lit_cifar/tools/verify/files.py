@@ -19,16 +19,7 @@ from lit_cifar.configured import made
 from lit_cifar.errors import CheckpointError
 from lit_cifar.reporting.evaluation_tables import CONFUSION, PER_RANK
 from lit_cifar.tools.verify.configuration import Configuration
-from lit_cifar.tools.verify.record import (
-    ANY,
-    METRICS,
-    Evaluated,
-    Record,
-    Step,
-    first_of,
-    gap,
-    gaps_of_step,
-)
+from lit_cifar.tools.verify.record import ANY, METRICS, Evaluated, Record, Step, first_of, gap, gaps_of_step
 from lit_cifar.tools.verify.recorder import numbers_by_kind, own_values, with_weights
 
 # Entries of a checkpoint that need not be those of the one device, and why.
