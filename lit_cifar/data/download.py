@@ -8,7 +8,7 @@ import tarfile
 import tempfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.error import HTTPError
 
@@ -27,6 +27,7 @@ def installing(target: Path, title: str, *, remedy: str) -> Iterator[Path]:
     `DataError` with `remedy`.
     """
     root = target.parent
+    made = [folder for folder in (root, *root.parents) if not folder.exists()]
     try:
         root.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".download-", dir=root))
@@ -45,6 +46,10 @@ def installing(target: Path, title: str, *, remedy: str) -> Iterator[Path]:
         if isinstance(error, HTTPError):
             error.close()  # the error is also the response, with an open connection
         if not target.is_dir():
+            shutil.rmtree(scratch, ignore_errors=True)
+            with suppress(OSError):  # another process may have put something into one of them
+                for folder in made:
+                    folder.rmdir()
             raise DataError(f"{title} cannot be put into {root}: {one_line(error)}", remedy=remedy) from error
     finally:
         socket.setdefaulttimeout(before)

@@ -15,10 +15,10 @@ from typing import Any
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.utilities import rank_zero_info
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, one_line
 from lit_cifar.launch.addresses import LOOPBACK, listen_only_on, loopback_interface
 
 _LAST_PORT = 65535
@@ -90,9 +90,16 @@ def open_store(address: str, *, port: int = 0, only_there: bool = False) -> TCPS
         listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
     # Multi-tenant: the TCPStore that torch will make for rank 0 in this process takes this one's server.
-    return TCPStore(
-        address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
-    )
+    server = listener.detach()
+    try:
+        return TCPStore(
+            address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=server
+        )
+    except DistNetworkError as error:
+        raise ConfigError(
+            f"the processes cannot meet at {address}: {one_line(error)[:150]}",
+            remedy="start the network interface of that address, as by `ip link set lo up`",
+        ) from error
 
 
 def given_port() -> int:
