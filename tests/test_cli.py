@@ -356,6 +356,8 @@ def test_a_run_folder_holds_everything(trained: Path) -> None:
     """The checkpoint plain keys, no code."""
     names = {path.name.split(".")[0] if "tfevents" in path.name else path.name for path in trained.iterdir()}
     tables = {"confusion.csv", "metrics.csv", "per_rank.csv", "sample_audit.csv", "weights.sha256"}
+    settings = yaml.safe_load((trained / "hparams.yaml").read_text())
+    assert (settings["model"]["arch"], settings["data"]["batch_size"]) == ("tiny", 16)
     assert names == tables | {".lock", "checkpoints", "config.yaml", "environment.json", "events", "hparams.yaml"}
     assert {path.name for path in (trained / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
     config = yaml.safe_load((trained / "config.yaml").read_text())

@@ -28,7 +28,7 @@ def test_verify_that_is_stopped_takes_its_runs_with_it(number: signal.Signals, t
     environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "lit_cifar", "verify", "--modes=ddp", "--model.arch=resnet10"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        assert wait_until(lambda: len(marked(tmp_path)) >= 3, limit_s=60, poll_s=0.1)  # the first run begins
+        assert wait_until(lambda: len(marked(tmp_path)) >= 3, limit_s=100, poll_s=0.1)  # the first run begins
         time.sleep(1.0)
         process.send_signal(number)
         assert process.wait(30) == 128 + number

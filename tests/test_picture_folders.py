@@ -1,5 +1,9 @@
 """Which folders of pictures are for what: usual names of splits, and what would silently be a class or be missed."""
 
+import io
+import re
+import shutil
+import tarfile
 from collections import Counter
 from pathlib import Path
 from unicodedata import normalize
@@ -7,6 +11,7 @@ from unicodedata import normalize
 import pytest
 import torch
 from data_files import draw_pictures
+from documents import ROOT
 
 from lit_cifar import CIFAR10DataModule, DataError
 from lit_cifar.data.dataset import Split
@@ -221,3 +226,30 @@ def test_each_class_is_held_out_alike(
     if num_images > 1:
         other = CIFAR10DataModule(tmp_path, dataset="folder", seed=seed + 1).source
         assert set(other.hold_out(labels, num_images).tolist()) != set(held_out.tolist())
+
+
+def test_labels_that_are_no_folders_become_some_by_the_lines_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(make(tmp_path, "images 0"))
+    names = {"cat_1.jpg": "cat", "cat_2.jpg": "cat", "dog_1.jpg": "dog"}
+    for name in names:
+        (tmp_path / "images" / name).write_bytes(name.encode())
+    Path("labels.csv").write_text("file,label\n" + "".join(f"{name},{label}\n" for name, label in names.items()))
+    with tarfile.open("part-0.tar", "w") as tar:
+        for name, label in names.items():
+            for end, content in (("jpg", name), ("cls", f"{label}\n")):
+                entry = tarfile.TarInfo(f"{name.removesuffix('.jpg')}.{end}")
+                entry.size = len(content)
+                tar.addfile(entry, io.BytesIO(content.encode()))
+    with pytest.raises(DataError, match=r"may tell the classes: docs/data-and-networks.md has lines of Python"):
+        PictureFolders.of(tmp_path)
+    section = (ROOT / "docs" / "data-and-networks.md").read_text().split("### Labels that are no folders")[1]
+    programs = re.findall(r"```python\n(.*?)```", section.split("\n### ")[0], flags=re.DOTALL)
+    assert len(programs) == 3
+    for program in programs:
+        exec(program, {})
+        found = {path.name: path.parent.name for path in Path("my_pictures").glob("*/*")}
+        assert found == names
+        assert all(path.read_bytes() == path.name.encode() for path in Path("my_pictures").glob("*/*"))
+        shutil.rmtree("my_pictures")

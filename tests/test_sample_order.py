@@ -65,7 +65,6 @@ HELD_OUT: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "a folder to validate on is new": ({"train files": "a"}, OWN_VAL, None),
     "a folder to validate on took some": ({"train files": "a"}, OWN_VAL | {"train files": "b"}, "put them back"),
     "a folder to validate on is gone": (OWN_VAL, {"train files": "a"}, "put them back"),
-    "what anybody may have written": ({"val_size": "\x1b[2J", "seed": [1]}, {}, r"--data.val_size=\x1b[2J"),
 }
 
 

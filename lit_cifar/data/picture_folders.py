@@ -9,7 +9,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 from unicodedata import normalize
@@ -33,6 +33,8 @@ _SPLIT_WORD = re.compile(
 )
 _IMAGES = {"image", "img", "jpegimage", "picture", "photo"}
 _TARGETS = {"mask", "label", "annotation", "segmentation", "groundtruth", "ground_truth", "gt", "json", "xml"}
+# What may tell the labels of pictures that are in no folders of classes, by the end of its name.
+_LABELS = {".csv": "a table", ".tsv": "a table", ".mdb": "an LMDB data base", ".tar": "a webdataset"}
 _CLASS_WANTED = "put pictures of the class into it, or remove it if there is no such class"
 
 
@@ -58,7 +60,10 @@ class PictureFolders:
         folder = splits.get("train", root)
         classes = {name: path for name, path in _by_class(folder).items() if path not in splits.values()}
         if not classes:
-            raise DataError(f"{folder} holds no folders of pictures", remedy=f"put pictures into {folder}/CLASS/")
+            raise DataError(
+                f"{folder} holds no folders of pictures",
+                remedy=f"{_told_elsewhere(root, folder)}put pictures into {folder}/CLASS/",
+            )
         used = {folder, *splits.values(), *classes.values()}
         beside = [path for path in sorted({*root.iterdir(), *folder.iterdir()} - used) if path.name[0] != "."]
         _check_beside(root, beside, classes)
@@ -187,9 +192,17 @@ def _check_classes(folder: Path, classes: dict[str, Path], splits: Iterable[Path
         (only,) = classes.values()
         raise DataError(
             f"{printable(str(folder))} holds one class, {printable(only.name)}: there is nothing to tell apart",
-            remedy="add a folder of another class, or, if this one holds the classes, pass "
+            remedy=_told_elsewhere(folder, only)
+            + "add a folder of another class, or, if this one holds the classes, pass "
             + shlex.quote(f"--data.root={only}"),
         )
+
+
+def _told_elsewhere(*places: Path) -> str:
+    """The beginning of a remedy where something else than folders may tell the classes; "" if nothing is seen."""
+    found = {_LABELS.get(path.suffix.lower()) for place in places for path in islice(place.iterdir(), 1000)} - {None}
+    page = "docs/data-and-networks.md has lines of Python that make folders of it"
+    return f"{found.pop()} may tell the classes: {page}; or " if found else ""
 
 
 def _check_level(folder: Path, classes: dict[str, Path]) -> None:
