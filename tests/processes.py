@@ -51,7 +51,7 @@ def _is_kept(process: psutil.Process) -> bool:
     """
     servers, command = [forkserver._forkserver, *_servers.values()], " ".join(process.cmdline())
     kept = process.pid in [server._forkserver_pid for server in servers]
-    return kept or "resource_tracker" in command or command.startswith("orted ")
+    return kept or "multiprocessing.resource_tracker" in command or command.startswith("orted ")
 
 
 def marked(folder: Path) -> list[psutil.Process]:
