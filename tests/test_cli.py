@@ -246,7 +246,7 @@ def test_a_rank_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("flags", [["--trainer.strategy=ddp"], ["--trainer.strategy=ddp_spawn"]])
-@pytest.mark.parametrize("moment", graded("run folder", slow=["", "model"]))
+@pytest.mark.parametrize("moment", graded(slow=["run folder", "", "model"]))
 def test_an_interrupt_before_training_ends_all_at_once(flags: list[str], moment: str, tmp_path: Path) -> None:
     """Sent to all processes, as by a terminal, while they import or wait for one another."""
     words = [

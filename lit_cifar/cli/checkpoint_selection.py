@@ -23,7 +23,6 @@ from lit_cifar.checkpoint.atomic import (
     read_checked,
     verify_checkpoint,
 )
-from lit_cifar.checkpoint.compatibility import check_classes, check_header, check_optimizer, check_shapes, check_states
 from lit_cifar.checkpoint.content import check_content
 from lit_cifar.checkpoint.exact_resume import Position, StartingPoint, check_counts
 from lit_cifar.checkpoint.format import AVERAGED, SETTINGS, TrainedOn, holds_training, is_own, naming, read_checkpoint
@@ -31,7 +30,6 @@ from lit_cifar.checkpoint.sample_audit import AuditRecord
 from lit_cifar.cli.paths import expanded
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.data.changed_order import check_held_out, check_rest_of_epoch
 from lit_cifar.data.dataset import Dataset
 from lit_cifar.data.sample_order import OrderSettings, order_settings, settings_in
 from lit_cifar.errors import CheckpointError, ConfigError, DataError
@@ -129,6 +127,8 @@ class StartingCheckpoint:
         """Refuse to go on with other images; of weights alone, with which a new training starts, this is told."""
         if self._order is None:
             return
+        from lit_cifar.data.changed_order import check_held_out, check_rest_of_epoch
+
         now = order_settings(data)
         with naming(self._config.ckpt_path):
             check_content(self._order, now, "settings of the data", partly=True)
@@ -159,6 +159,8 @@ class StartingCheckpoint:
             rank_zero_info(f"{flag} is not read: the training goes on with the weights in {path}")
 
     def _compare(self, content: dict[str, Any], module: LitResNet, data: CIFAR10DataModule, trainer: Trainer) -> None:
+        from lit_cifar.checkpoint import compatibility
+
         if self.has_weights_alone:
             from lit_cifar.checkpoint.pretrained import take_weights
 
@@ -172,33 +174,34 @@ class StartingCheckpoint:
                 rank_zero_info("the file does not say which classes it is of: they are taken for those of the data")
             return
         try:
-            check_classes(content, TrainedOn(data.dataset, data.classes), normalised=self._subcommand == "predict")
+            now = TrainedOn(data.dataset, data.classes)
+            compatibility.check_classes(content, now, normalised=self._subcommand == "predict")
         except CheckpointError as error:
             if not self._fits or self._config.resume is not None:
                 raise
             weights = shlex.quote(f"--model.fine_tuning.weights={self._config.ckpt_path}")
             start = f"or start a new training with its weights alone, in place of --ckpt_path: {weights}"
             raise CheckpointError(error.problem, remedy=f"{error.remedy},\n{start}") from error
-        check_header(content, module.header)
+        compatibility.check_header(content, module.header)
         weights = content.get("state_dict", {})
-        check_shapes(module.network, weights)
+        compatibility.check_shapes(module.network, weights)
         check_content(content.get(type(data).__qualname__, {}), {}, "settings of the data")
         trained = {name.removeprefix("network."): each for name, each in content.get(AVERAGED, weights).items()}
-        check_shapes(module.network, trained)
+        compatibility.check_shapes(module.network, trained)
         for each in (weights, trained):
             self._check_finite(module.network, each)
         if self._fits:
             with as_config_error():
                 optimizer = module.optimization.new_optimizer(module.network)
                 scheduler = module.optimization.new_scheduler(optimizer)
-            check_optimizer(content, optimizer, scheduler)
+            compatibility.check_optimizer(content, optimizer, scheduler)
             if process_rank() == 0:  # which reads all numbers
                 recipe = Recipe(optimizer)
                 recipe.add(optimizer, scheduler)
                 check_content(content.get(SETTINGS, {}), recipe.settings(), SETTINGS, partly=True)
                 check_counts(content, module)
                 frozen = frozenset(map(module.network.get_parameter, module.frozen.parameters))
-                check_states(content, trainer, optimizer, scheduler, frozen=frozen)
+                compatibility.check_states(content, trainer, optimizer, scheduler, frozen=frozen)
 
     def _check_finite(self, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
         """Refuse to train with weights that hold nan, or a parameter that is infinite; other commands say so."""

@@ -154,8 +154,8 @@ def _of_several(image: Image.Image) -> str | None:
     tags = _tags(image)
     if tags.get(NEW_SUBFILE_TYPE, 0) & 1:
         return "whose first page is a thumbnail"
-    if tags and (pages := getattr(image, "n_frames", 1)) > 1:
-        return f"of {pages} pages"
+    if isinstance(image, TiffImageFile) and image.n_frames > 1:
+        return f"of {image.n_frames} pages"
     # The fourth may be infrared, which is often marked as the transparency.
     return "of four bands" if tags and image.mode in ("RGBA", "RGBX", "RGBa") else None
 
