@@ -80,6 +80,8 @@ def _fits(value: Any, form: Any) -> bool:
 def _parts(value: Any, form: Any) -> Mapping[Any, Any]:
     """The forms of the parts of `value` that a form speaks of, by name or index."""
     origin, arguments = get_origin(form), get_args(form)
+    if origin in (Union, UnionType):
+        return _parts(value, next(each for each in arguments if _fits(value, each)))
     if is_dataclass(form):
         return get_type_hints(form, include_extras=True)
     if isinstance(form, Mapping):  # numbers are no names, such as the steps at which a schedule does something

@@ -171,7 +171,7 @@ class ExactResume(Callback):
             return
         stopped, now = checkpoint.get(STOPPED), [_limits(trainer), *map(_settings, _callbacks(trainer))]
         # What has decided to end the training would decide so again, unless its settings are other ones.
-        trainer.should_stop = isinstance(stopped, list) and all(settings in now for settings in stopped)
+        trainer.should_stop = stopped is not None and all(settings in now for settings in stopped)
         for stopping in _callbacks(trainer, EarlyStopping):
             state = checkpoint["callbacks"].get(stopping.state_key, {})
             state["patience"] = stopping.patience  # the state would replace the user's setting

@@ -113,6 +113,7 @@ _ENTRIES: dict[str, Any] = {
     SCHEDULE: str,
     SETTINGS: dict[str, Any],
     METRICS: dict[str, dict[str, Tensor]],
+    STOPPED: list[dict[str, bool | float | Annotated[str, "(?s).*"]]] | None,
     AVERAGED: dict[str, Tensor],
     "averaging_state": dict[str, Tensor],  # its counts
     "fingerprint": dict[str, str],
