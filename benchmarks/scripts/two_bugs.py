@@ -43,7 +43,7 @@ def losses(source: str) -> list[float]:
     with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
         file.write(source)
         file.flush()
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", file.name]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", file.name]
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
 
