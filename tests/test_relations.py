@@ -97,7 +97,7 @@ def test_differences_are_the_largest_first_and_have_both_values() -> None:
     one, other = {"a": 1.0, "b": 2.0, "c": 2**60, "d": 5.0, "e": 1.0}, {"a": 1.0, "b": 1.0, "c": 2**60 + 1, "d": 4.9}
     found = differences(one, other)
     assert [each.name for each in found] == ["e", "b", "d", "c"]
-    assert [str(each) for each in found[:2]] == ["e (is only in one)", "b (2 and 1)"]
+    assert [str(each) for each in found[:2]] == ["e is only in one", "b is 2 in one and 1 in the other"]
     assert [each.name for each in differences(one, other, names=["b", "d"], limit=0.1)] == ["b"]
     assert difference(0.5, 0.25, least_scale=1.0) == 0.25
 

@@ -1,9 +1,9 @@
-"""Pictures for readers who are new: what each mode splits, and one bug with what loss curve and checks say of it."""
+"""Pictures for readers who are new: what each mode splits, and what a loss curve and a check say of two bugs."""
 
 import json
 import textwrap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import gallery
 import notebooks_path  # noqa: F401  # for `analysis`
@@ -17,7 +17,6 @@ from lit_cifar.mode.table import MODES
 
 ORANGE, PALE = "#e8912d", "#dbe6f1"
 SAMPLES = LAYERS = 4  # of each drawing
-BUG = "no-all-reduce"  # gradients are never averaged
 
 
 class Device(NamedTuple):
@@ -111,40 +110,31 @@ def _draw_device(axes: Axes, device: Device, *, x: float, y: float, width: float
             axes.add_patch(Rectangle((start, bottom), share, line * 0.8, linewidth=0, facecolor=BLUE))
 
 
-def said(record: Path) -> str:
-    """The first thing that `verify` said of the bug."""
-    for finding in json.loads(record.read_text())["findings"]:
-        if finding["mutation"] == BUG:
-            return str(finding["problems"][0])
-    raise ValueError(f"{record} has no {BUG}")
-
-
-def one_bug(records: tuple[Path, Path]) -> Figure:
-    """A run with a bug among runs that differ in their seed, and what `verify` says of the bug."""
-    curves, verified = records
-    content: dict[str, Any] = json.loads(curves.read_text())
-    (row,) = (row for row in content["rows"] if row["mutation"] == BUG)
-    figure = Figure(figsize=(6.4, 4), layout="constrained")
-    axes, said_axes = figure.subplots(2, 1, height_ratios=(2.6, 1))
-    for number, seed in enumerate(content["of_seeds"]):
-        label = f"{len(content['of_seeds'])} correct runs, other seeds" if number == 0 else None
-        axes.plot(gallery.smooth(seed["train/loss_step"]), color="0.78", linewidth=2, label=label)
-    for kind, color, label in (("without", BLUE, "the same run, correct"), ("with", RED, "with the bug")):
-        axes.plot(gallery.smooth(row[kind]["train/loss_step"]), color=color, linewidth=2.2, label=label)
-    axes.set_title("The bug: ddp never averages the gradients", fontsize=14, fontweight="bold", loc="left")
-    axes.set_xlabel("optimizer step", fontsize=11)
-    axes.set_ylabel("training loss", fontsize=11)
-    axes.tick_params(labelsize=10)
-    axes.grid(alpha=0.3)
+def two_bugs(record: Path) -> Figure:
+    """The loss of `examples/two_bugs.py` among those of correct runs, and what `relations` says of its bugs."""
+    losses = json.loads((record / "losses.json").read_text())
+    verdicts = json.loads((record / "relations.json").read_text())["verdicts"]
+    figure = Figure(figsize=(7.6, 2.1), layout="constrained")
+    axes, terminal = figure.subplots(1, 2, width_ratios=(1, 1.15))
+    correct = losses["mended"]
+    for number, run in enumerate(correct):
+        label = f"{len(correct)} correct runs, other seeds" if number == 0 else None
+        axes.plot(gallery.smooth(run), color="0.78", linewidth=1.5, label=label)
+    axes.plot(gallery.smooth(losses["with_bugs"]), color=RED, linewidth=1.8, label="with two bugs")
+    axes.set_xlabel("optimizer step", fontsize=9)
+    axes.set_ylabel("training loss", fontsize=9)
+    axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=11)
-    said_axes.set_axis_off()
-    said_axes.set(xlim=(0, 1), ylim=(0, 1))
-    answers = {
-        "loss curve": ("nothing: another seed changes it as much", GREY),
-        "verify": (f"FAIL  {said(verified).removesuffix(' (parameters)')}", RED),
-    }
-    for place, (name, (text, color)) in zip((0.9, 0.4), answers.items(), strict=True):
-        said_axes.text(0, place, name, fontsize=12, fontweight="bold", va="center")
-        said_axes.text(0.2, place, textwrap.fill(text, 54), fontsize=11, color=color, va="center")
+    axes.legend(frameon=False, fontsize=9, loc="upper right")
+    terminal.set_axis_off()
+    terminal.set(xlim=(0, 1), ylim=(0, 1))
+    terminal.add_patch(Rectangle((0, 0), 1, 1, facecolor="#1e1e1e"))
+    lines = ["$ python -m lit_cifar relations two_bugs.py"]
+    failed = {verdict["relation"]: verdict["text"] for verdict in verdicts if verdict["outcome"] == "fail"}
+    for relation, text in failed.items():
+        lines += [f"FAIL  {relation}", *(f"      {line}" for line in textwrap.wrap(text, 38)[:3])]
+    for number, line in enumerate(lines):
+        color = "#ff7b72" if line.startswith("FAIL") else "#e6e6e6"
+        style = {"family": "monospace", "fontsize": 8, "va": "center", "color": color}
+        terminal.text(0.03, 1 - (number + 0.8) / (len(lines) + 0.6), line, **style)
     return figure

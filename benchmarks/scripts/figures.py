@@ -207,7 +207,7 @@ def farthest(curves: dict[int, list[float]]) -> float:
 
 FIGURES: dict[str, tuple[Callable[[Any], Figure], Any]] = {
     "modes": (diagrams.modes, None),
-    "one_bug": (diagrams.one_bug, (GALLERY, PLANTED)),
+    "two_bugs": (diagrams.two_bugs, HERE / "mistakes" / "2026-11-28-two-bugs"),
     "stock_lightning": (stock_lightning, STOCK),
     "proof": (proof, VERIFIED),
     "loss_curves": (loss_curves, REAL_DATA),

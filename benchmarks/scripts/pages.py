@@ -78,6 +78,7 @@ def planted() -> Values:
         "mistakes-found": str(sum(it["right"] for it in said)),
         "mistakes-sized": str(sum(map(len, mistakes(PLANTED).values()))),
         "gallery-noise": hidden(noise),
+        "gallery-seen": str(len(rows) - int(hidden(noise))),
         "gallery-widest": hidden(widest),
     }
 
@@ -231,8 +232,9 @@ def on_one_h200() -> Values:
     splits = {split: [name for name in names if SPLIT[name] == split] for split in SPLIT.values()}
     values: Values = {
         "status": [
-            [split, ", ".join(f"`{name}`" for name in alike)]
-            + [brief(max(largest(rows[name]) for name in alike)) for rows in (on_cpu, by_mode)]
+            [", ".join(f"`{name}`" for name in alike), "-" if split == "nothing" else "not run"]
+            + [brief(max(largest(rows[name]) for name in alike)) for rows in (by_mode, on_cpu)]
+            + [split]
             for split, alike in splits.items()
         ]
     }
@@ -245,6 +247,7 @@ def on_one_h200() -> Values:
         if not name.startswith("compiled"):
             values |= {f"h200-{name}-fit": f"{fit:.2f}", f"h200-{name}-plain": f"{plain:.2f}"}
         ratios[name] = f"{fit / plain:.2f}"
+    values["h200-eager-ratio"] = ratios["eager"]
     compiled = sorted(ratio for name, ratio in ratios.items() if name.startswith("compiled"))
     values["h200-compiled-ratio"] = f"{compiled[0]} to {compiled[-1]}"
     values["h200-default"] = f"{read(f'{folder}/default/test.json', 'correct') / 100:.2f}"

@@ -25,12 +25,12 @@ class Difference:
 
     def __str__(self) -> str:
         if self.one is None or self.other is None:
-            return f"{self.name} (is only in one)"
+            return f"{self.name} is only in one"
         if math.isinf(self.size):
-            return f"{self.name} (of another shape, or not finite)"
+            return f"{self.name} has another shape, or is not finite"
         if isinstance(self.one, float | int) and isinstance(self.other, float | int):
-            return f"{self.name} ({self.one:.9g} and {self.other:.9g})"
-        return f"{self.name} ({self.size:.2g})"
+            return f"{self.name} is {self.one:.9g} in one and {self.other:.9g} in the other"
+        return f"{self.name} differs by {self.size:.2g} of its largest value"
 
 
 def differences(

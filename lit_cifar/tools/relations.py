@@ -52,7 +52,12 @@ def main(args: list[str]) -> int:
     verdicts = []
     for verdict in judged(target, _chosen(options), limits=limits, limit_s=options.limit):
         verdicts.append(verdict)
-        say(str(verdict))
+        if verdict.outcome != "abstain":
+            say(str(verdict))
+    if open_questions := [verdict for verdict in verdicts if verdict.outcome == "abstain"]:
+        say("NOT JUDGED, and what would judge it:")
+    for verdict in open_questions:
+        say(f"        {verdict.relation:26} {verdict.text}")
     say(f"not looked at: {_NOT_LOOKED_AT}")
     say(summary(verdicts[1:]))
     write_json(file, about() | {"target": asdict(target), "verdicts": [asdict(verdict) for verdict in verdicts]})

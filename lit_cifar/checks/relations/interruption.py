@@ -6,6 +6,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
+from lit_cifar.checks.compare import Difference
 from lit_cifar.checks.relations.plan import Imposed, Trace
 from lit_cifar.checks.relations.runs import NotJudgedError, RunError, Runs, RunTimeoutError, unused
 from lit_cifar.checks.verdict import Verdict
@@ -122,6 +123,15 @@ def _drawn(runs: Runs, ranks: int) -> tuple[int, ...]:
     return tuple(place for place, (a, b) in enumerate(zip(own, other, strict=False)) if a != b)
 
 
+def _not_restored(lost: Difference) -> str:
+    """In words, with the value at the checkpoint and the one after it was read."""
+    kind, _, name = lost.name.partition("/")
+    what = {"optimizer": "optimizer state", "settings": "setting of the optimizer"}.get(kind, kind)
+    if isinstance(lost.one, float | int) and isinstance(lost.other, float | int):
+        return f"{what} not restored: {name} was {lost.one:.9g} at the checkpoint, and is {lost.other:.9g} after it"
+    return f"{what} not restored: {name} is not what it was at the checkpoint"
+
+
 class _ResumeError(RunError):
     """The training ended by an error when it was resumed."""
 
@@ -169,7 +179,7 @@ class _Interruption:
         saved, resumed = begun.part(Checkpoints).saved, ended.part(Checkpoints).resumed
         both = [{name: state[name] for name in saved.keys() & resumed.keys()} for state in (saved, resumed)]
         if verdict.outcome == "fail" and (lost := self.runs.differences(*both, leave_out=(*_LEFT_OUT, "kept/val"))):
-            return replace(verdict, text=f"{lost[0]} is not what it was at the checkpoint; {verdict.text}")
+            return replace(verdict, text=f"{_not_restored(lost[0])}; in the end {verdict.text}")
         return verdict
 
     def _judged(self, *, seeded_by_step: bool = False) -> Verdict:

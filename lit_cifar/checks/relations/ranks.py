@@ -48,7 +48,8 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
             raise NotJudgedError(text)
     yield unused(_replicas(two), why)
     if own.script.ranks == 1:  # otherwise `epochs` looks at it
-        yield from (unused(verdict, why) for verdict in same_orders(two[0]))
+        known = {verdict.outcome for verdict in same_orders(own)}  # `epochs` says so
+        yield from (unused(verdict, why) for verdict in same_orders(two[0]) if verdict.outcome not in known)
     if is_used:
         yield from _draws(runs)
     shares = "share" in two[0].script.calls
@@ -104,7 +105,7 @@ def _replicas(two: list[Trace]) -> Verdict:
     names = [name for name in first if name.startswith(("weights/", "optimizer/"))]
     names = [name for name in names if not name.startswith("optimizer/group ")]  # of no parameter of the model: parts
     found = [str(each) for each in differences(first, second, names=names)]
-    text = f"{found[0]} is not the same on both ranks; {len(found)} tensors differ" if found else ""
+    text = f"{found[0]} between both ranks; {len(found)} tensors differ" if found else ""
     return Verdict("replicas", "fail" if found else "pass", text, f"{len(names)} tensors of 2 ranks", found[:20])
 
 
@@ -126,7 +127,7 @@ def _data(two: list[Trace]) -> Verdict | None:
     together = sum(map(len, steps)) / max(1, sum(len(set(a)) for a in two[0].samples))
     if together >= _MOST_SHARED:
         return Verdict("samples of ranks", "fail", f"{together:.0%} of a step's samples are read by both ranks")
-    looked_at = f"{len(first)} and {len(second)} samples, {shared:.0%} of them on both in the end"
+    looked_at = f"{len(first)} and {len(second)} samples" + (f", {shared:.0%} on both" if shared else ", none on both")
     return Verdict("samples of ranks", "pass", looked_at=looked_at)
 
 

@@ -152,7 +152,8 @@ class Runs:
             return Verdict(relation, "note", text, looked_at, found[:_SHOWN])
         since = first_apart(one.norms, other.norms, self.limit)
         when = "" if since is None else f"; parameters differ since step {since}"
-        text = f"{said}{found[0]}{when}; {len(found)} differ"
+        more = f"; {len(found)} tensors and numbers differ" if len(found) > 1 else ""
+        text = f"{said}{found[0]}{when}{more}"
         return Verdict(relation, "fail", text, looked_at, found[:_SHOWN], has_other_samples=bool(others))
 
 
