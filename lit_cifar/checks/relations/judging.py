@@ -52,10 +52,13 @@ def judged(target: Target, relations: Mapping[str, Relation], *, limits: Limits,
             yield replace(verdict, seconds=perf_counter() - started)
             if verdict.outcome not in ("pass", "note"):
                 return
+        said = set()  # two relations may look at the same
         for name, relation in relations.items():
             started = perf_counter()
             for verdict in _said(name, relation, runs):
-                yield replace(verdict, seconds=perf_counter() - started)
+                if (what := (verdict.relation, verdict.outcome, verdict.text)) not in said:
+                    said.add(what)
+                    yield replace(verdict, seconds=perf_counter() - started)
                 started = perf_counter()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -48,8 +48,7 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
             raise NotJudgedError(text)
     yield unused(_replicas(two), why)
     if own.script.ranks == 1:  # otherwise `epochs` looks at it
-        known = {verdict.outcome for verdict in same_orders(own)}  # `epochs` says so
-        yield from (unused(verdict, why) for verdict in same_orders(two[0]) if verdict.outcome not in known)
+        yield from (unused(verdict, why) for verdict in same_orders(two[0]))
     if is_used:
         yield from _draws(runs)
     shares = "share" in two[0].script.calls
