@@ -106,7 +106,7 @@ def test_the_package_needs_neither_pandas_nor_its_mutations() -> None:
 def walk(title: str) -> list[tuple[str, str]]:
     """The files and functions that the page lists below a heading."""
     section = PAGE.read_text().split(f"### {title}\n")[1].split("\n#")[0]
-    return re.findall(r"^\d+\. `([\w/]+\.py)` `(\w+)`:", section, flags=re.M)
+    return re.findall(r"^\d+\. `([\w/]+\.py)` `(\w+)`", section, flags=re.M)
 
 
 def tracing(folder: Path) -> list[str]:
