@@ -63,8 +63,6 @@ NAMES = {
     RELATIONS: """torch.cuda._lazy_init torch.utils._pytree.tree_flatten .tree_leaves .tree_map .tree_unflatten
         torch.utils.data.dataloader._BaseDataLoaderIter
         torch.utils.data.dataloader._BaseDataLoaderIter._next_index""",
-    "the progress bar": """lightning.pytorch.callbacks.TQDMProgressBar._predict_progress_bar ._should_update
-        ._test_progress_bar ._train_progress_bar ._val_progress_bar""",
     "--model.arch=tiny": "torchvision.models.resnet.ResNet._make_layer",
 }
 NAMES["--trainer.strategy=ddp_pp"] = NAMES["--trainer.strategy=pp"]

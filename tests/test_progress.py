@@ -1,54 +1,79 @@
 """Progress as text, a bar on a terminal or lines in a file; images per second by a clock that the test moves."""
 
+import contextlib
+import io
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from commands import TINY, callback, launch, mode_flags
+from lightning.pytorch import Callback
 from tiny_task import TinyData, TinyTask, read_events, tiny_trainer
 from torch import Tensor
 
+from lit_cifar.cli.main import main
 from lit_cifar.data.images import Batch
 from lit_cifar.mode import Layout
 from lit_cifar.reporting import progress
-from lit_cifar.reporting.progress import METRIC, ProgressBar, Throughput
+from lit_cifar.reporting.progress import METRIC, EpochLines, Throughput
 
 # ---------------------------------------------------------------- the bar, and lines
 
 
-def fit(folder: Path, bar: ProgressBar, **settings: Any) -> None:
-    settings = {"max_epochs": 2, "enable_progress_bar": True, "logger": False} | settings
-    tiny_trainer(folder, callbacks=[bar, Throughput(warmup_steps=1)], **settings).fit(TinyTask(), datamodule=TinyData())
+def fit(folder: Path, *bars: Callback, **settings: Any) -> None:
+    settings = {"max_epochs": 2, "enable_progress_bar": bool(bars), "logger": False} | settings
+    callbacks = [EpochLines(), *bars, Throughput(warmup_steps=1)]
+    tiny_trainer(folder, callbacks=callbacks, **settings).fit(TinyTask(), datamodule=TinyData())
 
 
 @pytest.mark.parametrize(
-    ("bar", "settings", "begins"),
+    ("settings", "begins"),
     [
-        ({}, {}, ["epoch 1/2  done", "epoch 2/2  done"]),
-        ({}, {"max_epochs": -1, "max_steps": 4}, ["epoch 1  done", "epoch 2   33%"]),
-        ({"line_every_s": 0}, {"max_epochs": 1}, [f"epoch 1/1  {done}" for done in (" 33%", " 67%", "100%", "done")]),
-        ({"refresh_rate": 0}, {}, []),
+        ({}, ["epoch 1/2  done", "epoch 2/2  done"]),
+        ({"max_epochs": -1, "max_steps": 4}, ["epoch 1  done", "epoch 2   33%"]),
     ],
-    ids=["epochs", "endless", "a long epoch", "none"],
+    ids=["epochs", "endless"],
 )
-def test_a_log_file_gets_a_line_per_epoch_and_in_long_ones(
-    bar: Any, settings: Any, begins: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_log_file_gets_a_line_per_epoch(
+    settings: Any, begins: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fit(tmp_path, ProgressBar(**bar), **settings)
+    fit(tmp_path, **settings)
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert all(line.startswith(begin) for line, begin in zip(lines, begins, strict=True))
-    if begins and "done" in begins[-1]:
+    if "done" in begins[-1]:
         assert re.search(r"done  loss [\d.]+  val [\d.]+  img/s \d+  \d+ s$", lines[-1])
     assert "\r" not in out + err
 
 
 def test_no_epoch_shows_the_validation_of_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fit(tmp_path, ProgressBar(), max_epochs=3, check_val_every_n_epoch=2)
+    fit(tmp_path, max_epochs=3, check_val_every_n_epoch=2)
     assert [" val " in line for line in capsys.readouterr().out.splitlines()] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_bar", "is_ours"),
+    [
+        ([], True, True),
+        (["--trainer.callbacks=TQDMProgressBar"], True, False),
+        (["--trainer.enable_progress_bar=false"], False, False),
+    ],
+)
+def test_a_terminal_gets_a_bar_and_lines_unless_the_user_has_another(
+    flags: list[str], has_bar: bool, is_ours: bool, tmp_path: Path
+) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    shown = [flag for flag in TINY if "progress_bar" not in flag]
+    with contextlib.redirect_stdout(terminal):
+        main(["fit", *shown, *flags, f"--run_dir={tmp_path / 'run'}"])
+    parts = terminal.getvalue().replace("\r", "\n").split("\n")
+    assert any(part.startswith("Epoch 0: 100%") for part in parts) == has_bar
+    assert any("loss_step=" in part for part in parts) == is_ours
+    line = r"epoch 1/1  done  loss [\d.]+  acc [\d.]+  val [\d.]+  img/s \d+  \d+ s"
+    assert sum(bool(re.fullmatch(line, part.strip())) for part in parts) == is_ours
 
 
 @pytest.fixture
@@ -73,49 +98,6 @@ class TimedTask(TinyTask):
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.clock.now += 1000.0
         return super().validation_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize(
-    ("accumulation", "limits"), [(1, {}), (2, {}), (1, {"max_epochs": 15, "max_steps": 48}), (2, {"max_steps": 24})]
-)
-def test_a_log_file_gets_lines_soon_and_then_less_often_with_the_time_that_is_left(
-    accumulation: int,
-    limits: dict[str, int],
-    tmp_path: Path,
-    clock: SimpleNamespace,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    settings: dict[str, Any] = {"enable_progress_bar": True, "logger": False, "limit_val_batches": 0}
-    settings |= {"max_epochs": 2, "accumulate_grad_batches": accumulation, **limits}
-    trainer = tiny_trainer(tmp_path, callbacks=[ProgressBar()], **settings)
-    trainer.fit(TimedTask(clock, first_s=2.0, step_s=2.0), datamodule=TinyData(num_images=8 * 24))
-    lines = [re.sub(r"  loss .*?  (\d+ s)", r"  \1", line) for line in capsys.readouterr().out.splitlines()]
-    of = settings["max_epochs"]
-    assert lines == [
-        f"epoch 1/{of}   12%  6 s, 0:01:30 left",
-        f"epoch 1/{of}   25%  12 s, 0:01:24 left",
-        f"epoch 1/{of}   50%  24 s, 0:01:12 left",
-        f"epoch 1/{of}  100%  48 s, 0:00:48 left",
-        f"epoch 1/{of}  done  48 s, 0:00:48 left",
-        f"epoch 2/{of}  100%  48 s",
-        f"epoch 2/{of}  done  48 s",
-    ]
-
-
-@pytest.mark.parametrize("columns", [80, 40])
-def test_a_terminal_gets_a_bar_with_short_names_and_a_whole_line_per_epoch(
-    columns: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda _: (columns, 24))
-    fit(tmp_path, ProgressBar(refresh_rate=1))
-    shown = capsys.readouterr().out
-    parts = shown.replace("\n", "\r").split("\r")
-    assert any("3/3" in part and (columns == 40 or "loss=" in part) for part in parts)
-    for epoch in ("1/2", "2/2"):
-        line = rf"epoch {epoch}  done  loss [\d.]+  val [\d.]+  img/s \d+  \d+ s(, 0:00:\d\d left)?$"
-        assert any(re.match(line, part) for part in parts)
-    assert "train/" not in shown
 
 
 @pytest.mark.parametrize("asked", ["TQDMProgressBar", "recorder.AskAlone"])

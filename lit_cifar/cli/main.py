@@ -15,8 +15,7 @@ from typing import Any, Literal, cast
 
 import lightning as L
 from jsonargparse import Namespace
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.callbacks import ProgressBar as AnyProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch.distributed import is_torchelastic_launched
 
@@ -46,7 +45,7 @@ from lit_cifar.models.precision import choose_fast
 from lit_cifar.reporting.figures import EvaluationFigures
 from lit_cifar.reporting.loggers import logger_below, run_loggers
 from lit_cifar.reporting.output import outlast_streams, without_banners
-from lit_cifar.reporting.progress import ProgressBar
+from lit_cifar.reporting.progress import EpochLines, StepBar
 from lit_cifar.reporting.run_folder import (
     CONFIG,
     RunLock,
@@ -210,10 +209,12 @@ class CLI(LightningCLI):
         trainer.logger = given
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[L.Callback]) -> L.Trainer:
-        """Add the progress bar, if the user has no other, the checkpoint plugin, and what the processes need."""
-        others = any(isinstance(callback, AnyProgressBar) for callback in as_list(config["callbacks"]))
+        """Add what shows progress, if the user has no bar, the checkpoint plugin, and what the processes need."""
+        others = any(isinstance(callback, ProgressBar) for callback in as_list(config["callbacks"]))
         if config["enable_progress_bar"] is not False and not others:
-            callbacks = [ProgressBar(), *callbacks]
+            config["enable_progress_bar"] = sys.stdout.isatty()
+            bars = [StepBar(refresh_rate=10)] if config["enable_progress_bar"] else []
+            callbacks = [EpochLines(), *bars, *callbacks]
         num_parts = self._arguments.virtual_replicas
         callbacks = [SameStart(self._start.point), *callbacks]
         if num_parts is not None or self._arguments.ckpt_path is not None:

@@ -55,6 +55,7 @@ ORDER = (
     "VirtualReplicas",
     "Fingerprint",
     "ProgressBar",
+    "EpochLines",
     "EvaluationFigures",
     "ReplicaAudit",
     "KeepFreedMemory",
