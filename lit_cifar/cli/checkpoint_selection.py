@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
@@ -28,6 +26,7 @@ from lit_cifar.checkpoint.exact_resume import Position, StartingPoint, check_cou
 from lit_cifar.checkpoint.format import AVERAGED, SETTINGS, TrainedOn, holds_training, is_own, naming, read_checkpoint
 from lit_cifar.checkpoint.sample_audit import AuditRecord
 from lit_cifar.cli.paths import expanded
+from lit_cifar.cli.start import Start
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.dataset import Dataset
@@ -40,7 +39,7 @@ from lit_cifar.task.optim import Recipe
 
 def spelled_out(words: list[str]) -> list[str]:
     """`words` with the flags that a run folder stands for in `test RUN_FOLDER`: its settings and best checkpoint."""
-    if words[0] not in ("validate", "test", "predict") or len(words) == 1 or words[1].startswith("-"):
+    if len(words) == 1 or words[1].startswith("-"):
         return words
     command, folder, *flags = words
     folder = expanded(folder, given=folder)
@@ -49,16 +48,14 @@ def spelled_out(words: list[str]) -> list[str]:
     return [command, f"--config={Path(folder, CONFIG)}", f"--ckpt_path={checkpoint}", *flags]
 
 
-class StartingCheckpoint:
-    """The checkpoint that a command starts from, read before the model is made; a fit may have none.
+class StartingCheckpoint(Start):
+    """The checkpoint that a command starts from, read before the model is made.
 
-    With `--resume=auto` the `ckpt_path` of `config` is set.
+    With `--resume=auto` there may be none yet; otherwise the `ckpt_path` of `config` is set.
     """
 
     def __init__(self, subcommand: str, config: Namespace) -> None:
-        self.point = StartingPoint(None, "no checkpoint")
-        self.position: dict[str, Any] = {}  # position of the run that is resumed in its own folder; empty for a new run
-        self.has_weights_alone = False  # whether the network only starts with the weights of the checkpoint
+        super().__init__()
         self._order: OrderSettings | None = None  # of the training before a fit or a validation
         self._step = 0  # optimizer steps that were taken in the epoch within which the position is
         self._content: dict[str, Any] | None = None
@@ -103,7 +100,6 @@ class StartingCheckpoint:
         return content
 
     def name_classes(self, data: Dataset) -> None:
-        """Let `data` do without the pictures of the training, if the checkpoint names their classes."""
         try:
             _ = data.classes
         except DataError as error:
@@ -114,17 +110,16 @@ class StartingCheckpoint:
             rank_zero_info(f"{error.problem}: the names of the classes are those in the checkpoint")
 
     def check(self, module: LitResNet, data: CIFAR10DataModule, trainer: Trainer) -> None:
-        """Refuse a checkpoint of a different network or different classes; load weights alone at once."""
         content, self._content = self._content, None  # the file may be replaced from now on
-        if self._fits and module.weights is not None:
-            self._choose(module)
         if content is None:
+            super().check(module, data, trainer)
             return
+        if self._fits and module.weights is not None:
+            self._leave_out_weights(module)
         with _blaming_damage(self._config.ckpt_path), naming(self._config.ckpt_path):
             self._compare(content, module, data, trainer)
 
     def compare_images(self, data: CIFAR10DataModule) -> None:
-        """Refuse to go on with other images; of weights alone, with which a new training starts, this is told."""
         if self._order is None:
             return
         from lit_cifar.data.changed_order import check_held_out, check_rest_of_epoch
@@ -144,19 +139,16 @@ class StartingCheckpoint:
                 if self._order.get("dataset") == now["dataset"]:  # else none of these was seen
                     rank_zero_warn(f"{error.problem}. They are not new to the weights, so that val/acc says too much")
 
-    def _choose(self, module: LitResNet) -> None:
-        """Start with the weights that the model was given, unless a training goes on with its own."""
+    def _leave_out_weights(self, module: LitResNet) -> None:
+        """Do without the weights that the model was given, if a training goes on with its own."""
         path, flag = self._config.ckpt_path, f"--model.fine_tuning.weights={module.weights}"
-        if path is None:
-            module.start_from_weights()
-        elif self.has_weights_alone:
+        if self.has_weights_alone:
             raise ConfigError(
                 f"{flag}, and --ckpt_path={path} holds weights alone: a training starts from one file",
                 remedy="leave one of the two out",
             )
-        else:
-            module.weights = None
-            rank_zero_info(f"{flag} is not read: the training goes on with the weights in {path}")
+        module.weights = None
+        rank_zero_info(f"{flag} is not read: the training goes on with the weights in {path}")
 
     def _compare(self, content: dict[str, Any], module: LitResNet, data: CIFAR10DataModule, trainer: Trainer) -> None:
         from lit_cifar.checkpoint import compatibility
@@ -257,16 +249,3 @@ def _newest(subcommand: str, config: Namespace) -> tuple[str | None, list[str]]:
         rank_zero_warn(f"{flags} skips a checkpoint: {problem}")
     rank_zero_info(f"{flags}: " + (f"resuming from {path}" if path else f"starting a new run in {config.run_dir}"))
     return None if path is None else str(path), refused
-
-
-def check_unasked_resume(trainer: Any, *, trains: bool) -> None:
-    """Refuse a run that Lightning would begin with a file that another has left."""
-    saving = [c for c in trainer.callbacks if trains and isinstance(c, OnExceptionCheckpoint)]
-    left = [Path(callback.ckpt_path) for callback in saving if Path(callback.ckpt_path).exists()]
-    if SLURMEnvironment.detect():
-        left += sorted(Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))
-    if left:
-        raise ConfigError(
-            f"{left[-1]} is there, and Lightning would resume from it unasked",
-            remedy="move it, and pass it as --ckpt_path to go on from it",
-        )

@@ -26,11 +26,10 @@ from lit_cifar.checkpoint.exact_resume import SameStart
 from lit_cifar.checkpoint.files import CheckpointFiles
 from lit_cifar.checks.replica_audit.callback import ReplicaAudit
 from lit_cifar.checks.watchdog.callback import Watchdog
-from lit_cifar.cli.checkpoint_selection import StartingCheckpoint, check_unasked_resume, spelled_out
-from lit_cifar.cli.gone import refuse_words
 from lit_cifar.cli.overview import PROGRAM, answer
 from lit_cifar.cli.paths import expand_paths
 from lit_cifar.cli.preflight import check_run, check_sizes
+from lit_cifar.cli.start import Start, check_unasked_resume
 from lit_cifar.cli.trainer_arguments import check_arguments, check_bounds
 from lit_cifar.cli.usage_errors import Parser, as_config_error, cli_exit
 from lit_cifar.data import CIFAR10DataModule
@@ -84,12 +83,17 @@ def main(args: Sequence[str] | None = None) -> None:
 def _run(words: list[str]) -> None:
     """Run the command that `words` name."""
     answer(words)
-    refuse_words(words)
     if words[0] in COMMANDS:
+        from lit_cifar.cli.gone import refuse_words
+
+        refuse_words(words)
         startup.raise_at_interrupt()  # they end the processes that they have started
         raise SystemExit(COMMANDS[words[0]](words[1:]))
     os.environ.update(task_variables(os.environ))  # a task of `srun` is then what torchrun would have started
-    words = spelled_out(words)
+    if words[0] in ("validate", "test", "predict"):
+        from lit_cifar.cli.checkpoint_selection import spelled_out
+
+        words = spelled_out(words)
     if any(MAY_NAME_STRATEGY.search(word) for word in words):
         import_module("lit_cifar.strategies")
     internals.require(internals.RUN)
@@ -101,7 +105,7 @@ class CLI(LightningCLI):
     """Adds a run folder, and finds the user's mistakes before any process is started."""
 
     def __init__(self, words: list[str], *, lock: RunLock) -> None:
-        self._lock = lock
+        self._lock, self._words = lock, words
         self._named = next((word for word in words[:1] if word in self.subcommands()), None)
         self._own_loggers: list[Namespace] = []  # loggers that the user has asked for
         self._replicas: Any = None  # callback of --virtual_replicas
@@ -142,7 +146,7 @@ class CLI(LightningCLI):
         if self._named not in (None, subcommand):
             return self.init_parser(**kwargs)  # adding the options of other subcommands takes long
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        cast(Parser, parser).subcommand = subcommand
+        cast(Parser, parser).subcommand, cast(Parser, parser).words = subcommand, self._words
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -163,14 +167,19 @@ class CLI(LightningCLI):
         return arguments
 
     def _parse_ckpt_path(self) -> None:
-        """Read the checkpoint.
+        """Read the checkpoint; a fit may have none.
 
         Lightning's own step would override the user's model flags by the checkpoint's, and knows "best" and "last",
         which have no meaning here: each command has its run folder.
         """
         if self._arguments.resume is not None and self._arguments.run_dir is not None:
             lock_run_folder(self._arguments.run_dir, self._lock)
-        self._start = StartingCheckpoint(self._subcommand, self._arguments)
+        if self._subcommand == "fit" and self._arguments.resume is self._arguments.ckpt_path is None:
+            self._start = Start()
+        else:
+            from lit_cifar.cli.checkpoint_selection import StartingCheckpoint
+
+            self._start = StartingCheckpoint(self._subcommand, self._arguments)
 
     def before_instantiate_classes(self) -> None:
         """Refuse arguments that the Trainer accepts but a run folder cannot use; tell the model about the data."""

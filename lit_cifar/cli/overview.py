@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lit_cifar.cli import gone
 from lit_cifar.errors import nearest, printable
 from lit_cifar.launch.startup import RANKS
 from lit_cifar.version import __version__
@@ -50,6 +49,8 @@ def answer(words: Sequence[str]) -> None:
     known = [name for group in _COMMANDS.values() for name in group]
     if first in known or first.startswith("-"):
         return
+    from lit_cifar.cli import gone
+
     if first in gone.INSTEAD:
         _refuse(f"the command {first} has gone", f"instead: {gone.INSTEAD[first]}")
     problem = f"there is no command {first}" if words else "a command is missing"

@@ -9,7 +9,7 @@ from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
-from lit_cifar.cli.checkpoint_selection import StartingCheckpoint
+from lit_cifar.cli.start import Start
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.dataset import Dataset
@@ -39,7 +39,7 @@ def check_run(
     *,
     asked: Namespace,
     subcommand: str,
-    start: StartingCheckpoint,
+    start: Start,
     replicas: Any,
 ) -> None:
     """Refuse a run that cannot work, and leave `data` set up.

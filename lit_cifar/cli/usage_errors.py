@@ -3,14 +3,13 @@
 import signal
 import sys
 from argparse import SUPPRESS, ArgumentParser, _HelpAction
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from lit_cifar.cli.gone import refuse_settings
 from lit_cifar.cli.overview import PROGRAM
 from lit_cifar.errors import ConfigError, SaveError, printable
 from lit_cifar.reporting.run_folder import process_rank
@@ -38,6 +37,7 @@ class Parser(LightningArgumentParser):
     def __init__(self, *args: Any, version: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, add_help=False, **kwargs)
         self.subcommand: str | None = None  # the command whose flags it knows
+        self.words: Sequence[str] = ()  # the command line
         self.add_argument("-h", "--help", action=HelpAction, help="Print this help, or all of it, and exit.")
         if version is not None:  # jsonargparse would print the program's name, which is a command here
             self.add_argument("--version", action="version", version=f"lit_cifar {version}", help="Print and exit.")
@@ -46,7 +46,9 @@ class Parser(LightningArgumentParser):
         if not self.exit_on_error:
             super().error(message, ex)
         from lit_cifar.cli.explanations import explained
+        from lit_cifar.cli.gone import refuse_words
 
+        refuse_words(self.words)
         known = [flag for parser in (self, *self._commands()) for flag in parser._option_string_actions]
         problem, remedy = explained(message, known=known, program=_program())
         refuse(problem, remedy=remedy)
@@ -67,6 +69,8 @@ class Parser(LightningArgumentParser):
 
     def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Any:
         """Parse the settings of a file like jsonargparse, with a short error for those that have gone."""
+        from lit_cifar.cli.gone import refuse_settings
+
         refuse_settings(content)
         return super().parse_string(content, *args, **kwargs)
 

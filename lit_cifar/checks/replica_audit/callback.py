@@ -10,7 +10,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lit_cifar.checks.verdict import at_most
 from lit_cifar.errors import ConfigError, ReplicaAuditError
 from lit_cifar.mode import mode_of
 
@@ -69,6 +68,8 @@ class ReplicaAudit(Callback):
             self._audit(trainer, self._held)
 
     def _audit(self, trainer: Trainer, held: "HeldTensors") -> None:
+        from lit_cifar.checks.verdict import at_most
+
         self._step = trainer.global_step
         found, others = held.disagreements()
         if others:
