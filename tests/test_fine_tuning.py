@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, OneCycleLR, St
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_network
-from lit_cifar.models.fine_tuning import FineTuning, Frozen, head_of, matching
+from lit_cifar.models.fine_tuning import FineTuning, Frozen
+from lit_cifar.models.frozen import head_of, matching
 from lit_cifar.task.module import LitResNet
 from lit_cifar.task.optim import WarmupDecay
 from lit_cifar.tools.verify.command import verify

@@ -1,16 +1,10 @@
-"""Parts of a network that a training leaves as they are, and the classifier, which may learn faster."""
+"""What a user sets about parts of a network that a training leaves as they are, and about its classifier."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
 from torch import nn
-from torch.optim import Optimizer
 
-from lit_cifar import internals
 from lit_cifar.errors import ConfigError, bounded
 
 
@@ -48,6 +42,8 @@ class FineTuning:
         """All parameters, frozen ones too, or with `head_lr` two groups of them, the classifier's last."""
         if self.head_lr is None:
             return network.parameters()
+        from lit_cifar.models.frozen import head_of
+
         own = [*network.get_submodule(head_of(network, num_classes)).parameters()]
         others = [parameter for parameter in network.parameters() if parameter not in {*own}]
         return [{"params": others}, {"params": own, "lr": self.head_lr}]
@@ -66,6 +62,8 @@ class Frozen:
         """What `settings` freeze. What is never trained asks for no gradients from now on."""
         if not settings.freeze:
             return cls()
+        from lit_cifar.models.frozen import matching
+
         patterns = [settings.freeze] if isinstance(settings.freeze, str) else settings.freeze
         frozen = cls(*matching(network, patterns), settings.unfreeze_at)
         for name in frozen.parameters if frozen.until is None else ():
@@ -88,71 +86,3 @@ class Frozen:
             f"not trained{until}: {len(self.parameters)} of {len([*network.parameters()])} parameters, and the "
             f"statistics of {len(self.norms)} BatchNorm layers"
         )
-
-
-def matching(network: nn.Module, patterns: Sequence[str]) -> tuple[frozenset[str], tuple[str, ...]]:
-    """The parameters whose names match a pattern of `fnmatch`, and the BatchNorm layers that have no others.
-
-    A layer without parameters is asked by the name of its `running_mean`.
-
-    Raises:
-        ConfigError: A pattern matches nothing, or all that could be trained is frozen.
-    """
-    norms = {
-        name: [f"{name}.{key}" for key, _ in layer.named_parameters(recurse=False)] or [f"{name}.running_mean"]
-        for name, layer in network.named_modules()
-        if isinstance(layer, internals.BatchNorm)
-    }
-    parameters = {name: tensor.requires_grad for name, tensor in network.named_parameters()}
-    known = {*parameters}.union(*norms.values())
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in known):
-            groups = [f"{name}.*" for name, module in network.named_modules() if name and [*module.parameters()]]
-            near = get_close_matches(pattern, [*groups, *parameters], n=3, cutoff=0.4) or groups[:3]
-            raise ConfigError(
-                f"--model.fine_tuning.freeze={pattern} matches no parameter of {type(network).__name__}",
-                remedy=f"did you mean {' or '.join(near)}?",
-            )
-    found = {name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns)}
-    if not any(trained for name, trained in parameters.items() if name not in found):
-        raise ConfigError(
-            f"--model.fine_tuning.freeze={' '.join(patterns)} leaves no parameter of {type(network).__name__} to train",
-            remedy="name fewer: 'conv1.*', or ['conv1.*', 'layer1.*']",
-        )
-    still = tuple(name for name, own in norms.items() if found.issuperset(own))
-    return frozenset(found & parameters.keys()), still
-
-
-def head_of(network: nn.Module, num_classes: int) -> str:
-    """The name of the classifier: the last layer with a row of weights for each class."""
-    places = ((*name.rpartition("."), its.shape) for name, its in network.named_parameters(remove_duplicate=False))
-    found = [layer for layer, _, kind, shape in places if kind == "weight" and shape[:1] == (num_classes,)]
-    if not found:
-        raise ConfigError(
-            f"--model.fine_tuning.head_lr: {type(network).__name__} has no layer with {num_classes} outputs, which "
-            "would be its classifier",
-            remedy="leave it out",
-        )
-    return found[-1]
-
-
-class KeepFrozen(Callback):
-    """Lets a module's `network` follow its `frozen` in each epoch, also in a run that is resumed within one."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Set the mode of BatchNorm layers, also where a run is resumed within an epoch.
-
-        Lightning does not call `train()`, and has warned by now of layers that are in evaluation mode.
-        """
-        frozen = pl_module.frozen
-        frozen.switch_norms(pl_module.network, training=not frozen.holds_in(trainer.current_epoch))
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self.on_train_start(trainer, pl_module)
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
-        """Throw away gradients of what will be trained later: DistributedDataParallel must have waited for them."""
-        frozen = pl_module.frozen
-        if frozen.until is not None and frozen.holds_in(trainer.current_epoch):
-            for name in frozen.parameters:
-                pl_module.network.get_parameter(name).grad = None

@@ -28,7 +28,7 @@ from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError, bounded
 from lit_cifar.models import Arch, Stem, Whitening
-from lit_cifar.models.fine_tuning import FineTuning, Frozen, KeepFrozen
+from lit_cifar.models.fine_tuning import FineTuning, Frozen
 from lit_cifar.models.memory_format import plain
 from lit_cifar.models.random_streams import RandomStreams
 from lit_cifar.models.views import NumViews, mean_logits
@@ -303,6 +303,8 @@ class LitResNet(L.LightningModule):
         needed: list[type[Callback]] = [ExactResume]
         needed += [RandomStreams] if isinstance(trainer.datamodule, CIFAR10DataModule) else []
         if self.frozen.parameters or self.frozen.norms:
+            from lit_cifar.models.frozen import KeepFrozen
+
             needed.append(KeepFrozen)
         given = {type(callback) for callback in trainer.callbacks}
         if EpochMeans not in given:
