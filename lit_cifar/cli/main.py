@@ -37,7 +37,6 @@ from lit_cifar.data.datasets import open_dataset
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch import startup
 from lit_cifar.launch.signals import handlers_put_back, signals_to_spawned
-from lit_cifar.launch.torchrun import task_variables
 from lit_cifar.launch.world_size import as_list, check_processes, resolve_world_size
 from lit_cifar.models import DEFAULT_ARCH
 from lit_cifar.models.precision import choose_fast
@@ -89,7 +88,10 @@ def _run(words: list[str]) -> None:
         refuse_words(words)
         startup.raise_at_interrupt()  # they end the processes that they have started
         raise SystemExit(COMMANDS[words[0]](words[1:]))
-    os.environ.update(task_variables(os.environ))  # a task of `srun` is then what torchrun would have started
+    if "SLURM_STEP_NUM_TASKS" in os.environ:  # a task of `srun` is then what torchrun would have started
+        from lit_cifar.launch.torchrun import task_variables
+
+        os.environ.update(task_variables(os.environ))
     if words[0] in ("validate", "test", "predict"):
         from lit_cifar.cli.checkpoint_selection import spelled_out
 

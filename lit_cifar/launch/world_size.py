@@ -19,7 +19,6 @@ from lightning.pytorch.strategies import ParallelStrategy, Strategy, StrategyReg
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.rendezvous import LocalEnvironment
 from lit_cifar.launch.startup import RANKS
-from lit_cifar.launch.torchrun import is_task, launcher_name
 from lit_cifar.mode import mode_of
 
 _UNSET = ("auto", 1, "1")
@@ -61,6 +60,8 @@ def check_processes(trainer: Trainer, *, rank: int) -> None:
 
 
 def _follow_torchrun(config: dict[str, Any], strategy: Strategy | None) -> None:
+    from lit_cifar.launch.torchrun import is_task, launcher_name
+
     mode, launcher = mode_of(strategy), launcher_name()
     if mode.start_method != "popen":
         raise ConfigError(
@@ -77,8 +78,8 @@ def _follow_torchrun(config: dict[str, Any], strategy: Strategy | None) -> None:
         )
     each = mode.devices_per_process
     option = "ntasks" if is_task() else "nproc"
-    _follow(config, "devices", processes * each, started=f"--{option}-per-node={processes}")
-    _follow(config, "num_nodes", machines, started=f"{machines} machine(s)")
+    _follow(config, "devices", processes * each, launcher=launcher, started=f"--{option}-per-node={processes}")
+    _follow(config, "num_nodes", machines, launcher=launcher, started=f"{machines} machine(s)")
 
 
 def _made(strategy: Any) -> Strategy | None:
@@ -88,14 +89,14 @@ def _made(strategy: Any) -> Strategy | None:
     return strategy if isinstance(strategy, Strategy) else None
 
 
-def _follow(config: dict[str, Any], name: str, value: int, *, started: str) -> None:
+def _follow(config: dict[str, Any], name: str, value: int, *, launcher: str, started: str) -> None:
     given = config[name]
     if given in _UNSET:
         config[name] = value
     elif _count(given) not in (None, value):
         raise ConfigError(
-            f"--trainer.{name}={given}, but {launcher_name()} started {started}, which makes {value}",
-            remedy=f"leave out --trainer.{name}, {launcher_name()} decides it",
+            f"--trainer.{name}={given}, but {launcher} started {started}, which makes {value}",
+            remedy=f"leave out --trainer.{name}, {launcher} decides it",
         )
 
 
