@@ -46,13 +46,6 @@ def test_words_that_only_look_so_are_left_alone(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["run_dir: Bird", "data: {root: Bird}", "trainer: {logger: {init_args: {name: Bird}}}"]
-)
-def test_values_of_a_file_that_only_look_so_are_left_alone(text: str) -> None:
-    gone.refuse_settings(text)
-
-
-@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("model: {wings: 2}", "--model.wings"),

@@ -3,11 +3,10 @@
 The table is for this release alone.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any, NoReturn
-
-import yaml  # type: ignore[import-untyped]
+from typing import NoReturn
 
 from lit_cifar.errors import ConfigError
 
@@ -88,29 +87,17 @@ def refuse_words(words: Sequence[str]) -> None:
             _refuse_class(value)
 
 
-def refuse_settings(text: str) -> None:
-    """Raise a `ConfigError` for a key or class in the YAML `text` that has gone; other mistakes are left to others."""
-    try:
-        settings = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return
-    for name, value in _flat(settings):
+def refuse_named(message: str) -> None:
+    """Raise a `ConfigError` if a setting or class has gone that jsonargparse's `message` says there is not."""
+    unknown = re.search(
+        r"does not accept option '([\w.]+)'|Parser key \"([\w.]+)\".*Option '(\w+)' is not accepted", message, re.DOTALL
+    )
+    if unknown is not None:
+        name = ".".join(filter(None, unknown.groups()))
         _refuse_setting(f"--{name}")
         _refuse_setting(f"--{name.partition('.')[2]}")  # below the name of a command
-        if name.endswith("trainer.callbacks.class_path"):
-            _refuse_class(value)
-
-
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Each setting in `value` by the name that its flag has, and its value."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _flat(item, f"{name}.{key}".lstrip("."))
-    elif isinstance(value, list):
-        for item in value:
-            yield from _flat(item, name)
-    else:
-        yield name, value
+    if unfit := re.search(r"Problem with given class_path '([\w.]+)'", message):
+        _refuse_class(unfit[1])
 
 
 def _refuse_setting(flag: str, *, command: str = "") -> None:
@@ -122,7 +109,7 @@ def _refuse_setting(flag: str, *, command: str = "") -> None:
                 _refuse(key)
 
 
-def _refuse_class(value: object) -> None:
+def _refuse_class(value: str) -> None:
     for name in INSTEAD:
         if not name.startswith("--") and "." in name and value in (name, name.rpartition(".")[2]):
             _refuse(name)

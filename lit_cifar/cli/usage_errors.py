@@ -46,9 +46,10 @@ class Parser(LightningArgumentParser):
         if not self.exit_on_error:
             super().error(message, ex)
         from lit_cifar.cli.explanations import explained
-        from lit_cifar.cli.gone import refuse_words
+        from lit_cifar.cli.gone import refuse_named, refuse_words
 
         refuse_words(self.words)
+        refuse_named(message)
         known = [flag for parser in (self, *self._commands()) for flag in parser._option_string_actions]
         problem, remedy = explained(message, known=known, program=_program())
         refuse(problem, remedy=remedy)
@@ -66,13 +67,6 @@ class Parser(LightningArgumentParser):
             raise ConfigError(
                 f"--config={path} is not text: {error}", remedy="pass a YAML file, e.g. --config=RUN/config.yaml"
             ) from error
-
-    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Any:
-        """Parse the settings of a file like jsonargparse, with a short error for those that have gone."""
-        from lit_cifar.cli.gone import refuse_settings
-
-        refuse_settings(content)
-        return super().parse_string(content, *args, **kwargs)
 
 
 @contextmanager
