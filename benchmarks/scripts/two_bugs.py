@@ -14,12 +14,12 @@ from lit_cifar.tools.terminal import about, write_json
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "two_bugs.py"
 MENDED = {
-    "    for words, following in loader:": "    loader.sampler.set_epoch(epoch)\n    for words, following in loader:",
+    "for words, following in loader:": "loader.sampler.set_epoch(epoch)\n        for words, following in loader:",
     "following.flatten())": """following.flatten(), reduction="sum")
-        num_words = (following != -100).sum()
-        own = loss / num_words
-        dist.all_reduce(num_words)
-        loss = loss * dist.get_world_size() / num_words""",
+            num_words = (following != -100).sum()
+            own = loss / num_words
+            dist.all_reduce(num_words)
+            loss = loss * dist.get_world_size() / num_words""",
     "{loss.item()": "{own.item()",
 }
 
@@ -27,7 +27,7 @@ MENDED = {
 def program(*, seed: int, mended: bool) -> str:
     """The script with other weights and another order of its samples, and without its bugs."""
     changes = {
-        "model = Distributed": f"torch.manual_seed({seed})\nmodel = Distributed",
+        "    model = Distributed": f"    torch.manual_seed({seed})\n    model = Distributed",
         "DistributedSampler(data)": f"DistributedSampler(data, seed={seed})",
     }
     text = SCRIPT.read_text(encoding="utf-8")
