@@ -152,7 +152,7 @@ def _check_callback(state: Any, callback: Callback) -> None:
 
 
 def _check_state(found: dict[str, Any], optimizer: Optimizer, *, frozen: frozenset[Tensor], begun: bool) -> None:
-    groups = optimizer.state_dict()["param_groups"]
+    groups, settings = optimizer.state_dict()["param_groups"], [dict(group) for group in optimizer.param_groups]
     check_content(found["param_groups"], groups, "optimizer_states.0.param_groups", partly=True)
     check_content(found["state"], dict[int, dict[str, Any]], "optimizer_states.0.state")
     with _trying("the optimizer"):
@@ -169,6 +169,15 @@ def _check_state(found: dict[str, Any], optimizer: Optimizer, *, frozen: frozens
     tensors = [each for state in found["state"].values() for each in state.values() if isinstance(each, Tensor)]
     if any(each.is_floating_point() and bool(each.isnan().any()) for each in tensors):
         raise CheckpointError("the state of its optimizer holds nan: it has diverged")
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+    for number, state in _after_a_step(optimizer, frozen).items():
+        if number in wanted and (more := state.keys() - wanted[number].keys()):
+            raise CheckpointError(
+                f"the optimizer's settings here need {', '.join(sorted(more))} of each parameter, which those of its "
+                "training did not keep",
+                remedy=f"pass the --model.optimizer of its training, {_CONFIG}",
+            )
 
 
 def _after_a_step(optimizer: Optimizer, frozen: frozenset[Tensor]) -> dict[int, dict[str, Any]]:
