@@ -92,9 +92,9 @@ class NoFolder(L.Callback):
 
 
 class LoseRunFolder(L.Callback):
-    """Takes the run folder away after two optimizer steps, or fills the disk for `metrics.csv`."""
+    """Takes the run folder away after two optimizer steps, or fills the disk for the file that is `full`."""
 
-    def __init__(self, *, full: bool = False) -> None:
+    def __init__(self, *, full: str | None = None) -> None:
         self.full = full
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
@@ -102,7 +102,8 @@ class LoseRunFolder(L.Callback):
         if trainer.global_step != 2 or not trainer.is_global_zero or folder is None:
             return
         if self.full:
-            (folder / "metrics.csv").unlink(missing_ok=True)
-            (folder / "metrics.csv").symlink_to("/dev/full")
+            path = next(folder.glob(f"{self.full}*"), folder / self.full)
+            path.unlink(missing_ok=True)
+            path.symlink_to("/dev/full")
         else:
             shutil.rmtree(folder)

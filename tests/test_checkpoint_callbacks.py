@@ -149,11 +149,15 @@ def test_a_run_that_begins_with_anothers_checkpoint_ranks_its_own(tmp_path: Path
     assert steps_in(tmp_path / "run")[BEST] == STEPS
 
 
+LOGS = ("metrics.csv", "events")
 FAULTS = {  # The logs are on the same disk as the checkpoints, and most often the first to notice.
-    "full": (
-        callback("stopping.LoseRunFolder", full=True),
-        ["could not be saved: No space left on device", "earlier checkpoints are unchanged: last.ckpt"],
-    ),
+    **{
+        name: (
+            callback("stopping.LoseRunFolder", full=name),
+            ["could not be saved: No space left on device", "earlier checkpoints are unchanged: last.ckpt"],
+        )
+        for name in LOGS
+    },
     "gone": (
         callback("stopping.LoseRunFolder"),
         ["could not be saved: No such file or directory", "there is no checkpoint in"],
@@ -165,8 +169,7 @@ FAULTS = {  # The logs are on the same disk as the checkpoints, and most often t
 @pytest.mark.parametrize(
     ("mode", "fault"),
     graded(
-        ("single", "full"),
-        ("single", "gone"),
+        *(("single", fault) for fault in (*LOGS, "gone")),
         slow=[("ddp", fault) for fault in FAULTS],
         exhaustive=[(mode, "no folder") for mode in ("pp", "fsdp2")],
     ),
@@ -179,8 +182,8 @@ def test_a_run_that_cannot_save_fails_in_every_process(mode: str, fault: str, tm
     message = result.stderr.rpartition("lit_cifar: ")[2]
     assert [each for each in words if each not in message] == []
     # Where a logger fails, the other process shows where rank 0 was.
-    assert (mode, fault) == ("ddp", "full") or fault == "gone" or "Traceback" not in result.stderr
-    assert (newest_valid(tmp_path / "run" / "checkpoints")[0] is not None) == (fault == "full")
+    assert (mode == "ddp" and fault in LOGS) or fault == "gone" or "Traceback" not in result.stderr
+    assert (newest_valid(tmp_path / "run" / "checkpoints")[0] is not None) == (fault in LOGS)
 
 
 # ---------------------------------------------------------------- saving while training goes on

@@ -9,6 +9,7 @@ import io
 import logging
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -47,8 +48,9 @@ _LEVELS = {
 
 
 def leave_out_banners() -> None:
-    """Set this process's Lightning loggers, warning filters and form of warnings, for good."""
-    form = warnings.formatwarning
+    """Set this process's Lightning loggers, warning filters and forms of warnings and threads' errors, for good."""
+    form, show = warnings.formatwarning, threading.excepthook
+    threading.excepthook = lambda args: None if _is_raised_again(args) else show(args)
     warnings.formatwarning = lambda *args, **kwargs: _own_form(*args) or form(*args, **kwargs)
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
@@ -61,14 +63,15 @@ def leave_out_banners() -> None:
 
 @contextmanager
 def without_banners() -> Iterator[None]:
-    """Leave out the banners, and put loggers and warnings back at the end."""
-    levels, form = {name: logging.getLogger(name).level for name in _LEVELS}, warnings.formatwarning
+    """Leave out the banners, and put loggers, warnings and threads' errors back at the end."""
+    levels = {name: logging.getLogger(name).level for name in _LEVELS}
+    form, show = warnings.formatwarning, threading.excepthook
     with warnings.catch_warnings():
         leave_out_banners()
         try:
             yield
         finally:
-            warnings.formatwarning = form
+            warnings.formatwarning, threading.excepthook = form, show
             logging.getLogger(_ANY_CALLER).removeFilter(_is_no_banner)
             for name, level in levels.items():
                 logging.getLogger(name).setLevel(level)
@@ -78,6 +81,11 @@ def _own_form(message: Warning | str, category: type[Warning], filename: str, *_
     """A warning of ours in a line, without the code that warns; None for any other warning."""
     is_ours = category is UserWarning and Path(filename).is_relative_to(_PACKAGE)
     return f"lit_cifar: warning: {printable(str(message), lines=True)}\n" if is_ours else None
+
+
+def _is_raised_again(args: threading.ExceptHookArgs) -> bool:
+    """Whether a thread's error is one that the main thread raises too: TensorBoard's writer meets a full disk first."""
+    return isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")
 
 
 def _is_no_banner(record: logging.LogRecord) -> bool:
