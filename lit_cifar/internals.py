@@ -36,6 +36,7 @@ NAMES = {
         lightning.pytorch.plugins.precision.Precision.clip_grad_by_norm
         lightning.pytorch.strategies.DDPStrategy._ddp_kwargs ._layer_sync ._start_method
         lightning.pytorch.strategies.launchers._MultiProcessingLauncher ._SubprocessScriptLauncher
+        lightning.pytorch.strategies.launchers._SubprocessScriptLauncher._call_children_scripts
         lightning.pytorch.trainer.connectors.signal_connector._SignalConnector.register_signal_handlers
         torch.optim.lr_scheduler.LRScheduler._last_lr torch.utils._pytree.tree_leaves .tree_map_only
         torchmetrics.Metric._apply ._defaults ._reductions ._update_count""",

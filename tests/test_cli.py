@@ -246,9 +246,16 @@ def test_a_rank_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("flags", [["--trainer.strategy=ddp"], ["--trainer.strategy=ddp_spawn"]])
-@pytest.mark.parametrize("moment", graded(slow=["run folder", "", "model"]))
+@pytest.mark.parametrize("moment", graded(slow=["run folder", "", "model", "a rank begins"]))
 def test_an_interrupt_before_training_ends_all_at_once(flags: list[str], moment: str, tmp_path: Path) -> None:
-    """Sent to all processes, as by a terminal, while they import or wait for one another."""
+    """Sent to all processes, as by a terminal, while they begin, import or wait for one another."""
+    begins = (
+        "import os, sys, time\nif 'LOCAL_RANK' in os.environ or '--multiprocessing-fork' in sys.orig_argv:\n"
+        "    print('a rank begins', file=sys.stderr, flush=True); time.sleep(1)"
+    )
+    if moment == "a rank begins":
+        (tmp_path / "sitecustomize.py").write_text(begins)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     words = [
         sys.executable,
         "-m",
@@ -261,7 +268,7 @@ def test_an_interrupt_before_training_ends_all_at_once(flags: list[str], moment:
     ]
     said = tmp_path / "said"
     with said.open("wb") as file:
-        run = subprocess.Popen(words, stdout=file, stderr=file, start_new_session=True, cwd=ROOT)
+        run = subprocess.Popen(words, stdout=file, stderr=file, start_new_session=True, env=environment)
         try:
             while run.poll() is None and moment not in said.read_text():
                 time.sleep(0.01)
@@ -274,6 +281,13 @@ def test_an_interrupt_before_training_ends_all_at_once(flags: list[str], moment:
                 os.killpg(run.pid, signal.SIGKILL)
     assert said.read_text().splitlines()[-1] == "lit_cifar: interrupted"
     assert "Traceback" not in said.read_text()
+
+
+def test_an_interrupt_that_was_held_back_ends_a_process_that_is_ready() -> None:
+    held = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]); signal.raise_signal(signal.SIGINT)"
+    program = f"import signal, time; from lit_cifar import startup; {held}; startup.end_at_interrupt(); time.sleep(60)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (130, "lit_cifar: interrupted\n")
 
 
 def test_a_run_leaves_alone_what_is_there(trained: Path, tmp_path: Path) -> None:

@@ -239,6 +239,7 @@ class StepBoundary(Callback):
             trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
             for number in stop_signals():
                 signal.signal(number, self._note)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # held back where this process was spawned
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last = next((c for c in trainer.callbacks if isinstance(c, LastCheckpoint)), None)  # type: ignore[attr-defined]

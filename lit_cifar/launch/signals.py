@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import active_children
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
+from torch import multiprocessing as torch_multiprocessing
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lit_cifar import internals
@@ -27,6 +28,7 @@ EXIT_REFUSED = 2  # exit status after a mistake of the user
 EXIT_STOPPED = 128 + signal.SIGTERM
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 _ONE_KEYSTROKE_S = 1.0
+multiprocessing: Any = torch_multiprocessing  # its types leave out `start_processes`
 
 
 class Keystrokes:
@@ -74,10 +76,19 @@ def signals_to_spawned(trainer: Trainer) -> Iterator[None]:
     While they are being started, and at a second Ctrl-C, they are killed at once.
     """
     launcher = trainer.strategy.launcher
+    if isinstance(launcher, internals.SubprocessScriptLauncher):
+        launcher._call_children_scripts = startup.interrupts_held()(launcher._call_children_scripts)
     if not isinstance(launcher, internals.MultiProcessingLauncher):
         yield
         return
     keystrokes = Keystrokes()
+    start = multiprocessing.start_processes
+
+    def start_all(*args: Any, **kwargs: Any) -> Any:
+        with startup.interrupts_held():
+            started = start(*args, **kwargs)
+        signal.signal(signal.SIGINT, stop)
+        return started
 
     def stop(number: int, frame: FrameType | None) -> None:
         if launcher.procs and not keystrokes.insist(number):
@@ -88,8 +99,9 @@ def signals_to_spawned(trainer: Trainer) -> Iterator[None]:
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     with handlers_put_back():
-        for number in stop_signals():
+        for number in {*stop_signals()} - startup.ENDS_AT:
             signal.signal(number, stop)
+        multiprocessing.start_processes = start_all
         try:
             yield
         except ProcessExitedException as error:
@@ -98,6 +110,8 @@ def signals_to_spawned(trainer: Trainer) -> Iterator[None]:
             if error.exit_code not in (EXIT_STOPPED, -signal.SIGTERM):  # SIGTERM came before its handler was installed
                 raise
             raise SystemExit(EXIT_STOPPED) from None
+        finally:
+            multiprocessing.start_processes = start
 
 
 def end_together(trainer: Trainer, message: str, *, status: int) -> NoReturn:

@@ -10,7 +10,8 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from types import FrameType
@@ -21,6 +22,7 @@ PARENT_PID = 0  # of the process that has started this one
 STARTED_BY_COPY = False
 VARIABLE = "_LIT_CIFAR_PID"
 _PR_SET_PDEATHSIG = 1
+ENDS_AT: set[int] = set()  # the signal at which this process, and so every copy of it, ends as below
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # Lightning reads these, in this order
 
 # By then a watchdog has noticed that the parent is gone, and has reported more.
@@ -108,6 +110,22 @@ def end_at_interrupt() -> None:
     # multiprocessing's tracker, which clears up after this end, is started with these.
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
     threading.Thread(target=_end_at_interrupt, args=(read,), name="interrupts", daemon=True).start()
+    ENDS_AT.add(signal.SIGINT)
+    if multiprocessing.parent_process() is None:  # which otherwise answers Ctrl-C for this one too
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS_AT)
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C back here and in the copies of this process that are started meanwhile, until they are ready for it.
+
+    In its first moment a copy would answer with Python's own traceback. One that is spawned is ready when it trains.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS_AT)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def raise_at_interrupt() -> None:
@@ -115,6 +133,7 @@ def raise_at_interrupt() -> None:
     if signal.getsignal(signal.SIGINT) is _leave_to_thread:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS_AT)  # a fork may have it held
 
 
 def _leave_to_thread(number: int, frame: FrameType | None) -> None:
@@ -127,8 +146,9 @@ def _end_at_interrupt(read: int) -> None:
     kill_workers()
     for task in Path("/proc/self/task").glob("*/children"):
         for child in task.read_text().split():
-            with suppress(OSError):
-                os.kill(int(child), signal.SIGINT)
+            with suppress(OSError):  # one that is spawned would show that it is cut off
+                is_spawned = b"--multiprocessing-fork" in Path("/proc", child, "cmdline").read_bytes()
+                os.kill(int(child), signal.SIGKILL if is_spawned else signal.SIGINT)
     is_first = all(os.environ.get(name, "0") == "0" for name in RANKS) and multiprocessing.parent_process() is None
     if is_first:
         with suppress(AttributeError, OSError, ValueError):
