@@ -129,6 +129,32 @@ def test_a_main_thread_that_hangs_is_found_and_shown(mode: str, rank: int, tmp_p
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_killed_before_all_have_met_is_named(tmp_path: Path) -> None:
+    killed = "import os\nif 'LOCAL_RANK' in os.environ:\n    os.kill(os.getpid(), 9)"
+    (tmp_path / "sitecustomize.py").write_text(killed)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[1]}"}
+    command = [sys.executable, "-m", "lit_cifar", "fit", *TINY, *MODES["ddp"], f"--run_dir={tmp_path / 'run'}"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 1
+    assert re.search(r"^lit_cifar: rank 1 \(pid \d+\) has ended: SIGKILL; all", run.stderr, flags=re.MULTILINE)
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_never_started_is_named(rank: int, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:  # whose port is free a moment later
+        place = {"MASTER_PORT": str(probe.getsockname()[1]), "LOCAL_RANK": str(rank)}
+    words = ["fit", *TINY, *mode_flags("DDPStrategy", 2, timeout="0:00:02"), f"--run_dir={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "lit_cifar", *words]
+    run = subprocess.run(command, env={**os.environ, **place}, capture_output=True, text=True)
+    assert run.returncode == 1
+    assert f"lit_cifar: error: rank {1 - rank} of 2 has not come to 127.0.0.1:" in run.stderr
+    assert "within 0:00:02\n" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.slow
 def test_no_spawned_rank_outlives_its_parent(tmp_path: Path) -> None:
     """Which holds the lock of the run folder, so that the same command may come again."""
     with Run(tmp_path, *MODES["ddp_spawn"], num_ranks=2) as run:

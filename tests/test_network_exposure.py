@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from recorder import has_reached
 from torch.distributed import TCPStore
 
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, MissingRankError
 from lit_cifar.launch import torchrun_rendezvous
 from lit_cifar.launch.addresses import LOOPBACK
 from lit_cifar.launch.rendezvous import LocalEnvironment, open_store
@@ -113,6 +114,34 @@ def test_lightnings_processes_meet_at_a_port_that_is_held(taken_port: int, monke
         socket.create_server((LOOPBACK, port))
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert LocalEnvironment().main_port == taken_port
+
+
+def test_all_ranks_name_the_one_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    ranks = [LocalEnvironment() for _ in range(2)]
+    store = open_store(LOOPBACK)
+    for rank in (1, 0):  # the last is this process's for Lightning
+        ranks[rank].set_global_rank(rank)
+        ranks[rank].set_world_size(3)
+        ranks[rank]._port = store.port
+    ranks[0]._store = store
+    found: list[str] = []
+
+    def come() -> None:
+        with pytest.raises(MissingRankError) as error:
+            _ = ranks[1].main_port
+        found.append(error.value.problem)
+
+    waiting = threading.Thread(target=come, daemon=True)
+    waiting.start()
+    while not store.check(["lit_cifar/here/1"]):
+        time.sleep(0.01)
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    ranks[0].check(timeout=timedelta(0))
+    with pytest.raises(MissingRankError, match=f"rank 2 of 3 has not come to {LOOPBACK}:{store.port} within 0:00:00"):
+        _ = ranks[0].main_port
+    waiting.join()
+    assert found[0].startswith("rank 2 of 3 has not come")
 
 
 def test_a_spawned_process_is_a_client_of_its_parents_store(monkeypatch: pytest.MonkeyPatch) -> None:

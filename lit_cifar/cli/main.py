@@ -25,7 +25,7 @@ from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.exact_resume import SameStart
 from lit_cifar.checkpoint.files import CheckpointFiles
 from lit_cifar.checks.replica_audit.callback import ReplicaAudit
-from lit_cifar.checks.watchdog.callback import Watchdog
+from lit_cifar.checks.watchdog.callback import Watchdog, name_who_ends
 from lit_cifar.cli.overview import PROGRAM, answer
 from lit_cifar.cli.paths import expand_paths
 from lit_cifar.cli.preflight import check_run, check_sizes
@@ -278,6 +278,7 @@ class CLI(LightningCLI):
             report.announce(self.trainer, self.model, self.datamodule, stage=subcommand, **start)
         # Lightning converts after loading a checkpoint, when its float64 weights have already been rounded.
         self.trainer.precision_plugin.convert_module(self.model)
+        name_who_ends(self.trainer)
         with signals_to_spawned(self.trainer), reporting_disk(folder):
             super()._run_subcommand(subcommand)
 

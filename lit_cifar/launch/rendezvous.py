@@ -11,17 +11,26 @@ Lightning reads an environment's `main_address` and `main_port` in each process 
 
 import os
 import socket
+import time
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lit_cifar.errors import ConfigError, one_line
+from lit_cifar.errors import ConfigError, MissingRankError, one_line
 from lit_cifar.launch.addresses import LOOPBACK, listen_only_on, loopback_interface
 
 _LAST_PORT = 65535
+_HERE, _ABSENT = (
+    "lit_cifar/here",
+    "lit_cifar/absent",
+)  # keys: of each rank that has come; of those that have not in time
+_POLL_S, _FAREWELL_S = 0.02, 1.0
 
 
 class LocalEnvironment(LightningEnvironment):
@@ -32,6 +41,7 @@ class LocalEnvironment(LightningEnvironment):
         self._store: TCPStore | None = None
         self._keeper: int | None = None
         self._port: int | None = None
+        self._timeout = default_pg_timeout
 
     @property
     @override
@@ -46,13 +56,19 @@ class LocalEnvironment(LightningEnvironment):
     @property
     @override
     def main_port(self) -> int:
-        """The store's port, open from then on: Lightning's own search would close it until the processes start."""
+        """The store's port, open from then on: Lightning's own search would close it until the processes start.
+
+        A rank that is told it waits for the others here: torch would not say who is missing.
+        """
         if self._port is None:
             self._port = self._open() if self.local_rank() == 0 else given_port()
+        if self.creates_processes_externally and self.world_size() > 1:
+            self._meet(self._store or self._find(self._port))
         return self._port
 
-    def check(self) -> None:
-        """Refuse processes that were started by hand without a port at which they meet."""
+    def check(self, *, timeout: timedelta | None) -> None:
+        """Refuse processes that were started by hand without a port at which they meet; they will wait for so long."""
+        self._timeout = default_pg_timeout if timeout is None else timeout
         if not given_port() and self.creates_processes_externally:
             raise ConfigError(
                 f"LOCAL_RANK={self.local_rank()} in the environment: each process was started by hand, but MASTER_PORT "
@@ -68,6 +84,37 @@ class LocalEnvironment(LightningEnvironment):
         if wanted not in (0, self._store.port):
             rank_zero_info(f"port {wanted} is in use: the processes meet at port {self._store.port} instead")
         return int(self._store.port)
+
+    def _meet(self, store: TCPStore) -> None:
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        store.set(f"{_HERE}/{self.global_rank()}", "")
+        if self.global_rank() == 0:
+            ranks = range(self.world_size())
+            while absent := [rank for rank in ranks if not store.check([f"{_HERE}/{rank}"])]:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_POLL_S)
+            store.set(_ABSENT, ", ".join(map(str, absent)))
+        while not store.check([_ABSENT]):
+            time.sleep(_POLL_S)
+        if missing := store.get(_ABSENT).decode():
+            time.sleep(_FAREWELL_S)  # until all have read it from the store, which ends with rank 0
+            raise self._missing(missing)
+
+    def _find(self, port: int) -> TCPStore:
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while time.monotonic() < deadline:
+            with suppress(OSError):
+                socket.create_connection((LOOPBACK, port), timeout=1).close()  # torch prints a stack where it fails
+                return TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
+            time.sleep(_POLL_S)
+        raise self._missing("0")
+
+    def _missing(self, ranks: str) -> MissingRankError:
+        return MissingRankError(
+            f"rank {ranks} of {self.world_size()} has not come to {LOOPBACK}:{self._port} within {self._timeout}",
+            remedy="look for its error; ranks that are started by hand have one MASTER_PORT and each its LOCAL_RANK",
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the store, which stays in the process that opened it."""

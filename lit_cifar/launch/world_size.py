@@ -56,7 +56,7 @@ def check_processes(trainer: Trainer, *, rank: int) -> None:
     strategy = trainer.strategy
     environment = strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None
     if trainer.world_size > 1 and isinstance(environment, LocalEnvironment):
-        environment.check()
+        environment.check(timeout=getattr(strategy, "_timeout", None))
 
 
 def _follow_torchrun(config: dict[str, Any], strategy: Strategy | None) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import multiprocessing
+import os
 import signal
 import sys
 import threading
@@ -15,8 +16,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_cifar import internals
 from lit_cifar.errors import ConfigError, Stopped
-from lit_cifar.launch.signals import launched_by_lightning
-from lit_cifar.launch.startup import exit_with_parent
+from lit_cifar.launch.signals import flush_streams, launched_by_lightning
+from lit_cifar.launch.startup import exit_with_parent, kill_workers
 
 if TYPE_CHECKING:
     from lit_cifar.checks.watchdog.monitor import Monitor
@@ -110,6 +111,28 @@ class Watchdog(Callback):
         if self._watch is not None:
             self._watch.leave()
         self._watch = None
+
+
+def name_who_ends(trainer: Trainer) -> None:
+    """Let Lightning's observer of the processes that it has started say which has ended, before it kills all others.
+
+    Nobody else does until they have met and are watched.
+    """
+    if trainer.world_size > 1 and next(internals.missing(internals.WATCHDOG), None) is None:
+        internals.ChildProcessObserver._terminate_all = _end_all
+
+
+def _end_all(observer: Any) -> None:
+    from lit_cifar.checks.watchdog.heartbeat import ending
+
+    for rank, process in enumerate(observer._child_processes, start=1):
+        if process.returncode:
+            how = f"{ending(process.returncode)}; all processes stop"
+            print(f"lit_cifar: rank {rank} (pid {process.pid}) has ended: {how}", file=sys.stderr)
+        process.kill()
+    flush_streams()
+    kill_workers()
+    os._exit(1)
 
 
 def _note(self: Watchdog, trainer: Trainer, *_: Any, **__: Any) -> None:
