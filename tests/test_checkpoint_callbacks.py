@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from checkpoints import state, step_of
 from commands import TINY, callback, graded, launch, logged, mode_flags, run_here
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tiny_task import TinyData, TinyTask, tiny_trainer
 
 from lit_cifar.checkpoint import callbacks as boundary
@@ -184,6 +185,15 @@ def test_a_run_that_cannot_save_fails_in_every_process(mode: str, fault: str, tm
     # Where a logger fails, the other process shows where rank 0 was.
     assert (mode == "ddp" and fault in LOGS) or fault == "gone" or "Traceback" not in result.stderr
     assert (newest_valid(tmp_path / "run" / "checkpoints")[0] is not None) == (fault in LOGS)
+
+
+def test_a_disk_that_is_full_before_training_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(TensorBoardLogger, "log_hyperparams", Mock(side_effect=full))
+    result = run_here("fit", *TINY, f"--run_dir={tmp_path / 'run'}", check=False)
+    assert result.status == 1
+    assert f"{tmp_path / 'run'} could not be saved: No space left on device" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 # ---------------------------------------------------------------- saving while training goes on

@@ -240,9 +240,13 @@ def test_what_needs_no_training_imports_none_of_it() -> None:
         assert not {"torch", "lightning", "jsonargparse"} & {*literal_eval(found.stdout.splitlines()[-1])}
 
 
-def test_a_rank_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_PROCID", "")
-    refused("fit", *TINY, says=["SLURM_PROCID='' in the environment is not a rank", "unset SLURM_PROCID"])
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [("SLURM_PROCID", "", "rank"), ("SLURM_NTASKS", "", "number"), ("WORLD_SIZE", "x", "number")],
+)
+def test_a_rank_that_is_no_number_is_refused(name: str, value: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    refused("fit", *TINY, says=[f"{name}={value!r} in the environment is not a {kind}", f"unset {name}"])
 
 
 @pytest.mark.parametrize("flags", [["--trainer.strategy=ddp"], ["--trainer.strategy=ddp_spawn"]])
@@ -294,6 +298,7 @@ def test_a_run_leaves_alone_what_is_there(trained: Path, tmp_path: Path) -> None
     """The folder of another run, and a file."""
     before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
     refused("fit", *TINY, f"--run_dir={trained}", says=["is not empty", f"--run_dir={trained}-2"])
+    refused("fit", *TINY, f"--run_dir={trained}-\udce9", says=["its name is not UTF-8"])
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
     (tmp_path / "file").touch()
     refused("fit", *TINY, f"--run_dir={tmp_path / 'file' / 'run'}", says=["cannot be written"])

@@ -107,7 +107,10 @@ REFUSED = {
         "cat, dog, which may be the classes",
     ),
     "images and masks": (["Images 2", "masks 2"], "holds Images and masks, which are no classes"),
-    "images and annotations": (["train/images 2", "train/annotations 2", "val/images 1"], "which are no classes"),
+    "images and annotations": (
+        ["train/images 2", "train/annotations 2", "train/previews 2", "val/images 1"],
+        "which are no classes",
+    ),
     "nothing but what is hidden": ([".git 1"], "holds no folders of pictures"),
     "a split without classes": (["cat 1", "dog 1", "test 3"], "test has no folders of classes: it may be a class"),
     "a class like a split": (["valid 3", "invalid 3"], "valid has no folders of classes: it may be a class"),
@@ -236,14 +239,19 @@ def test_labels_that_are_no_folders_become_some_by_the_lines_of_the_page(
     for name in names:
         (tmp_path / "images" / name).write_bytes(name.encode())
     Path("labels.csv").write_text("file,label\n" + "".join(f"{name},{label}\n" for name, label in names.items()))
+    for name in ("labels.csv", "train.txt", "train.parquet", "labels.json"):
+        table = Path("labels.csv").rename(name)
+        with pytest.raises(
+            DataError, match=r"a .* may tell the classes: docs/data-and-networks.md has lines of Python"
+        ):
+            PictureFolders.of(tmp_path)
+        table.rename("labels.csv")
     with tarfile.open("part-0.tar", "w") as tar:
         for name, label in names.items():
             for end, content in (("jpg", name), ("cls", f"{label}\n")):
                 entry = tarfile.TarInfo(f"{name.removesuffix('.jpg')}.{end}")
                 entry.size = len(content)
                 tar.addfile(entry, io.BytesIO(content.encode()))
-    with pytest.raises(DataError, match=r"may tell the classes: docs/data-and-networks.md has lines of Python"):
-        PictureFolders.of(tmp_path)
     section = (ROOT / "docs" / "data-and-networks.md").read_text().split("### Labels that are no folders")[1]
     programs = re.findall(r"```python\n(.*?)```", section.split("\n### ")[0], flags=re.DOTALL)
     assert len(programs) == 3

@@ -319,9 +319,10 @@ class CLI(LightningCLI):
             raise
         position = self._start.position
         first_step = position.get("global_step", 0) if resume else None
-        ours = run_loggers(folder, kept_rows=position.get("rows", 0), first_step=first_step)
-        for logger in ours:
-            logger.log_hyperparams(saved.settings())
+        with reporting_disk(folder):
+            ours = run_loggers(folder, kept_rows=position.get("rows", 0), first_step=first_step)
+            for logger in ours:
+                logger.log_hyperparams(saved.settings())
         self.trainer.loggers = [*ours, *own]
         return folder
 

@@ -27,6 +27,14 @@ _COMMANDS = {
         "modes": "Which modes run on this machine, and how to start them.",
     },
 }
+_COUNTS = (
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "SLURM_NTASKS",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_NUM_NODES",
+    "SLURM_NODEID",
+)
 _EXAMPLES = (
     "fit --data.root=data --trainer.strategy=ddp --trainer.devices=2",
     "test runs/FOLDER",
@@ -43,9 +51,10 @@ def answer(words: Sequence[str]) -> None:
     if list(words) in (["-h"], ["--help"]):
         print(overview(PROGRAM))
         raise SystemExit(0)
-    for name in RANKS:
+    for name in (*RANKS, *_COUNTS):
         if not os.environ.get(name, "0").isdecimal():
-            _refuse(f"{name}={os.environ[name]!r} in the environment is not a rank", f"unset {name}")
+            kind = "rank" if name in RANKS else "number"
+            _refuse(f"{name}={os.environ[name]!r} in the environment is not a {kind}", f"unset {name}")
     known = [name for group in _COMMANDS.values() for name in group]
     if first in known or first.startswith("-"):
         return

@@ -33,8 +33,10 @@ _SPLIT_WORD = re.compile(
 )
 _IMAGES = {"image", "img", "jpegimage", "picture", "photo"}
 _TARGETS = {"mask", "label", "annotation", "segmentation", "groundtruth", "ground_truth", "gt", "json", "xml"}
+_TARGETS |= {"preview", "thumbnail", "overlay", "depth", "bbox"}
 # What may tell the labels of pictures that are in no folders of classes, by the end of its name.
-_LABELS = {".csv": "a table", ".tsv": "a table", ".mdb": "an LMDB data base", ".tar": "a webdataset"}
+_LABELS = {".mdb": "an LMDB data base", ".tar": "a webdataset"}
+_LABELS |= dict.fromkeys((".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet", ".xlsx"), "a table")
 _CLASS_WANTED = "put pictures of the class into it, or remove it if there is no such class"
 
 

@@ -97,6 +97,7 @@ def create_run_folder(run_dir: str | None, *, label: str, lock: RunLock, resume:
     if process_rank() != 0:
         return folder
     with _refusing(folder):
+        str(folder).encode()  # as TensorBoard does
         if run_dir is None:
             folder = _make_unused(folder)
         make_folder(folder)
@@ -120,9 +121,10 @@ def lock_run_folder(run_dir: str, lock: RunLock) -> None:
 def _refusing(folder: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except (OSError, UnicodeEncodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "its name is not UTF-8, or the locale is not"
         raise ConfigError(
-            f"the run folder {folder} cannot be written: {error.strerror}",
+            f"the run folder {folder} cannot be written: {reason}",
             remedy="pass a folder that can: --run_dir=FOLDER",
         ) from error
 
