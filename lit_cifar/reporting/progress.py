@@ -1,6 +1,7 @@
 """Speed and progress of a training: images per second, a bar in a terminal, and a line about each epoch."""
 
 import sys
+from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
@@ -13,6 +14,7 @@ from lit_cifar.mode import mode_of
 
 METRIC = "train/images_per_s"
 _SHOWN = {"train/loss": "loss {:.3f}", "train/acc": "acc {:.3f}", "val/acc": "val {:.3f}", METRIC: "img/s {:.0f}"}
+_LINE_EVERY_S = 60.0
 
 
 class Throughput(Callback):
@@ -99,26 +101,38 @@ class StepBar(TQDMProgressBar):
 
 
 class EpochLines(Callback):
-    """Prints a line about each epoch: its means, images per second, and how long it took with its validation."""
+    """Prints a line about each epoch: its means, images per second, and how long it took with its validation.
+
+    A log file also gets a line each minute, as an epoch may take an hour.
+    """
 
     def __init__(self) -> None:
-        self._started_at = 0.0
+        self._started_at = self._printed_at = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the time of an epoch that is resumed in the middle, too."""
-        self._started_at = perf_counter()
+        self._started_at = self._printed_at = perf_counter()
 
     on_train_epoch_start = on_train_start
 
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        if perf_counter() - self._printed_at >= _LINE_EVERY_S and not sys.stdout.isatty():
+            self._print(trainer, pl_module, {})
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        epoch, logged = trainer.current_epoch + 1, trainer.callback_metrics
+        self._print(trainer, pl_module, trainer.callback_metrics)
+
+    def _print(self, trainer: Trainer, pl_module: LightningModule, logged: Mapping[str, Any]) -> None:
+        epoch, self._printed_at = trainer.current_epoch + 1, perf_counter()
         done = (trainer.fit_loop.epoch_loop.batch_idx + 1) / trainer.num_training_batches
         is_validated = done >= 1 and epoch % (trainer.check_val_every_n_epoch or 1) == 0
         parts = [f"epoch {epoch}" + (f"/{trainer.max_epochs}" if (trainer.max_epochs or 0) > 0 else "")]
-        parts.append("done" if done >= 1 else f"{done:4.0%}")
+        parts.append("done" if done >= 1 and logged else f"{done:4.0%}")
         for name, shown in _SHOWN.items():
             if name in logged and (is_validated or name != "val/acc"):  # else it is of an epoch before
                 parts.append(shown.format(float(logged[name])))
-        parts.append(f"{perf_counter() - self._started_at:.0f} s")
+        parts.append(f"{self._printed_at - self._started_at:.0f} s")
         pl_module.print("  ".join(parts))  # above a bar, if there is one
         sys.stdout.flush()
