@@ -100,6 +100,15 @@ class TimedTask(TinyTask):
         return super().validation_step(batch, batch_idx)
 
 
+def test_a_log_file_gets_a_line_each_minute(
+    tmp_path: Path, clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = tiny_trainer(tmp_path, callbacks=[EpochLines()], max_epochs=1, limit_val_batches=0)
+    trainer.fit(TimedTask(clock, first_s=50.0, step_s=25.0), datamodule=TinyData(num_images=48))
+    lines = [re.sub("  loss.*  ", "  ", line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["epoch 1/1   33%  75 s", "epoch 1/1   83%  150 s", "epoch 1/1  done  175 s"]
+
+
 @pytest.mark.parametrize("asked", ["TQDMProgressBar", "recorder.AskAlone"])
 def test_rank_0_may_ask_for_the_means_of_an_epoch_alone(asked: str, tmp_path: Path) -> None:
     """It would wait for the others, which go on to what comes next."""
