@@ -45,7 +45,7 @@ from lit_cifar import LitResNet
 from lit_cifar.checkpoint.compatibility import check_optimizer
 from lit_cifar.checkpoint.exact_resume import SameStart, StartingPoint, _collect, _metrics
 from lit_cifar.checkpoint.files import DIGESTS, weights_digest
-from lit_cifar.checkpoint.format import name_optimizer
+from lit_cifar.checkpoint.format import OPTIMIZER, class_path
 from lit_cifar.cli.main import CLI
 from lit_cifar.data import CIFAR10DataModule, Order
 from lit_cifar.errors import CheckpointError
@@ -625,7 +625,7 @@ def test_another_optimizer_of_the_same_name_is_refused() -> None:
     class SGD(torch.optim.SGD):
         pass
 
-    parameters, checkpoint = [torch.nn.Parameter(torch.zeros(2))], dict[str, Any]()
-    name_optimizer(checkpoint, SGD(parameters, lr=0.1), None)
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    checkpoint = {OPTIMIZER: class_path(SGD(parameters, lr=0.1))}
     with pytest.raises(CheckpointError, match="this one has SGD"):
         check_optimizer(checkpoint, torch.optim.SGD(parameters, lr=0.1), None)

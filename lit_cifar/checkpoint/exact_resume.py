@@ -28,6 +28,7 @@ from torchmetrics.utilities import dim_zero_sum
 
 from lit_cifar.checkpoint.content import check_content
 from lit_cifar.checkpoint.format import AVERAGED, METRICS, POSITION, STOPPED, class_path
+from lit_cifar.data.datamodule import batches_of_epoch
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import CheckpointError
@@ -295,12 +296,6 @@ def _num_rows(trainer: Trainer) -> int:
         return 0
     with path.open("rb") as file:
         return sum(1 for _ in file) - 1
-
-
-def batches_of_epoch(trainer: Trainer) -> int:
-    """Number of batches that were trained in the current epoch."""
-    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    return int(progress.processed)
 
 
 def steps_of(trainer: Trainer, batches: float) -> int:

@@ -12,7 +12,6 @@ from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lit_cifar.checkpoint.content import check_content, described
 from lit_cifar.errors import CheckpointError, ConfigError
@@ -138,11 +137,6 @@ def holds_training(checkpoint: Mapping[str, Any]) -> bool:
 def is_own(checkpoint: Mapping[str, Any]) -> bool:
     """Whether `fit` wrote a checkpoint."""
     return _KEY in checkpoint
-
-
-def name_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer, scheduler: Any) -> None:
-    """Write the names of optimizer and schedule, as values of `--model`."""
-    checkpoint |= {OPTIMIZER: class_path(optimizer), SCHEDULE: class_path(scheduler)}
 
 
 def class_path(part: Any) -> str:

@@ -234,7 +234,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         """Settings that order the samples, and the number of steps taken in the epoch. Checkpoints hold them."""
         if self.trainer is None or "train" not in self.sets:
             return {}
-        return order_settings(self) | {"steps": self._trained() // self.trainer.accumulate_grad_batches}
+        return order_settings(self) | {"steps": batches_of_epoch(self.trainer) // self.trainer.accumulate_grad_batches}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refuse to validate on images that the run that wrote the checkpoint was trained on."""
@@ -249,17 +249,12 @@ class CIFAR10DataModule(L.LightningDataModule):
         if type(self).__qualname__ not in checkpoint and (settings := settings_in(checkpoint)):
             self.load_state_dict(settings)
 
-    def _trained(self) -> int:
-        """Number of batches of the epoch, by the Trainer's count."""
-        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current  # type: ignore[union-attr]
-        return int(progress.processed)
-
     def _batches_behind(self) -> int:
         """Number of batches already trained on in the epoch within which a run resumes; 0 in all other epochs."""
         assert self.trainer is not None
         if not self.trainer.fit_loop.restarted_mid_epoch:
             return 0
-        behind = self._trained()
+        behind = batches_of_epoch(self.trainer)
         if self._resumed:
             from lit_cifar.data.changed_order import check_rest_of_epoch
 
@@ -337,6 +332,12 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     def _normalised(self, images: Tensor) -> Tensor:
         return normalised(images, size=self.image_size, mean=self.source.mean, std=self.source.std)
+
+
+def batches_of_epoch(trainer: L.Trainer) -> int:
+    """Number of batches that were trained in the current epoch."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return int(progress.processed)
 
 
 class _HandsOver(L.Callback):

@@ -9,8 +9,9 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
-from lit_cifar.checkpoint.exact_resume import batches_of_epoch, steps_of
-from lit_cifar.checkpoint.format import SETTINGS, holds_training, name_optimizer
+from lit_cifar.checkpoint.exact_resume import steps_of
+from lit_cifar.checkpoint.format import OPTIMIZER, SCHEDULE, SETTINGS, class_path, holds_training
+from lit_cifar.data.datamodule import batches_of_epoch
 from lit_cifar.errors import ConfigError, bounded
 from lit_cifar.models.fine_tuning import FineTuning
 from lit_cifar.models.memory_format import follow_parameters
@@ -135,7 +136,8 @@ class Optimization:
 
     def save(self, checkpoint: dict[str, Any], trainer: Any) -> None:
         """Name the states of optimizer and schedule in a checkpoint, and add the settings that they were made with."""
-        name_optimizer(checkpoint, trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler)
+        scheduler = trainer.lr_scheduler_configs[0].scheduler
+        checkpoint |= {OPTIMIZER: class_path(trainer.optimizers[0]), SCHEDULE: class_path(scheduler)}
         if self._recipe is not None:
             checkpoint[SETTINGS] = self._recipe.settings()
 

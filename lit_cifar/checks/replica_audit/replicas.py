@@ -74,7 +74,8 @@ class HeldTensors:
 
     def _gathered(self, held: "_Digests") -> tuple[list[Disagreement], list[Disagreement]]:
         """Compare the digests within each group of replicas."""
-        of_ranks: list[tuple[list[int], _Digests]] = of_all_ranks((dist.get_process_group_ranks(self._group), held))
+        of_ranks: list[Any] = [None] * dist.get_world_size()  # the ranks of a group, and digests
+        dist.all_gather_object(of_ranks, (dist.get_process_group_ranks(self._group), held))
         kept: dict[Disagreement, None] = {}
         others: dict[Disagreement, None] = {}
         for ranks in dict.fromkeys(tuple(ranks) for ranks, _ in of_ranks):
@@ -106,12 +107,6 @@ class HeldTensors:
 
 
 _Digests: TypeAlias = dict[str, tuple[int | None, bool]]
-
-
-def of_all_ranks(value: Any) -> list[Any]:
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, value)
-    return of_ranks
 
 
 def device_digest(tensor: Tensor) -> Tensor:
