@@ -20,7 +20,7 @@ from lit_cifar.data.options import Pictures
 from lit_cifar.data.picture_files import IMAGES_WANTED, list_files, read_image, read_images
 from lit_cifar.data.picture_folders import SPLITS, File, PictureFolders
 from lit_cifar.data.workers import num_cores
-from lit_cifar.errors import ConfigError, DataError, printable
+from lit_cifar.errors import DataError, bounded, printable
 
 
 class OwnPictures(Dataset):
@@ -44,9 +44,7 @@ class OwnPictures(Dataset):
     def __init__(
         self, root: Path, *, image_size: int | None = None, seed: int = 0, pictures: Pictures | None = None
     ) -> None:
-        self.image_size = 32 if image_size is None else image_size
-        if self.image_size < 1:
-            raise ConfigError(f"--data.image_size={image_size} is less than a pixel", remedy="pass one of 32, say")
+        self.image_size = bounded("--data.image_size", 32 if image_size is None else image_size, 1)
         super().__init__(root, image_size=image_size, seed=seed)
         self._read = pictures or Pictures()
         self._read.check(self.image_size)

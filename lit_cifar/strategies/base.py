@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lit_cifar import internals
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, bounded
 from lit_cifar.mode import ForwardFn, Mode, NoRecorder
 from lit_cifar.mode.refusals import refuse
 from lit_cifar.models.blocks import blocks_of
@@ -46,11 +46,7 @@ def at_least_one(**sizes: int | None) -> None:
     `__init__` must not call this: the command line would say that the class does not fit --trainer.strategy.
     """
     for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise ConfigError(
-                f"--trainer.strategy.{name}={size} is less than one",
-                remedy=f"pass --trainer.strategy.{name}=1 or more",
-            )
+        bounded(f"--trainer.strategy.{name}", size, 1)
 
 
 def check_untied(network: nn.Module, divided: Iterable[nn.Module], *, strategy: str, recurse: bool = True) -> None:

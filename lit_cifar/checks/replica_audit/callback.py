@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lit_cifar.errors import ConfigError, ReplicaAuditError
+from lit_cifar.errors import ReplicaAuditError, bounded
 from lit_cifar.mode import mode_of
 
 if TYPE_CHECKING:
@@ -34,10 +34,7 @@ class ReplicaAudit(Callback):
     """
 
     def __init__(self, every_n_steps: int = 200, *, stop: bool = False) -> None:
-        if every_n_steps < 0:
-            problem = f"--replica_audit.every_n_steps={every_n_steps} is less than 0"
-            raise ConfigError(problem, remedy="pass 200, or 0 for none")
-        self.every_n_steps, self.stop = every_n_steps, stop
+        self.every_n_steps, self.stop = bounded("--replica_audit.every_n_steps", every_n_steps, 0), stop
         self._held: HeldTensors | None = None
         self._step = self._equal = 0  # steps of the last audit, and of the last without a difference
 
