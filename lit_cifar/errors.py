@@ -83,10 +83,6 @@ class SaveError(CheckpointError):
     """A checkpoint that could not be written. The user's command is right, so the exit status is 1."""
 
 
-class MissingRankError(ConfigError):
-    """A rank that has not come to the place where all meet. The exit status is 1: the user's command may be right."""
-
-
 class Stopped(SystemExit):
     """Ends a run between two optimizer steps, when its processes have agreed on that and rank 0 has printed why.
 

@@ -41,8 +41,7 @@ NAMES = {
         torch.optim.lr_scheduler.LRScheduler._last_lr torch.utils._pytree.tree_leaves .tree_map_only
         torchmetrics.Metric._apply ._defaults ._reductions ._update_count""",
     WATCHDOG: """lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver
-        lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver._child_processes ._run
-        ._terminate_all
+        lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver._child_processes ._terminate_all
         lightning.pytorch.Trainer._run_stage lightning.pytorch.strategies.launchers._SubprocessScriptLauncher""",
     MODES: """lightning.pytorch.overrides.distributed._sync_module_states
         lightning.pytorch.strategies.DDPStrategy._configure_launcher ._timeout

@@ -136,7 +136,7 @@ def test_a_rank_that_is_killed_before_all_have_met_is_named(tmp_path: Path) -> N
     command = [sys.executable, "-m", "lit_cifar", "fit", *TINY, *MODES["ddp"], f"--run_dir={tmp_path / 'run'}"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 1
-    assert re.search(r"^lit_cifar: rank 1 \(pid \d+\) has ended: SIGKILL; all", run.stderr, flags=re.MULTILINE)
+    assert re.search(r"^lit_cifar: rank 1 has ended: SIGKILL; all", run.stderr, flags=re.MULTILINE)
     assert "Traceback" not in run.stderr
 
 
@@ -149,8 +149,7 @@ def test_a_rank_that_is_never_started_is_named(rank: int, tmp_path: Path) -> Non
     command = [sys.executable, "-m", "lit_cifar", *words]
     run = subprocess.run(command, env={**os.environ, **place}, capture_output=True, text=True)
     assert run.returncode == 1
-    assert f"lit_cifar: error: rank {1 - rank} of 2 has not come to 127.0.0.1:" in run.stderr
-    assert "within 0:00:02\n" in run.stderr
+    assert f"lit_cifar: rank {1 - rank} of 2 has not come within 0:00:02\n" in run.stderr
     assert "Traceback" not in run.stderr
 
 

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lit_cifar.cli.overview import PROGRAM
-from lit_cifar.errors import ConfigError, MissingRankError, SaveError, printable
+from lit_cifar.errors import ConfigError, SaveError, printable
 from lit_cifar.reporting.run_folder import process_rank
 
 _MAX_LINES = 5
@@ -88,7 +88,7 @@ def as_config_error() -> Iterator[None]:
 
 @contextmanager
 def cli_exit() -> Iterator[None]:
-    """End the program with the words of a `ConfigError`: with status 2, or 1 if a file or a rank is missing.
+    """End the program with the words of a `ConfigError`: with status 2, or 1 if a file could not be saved.
 
     What Lightning refuses only after the run has begun ends it with status 2 too, and Ctrl-C with 130, because nothing
     has failed.
@@ -102,7 +102,7 @@ def cli_exit() -> Iterator[None]:
             print("lit_cifar: interrupted", file=sys.stderr, flush=True)
         raise SystemExit(128 + signal.SIGINT) from None
     except ConfigError as error:
-        refuse(str(error), status=1 if isinstance(error, SaveError | MissingRankError) else 2)
+        refuse(str(error), status=1 if isinstance(error, SaveError) else 2)
     except (MisconfigurationException, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not str(error).startswith("Early stopping conditioned on metric"):
             raise

@@ -22,7 +22,7 @@ from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-de
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lit_cifar.errors import ConfigError, MissingRankError, one_line
+from lit_cifar.errors import ConfigError, one_line
 from lit_cifar.launch.addresses import LOOPBACK, listen_only_on, loopback_interface
 
 _LAST_PORT = 65535
@@ -30,7 +30,7 @@ _HERE, _ABSENT = (
     "lit_cifar/here",
     "lit_cifar/absent",
 )  # keys: of each rank that has come; of those that have not in time
-_POLL_S, _FAREWELL_S = 0.02, 1.0
+_POLL_S = 0.02
 
 
 class LocalEnvironment(LightningEnvironment):
@@ -56,14 +56,11 @@ class LocalEnvironment(LightningEnvironment):
     @property
     @override
     def main_port(self) -> int:
-        """The store's port, open from then on: Lightning's own search would close it until the processes start.
-
-        A rank that is told it waits for the others here: torch would not say who is missing.
-        """
+        """The store's port, open from then on: Lightning's own search would close it until the processes start."""
         if self._port is None:
             self._port = self._open() if self.local_rank() == 0 else given_port()
         if self.creates_processes_externally and self.world_size() > 1:
-            self._meet(self._store or self._find(self._port))
+            self._meet(self._port)
         return self._port
 
     def check(self, *, timeout: timedelta | None) -> None:
@@ -85,36 +82,26 @@ class LocalEnvironment(LightningEnvironment):
             rank_zero_info(f"port {wanted} is in use: the processes meet at port {self._store.port} instead")
         return int(self._store.port)
 
-    def _meet(self, store: TCPStore) -> None:
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        store.set(f"{_HERE}/{self.global_rank()}", "")
+    def _meet(self, port: int) -> None:
+        end = time.monotonic() + self._timeout.total_seconds()
+        while self._store is None and time.monotonic() < end:
+            time.sleep(0.02)
+            with suppress(OSError):  # torch prints a stack for each attempt that fails
+                socket.create_connection((LOOPBACK, port), timeout=1).close()
+                self._store = TCPStore(LOOPBACK, port, wait_for_workers=False, timeout=2 * self._timeout)
+        if absent := "0" if self._store is None else self._absent(self._store, end):
+            time.sleep(1.0)  # until all have read it from the store, which ends with rank 0
+            raise SystemExit(f"lit_cifar: rank {absent} of {self.world_size()} has not come within {self._timeout}")
+
+    def _absent(self, store: TCPStore, end: float) -> str:
+        """The ranks that have not come, as rank 0 tells all; "" when all are here. torch would not say which."""
+        store.set(f"here/{self.global_rank()}", "")
         if self.global_rank() == 0:
-            ranks = range(self.world_size())
-            while absent := [rank for rank in ranks if not store.check([f"{_HERE}/{rank}"])]:
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(_POLL_S)
-            store.set(_ABSENT, ", ".join(map(str, absent)))
-        while not store.check([_ABSENT]):
-            time.sleep(_POLL_S)
-        if missing := store.get(_ABSENT).decode():
-            time.sleep(_FAREWELL_S)  # until all have read it from the store, which ends with rank 0
-            raise self._missing(missing)
-
-    def _find(self, port: int) -> TCPStore:
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        while time.monotonic() < deadline:
-            with suppress(OSError):
-                socket.create_connection((LOOPBACK, port), timeout=1).close()  # torch prints a stack where it fails
-                return TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
-            time.sleep(_POLL_S)
-        raise self._missing("0")
-
-    def _missing(self, ranks: str) -> MissingRankError:
-        return MissingRankError(
-            f"rank {ranks} of {self.world_size()} has not come to {LOOPBACK}:{self._port} within {self._timeout}",
-            remedy="look for its error; ranks that are started by hand have one MASTER_PORT and each its LOCAL_RANK",
-        )
+            absent = [*range(self.world_size())]
+            while (absent := [rank for rank in absent if not store.check([f"here/{rank}"])]) and time.monotonic() < end:
+                time.sleep(0.02)
+            store.set("absent", ", ".join(map(str, absent)))
+        return store.get("absent").decode()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the store, which stays in the process that opened it."""

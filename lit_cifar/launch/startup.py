@@ -111,16 +111,12 @@ def end_at_interrupt() -> None:
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
     threading.Thread(target=_end_at_interrupt, args=(read,), name="interrupts", daemon=True).start()
     ENDS_AT.add(signal.SIGINT)
-    if multiprocessing.parent_process() is None:  # which otherwise answers Ctrl-C for this one too
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS_AT)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS_AT)
 
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back here and in the copies of this process that are started meanwhile, until they are ready for it.
-
-    In its first moment a copy would answer with Python's own traceback. One that is spawned is ready when it trains.
-    """
+    """Hold Ctrl-C back in copies of this process while they begin, and would show a traceback; and here meanwhile."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS_AT)
     try:
         yield
@@ -133,7 +129,6 @@ def raise_at_interrupt() -> None:
     if signal.getsignal(signal.SIGINT) is _leave_to_thread:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS_AT)  # a fork may have it held
 
 
 def _leave_to_thread(number: int, frame: FrameType | None) -> None:

@@ -15,9 +15,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_cifar import internals
+from lit_cifar.checks.watchdog.heartbeat import ending
 from lit_cifar.errors import ConfigError, Stopped
-from lit_cifar.launch.signals import flush_streams, launched_by_lightning
-from lit_cifar.launch.startup import exit_with_parent, kill_workers
+from lit_cifar.launch.signals import launched_by_lightning
+from lit_cifar.launch.startup import exit_with_parent
 
 if TYPE_CHECKING:
     from lit_cifar.checks.watchdog.monitor import Monitor
@@ -76,6 +77,7 @@ class Watchdog(Callback):
         if is_spawned:
             # Lightning handles exceptions of a spawned process in the parent, and does not call `on_exception`.
             trainer._run_stage = partial(self._run_stage, trainer, pl_module)  # type: ignore[method-assign]
+        name_who_ends(trainer)
         from lit_cifar.checks.watchdog.monitor import start_monitor  # one process needs no monitor
 
         self._watch = start_monitor(trainer, timeout_s=self.timeout_s, hang_timeout_s=self.hang_timeout_s)
@@ -114,24 +116,19 @@ class Watchdog(Callback):
 
 
 def name_who_ends(trainer: Trainer) -> None:
-    """Let Lightning's observer of the processes that it has started say which has ended, before it kills all others.
-
-    Nobody else does until they have met and are watched.
-    """
+    """Let Lightning's observer of the processes that it has started say which has ended, where no watchdog does."""
     if trainer.world_size > 1 and next(internals.missing(internals.WATCHDOG), None) is None:
         internals.ChildProcessObserver._terminate_all = _end_all
 
 
 def _end_all(observer: Any) -> None:
-    from lit_cifar.checks.watchdog.heartbeat import ending
-
+    for thread in threading.enumerate():
+        if thread.name == "watchdog":
+            thread.join()  # it reports more, and ends all
     for rank, process in enumerate(observer._child_processes, start=1):
         if process.returncode:
-            how = f"{ending(process.returncode)}; all processes stop"
-            print(f"lit_cifar: rank {rank} (pid {process.pid}) has ended: {how}", file=sys.stderr)
+            print(f"lit_cifar: rank {rank} has ended: {ending(process.returncode)}; all stop", file=sys.stderr)
         process.kill()
-    flush_streams()
-    kill_workers()
     os._exit(1)
 
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from lightning.pytorch import Trainer
 
-from lit_cifar import internals
 from lit_cifar.checks.watchdog.diagnosis import (
     JUDGE,
     SILENT_AFTER_FAILURE_S,
@@ -43,19 +42,8 @@ def start_monitor(trainer: Trainer, *, timeout_s: float, hang_timeout_s: float) 
     """The monitor of this process, once all processes of the run are here."""
     board, everyone = meet(trainer.global_rank, trainer.world_size)
     watch = Monitor(everyone, rank=trainer.global_rank, board=board, patience=Patience(timeout_s, hang_timeout_s))
-    _come_before_observer(watch)
     watch.start()
     return watch
-
-
-def _come_before_observer(watch: "Monitor") -> None:
-    """Suspend Lightning's observer of the processes that it has launched while the watchdog is active.
-
-    The observer looks every five seconds for a failed process and kills all others before they can report anything.
-    """
-    for thread in threading.enumerate():
-        if isinstance(thread, internals.ChildProcessObserver):
-            thread._run = lambda observer=thread: not watch.is_alive() and type(observer)._run(observer)
 
 
 def _say(message: str) -> None:
