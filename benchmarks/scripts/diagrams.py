@@ -115,7 +115,7 @@ def two_bugs(record: Path) -> Figure:
     losses = json.loads((record / "losses.json").read_text())
     verdicts = json.loads((record / "relations.json").read_text())["verdicts"]
     figure = Figure(figsize=(7.6, 2.1), layout="constrained")
-    axes, terminal = figure.subplots(1, 2, width_ratios=(1, 1.15))
+    axes, terminal = figure.subplots(1, 2, width_ratios=(1, 1.2))
     correct = losses["mended"]
     for number, run in enumerate(correct):
         label = f"{len(correct)} correct runs, other seeds" if number == 0 else None
@@ -132,7 +132,7 @@ def two_bugs(record: Path) -> Figure:
     lines = ["$ python -m lit_cifar relations two_bugs.py"]
     failed = {verdict["relation"]: verdict["text"] for verdict in verdicts if verdict["outcome"] == "fail"}
     for relation, text in failed.items():
-        lines += [f"FAIL  {relation}", *(f"      {line}" for line in textwrap.wrap(text, 38)[:3])]
+        lines += [f"FAIL  {relation}", *(f"      {line}" for line in textwrap.wrap(text.partition(";")[0], 40))]
     for number, line in enumerate(lines):
         color = "#ff7b72" if line.startswith("FAIL") else "#e6e6e6"
         style = {"family": "monospace", "fontsize": 8, "va": "center", "color": color}

@@ -26,9 +26,6 @@ from lit_cifar.errors import ConfigError, one_line
 from lit_cifar.launch.addresses import LOOPBACK, listen_only_on, loopback_interface
 
 _LAST_PORT = 65535
-_HERE = "lit_cifar/here"  # with its number, the key of a rank that has come
-_ABSENT = "lit_cifar/absent"  # key of those that have not in time
-_POLL_S = 0.02
 
 
 class LocalEnvironment(LightningEnvironment):
