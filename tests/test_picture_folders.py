@@ -252,7 +252,7 @@ def test_labels_that_are_no_folders_become_some_by_the_lines_of_the_page(
                 entry = tarfile.TarInfo(f"{name.removesuffix('.jpg')}.{end}")
                 entry.size = len(content)
                 tar.addfile(entry, io.BytesIO(content.encode()))
-    section = (ROOT / "docs" / "data-and-networks.md").read_text().split("### Labels that are no folders")[1]
+    section = (ROOT / "docs" / "data-and-networks.md").read_text().split("### Labels that are not folders")[1]
     programs = re.findall(r"```python\n(.*?)```", section.split("\n### ")[0], flags=re.DOTALL)
     assert len(programs) == 3
     for program in programs:
