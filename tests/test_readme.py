@@ -42,15 +42,18 @@ def check_command(words: Sequence[str]) -> None:
         case ["python", "-m", "lit_cifar", *args]:
             check_program(args)
         case ["srun", *options]:
-            program = options.index("python")
+            program = next(place for place, word in enumerate(options) if word in ("python", "torchrun"))
             assert all(option.startswith("--") for option in options[:program])
             check_command(options[program:])
         case ["python", "-m", "tests.mutations", *args]:
             mutations_parser().parse_args([arg for arg in args if arg != "no-warmup"])  # which CONTRIBUTING.md adds
         case ["torchrun", *args]:
             options = get_args_parser().parse_args(args)
-            assert (options.module, options.training_script) == (True, "lit_cifar")
-            check_program(options.training_script_args)
+            if options.module:
+                assert options.training_script == "lit_cifar"
+                check_program(options.training_script_args)
+            else:
+                check_command(["python", options.training_script])
         case ["python", script, *args] if Path(script).parent == Path("benchmarks/scripts"):
             check_benchmark(Path(script).stem, args)
         case ["sbatch", script, *args] | [script, *args] if script.startswith("configs/cluster/"):
