@@ -15,7 +15,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_cifar import internals
-from lit_cifar.checks.watchdog.heartbeat import ending
 from lit_cifar.errors import ConfigError, Stopped
 from lit_cifar.launch.signals import launched_by_lightning
 from lit_cifar.launch.startup import exit_with_parent
@@ -122,6 +121,8 @@ def name_who_ends(trainer: Trainer) -> None:
 
 
 def _end_all(observer: Any) -> None:
+    from lit_cifar.checks.watchdog.heartbeat import ending
+
     for thread in threading.enumerate():
         if thread.name == "watchdog":
             thread.join()  # it reports more, and ends all
