@@ -37,7 +37,7 @@ from lit_cifar.checks.relations.loaders import Loaders, is_divided
 from lit_cifar.checks.relations.own_files import mirror
 from lit_cifar.checks.relations.plan import Limits, RunPlan, Script, Target, Trace
 from lit_cifar.checks.relations.ranks import Drawn
-from lit_cifar.checks.relations.runs import first_apart, other_samples
+from lit_cifar.checks.relations.runs import are_same_samples, first_apart, other_samples
 from lit_cifar.checks.relations.workers import ByWorkers, Order, Orders, same_orders, workers
 from lit_cifar.checks.verdict import Verdict
 
@@ -107,6 +107,8 @@ def test_the_first_step_that_differs_is_named() -> None:
     assert first_apart([1.0], [1.0], 1e-7) is None
     assert other_samples([[1, 2], [3, 4]], [[2, 1], [3, 5]]) == "step 1 has other samples: 1 of 2"
     assert other_samples([[1, 2], []], [[2, 1], [7]]) == ""  # samples of one are not known
+    others = [[[2, 1]], [[1, 2, 3]], [[1]], [[1, 3]], [[]], []]
+    assert [are_same_samples([[1, 2]], other) for other in others] == [True, False, False, False, False, False]
 
 
 def test_samples_are_the_same_in_other_batches() -> None:

@@ -182,7 +182,8 @@ def other_samples(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) 
 
 def are_same_samples(one: list[list[int]], other: list[list[int]]) -> bool:
     """Whether steps are made of the same samples, which all are known."""
-    return all(one) and all(other) and len(one) == len(other) > 0 and not other_samples(one, other)
+    sizes, others = ([*map(len, steps)] for steps in (one, other))
+    return all(sizes) and sizes == others != [] and not other_samples(one, other)
 
 
 def first_apart(one: Sequence[float], other: Sequence[float], limit: float) -> int | None:
