@@ -36,7 +36,7 @@ def save(path):
 
 
 def load(path):
-    saved = torch.load(path, map_location=device)
+    saved = torch.load(path, map_location=device, weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     return saved["epoch"]
