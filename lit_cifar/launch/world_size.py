@@ -14,7 +14,7 @@ from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ParallelStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy, StrategyRegistry
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.rendezvous import LocalEnvironment
@@ -56,7 +56,7 @@ def check_processes(trainer: Trainer, *, rank: int) -> None:
     strategy = trainer.strategy
     environment = strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None
     if trainer.world_size > 1 and isinstance(environment, LocalEnvironment):
-        environment.check(timeout=getattr(strategy, "_timeout", None))
+        environment.check(timeout=strategy._timeout if isinstance(strategy, DDPStrategy) else None)
 
 
 def _follow_torchrun(config: dict[str, Any], strategy: Strategy | None) -> None:

@@ -176,13 +176,15 @@ class _Interruption:
                 text = f"{_LATE} ({with_samples.text})"
                 return replace(with_samples, outcome="note", text=text)
             verdict = with_samples
+        if verdict.outcome != "fail":
+            return verdict
         saved, resumed = begun.part(Checkpoints).saved, ended.part(Checkpoints).resumed
         had, has = (any(name.startswith("optimizer/") for name in state) for state in (saved, resumed))
-        if verdict.outcome == "fail" and had and not has:
+        if had and not has:
             text = "optimizer state not restored: there is none after the checkpoint was read"
             return replace(verdict, text=f"{text}; in the end {verdict.text}")
         both = [{name: state[name] for name in saved.keys() & resumed.keys()} for state in (saved, resumed)]
-        if verdict.outcome == "fail" and (lost := self.runs.differences(*both, leave_out=(*_LEFT_OUT, "kept/val"))):
+        if lost := self.runs.differences(*both, leave_out=(*_LEFT_OUT, "kept/val")):
             return replace(verdict, text=f"{_not_restored(lost[0])}; in the end {verdict.text}")
         return verdict
 
