@@ -472,3 +472,67 @@ for epoch in range(3):
 while hasattr(model, "_orig_mod"):
     model = model._orig_mod
 """)
+
+_TRAIN = """
+import torch
+
+
+def train(size):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        model(torch.randn(size, 2)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+"""
+PARSERS = {
+    "argparse": """
+import argparse
+
+parser = argparse.ArgumentParser()
+parser.add_argument("-b", "--batch-size", type=int, default=4)
+train(parser.parse_args().batch_size)
+""",
+    "click": """
+import click
+
+
+@click.command()
+@click.option("-b", "--batch-size", default=4)
+def main(batch_size):
+    train(batch_size)
+
+
+main()
+""",
+    "tyro": """
+from dataclasses import dataclass
+
+import tyro
+
+
+@dataclass
+class Settings:
+    batch_size: int = 4
+
+
+train(tyro.cli(Settings).batch_size)
+""",
+    "hydra": """
+import hydra
+from hydra.core.config_store import ConfigStore
+
+ConfigStore.instance().store(name="config", node={"data": {"batch_size": 4}})
+
+
+@hydra.main(version_base=None, config_name="config")
+def main(config):
+    train(config.data.batch_size)
+
+
+main()
+""",
+}
+PARSERS = {name: _TRAIN + own for name, own in PARSERS.items()}

@@ -30,6 +30,7 @@ from lit_cifar.checks.relations.batches import (
     sample_digests,
     with_sample_lists,
 )
+from lit_cifar.checks.relations.flags import Flag
 from lit_cifar.checks.relations.generators import Draws
 from lit_cifar.checks.relations.in_lightning import _settings
 from lit_cifar.checks.relations.judging import RELATIONS, judged
@@ -37,7 +38,7 @@ from lit_cifar.checks.relations.loaders import Loaders, is_divided
 from lit_cifar.checks.relations.own_files import mirror
 from lit_cifar.checks.relations.plan import Limits, RunPlan, Script, Target, Trace
 from lit_cifar.checks.relations.ranks import Drawn
-from lit_cifar.checks.relations.runs import are_same_samples, first_apart, other_samples
+from lit_cifar.checks.relations.runs import Runs, are_same_samples, first_apart, other_samples
 from lit_cifar.checks.relations.workers import ByWorkers, Order, Orders, same_orders, workers
 from lit_cifar.checks.verdict import Verdict
 
@@ -317,6 +318,24 @@ def test_the_example_resumes_as_its_page_says(arguments: list[str], expected: st
     restored = r"schedule not restored: 0.last_epoch was \d at the checkpoint, and is 0 after it"
     texts = [bool(re.match(restored, verdict.text)) for verdict in found]
     assert texts == [expected == "fail"] * 2
+
+
+@pytest.mark.parametrize("parser", ["argparse", "click", "tyro", "hydra"])
+def test_flags_of_any_parser_are_seen_with_their_values(parser: str, tmp_path: Path) -> None:
+    pytest.importorskip(parser, reason=f"{parser} is not installed")
+    user = tmp_path / "user"
+    user.mkdir()
+    (user / "train.py").write_text(relation_scripts.PARSERS[parser])
+    words = ("data.batch_size=7",) if parser == "hydra" else ("--batch-size", "7")
+    own = Runs(Target(program="train.py", arguments=words, folder=str(user)), RunPlan(), tmp_path, limit_s=60).own()
+    flag = next(flag for flag in own.script.flags.values() if "batch_size" in flag.names)
+    assert (flag.value, flag.kind, flag.given(7)) == (7, "int", words)
+    assert len(own.samples[0]) == 7
+
+
+def test_a_flag_is_given_as_its_parser_takes_it() -> None:
+    flag = Flag(("-n", "--no-amp"), False, False, "bool", takes_value=False)
+    assert (flag.names, flag.given(True)) == (["n", "no_amp"], ("--no-amp",))
 
 
 def resumed(by_steps: dict[int, str]) -> dict[str, str]:

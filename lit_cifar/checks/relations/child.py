@@ -17,6 +17,7 @@ import torch.distributed
 import torch.multiprocessing
 
 from lit_cifar.checks.relations import calls, in_lightning
+from lit_cifar.checks.relations.flags import watch_parsers
 from lit_cifar.checks.relations.generators import draw_by_sample, make_quiet, seed_all
 from lit_cifar.checks.relations.loaders import Loaders
 from lit_cifar.checks.relations.own_files import Guard, mirror
@@ -60,6 +61,7 @@ def _prepare(watched: Watched, loaders: Loaders) -> None:
     watched.patch()
     loaders.patch()
     in_lightning.patch(watched)
+    watch_parsers(lambda flag: watched.trace.script.flags.update({flag.words[0]: flag}))
     _join(watched)
     set_switches(plan, watched.trace)
     if plan.quiet:

@@ -7,6 +7,8 @@ down for it is another, which a trace gives by `part`.
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from lit_cifar.checks.relations.flags import Flag
+
 Asked = TypeVar("Asked")
 
 
@@ -104,6 +106,7 @@ class Script:
     scales_loss: bool = False  # by a `GradScaler`
     has_workers: bool = False  # in some loader
     calls: dict[str, Any] = field(default_factory=dict)  # knobs and their own values; "resume", "save", "share"
+    flags: dict[str, Flag] = field(default_factory=dict)  # of its command line, by the first of their words
 
 
 @dataclass
