@@ -10,14 +10,17 @@ from lit_cifar.launch import startup as startup  # notes the parent before the i
 from lit_cifar.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from lit_cifar.checks import relations
-    from lit_cifar.checks.replica_audit.callback import ReplicaAudit
-    from lit_cifar.checks.watchdog.callback import Watchdog
-    from lit_cifar.data import CIFAR10DataModule
-    from lit_cifar.errors import CheckpointError, ConfigError, DataError
-    from lit_cifar.task.module import LitResNet
-    from lit_cifar.task.muon import MuonSGD
-    from lit_cifar.task.optim import NesterovSGD, WarmupDecay
+    from lit_cifar.checks import relations as relations
+    from lit_cifar.checks.replica_audit.callback import ReplicaAudit as ReplicaAudit
+    from lit_cifar.checks.watchdog.callback import Watchdog as Watchdog
+    from lit_cifar.data import CIFAR10DataModule as CIFAR10DataModule
+    from lit_cifar.errors import CheckpointError as CheckpointError
+    from lit_cifar.errors import ConfigError as ConfigError
+    from lit_cifar.errors import DataError as DataError
+    from lit_cifar.task.module import LitResNet as LitResNet
+    from lit_cifar.task.muon import MuonSGD as MuonSGD
+    from lit_cifar.task.optim import NesterovSGD as NesterovSGD
+    from lit_cifar.task.optim import WarmupDecay as WarmupDecay
 
 _PLACES = {
     "CIFAR10DataModule": "lit_cifar.data",
@@ -31,19 +34,6 @@ _PLACES = {
     "WarmupDecay": "lit_cifar.task.optim",
     "Watchdog": "lit_cifar.checks.watchdog.callback",
 }
-__all__ = [
-    "CIFAR10DataModule",
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "LitResNet",
-    "MuonSGD",
-    "NesterovSGD",
-    "ReplicaAudit",
-    "WarmupDecay",
-    "Watchdog",
-    "relations",
-]
 
 
 def __getattr__(name: str) -> Any:

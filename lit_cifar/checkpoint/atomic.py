@@ -180,10 +180,8 @@ def _read_back(draft: Path, path: Path) -> None:
         read_checkpoint(draft)
     except CheckpointError as error:
         draft.stat()  # raises the real error if the folder was removed meanwhile
-        raise SaveError(
-            f"{path} could not be saved: what was written cannot be read back\n{error.problem}",
-            remedy=f"check the disk, or {_TENSORS_ALONE}",
-        ) from error
+        problem = f"{path} could not be saved: what was written cannot be read back\n{error.problem}"
+        raise SaveError(problem, remedy=f"check the disk, or {_TENSORS_ALONE}") from error
 
 
 @contextmanager

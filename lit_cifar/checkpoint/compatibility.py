@@ -39,10 +39,8 @@ def check_header(checkpoint: dict[str, Any], own: Header) -> None:
     if found != own:
         sizes = {name: getattr(found, name) for name in _SIZES}
         flags = [f"{_SIZES[name]}={size}" for name, size in sizes.items() if size not in (None, getattr(own, name))]
-        raise CheckpointError(
-            f"the checkpoint holds {found}, the model is {own}",
-            remedy=f"pass {' '.join(flags) or 'the flags of its training'}, {_CONFIG}",
-        )
+        problem = f"the checkpoint holds {found}, the model is {own}"
+        raise CheckpointError(problem, remedy=f"pass {' '.join(flags) or 'the flags of its training'}, {_CONFIG}")
 
 
 def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:

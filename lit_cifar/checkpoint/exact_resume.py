@@ -235,7 +235,6 @@ class ExactResume(Callback):
 
 
 def _callbacks(trainer: Trainer, kind: type[Callback] = Callback) -> list[Any]:
-    """The callbacks of a class."""
     return [each for each in trainer.callbacks if isinstance(each, kind)]  # type: ignore[attr-defined]
 
 

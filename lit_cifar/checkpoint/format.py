@@ -48,10 +48,8 @@ class Header:
         """The header of `checkpoint`, which must have one."""
         check_entries(checkpoint)
         if not is_own(checkpoint):
-            raise CheckpointError(
-                "this checkpoint has no lit_cifar header that says which network it holds",
-                remedy="pass one that `python -m lit_cifar fit` wrote",
-            )
+            problem = "this checkpoint has no lit_cifar header that says which network it holds"
+            raise CheckpointError(problem, remedy="pass one that `python -m lit_cifar fit` wrote")
         return cls(**checkpoint[_KEY])
 
     def arguments(self) -> dict[str, Any]:

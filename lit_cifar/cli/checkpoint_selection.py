@@ -143,10 +143,8 @@ class StartingCheckpoint(Start):
         """Do without the weights that the model was given, if a training goes on with its own."""
         path, flag = self._config.ckpt_path, f"--model.fine_tuning.weights={module.weights}"
         if self.has_weights_alone:
-            raise ConfigError(
-                f"{flag}, and --ckpt_path={path} holds weights alone: a training starts from one file",
-                remedy="leave one of the two out",
-            )
+            problem = f"{flag}, and --ckpt_path={path} holds weights alone: a training starts from one file"
+            raise ConfigError(problem, remedy="leave one of the two out")
         module.weights = None
         rank_zero_info(f"{flag} is not read: the training goes on with the weights in {path}")
 

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
 from shutil import rmtree
@@ -80,7 +80,6 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run(words: list[str]) -> None:
-    """Run the command that `words` name."""
     answer(words)
     if words[0] in COMMANDS:
         from lit_cifar.cli.gone import refuse_words
@@ -270,7 +269,8 @@ class CLI(LightningCLI):
             self._check(subcommand)
         else:
             self.datamodule.trainer = self.trainer
-            self.datamodule.read_ahead(subcommand)
+            with suppress(ConfigError):  # what cannot be read yet is left to Lightning's call
+                self.datamodule.setup(subcommand)
         folder = None if self._arguments.trainer.fast_dev_run else self._make_run_folder()
         if process_rank() == 0:
             report = next(c for c in self.trainer.callbacks if isinstance(c, RunReport))  # type: ignore[attr-defined]

@@ -26,10 +26,8 @@ def check_sizes(model: Namespace, data: Dataset) -> None:
     """Refuse sizes of a network that are not those of the data."""
     for name, value in {"num_classes": len(data.classes), "image_size": data.image_size}.items():
         if model[name] not in (None, value):
-            raise ConfigError(
-                f"--model.{name}={model[name]}, but {data.title} has {value}",
-                remedy=f"pass --model.{name}={value}, or leave it out",
-            )
+            problem = f"--model.{name}={model[name]}, but {data.title} has {value}"
+            raise ConfigError(problem, remedy=f"pass --model.{name}={value}, or leave it out")
 
 
 def check_run(

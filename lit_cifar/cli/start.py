@@ -40,7 +40,5 @@ def check_unasked_resume(trainer: Any, *, trains: bool) -> None:
     if SLURMEnvironment.detect():
         left += sorted(Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))
     if left:
-        raise ConfigError(
-            f"{left[-1]} is there, and Lightning would resume from it unasked",
-            remedy="move it, and pass it as --ckpt_path to go on from it",
-        )
+        problem = f"{left[-1]} is there, and Lightning would resume from it unasked"
+        raise ConfigError(problem, remedy="move it, and pass it as --ckpt_path to go on from it")

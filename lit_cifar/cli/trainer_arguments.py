@@ -23,7 +23,6 @@ BOUNDS: dict[str, tuple[float, float]] = {
 
 
 def check_bounds(arguments: Namespace) -> None:
-    """Refuse numbers outside of `BOUNDS`."""
     for name, (least, most) in BOUNDS.items():
         value = arguments.get(name)
         if isinstance(value, str) and value.isdecimal():  # the number of devices is read as a string
@@ -36,10 +35,8 @@ def check_arguments(trainer: Namespace, *, trains: bool) -> None:
     """Refuse arguments of the Trainer by which it would not train, log or save, or would write to another folder."""
     if trainer.default_root_dir is not None:
         folder = trainer.default_root_dir
-        raise ConfigError(
-            f"--trainer.default_root_dir={folder} has no effect: everything goes to the run folder",
-            remedy="pass " + shlex.quote(f"--run_dir={folder}"),
-        )
+        problem = f"--trainer.default_root_dir={folder} has no effect: everything goes to the run folder"
+        raise ConfigError(problem, remedy="pass " + shlex.quote(f"--run_dir={folder}"))
     if trainer.accelerator in ("gpu", "cuda") and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
         raise ConfigError(
             f"--trainer.accelerator={trainer.accelerator}, and torch {torch.__version__} finds no GPU here",
@@ -61,10 +58,8 @@ def check_arguments(trainer: Namespace, *, trains: bool) -> None:
                 remedy=f"pass --trainer.{most}={trainer[least]}, or leave out {least}",
             )
     if trainer.val_check_interval == 0:
-        raise ConfigError(
-            "--trainer.val_check_interval=0 is no interval",
-            remedy="pass --trainer.val_check_interval=1.0 to validate after each epoch",
-        )
+        problem = "--trainer.val_check_interval=0 is no interval"
+        raise ConfigError(problem, remedy="pass --trainer.val_check_interval=1.0 to validate after each epoch")
     if trains and not isinstance(trainer.val_check_interval, int | float | None):
         raise ConfigError(
             f"--trainer.val_check_interval={trainer.val_check_interval}: by the clock, a validation comes elsewhere in "

@@ -1,6 +1,5 @@
 """A data set as a LightningDataModule whose batch size is the global one."""
 
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,12 +124,10 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes, by label."""
         return self.source.classes
 
     @cached_property
     def val_size(self) -> int:
-        """Number of images to validate on."""
         own, num_train = self.source.val_size, self.num_images["train"]
         if self.source.own_val:
             if self._held_out is not None:
@@ -176,11 +173,6 @@ class CIFAR10DataModule(L.LightningDataModule):
 
             self.folder = read_folder(self.predict_dir, classes=self.classes, size=self.decoded_size)
             self.sets["predict"] = self.folder.images
-
-    def read_ahead(self, stage: str) -> None:
-        """`setup`, while another process checks the run; what cannot be read yet is left to Lightning's call."""
-        with suppress(ConfigError):
-            self.setup(stage)
 
     def _load(self, split: Split) -> ImageSet:
         return self.source.load(split, num_images=self.num_images.get(split))

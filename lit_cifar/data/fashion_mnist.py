@@ -55,8 +55,6 @@ def _open(root: Path, split: Split) -> Any:
         if dataset.data.shape != (expected, 28, 28) or labels.shape != (expected,) or labels.max() >= 10:
             raise ValueError(f"not {expected} {split} images of 28 x 28, each with a label from 0 to 9")
     except Exception as error:  # on a truncated file the reader asserts, or fails somewhere in torch
-        raise DataError(
-            f"{folder} is incomplete or damaged ({type(error).__name__}: {one_line(error)})",
-            remedy=replacing(folder),
-        ) from error
+        problem = f"{folder} is incomplete or damaged ({type(error).__name__}: {one_line(error)})"
+        raise DataError(problem, remedy=replacing(folder)) from error
     return dataset

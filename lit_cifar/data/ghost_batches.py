@@ -56,10 +56,8 @@ class GhostBatches:
         if (num_parts := math.prod(sizes.values())) > batch_size:
             name = max(sizes, key=lambda name: sizes[name])
             most = max(batch_size * sizes[name] // num_parts, 1)
-            raise ConfigError(
-                f"--model.ghost_batchnorm cuts a batch of {batch_size} images into {num_parts} parts",
-                remedy=f"pass --model.ghost_batchnorm.{name}={most} or less",
-            )
+            problem = f"--model.ghost_batchnorm cuts a batch of {batch_size} images into {num_parts} parts"
+            raise ConfigError(problem, remedy=f"pass --model.ghost_batchnorm.{name}={most} or less")
 
     def positions(self, num_samples: int) -> list[list[Tensor]]:
         """The chunks that each replica normalises, in order: positions in the batch, int64, not empty."""

@@ -61,7 +61,5 @@ def check_evaluation(trainer: Any, data: CIFAR10DataModule, subcommand: str) -> 
 def _check_share(flag: str, limit: float, num_batches: int, *, kind: str = "") -> None:
     """Refuse `limit`, a number of batches or a share of all, if it comes to none."""
     if isinstance(limit, float) and int(num_batches * limit) < 1:
-        raise ConfigError(
-            f"{flag}={limit} of {num_batches} {kind}batch{'es' * (num_batches > 1)} is less than one",
-            remedy=f"pass {flag}=1, which means one batch",
-        )
+        problem = f"{flag}={limit} of {num_batches} {kind}batch{'es' * (num_batches > 1)} is less than one"
+        raise ConfigError(problem, remedy=f"pass {flag}=1, which means one batch")

@@ -35,10 +35,8 @@ class Augment:
         bounded("--data.augment.padding", self.padding, 0)
         bounded("--data.augment.cutout", self.cutout, 0)
         if decoded_size is not None and (changed := _changed(self, "padding", "reflect")):
-            raise ConfigError(
-                "--data.pictures.decoded_size crops images that are not padded",
-                remedy=f"leave out --data.augment.{changed[0]}",
-            )
+            problem = "--data.pictures.decoded_size crops images that are not padded"
+            raise ConfigError(problem, remedy=f"leave out --data.augment.{changed[0]}")
         if self.reflect and self.padding >= size:
             problem = "--data.augment.reflect=true has too few pixels to mirror"
             raise ConfigError(problem, remedy="lower --data.augment.padding")

@@ -62,10 +62,8 @@ class PictureFolders:
         folder = splits.get("train", root)
         classes = {name: path for name, path in _by_class(folder).items() if path not in splits.values()}
         if not classes:
-            raise DataError(
-                f"{folder} holds no folders of pictures",
-                remedy=f"{_told_elsewhere(root, folder)}put pictures into {folder}/CLASS/",
-            )
+            problem = f"{folder} holds no folders of pictures"
+            raise DataError(problem, remedy=f"{_told_elsewhere(root, folder)}put pictures into {folder}/CLASS/")
         used = {folder, *splits.values(), *classes.values()}
         beside = [path for path in sorted({*root.iterdir(), *folder.iterdir()} - used) if path.name[0] != "."]
         _check_beside(root, beside, classes)
@@ -141,10 +139,8 @@ def _splits(root: Path) -> dict[Split, Path]:
                 raise DataError(f"{folder} is a link to pictures of another split", remedy="remove it")
     flat = next((folder for folder in found.values() if not _inner(folder)), None)
     if flat is not None and "train" not in found:
-        raise DataError(
-            f"{flat} has no folders of classes: it may be a class, or a split whose classes nobody knows",
-            remedy=f"if it is a class, move all of them into {root}/train/; if not, move it away",
-        )
+        problem = f"{flat} has no folders of classes: it may be a class, or a split whose classes nobody knows"
+        raise DataError(problem, remedy=f"if it is a class, move all of them into {root}/train/; if not, move it away")
     return found
 
 
@@ -172,10 +168,8 @@ def _check_beside(root: Path, beside: Iterable[Path], classes: dict[str, Path]) 
     """Refuse pictures that would not be used."""
     for path in filter(Path.is_dir, beside):
         if _like_split(path.name) or {_name(path), *_inner(path)} & classes.keys():
-            raise DataError(
-                f"{printable(str(path))} looks like pictures to train, validate or test on, and would not be used",
-                remedy=f"move it away, or into {root}/train, {root}/val or {root}/test",
-            )
+            problem = f"{printable(str(path))} looks like pictures to train, validate or test on, and would not be used"
+            raise DataError(problem, remedy=f"move it away, or into {root}/train, {root}/val or {root}/test")
 
 
 def _check_classes(folder: Path, classes: dict[str, Path], splits: Iterable[Path]) -> None:
@@ -211,10 +205,8 @@ def _check_level(folder: Path, classes: dict[str, Path]) -> None:
     """Refuse folders of patients, folds or sources, each of which holds the same classes, and targets beside images."""
     words = {name.lower().removesuffix("s") for name in classes}
     if words & _IMAGES and words & _TARGETS and words <= _IMAGES | _TARGETS:
-        raise DataError(
-            f"{printable(str(folder))} holds {' and '.join(classes)}, which are no classes",
-            remedy=f"make a folder of each class with its pictures, {folder}/CLASS/",
-        )
+        problem = f"{printable(str(folder))} holds {' and '.join(classes)}, which are no classes"
+        raise DataError(problem, remedy=f"make a folder of each class with its pictures, {folder}/CLASS/")
     inner = {name: _inner(path) for name, path in classes.items()}
     counted = Counter(name for names in inner.values() for name in names)
     is_flat = any(entry.is_file() for path in classes.values() for entry in path.iterdir() if entry.name[0] != ".")

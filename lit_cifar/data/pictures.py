@@ -204,10 +204,8 @@ def _decoded(paths: list[str], *, size: int) -> Tensor:
     for path, image in zip(paths, images, strict=True):
         found = read_image(path, size=size)
         if isinstance(found, str):
-            raise DataError(
-                f"a picture cannot be read: {printable(path)}: {found}",
-                remedy="replace it and go on with --resume=auto, or move it away and start again",
-            )
+            problem = f"a picture cannot be read: {printable(path)}: {found}"
+            raise DataError(problem, remedy="replace it and go on with --resume=auto, or move it away and start again")
         image.copy_(found)
     return images
 

@@ -30,10 +30,8 @@ def named_interface() -> str:
     """The interface over which machines communicate, named by `GLOO_SOCKET_IFNAME`, which must be set."""
     name = os.environ.get("GLOO_SOCKET_IFNAME")
     if not name:
-        raise ConfigError(
-            "the run has several machines, but GLOO_SOCKET_IFNAME does not name the interface that connects them",
-            remedy=f"export GLOO_SOCKET_IFNAME=NAME on every machine; this one has {_known()}",
-        )
+        problem = "the run has several machines, but GLOO_SOCKET_IFNAME does not name the interface that connects them"
+        raise ConfigError(problem, remedy=f"export GLOO_SOCKET_IFNAME=NAME on every machine; this one has {_known()}")
     return name
 
 
@@ -43,10 +41,8 @@ def address_of(interface: str) -> str:
         return LOOPBACK
     address = addresses().get(interface)
     if address is None:
-        raise ConfigError(
-            f"GLOO_SOCKET_IFNAME={interface} is not an interface of this machine with an IPv4 address",
-            remedy=f"set it to one of: {_known()}",
-        )
+        problem = f"GLOO_SOCKET_IFNAME={interface} is not an interface of this machine with an IPv4 address"
+        raise ConfigError(problem, remedy=f"set it to one of: {_known()}")
     return address
 
 

@@ -19,7 +19,6 @@ class KeepFreedMemory(Callback):
     """Calls `keep_freed_memory` in every process of a run on CPUs."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Keep freed memory, before the data are read and the first step is taken."""
         if trainer.strategy.root_device.type == "cpu":
             keep_freed_memory()
 

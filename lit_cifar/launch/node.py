@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from lit_cifar.launch.addresses import address_of, loopback_interface, named_interface
 from lit_cifar.launch.startup import die_with_parent
@@ -30,23 +31,11 @@ class NodeProcesses:
         with reserved_port(address) as port:
             return address, port
 
-    def start(
-        self,
-        words: Sequence[str],
-        *,
-        folder: str,
-        place: tuple[str, int],
-        node: int,
-        num_nodes: int,
-        num_local: int,
-        restarts: int,
-    ) -> None:
-        """Run `python -m lit_cifar words` in `folder`, as each of the `num_local` ranks of node number `node`."""
+    def start(self, words: Sequence[str], *, folder: str, num_local: int, **run: Any) -> None:
+        """Run `python -m lit_cifar words` in `folder`, as each of `num_local` ranks: see `torchrun_variables`."""
         pipes = [os.pipe(), os.pipe()]
         for local_rank in range(num_local):
-            own = torchrun_variables(
-                place, local_rank=local_rank, num_local=num_local, node=node, num_nodes=num_nodes, restarts=restarts
-            )
+            own = torchrun_variables(local_rank=local_rank, num_local=num_local, **run)
             process = subprocess.Popen(
                 [sys.executable, "-m", "lit_cifar", *words],
                 env=os.environ | own,

@@ -135,8 +135,6 @@ def given_port() -> int:
     """The port in `MASTER_PORT`; 0 if it is not set."""
     text = os.environ.get("MASTER_PORT", "0")
     if not text.isdecimal() or int(text) > _LAST_PORT:
-        raise ConfigError(
-            f"MASTER_PORT={text} in the environment is not a port",
-            remedy="unset MASTER_PORT, or export MASTER_PORT=29500",
-        )
+        problem = f"MASTER_PORT={text} in the environment is not a port"
+        raise ConfigError(problem, remedy="unset MASTER_PORT, or export MASTER_PORT=29500")
     return int(text)

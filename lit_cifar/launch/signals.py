@@ -39,7 +39,6 @@ class Keystrokes:
 
     @property
     def any(self) -> bool:
-        """Whether there was a Ctrl-C."""
         return self._first_at < math.inf
 
     def insist(self, number: int) -> bool:
@@ -58,7 +57,6 @@ def stop_signals() -> list[signal.Signals]:
 
 @contextmanager
 def handlers_put_back() -> Iterator[None]:
-    """Put this process's signal handlers back at the end."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {number: handler for number in signals if (handler := signal.getsignal(number)) is not None}
     try:

@@ -94,10 +94,8 @@ def _follow(config: dict[str, Any], name: str, value: int, *, launcher: str, sta
     if given in _UNSET:
         config[name] = value
     elif _count(given) not in (None, value):
-        raise ConfigError(
-            f"--trainer.{name}={given}, but {launcher} started {started}, which makes {value}",
-            remedy=f"leave out --trainer.{name}, {launcher} decides it",
-        )
+        problem = f"--trainer.{name}={given}, but {launcher} started {started}, which makes {value}"
+        raise ConfigError(problem, remedy=f"leave out --trainer.{name}, {launcher} decides it")
 
 
 def _count(given: Any) -> int | None:
@@ -123,10 +121,8 @@ def cluster_environment(*, num_nodes: int = 1) -> ClusterEnvironment:
             "srun --ntasks=1; in a shell of salloc's: export SLURM_JOB_NAME=bash",
         )
     if num_nodes > 1:
-        raise ConfigError(
-            f"--trainer.num_nodes={num_nodes}, but the processes were not started by torchrun",
-            remedy="start torchrun on each machine: see configs/cluster/torchrun.sh",
-        )
+        problem = f"--trainer.num_nodes={num_nodes}, but the processes were not started by torchrun"
+        raise ConfigError(problem, remedy="start torchrun on each machine: see configs/cluster/torchrun.sh")
     return LocalEnvironment()
 
 

@@ -123,10 +123,8 @@ def check_cuda_graphs(trainer: Trainer, *, has_parts: bool) -> None:
     batches = trainer.accumulate_grad_batches
     if batches > 1 or has_parts:
         other = f"--trainer.accumulate_grad_batches={batches}" if batches > 1 else "--virtual_replicas"
-        raise ConfigError(
-            f"{flag} with {other}: gradients are added up, and a graph overwrites those of the batch before",
-            remedy="leave out one of the two",
-        )
+        problem = f"{flag} with {other}: gradients are added up, and a graph overwrites those of the batch before"
+        raise ConfigError(problem, remedy="leave out one of the two")
     if trainer.strategy.root_device.type != "cuda":
         raise ConfigError(f"{flag} needs a GPU", remedy="pass --model.compile=true, or leave it out")
 

@@ -33,10 +33,8 @@ class FineTuning:
         bounded("--model.fine_tuning.unfreeze_at", self.unfreeze_at, 1)
         bounded("--model.fine_tuning.head_lr", self.head_lr, 0)
         if self.unfreeze_at is not None and not self.freeze:
-            raise ConfigError(
-                f"--model.fine_tuning.unfreeze_at={self.unfreeze_at}, but nothing is frozen",
-                remedy="add --model.fine_tuning.freeze",
-            )
+            problem = f"--model.fine_tuning.unfreeze_at={self.unfreeze_at}, but nothing is frozen"
+            raise ConfigError(problem, remedy="add --model.fine_tuning.freeze")
 
     def parameter_groups(self, network: nn.Module, num_classes: int) -> Any:
         """All parameters, frozen ones too, or with `head_lr` two groups of them, the classifier's last."""
@@ -71,7 +69,6 @@ class Frozen:
         return frozen
 
     def holds_in(self, epoch: int) -> bool:
-        """Whether it is not trained in `epoch`."""
         return self.until is None or epoch < self.until
 
     def switch_norms(self, network: nn.Module, *, training: bool) -> None:

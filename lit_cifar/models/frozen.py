@@ -32,10 +32,8 @@ def matching(network: nn.Module, patterns: Sequence[str]) -> tuple[frozenset[str
         if not any(fnmatchcase(name, pattern) for name in known):
             groups = [f"{name}.*" for name, module in network.named_modules() if name and [*module.parameters()]]
             near = get_close_matches(pattern, [*groups, *parameters], n=3, cutoff=0.4) or groups[:3]
-            raise ConfigError(
-                f"--model.fine_tuning.freeze={pattern} matches no parameter of {type(network).__name__}",
-                remedy=f"did you mean {' or '.join(near)}?",
-            )
+            problem = f"--model.fine_tuning.freeze={pattern} matches no parameter of {type(network).__name__}"
+            raise ConfigError(problem, remedy=f"did you mean {' or '.join(near)}?")
     found = {name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns)}
     if not any(trained for name, trained in parameters.items() if name not in found):
         raise ConfigError(

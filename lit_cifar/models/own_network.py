@@ -29,10 +29,8 @@ def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes
         raise ConfigError(problem, remedy="correct it, or its arguments: --model.network.NAME=VALUE") from error
     if lazy:
         layer = lazy[0].rpartition(".")[0]
-        raise ConfigError(
-            f"{name} has the lazy layer {layer}, and an optimizer needs all parameters before the first batch",
-            remedy=f"make it nn.{alone.get_submodule(layer)}",
-        )
+        problem = f"{name} has the lazy layer {layer}, and an optimizer needs all parameters before the first batch"
+        raise ConfigError(problem, remedy=f"make it nn.{alone.get_submodule(layer)}")
     shape = tuple(getattr(logits, "shape", ()))
     if shape != (2, num_classes):
         raise ConfigError(
@@ -40,10 +38,8 @@ def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes
             remedy=f"let it return (2, {num_classes}), by --model.network.num_classes={num_classes} if it has such",
         )
     if not torch.equal(logits, outputs):
-        raise ConfigError(
-            f"the blocks of {name}, one after the other, do not compute its forward()",
-            remedy="let blocks() return all of them in order, with what happens between them",
-        )
+        problem = f"the blocks of {name}, one after the other, do not compute its forward()"
+        raise ConfigError(problem, remedy="let blocks() return all of them in order, with what happens between them")
 
 
 def unreached_parameters(network: nn.Module, image_shape: Sequence[int]) -> tuple[list[str], list[str]]:

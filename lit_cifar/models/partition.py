@@ -75,10 +75,8 @@ class Partition:
         """
         blocks = measure(network, image_shape)
         if not 1 <= num_stages <= len(blocks):
-            raise ConfigError(
-                f"{num_stages} stages of a network of {len(blocks)} blocks",
-                remedy=f"ask for 1 to {len(blocks)}, e.g. --trainer.devices=2",
-            )
+            problem = f"{num_stages} stages of a network of {len(blocks)} blocks"
+            raise ConfigError(problem, remedy=f"ask for 1 to {len(blocks)}, e.g. --trainer.devices=2")
         costs = [block.flop for block in blocks]
         bounds = balanced(costs, num_stages) if cuts is None else _bounds_of(blocks, num_stages, cuts)
         edges = (0, *bounds, len(blocks))

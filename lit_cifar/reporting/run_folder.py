@@ -63,10 +63,8 @@ def _check_links(folder: Path) -> None:
         for path in (Path(parent, name) for name in (*folders, *files)):
             target = Path(os.path.realpath(path))  # also resolves links in a circle
             if path.is_symlink() and not target.is_relative_to(root):
-                raise ConfigError(
-                    f"{path} is a link to {target}, outside of the run folder, which the run would write over",
-                    remedy="remove the link, or put a copy of what it leads to in its place",
-                )
+                problem = f"{path} is a link to {target}, outside of the run folder, which the run would write over"
+                raise ConfigError(problem, remedy="remove the link, or put a copy of what it leads to in its place")
             if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would be waited for
                 raise ConfigError(f"{path} is neither a file nor a folder", remedy="remove it")
         # W&B's folder below ours has one for each run, with links to logs in its cache. Nobody else writes there.
@@ -123,10 +121,8 @@ def _refusing(folder: Path) -> Iterator[None]:
         yield
     except (OSError, UnicodeEncodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "its name is not UTF-8, or the locale is not"
-        raise ConfigError(
-            f"the run folder {folder} cannot be written: {reason}",
-            remedy="pass a folder that can: --run_dir=FOLDER",
-        ) from error
+        problem = f"the run folder {folder} cannot be written: {reason}"
+        raise ConfigError(problem, remedy="pass a folder that can: --run_dir=FOLDER") from error
 
 
 def run_folder(trainer: Trainer) -> Path | None:

@@ -5,31 +5,15 @@ Importing this package makes `Trainer(strategy="dp")` work. The command line doe
 """
 
 from lit_cifar.launch import signals as signals  # a process leaves its groups at exit
-from lit_cifar.strategies.ddp_flat import FlatDDPStrategy
-from lit_cifar.strategies.dp import DataParallelStrategy
-from lit_cifar.strategies.fsdp2 import ShardedStrategy
-from lit_cifar.strategies.mp import DDPLayerParallelStrategy, LayerParallelStrategy
-from lit_cifar.strategies.one_device import (
-    OneDeviceDDPLayerParallelStrategy,
-    OneDeviceDDPStrategy,
-    OneDeviceFlatDDPStrategy,
-    OneDevicePipelineStrategy,
-    OneDeviceShardedStrategy,
-)
-from lit_cifar.strategies.pp import PipelineStrategy
-from lit_cifar.strategies.sync_batchnorm import ProcessSyncBatchNorm
-
-__all__ = [
-    "DDPLayerParallelStrategy",
-    "DataParallelStrategy",
-    "FlatDDPStrategy",
-    "LayerParallelStrategy",
-    "OneDeviceDDPLayerParallelStrategy",
-    "OneDeviceDDPStrategy",
-    "OneDeviceFlatDDPStrategy",
-    "OneDevicePipelineStrategy",
-    "OneDeviceShardedStrategy",
-    "PipelineStrategy",
-    "ProcessSyncBatchNorm",
-    "ShardedStrategy",
-]
+from lit_cifar.strategies.ddp_flat import FlatDDPStrategy as FlatDDPStrategy
+from lit_cifar.strategies.dp import DataParallelStrategy as DataParallelStrategy
+from lit_cifar.strategies.fsdp2 import ShardedStrategy as ShardedStrategy
+from lit_cifar.strategies.mp import DDPLayerParallelStrategy as DDPLayerParallelStrategy
+from lit_cifar.strategies.mp import LayerParallelStrategy as LayerParallelStrategy
+from lit_cifar.strategies.one_device import OneDeviceDDPLayerParallelStrategy as OneDeviceDDPLayerParallelStrategy
+from lit_cifar.strategies.one_device import OneDeviceDDPStrategy as OneDeviceDDPStrategy
+from lit_cifar.strategies.one_device import OneDeviceFlatDDPStrategy as OneDeviceFlatDDPStrategy
+from lit_cifar.strategies.one_device import OneDevicePipelineStrategy as OneDevicePipelineStrategy
+from lit_cifar.strategies.one_device import OneDeviceShardedStrategy as OneDeviceShardedStrategy
+from lit_cifar.strategies.pp import PipelineStrategy as PipelineStrategy
+from lit_cifar.strategies.sync_batchnorm import ProcessSyncBatchNorm as ProcessSyncBatchNorm

@@ -36,7 +36,6 @@ class RunsNetwork(Protocol):
 
 
 def compiles(module: object) -> bool:
-    """Whether `module` wants its network compiled."""
     return bool(getattr(module, "compiles", False))
 
 
@@ -185,12 +184,7 @@ class CutStrategy(CustomForwardStrategy, ABC):
         self.recorder: NoRecorder = NoRecorder()
 
     def cut(self, num_stages: int, *, may_share: bool = False) -> None:
-        """Cut the network of the module. With `may_share`, stages may share tensors.
-
-        Raises:
-            ConfigError: A network that does not say its blocks, more stages than blocks, unknown cuts, or shared
-                tensors.
-        """
+        """Cut the network of the module, or refuse it. With `may_share`, stages may share tensors."""
         network = self.module.network
         if blocks_of(network) is None:
             raise ConfigError(
@@ -242,10 +236,8 @@ class SingleProcessStrategy(CustomForwardStrategy, ABC):
         num_devices = len(self.devices)
         if size < 1 or size % num_devices:
             nearest = max(1, round(size / num_devices)) * num_devices
-            raise ConfigError(
-                f"--trainer.strategy.{name}={size} do not divide over --trainer.devices={num_devices}",
-                remedy=f"pass --trainer.strategy.{name}={nearest}, or leave it out",
-            )
+            problem = f"--trainer.strategy.{name}={size} do not divide over --trainer.devices={num_devices}"
+            raise ConfigError(problem, remedy=f"pass --trainer.strategy.{name}={nearest}, or leave it out")
 
     @override
     def check(self) -> None:

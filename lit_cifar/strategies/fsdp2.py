@@ -93,10 +93,8 @@ class ShardedStrategy(MeshStrategy):
         if self.all_processes % product or (len(given) == 2 and product != self.all_processes):
             formula = " x ".join(f"{name}={size}" for name, size in given.items())
             verb = "is not" if len(given) == 2 else "does not divide"
-            raise ConfigError(
-                f"--trainer.strategy={self.strategy_name}: {formula} {verb} {self.all_processes} processes",
-                remedy=f"pass --trainer.devices={product}, or other sizes",
-            )
+            problem = f"--trainer.strategy={self.strategy_name}: {formula} {verb} {self.all_processes} processes"
+            raise ConfigError(problem, remedy=f"pass --trainer.devices={product}, or other sizes")
         super().check()
         if self.synchronises_batchnorm and self.layout.data_parallel_size == 1 < self.all_processes:
             rank_zero_warn(
@@ -111,10 +109,8 @@ class ShardedStrategy(MeshStrategy):
         if self.data_parallel_size != 1:
             check_untied(network, (blocks_of(network) or {}).values(), strategy=self.strategy_name)
             if scalars := [name for name, parameter in network.named_parameters() if not parameter.dim()]:
-                raise ConfigError(
-                    f"{scalars[0]} is a single number without a dim, which FSDP2 cannot divide",
-                    remedy="give it the shape (1,), or pass --trainer.strategy=ddp",
-                )
+                problem = f"{scalars[0]} is a single number without a dim, which FSDP2 cannot divide"
+                raise ConfigError(problem, remedy="give it the shape (1,), or pass --trainer.strategy=ddp")
         if self.tensor_parallel_size != 1:
             check_divisible(network, self.layout, strategy=self.strategy_name)
             check_untied(network, network.modules(), strategy=self.strategy_name, recurse=False)
@@ -124,10 +120,8 @@ class ShardedStrategy(MeshStrategy):
         super().use_virtual_parts(parts)
         name = f"--virtual_replicas={parts.num_parts}"
         if self.all_processes == 1:
-            raise ConfigError(
-                f"{name}: FSDP2 on one process does not reduce gradients, but adds them one after the other",
-                remedy="leave out --trainer.strategy, or pass --trainer.devices=2",
-            )
+            problem = f"{name}: FSDP2 on one process does not reduce gradients, but adds them one after the other"
+            raise ConfigError(problem, remedy="leave out --trainer.strategy, or pass --trainer.devices=2")
         module = self.lightning_module
         if module is not None and not all(parameter.is_contiguous() for parameter in module.parameters()):
             raise ConfigError(
@@ -164,15 +158,16 @@ class ShardedStrategy(MeshStrategy):
         self._whole = network
         self.module.network = parts = _copy(network)
         # The sizes that were asked for decide, not the number of processes: one process takes the same path.
-        parallelize(
-            parts,
-            self.mesh,
-            self.root_device,
-            splits_tensors=self.tensor_parallel_size != 1,
-            shards=self.data_parallel_size != 1,
-            dtype=AUTOCAST.get(self.precision_plugin.precision),
-            compiles=compiles(self.lightning_module),
-        )
+        if self.tensor_parallel_size != 1:
+            split_tensors(parts, self.mesh["model"], self.root_device)
+        synchronise_along(parts, self.data_group)
+        if self.data_parallel_size != 1:  # what tensor parallelism has left to this process
+            shard(parts, self.mesh["data"], self.root_device, dtype=AUTOCAST.get(self.precision_plugin.precision))
+        if compiles(self.lightning_module):  # the hooks that gather the parameters of a block stay outside
+            modules = set(parts.modules())
+            blocks = [block for block in (blocks_of(parts) or {}).values() if block in modules]
+            for block in blocks or [parts]:
+                block.forward = Compiled(block, block.forward)
 
         def run(images: Tensor) -> Tensor:
             if not torch.is_inference_mode_enabled():
@@ -272,32 +267,6 @@ class ShardedStrategy(MeshStrategy):
             self.module.network = self._whole
             self._whole = None
         super().teardown()
-
-
-def parallelize(
-    network: nn.Module,
-    mesh: DeviceMesh,
-    device: torch.device,
-    *,
-    splits_tensors: bool,
-    shards: bool,
-    dtype: torch.dtype | None,
-    compiles: bool,
-) -> None:
-    """Leave this process its parts of `network`, in place, on `device`: first of tensors, then what FSDP2 shards.
-
-    FSDP2 divides what tensor parallelism has left to the process. `dtype` is that of autocast.
-    """
-    if splits_tensors:
-        split_tensors(network, mesh["model"], device)
-    synchronise_along(network, mesh.get_group("data"))
-    if shards:
-        shard(network, mesh["data"], device, dtype=dtype)
-    if compiles:  # the hooks that gather the parameters of a block stay outside
-        modules = set(network.modules())
-        blocks = [block for block in (blocks_of(network) or {}).values() if block in modules]
-        for block in blocks or [network]:
-            block.forward = Compiled(block, block.forward)
 
 
 # The dtype in which autocast computes, by precision, and the layers that do. All others use parameters as they are.

@@ -232,10 +232,8 @@ class Pipeline:
         with self.precision.train_step_context():
             trained = self.module.loss(logits, labels[-len(logits) :]).mean() * weight
         if loss.requires_grad or not torch.allclose(loss.double(), trained.double(), rtol=1e-3, equal_nan=True):
-            raise ConfigError(
-                "training_step returns another loss than the mean of loss(): a pipeline trains by loss() alone",
-                remedy="compute it in loss(), or pass --trainer.strategy=ddp",
-            )
+            problem = "training_step returns another loss than the mean of loss(): a pipeline trains by loss() alone"
+            raise ConfigError(problem, remedy="compute it in loss(), or pass --trainer.strategy=ddp")
 
     def evaluate(self, images: Tensor) -> Tensor:
         """Logits (n, C) of images (n, ...), any n; microbatches follow each other through the stages."""

@@ -52,10 +52,8 @@ class Schedule:
         rounds = max(1, num_microbatches // self.num_processes)
         if self.name == "Interleaved1F1B" and num_microbatches % rounds:
             remedy = f"pass --trainer.strategy.num_microbatches={rounds * self.num_processes}"
-            raise ConfigError(
-                f"{name} runs {num_microbatches} microbatches in {rounds} rounds, which does not come out even",
-                remedy=remedy if parts is None else "pass --trainer.strategy.schedule=1F1B",
-            )
+            problem = f"{name} runs {num_microbatches} microbatches in {rounds} rounds, which does not come out even"
+            raise ConfigError(problem, remedy=remedy if parts is None else "pass --trainer.strategy.schedule=1F1B")
 
 
 def stages_per_process(name: ScheduleName) -> int:
@@ -109,7 +107,6 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
 
     @property
     def strategy_name(self) -> str:  # type: ignore[override]  # the base class has a constant
-        """The registered name for these sizes."""
         return "pp" if self.model_parallel_size == self.all_processes else "ddp_pp"
 
     @property

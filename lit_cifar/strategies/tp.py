@@ -80,7 +80,6 @@ def split_tensors(network: nn.Module, mesh: DeviceMesh, device: torch.device) ->
 
 
 def placements(network: nn.Module) -> dict[str, Placement]:
-    """The placement of each parameter and buffer, by name."""
     split = tensor_split_of(network)
     placed: dict[str, Placement] = {}
     for name, tensor in chain(network.named_parameters(), network.named_buffers()):
@@ -135,13 +134,10 @@ _SENDING: dict[SplitKind, type[nn.Module]] = {"columns": _ByOutputChannel, "rows
 
 
 def _local_parts(tensors: dict[str, Any]) -> dict[str, Any]:
-    return {name: tensor if tensor is None else _computed_with(tensor) for name, tensor in tensors.items()}
-
-
-def _computed_with(tensor: Tensor) -> Tensor:
-    part = local_part(tensor)
-    # A channels_last activation makes such gradients, which a DTensor would take for gradients in its own order.
-    return with_plain_gradient(part) if part.requires_grad else part
+    parts = {name: None if tensor is None else local_part(tensor) for name, tensor in tensors.items()}
+    trained = {name: part for name, part in parts.items() if part is not None and part.requires_grad}
+    # A channels_last activation makes other gradients, which a DTensor would take for gradients in its own order.
+    return parts | {name: with_plain_gradient(part) for name, part in trained.items()}
 
 
 class _SumGradients(torch.autograd.Function):

@@ -104,10 +104,8 @@ class VirtualReplicas(Callback):
         name = f"--virtual_replicas={num_parts}"
         if num_parts < 1 or num_parts & (num_parts - 1):
             nearest = 1 << max(0, num_parts.bit_length() - 1)
-            raise ConfigError(
-                f"{name} is no power of two, and a binary tree adds the parts",
-                remedy=f"pass --virtual_replicas={nearest} or {2 * nearest}",
-            )
+            problem = f"{name} is no power of two, and a binary tree adds the parts"
+            raise ConfigError(problem, remedy=f"pass --virtual_replicas={nearest} or {2 * nearest}")
         _check_mode(name, strategy)
         _check_kernels(name, strategy.root_device)
         if num_parts % (replicas := mode.layout.num_replicas):
@@ -123,10 +121,8 @@ class VirtualReplicas(Callback):
                 remedy="leave out the latter: the parts of a batch pass one after the other already",
             )
         if mode.synchronises_batchnorm and mode.layout.data_parallel_size > 1:
-            raise ConfigError(
-                f"{name} with --trainer.sync_batchnorm=true would normalise parts of several processes together",
-                remedy="leave out the latter: each part is normalised by itself",
-            )
+            problem = f"{name} with --trainer.sync_batchnorm=true would normalise parts of several processes together"
+            raise ConfigError(problem, remedy="leave out the latter: each part is normalised by itself")
         _check_sizes(num_parts, data)
         self._divide(strategy)
 
@@ -185,38 +181,28 @@ def _with_whole_gradient(strategy: Strategy) -> dist.ProcessGroup | None:
 
 def _check_mode(name: str, strategy: Strategy) -> None:
     if not isinstance(strategy, CustomForwardStrategy | DDPStrategy | SingleDeviceStrategy):
-        raise ConfigError(
-            f"{name} with {type(strategy).__name__}, which adds gradients in an order of its own",
-            remedy="leave it out, or pass --trainer.strategy=ddp",
-        )
+        problem = f"{name} with {type(strategy).__name__}, which adds gradients in an order of its own"
+        raise ConfigError(problem, remedy="leave it out, or pass --trainer.strategy=ddp")
     if isinstance(strategy, CustomForwardStrategy) and compiles(strategy.lightning_module):
-        raise ConfigError(
-            f"{name} with --model.compile=true: a part of a network is compiled to other kernels than the whole",
-            remedy="leave out the latter, or pass --trainer.strategy=ddp",
-        )
+        problem = f"{name} with --model.compile=true: a part of a network is compiled to other kernels than the whole"
+        raise ConfigError(problem, remedy="leave out the latter, or pass --trainer.strategy=ddp")
 
 
 def _check_kernels(name: str, device: torch.device) -> None:
     """Refuse GPU kernels whose bits differ between runs. torch knows which kernels the Trainer's flags allow."""
     if device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
-        raise ConfigError(
-            f"{name} on a GPU needs kernels that always add in the same order",
-            remedy="pass --trainer.deterministic=true",
-        )
+        problem = f"{name} on a GPU needs kernels that always add in the same order"
+        raise ConfigError(problem, remedy="pass --trainer.deterministic=true")
     if device.type == "cuda" and torch.backends.cudnn.benchmark:
-        raise ConfigError(
-            f"{name} with --trainer.benchmark=true, which chooses kernels by how fast they are at that moment",
-            remedy="leave out the latter",
-        )
+        problem = f"{name} with --trainer.benchmark=true, which chooses kernels by how fast they are at that moment"
+        raise ConfigError(problem, remedy="leave out the latter")
 
 
 def _check_sizes(num_parts: int, data: CIFAR10DataModule) -> None:
     for flag, size in (("batch_size", data.batch_size), ("eval_batch_size", data.eval_batch_size)):
         if size % num_parts:
-            raise ConfigError(
-                f"--data.{flag}={size} does not divide into {num_parts} virtual replicas",
-                remedy=f"pass --data.{flag}={max(1, size // num_parts) * num_parts}",
-            )
+            problem = f"--data.{flag}={size} does not divide into {num_parts} virtual replicas"
+            raise ConfigError(problem, remedy=f"pass --data.{flag}={max(1, size // num_parts) * num_parts}")
     rest = len(data.sets["train"]) % data.batch_size if "train" in data.sets else 0
     if rest and not data.order.drop_last and rest < 2 * num_parts:
         raise ConfigError(

@@ -334,10 +334,8 @@ class LitResNet(L.LightningModule):
         content = read_checked(Path(checkpoint_path))
         header = Header.read(content)
         if header.network is not None and "network" not in kwargs:
-            raise CheckpointError(
-                f"the checkpoint holds {header}, and no code is run because a checkpoint names it",
-                remedy=f"pass network={header.network.rpartition('.')[2]}(...)",
-            )
+            problem = f"the checkpoint holds {header}, and no code is run because a checkpoint names it"
+            raise CheckpointError(problem, remedy=f"pass network={header.network.rpartition('.')[2]}(...)")
         arguments = header.arguments() | kwargs
         arguments.pop("weights_only", None)  # weights alone, always
         return super().load_from_checkpoint(checkpoint_path, map_location, weights_only=True, **arguments)

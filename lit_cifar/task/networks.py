@@ -26,8 +26,6 @@ def choose_network(
     own = f"{type(network).__module__}.{type(network).__qualname__}"
     for name, value in {"arch": arch, "stem": stem, "zero_init_residual": zero_init_residual or None}.items():
         if value is not None:
-            raise ConfigError(
-                f"--model.network={own} is a network, and --model.{name}={value} is about another one",
-                remedy="leave one of the two out",
-            )
+            problem = f"--model.network={own} is a network, and --model.{name}={value} is about another one"
+            raise ConfigError(problem, remedy="leave one of the two out")
     return network, Header(arch=None, stem=None, num_classes=num_classes, image_size=image_size, network=own)

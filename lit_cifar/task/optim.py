@@ -166,7 +166,6 @@ class Recipe:
         self._groups, self._schedule = _groups(optimizer), deepcopy(scheduler.state_dict())
 
     def settings(self) -> dict[str, Any]:
-        """The settings by name, for a checkpoint."""
         found = {f"lr_scheduler.{name}": value for name, value in self._schedule.items() if name not in _OF_RATE}
         for number, group in enumerate(self._made):
             label = f"optimizer[{number}]" if number else "optimizer"

@@ -27,10 +27,8 @@ def try_optimizer(module: LitResNet) -> tuple[Optimizer, Any]:
         try:
             scheduler.step(*([0.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
         except ArithmeticError as error:
-            raise ConfigError(
-                f"--model.lr_scheduler={type(scheduler).__name__} cannot take a step: {error}",
-                remedy="correct its arguments: --model.lr_scheduler.NAME=VALUE",
-            ) from error
+            problem = f"--model.lr_scheduler={type(scheduler).__name__} cannot take a step: {error}"
+            raise ConfigError(problem, remedy="correct its arguments: --model.lr_scheduler.NAME=VALUE") from error
         if module.optimization.head_lr is not None and optimizer.param_groups[0]["lr"]:
             _check_ratio(scheduler, optimizer, rates)
     return optimizer, scheduler

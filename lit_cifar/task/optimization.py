@@ -75,10 +75,8 @@ class Optimization:
                 remedy="leave it out, or pass another --model.optimizer",
             ) from error
         if isinstance(optimizer, LBFGS):
-            raise ConfigError(
-                "--model.optimizer=LBFGS computes a batch several times in a step, and each time would be counted",
-                remedy="pass another --model.optimizer",
-            )
+            problem = "--model.optimizer=LBFGS computes a batch several times in a step, and each time would be counted"
+            raise ConfigError(problem, remedy="pass another --model.optimizer")
         return optimizer
 
     def new_scheduler(self, optimizer: Optimizer) -> Any:

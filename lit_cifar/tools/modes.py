@@ -95,7 +95,6 @@ class SizedMode:
 
 
 def sized_modes(devices: int) -> dict[str, SizedMode]:
-    """Every mode for a number of devices, in the order of the table."""
     if not 1 <= devices <= 2**16:  # a Trainer lists its devices
         raise ConfigError(f"--devices={devices} is not from 1 to 65536", remedy="pass --devices 2")
     stages = 2 if devices % 2 == 0 else devices  # as many replicas as the devices allow

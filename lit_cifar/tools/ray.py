@@ -132,7 +132,6 @@ class RayRun:
             return 1
 
     def _follow(self, nodes: list[Any]) -> int:
-        """Print the output of the processes until all have ended."""
         failed, deadline = 0, inf
         while True:
             polled = self.ray.get([node.poll.remote() for node in nodes])

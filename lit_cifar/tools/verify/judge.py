@@ -83,7 +83,6 @@ def judge(row: VerifiedMode, ended: EndedRun, record: Record, reference: Record,
 
 
 def _compare_steps(row: VerifiedMode, record: Record, reference: Record) -> list[str]:
-    """The first tensor of each step beyond its bound."""
     problems = []
     for number in reference.steps if row.tolerance else []:  # without a bound nothing would be said
         gaps = gaps_of_step(record.step(number), reference.step(number))

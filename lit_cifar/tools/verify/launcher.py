@@ -74,10 +74,8 @@ class Launcher:
             problem = f"one device cannot train this configuration: {last_words(ended)}"
             raise ConfigError(problem, remedy="correct it until `python -m lit_cifar fit` runs with it")
         if (num_steps := len(record.steps)) < self.steps:
-            raise ConfigError(
-                f"the configuration ends a run after {num_steps} of {self.steps} steps",
-                remedy="leave out what does, e.g. --trainer.max_time or --trainer.fast_dev_run",
-            )
+            problem = f"the configuration ends a run after {num_steps} of {self.steps} steps"
+            raise ConfigError(problem, remedy="leave out what does, e.g. --trainer.max_time or --trainer.fast_dev_run")
         return record
 
     def _fit(self, title: str, folder: Path, flags: list[str], mode: SizedMode | None = None) -> EndedRun:

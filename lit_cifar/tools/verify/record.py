@@ -56,7 +56,6 @@ class Record:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Number of processes, and of nodes."""
         content = json.loads((self.folder / "trace" / "run.json").read_text())
         return content["world_size"], content["num_nodes"]
 

@@ -29,14 +29,12 @@ def last_words(ended: EndedRun) -> str:
 
 
 def refusal(ended: EndedRun) -> ConfigError:
-    """The error about the user's own flags."""
     lines = _error(ended) or [line.strip() for line in _lines(ended)[-5:]]
     *problem, remedy = lines if len(lines) > 1 else [*lines, "see python -m lit_cifar fit --help"]
     return ConfigError("\n".join(problem) or "the configuration cannot be read", remedy=remedy)
 
 
 def refuse_if_invalid(ended: EndedRun) -> None:
-    """Raise the command's own error about the user's flags."""
     if ended.status != 0:
         raise refusal(ended)
 
