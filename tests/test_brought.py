@@ -139,11 +139,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", BROUGHT)
 def test_what_people_bring_works_and_goes_on_after_a_resume(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    without: str,
-    installed: Callable[[str], Path],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str, installed: Callable[[str], Path]
 ) -> None:
     """On two processes, which is harder than on one."""
     brought, run = BROUGHT[name], tmp_path / "run"

@@ -18,11 +18,7 @@ from torch import Tensor
 
 from lit_cifar.data.pictures import FolderImages
 from lit_cifar.mode import Layout, Mode
-from lit_cifar.reporting.evaluation_tables import (
-    EvaluationTables,
-    write_confusion,
-    write_per_rank,
-)
+from lit_cifar.reporting.evaluation_tables import EvaluationTables, write_confusion, write_per_rank
 from lit_cifar.reporting.predictions import PredictionWriter
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, log_chance, pooled
 

@@ -198,11 +198,7 @@ class OwnData(CIFAR10DataModule):
     ],
 )
 def test_a_script_does_not_validate_on_what_it_was_trained_on(
-    kind: str,
-    before: type[CIFAR10DataModule],
-    after: type[CIFAR10DataModule],
-    changed: dict[str, Any],
-    tmp_path: Path,
+    kind: str, before: type[CIFAR10DataModule], after: type[CIFAR10DataModule], changed: dict[str, Any], tmp_path: Path
 ) -> None:
     """Between two epochs, where the order may be another, and when a checkpoint is validated; a test may be any."""
     file, first, again = tmp_path / "end.ckpt", data(), data(**changed)

@@ -163,12 +163,7 @@ MIXED = [
     "--data.balance.class_weights=[1,2,3,4,5,5,4,3,2,1]",
     "--data.balance.draw_equally=true",
 ]
-ALL = [
-    *TINY,
-    *MIXED,
-    "--model.label_smoothing=0.1",
-    "--trainer.max_epochs=2",
-]
+ALL = [*TINY, *MIXED, "--model.label_smoothing=0.1", "--trainer.max_epochs=2"]
 
 
 def test_a_stopped_run_ends_as_the_undisturbed_one(tmp_path: Path) -> None:

@@ -9,12 +9,7 @@ from lit_cifar.tools.modes import sized_modes
 from tests.mutations import of_one_process
 from tests.mutations.catalogue import BY_NAME, OF_FILES, OF_MODES, OF_PARTS, on_python_path
 from tests.mutations.planting import Mutation
-from tests.mutations.self_test import (
-    COMPARISON,
-    Finding,
-    findings_table,
-    self_test,
-)
+from tests.mutations.self_test import COMPARISON, Finding, findings_table, self_test
 
 
 @pytest.fixture

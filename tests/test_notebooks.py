@@ -158,10 +158,7 @@ def test_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path, monkeypatch
 
 # ---------------------------------------------------------------- runs that a notebook starts
 
-COMMANDS = {
-    "modes": "print('ddp_spawn')",
-    "fail": "raise SystemExit('--model.arch')",
-}
+COMMANDS = {"modes": "print('ddp_spawn')", "fail": "raise SystemExit('--model.arch')"}
 
 
 def start(command: str) -> runs.Run:

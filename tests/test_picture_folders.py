@@ -98,10 +98,7 @@ REFUSED = {
     "classes among those": (["cat 1", "dog 1", "more/cat 1", "more/dog 1"], "more would be a class, and holds others"),
     "one folder too many": (["all/train/cat 1", "all/test/cat 1"], "holds one class, all: there is nothing to tell"),
     "classes first": (["cat/train 1", "cat/val 1", "dog/train 1"], "cat would be a class, and holds others or splits"),
-    "patients": (
-        [f"{patient}/{name} 1" for patient in ("p1", "p2") for name in TWO],
-        "folders of the same na",
-    ),
+    "patients": ([f"{patient}/{name} 1" for patient in ("p1", "p2") for name in TWO], "folders of the same na"),
     "folds, one without a class": (
         ["train/fold1/cat 1", "train/fold2/cat 1", "train/fold2/dog 1", "train/fold3/dog 1"],
         "cat, dog, which may be the classes",

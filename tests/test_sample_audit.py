@@ -18,16 +18,7 @@ from tiny_task import TinyTask, tiny_trainer
 from torch import Tensor, nn
 
 from lit_cifar.checkpoint.exact_resume import ExactResume
-from lit_cifar.checkpoint.sample_audit import (
-    EMPTY,
-    AuditRecord,
-    Plan,
-    SampleAudit,
-    Tally,
-    chain,
-    failure,
-    write_epoch,
-)
+from lit_cifar.checkpoint.sample_audit import EMPTY, AuditRecord, Plan, SampleAudit, Tally, chain, failure, write_epoch
 from lit_cifar.data import Batch, CIFAR10DataModule, Order
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import CheckpointError, SampleAuditError
@@ -123,10 +114,7 @@ def test_every_part_of_an_epoch_is_proven_and_no_other(num_ranks: int, accumulat
                 "used too often: 24 samples, ids 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...",
             ],
         ),
-        (
-            [[*range(24)], [*range(3, 48)]],
-            ["used too often: 21 samples, ids 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, ..."],
-        ),
+        ([[*range(24)], [*range(3, 48)]], ["used too often: 21 samples, ids 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, ..."]),
         ([[*range(24)], [*range(24, 48), 90]], ["used in another step than planned: 1 samples, ids 90"]),
     ],
     ids=["in another step", "a batch twice", "those of before as well", "one more"],

@@ -264,10 +264,7 @@ OF_EVERY_COMMAND = [
 ]
 OF_A_FIT = [
     (put(*WEIGHT, value=lambda held: held.fill_(torch.nan)), "the weights are not finite: conv1.weight"),
-    (
-        put("optimizer", value="SGD; touch owned #"),
-        "pass --model.optimizer with the arguments of its",
-    ),
+    (put("optimizer", value="SGD; touch owned #"), "pass --model.optimizer with the arguments of its"),
     (put("lr_scheduler", value="$(touch owned)"), "pass --model.lr_scheduler with the arguments of"),
     (put("optimizer_states", value=[]), "its optimizer_states is []"),
     (put("optimizer_states", 0, "state", value={}), "holds no state of the optimizer for 41 of 41 parameters"),
@@ -278,10 +275,7 @@ OF_A_FIT = [
     (put(*FIRST, "momentum_buffer", value=lambda held: held.fill_(torch.nan)), "its optimizer holds nan"),
     (without("optimizer_states", 0, "param_groups"), "its optimizer_states.0.param_groups is missing"),
     (put("optimizer_states", 0, "param_groups", 0, "lr", value="x"), "its optimizer_states.0.param_groups.0.lr is 'x'"),
-    (
-        put("optimizer_states", 0, "param_groups", 0, "params", value=lambda held: held[::-1]),
-        "numbers them otherwise",
-    ),
+    (put("optimizer_states", 0, "param_groups", 0, "params", value=lambda held: held[::-1]), "numbers them otherwise"),
     (put("lr_schedulers", value=[]), "its lr_schedulers is []"),
     (put("lr_schedulers", 0, "last_epoch", value="x"), "its lr_schedulers.0.last_epoch is 'x'"),
     (put("settings", "optimizer.lr", value="x\ny"), r"its settings.optimizer.lr is 'x\ny'"),

@@ -30,12 +30,7 @@ from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.files import _equal, checkpoint_problems, digest_problems
 from lit_cifar.tools.verify.judge import VerifiedMode, logged_problems, logits_problems, other_weights
 from lit_cifar.tools.verify.launcher import Launcher, evaluated_alone
-from lit_cifar.tools.verify.processes import (
-    count_problems,
-    own_problems,
-    peer_problems,
-    unequal_samples,
-)
+from lit_cifar.tools.verify.processes import count_problems, own_problems, peer_problems, unequal_samples
 from lit_cifar.tools.verify.record import (
     ANY,
     EXACT_BOUND,

@@ -30,15 +30,7 @@ from lit_cifar import internals
 from lit_cifar.checks.watchdog import heartbeat as process
 from lit_cifar.checks.watchdog import progress
 from lit_cifar.checks.watchdog.callback import HOOKS, Watchdog
-from lit_cifar.checks.watchdog.diagnosis import (
-    NOBODY,
-    Patience,
-    Peer,
-    Verdict,
-    diagnose,
-    diagnose_judge,
-    updated,
-)
+from lit_cifar.checks.watchdog.diagnosis import NOBODY, Patience, Peer, Verdict, diagnose, diagnose_judge, updated
 from lit_cifar.checks.watchdog.heartbeat import Heartbeat, Member, Sight, this_process
 from lit_cifar.checks.watchdog.monitor import BEAT_S, Monitor
 from lit_cifar.checks.watchdog.progress import Progress
