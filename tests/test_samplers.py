@@ -19,7 +19,7 @@ from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.loader import _BLOCK_ON_DEVICE, BatchLoader
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
-from lit_cifar.errors import CheckpointError, ConfigError
+from lit_cifar.errors import ConfigError
 from lit_cifar.mode import Layout, mode_of
 from lit_cifar.strategies import PipelineStrategy, ShardedStrategy
 from lit_cifar.tools.modes import SILENT
@@ -228,14 +228,6 @@ def test_a_gpu_is_asked_a_few_times_in_an_epoch(monkeypatch: pytest.MonkeyPatch)
     with Operators() as operators:
         assert sum(1 for _ in loader) == 99
     assert not operators.counts
-
-
-def test_a_loader_without_a_trainer_cannot_be_resumed() -> None:
-    loader = BatchLoader(images_of(1000), sampler_from(0))
-    assert loader.state_dict() == {}  # it does not say where training stands
-    loader.load_state_dict({})
-    with pytest.raises(CheckpointError, match="pass the data module itself"):
-        BatchLoader(images_of(1000), replace(sampler_from(0), behind=None)).load_state_dict({})
 
 
 # ---------------------------------------------------------------- what is refused

@@ -34,11 +34,7 @@ class Difference:
 
 
 def differences(
-    one: Mapping[str, Any],
-    other: Mapping[str, Any],
-    *,
-    names: Iterable[str] | None = None,
-    limit: float = 0.0,
+    one: Mapping[str, Any], other: Mapping[str, Any], *, names: Iterable[str] | None = None, limit: float = 0.0
 ) -> list[Difference]:
     """Compare what has these names, all by default; return what differs by more than the limit, the largest first."""
     names = {**one, **other} if names is None else names
