@@ -98,7 +98,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-BUG = os.environ.get("BUG")
+BUG = os.environ.get("BUG", "")
 
 
 class Counter(pl.Callback):
@@ -125,7 +125,20 @@ class Net(pl.LightningModule):
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
 
     def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+        loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+        if not BUG.startswith("sum of an epoch"):
+            return loss
+        self.sum += loss.detach()
+        return loss * (1 + self.sum)
+
+    def on_train_epoch_start(self):
+        self.sum = torch.zeros(())
+
+    def on_validation_end(self):
+        if BUG == "sum of an epoch, cleared by a validation":
+            self.sum = torch.zeros(())
+        if BUG == "validation changes statistics":
+            self.layers[1].running_mean.zero_()
 
     def validation_step(self, batch, batch_idx):
         if BUG == "statistics of batches":
@@ -155,7 +168,10 @@ class Data(pl.LightningDataModule):
 
 
 pl.seed_everything(0)
-trainer = pl.Trainer(max_epochs=50, strategy="ddp", devices=2, callbacks=[Counter()])
+callbacks = [Counter()]
+if BUG == "sum of an epoch, saved inside":
+    callbacks.append(pl.callbacks.ModelCheckpoint(every_n_train_steps=1000))
+trainer = pl.Trainer(max_epochs=50, strategy="ddp", devices=2, callbacks=callbacks)
 trainer.fit(Net(), Data())
 '''
 
@@ -388,6 +404,51 @@ for epoch in range(3):
             (loss / (PARTS if BUG == "window of fewer" else len(window))).backward()
         optimizer.step()
         optimizer.zero_grad()
+""")
+
+# Each epoch ends inside a window of three microbatches. Weights are moved by hand, if the mistake says so.
+TAILS = script("""
+PARTS = relations.knob("accumulate", 3)
+count = 30 if BUG == "a batch of fewer" else 80
+data = TensorDataset(torch.randn(count, 4, generator=torch.Generator().manual_seed(1)))
+torch.manual_seed(0)
+model, first = nn.Linear(4, 1), 0
+if BUG != "no bug, but by hand":
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if path := relations.resume():
+    saved = torch.load(path)
+    first = saved["epoch"]
+    model.load_state_dict(saved["model"])
+
+
+def step():
+    if BUG == "no bug, but by hand":
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    else:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+for epoch in range(first, 3):
+    model.zero_grad()
+    loader = DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(epoch))
+    for number, (x,) in enumerate(loader, start=1):
+        if BUG.startswith("batches are divided"):
+            for part in x.chunk(PARTS):
+                loss = model(part).sub(1).square().mean()
+                (loss / PARTS if "alike" in BUG else loss * len(part) / len(x)).backward()
+            step()
+            continue
+        left = len(loader) % PARTS
+        window = left if number > len(loader) - left and BUG != "by all of a window" else PARTS
+        (model(x).sub(1).square().mean() / window).backward()
+        if number % PARTS == 0 or (number == len(loader) and BUG != "no bug, but the rest is left out"):
+            step()
+    if path := relations.save():
+        torch.save({"model": model.state_dict(), "epoch": epoch + 1}, path)
 """)
 
 # Two optimizers step together, each behind two batches. It looks at a batch before it trains.

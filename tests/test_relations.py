@@ -5,8 +5,9 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ import pytest
 import relation_scripts
 import torch
 from commands import TINY, graded, mode_flags, refused, run_here
-from relation_scripts import AGAIN, CRITIC, CUDA, LIGHTNING, PLAIN
+from relation_scripts import AGAIN, CRITIC, CUDA, LIGHTNING, PLAIN, TAILS
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from lit_cifar import relations
@@ -33,7 +34,7 @@ from lit_cifar.checks.relations.batches import (
 from lit_cifar.checks.relations.flags import Flag
 from lit_cifar.checks.relations.generators import Draws
 from lit_cifar.checks.relations.in_lightning import _settings
-from lit_cifar.checks.relations.judging import RELATIONS, judged
+from lit_cifar.checks.relations.judging import RELATIONS, _in_windows, judged
 from lit_cifar.checks.relations.loaders import Loaders, is_divided
 from lit_cifar.checks.relations.own_files import mirror
 from lit_cifar.checks.relations.plan import Limits, RunPlan, Script, Target, Trace
@@ -361,6 +362,8 @@ QUICK = [
     ("PADDED", "", "resume,accumulation", resumed({5: "pass", 11: "pass"}) | {"accumulation": "pass"}),
     ("SHORT", "window of fewer", "accumulation", {"accumulation": "fail"}),
     ("PAIR", "", "accumulation", {"accumulation": "pass"}),
+    ("TAILS", "by all of a window", "accumulation", {"accumulation": "fail"}),
+    ("TAILS", "no bug, but by hand", "resume,accumulation", resumed({2: "pass", 4: "pass"}) | {"accumulation": "pass"}),
 ]
 SLOW = [
     ("PLAIN", "dropout stays on", "evaluation", {"evaluation": "note"}),
@@ -382,6 +385,11 @@ SLOW = [
     ("PADDED", "parts of one weight", "accumulation", {"accumulation": "fail"}),
     ("SHORT", "", "accumulation", {"accumulation": "pass"}),
     ("PAIR", "not divided", "accumulation", {"accumulation": "fail"}),
+    ("TAILS", "", "resume,accumulation", resumed({2: "pass", 4: "pass"}) | {"accumulation": "pass"}),
+    ("TAILS", "no bug, but the rest is left out", "accumulation", {"accumulation": "note"}),
+    ("TAILS", "a batch of fewer", "accumulation", {"accumulation": "note"}),
+    ("TAILS", "batches are divided", "accumulation", {"accumulation": "pass"}),
+    ("TAILS", "batches are divided alike", "accumulation", {"accumulation": "note"}),
     ("SPAWN", "", "ranks", EQUAL),
     (
         "ENDLESS",
@@ -475,19 +483,31 @@ def test_a_lightning_script_needs_no_call(outcomes: Outcomes) -> None:
         slow=[
             ("callback without state", "resume after epoch 1", "fail", ""),
             ("updated after the checkpoint", "resume inside epoch 2", "note", "the module's own on_train_batch_end"),
+            ("sum of an epoch", "resume after epoch 1", "pass", ""),
+            ("sum of an epoch", "resume inside epoch 2", "note", "writes no checkpoint inside an epoch"),
+            ("sum of an epoch, saved inside", "resume inside epoch 2", "fail", ""),
+            ("sum of an epoch, cleared by a validation", "validating more often", "note", "where the script validates"),
+            ("validation changes statistics", "validating more often", "fail", ""),
         ],
     ),
 )
 def test_a_mistake_is_found_with_lightning(
     bug: str, relation: str, outcome: str, said: str, verdicts: Verdicts
 ) -> None:
-    found = {each.relation: each for each in verdicts(LIGHTNING, bug=bug, only=relation.split()[0])}
+    only = "often" if "often" in relation else relation.split()[0]
+    found = {each.relation: each for each in verdicts(LIGHTNING, bug=bug, only=only)}
     assert (found[relation].outcome, said in found[relation].text) == (outcome, True)
 
 
 BAD_SCRIPTS = {
     "ends by an error": ("raise ValueError('no such file')", "crash", "ValueError: no such file"),
     "trains nothing": ("print('hello')", "abstain", "no step of an optimizer was seen"),
+    "has no rate": (
+        TAILS.replace("lr=0.1", "lr=0.0"),
+        "fail",
+        "no parameter changes in 6 steps: their learning rate is 0",
+    ),
+    "makes no step": (TAILS.replace("optimizer.step()", "pass"), "fail", "no parameter changes in"),
     "searches first": (
         "import lightning.pytorch as pl\nfrom lightning.pytorch.tuner import Tuner\nTuner(pl.Trainer()).lr_find(None)",
         "crash",
@@ -520,14 +540,81 @@ def test_the_command_says_what_differs_and_what_it_looked_at(tmp_path: Path, mon
     monkeypatch.setattr("lit_cifar.tools.relations.exit_orderly_when_terminated", lambda: None)
     monkeypatch.setenv("BUG", "mean of means")
     (tmp_path / "train.py").write_text(PLAIN)
-    only, file = "--only=evaluation,workers,accumulation", tmp_path / "result.json"
+    only, file = "--only=evaluation,workers,accumulation,score,often", tmp_path / "result.json"
     result = run_here("relations", tmp_path / "train.py", only, f"--json={file}", "--batches=4", check=False)
     assert result.status == 1
     assert re.search(r"^FAIL +evaluation .*evaluated in batches of 1", result.stdout, flags=re.M)
     assert re.search(r"^PASS +accumulation .*6 steps, 48 samples", result.stdout, flags=re.M)
-    assert result.stdout.splitlines()[-1] == "2 pass, 1 fail"
+    assert "NOT JUDGED: SCORE, OFTEN. What would judge it stands above\n" in result.stdout
+    assert result.stdout.splitlines()[-1] == "2 pass, 1 fail, 2 abstain"
+    _, _, block = result.stdout.partition("NOT JUDGED, until the script has these lines")
+    compile(textwrap.dedent("".join(re.findall("^    .*\n", block, flags=re.M))), "pasted", "exec")
+    assert block.count("relations.") == 2
     found = json.loads(file.read_text())["verdicts"]
-    assert [each["outcome"] for each in found] == ["pass", "fail", "pass", "pass"]
+    assert [each["outcome"] for each in found] == ["pass", "fail", "pass", "pass", "abstain", "abstain"]
+
+
+STRICT = "What would judge it stands above; --strict makes it exit status 3"
+
+
+@pytest.mark.parametrize(
+    ("words", "outcomes", "status", "says"),
+    [
+        ([], {}, 0, ""),
+        ([], {"score": "abstain"}, 0, ""),
+        ([], {"resume": "abstain", "ranks": "crash"}, 3, f"NOT JUDGED: RESUME, RANKS. {STRICT}"),
+        ([], {"resume": "abstain", "ranks": "abstain"}, 0, f"NOT JUDGED: RESUME, RANKS. {STRICT}"),
+        (["--strict"], {"evaluation": "abstain"}, 3, "NOT JUDGED: EVALUATION."),
+        (["--strict"], {"score": "abstain"}, 0, ""),
+        (["--strict"], {"resume": "abstain", "ranks": "fail"}, 1, "NOT JUDGED: RESUME."),
+        (["--only=score,ranks"], {"score": "abstain"}, 3, "NOT JUDGED: SCORE."),
+        (["--only=ranks"], {"ranks": "note"}, 0, ""),
+        (["--only=ranks"], {"run": "fail"}, 1, ""),
+    ],
+)
+def test_the_exit_status_is_0_only_if_what_was_asked_for_was_judged(
+    words: list[str],
+    outcomes: dict[str, Any],
+    status: int,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def judge(_: Target, chosen: dict[str, Any], **__: Any) -> Iterator[Verdict]:
+        yield Verdict("run", outcomes.get("run", "pass"))
+        if "run" not in outcomes:
+            yield from (Verdict(name, outcomes.get(name, "pass"), "why", asked=[name]) for name in chosen)
+
+    monkeypatch.setattr("lit_cifar.tools.relations.judged", judge)
+    monkeypatch.setattr("lit_cifar.tools.relations.exit_orderly_when_terminated", lambda: None)
+    (tmp_path / "train.py").touch()
+    result = run_here("relations", tmp_path / "train.py", *words, check=False)
+    assert result.status == status
+    said = "".join(re.findall("NOT JUDGED: .*", result.stdout))
+    assert says in said
+    assert bool(said) == bool(says)
+
+
+@pytest.mark.parametrize(
+    ("own", "most", "window", "expected"),
+    [
+        (20, 8, 3, 8),
+        (21, 8, 3, 9),
+        (22, 8, 3, 7),
+        (8, 8, 3, 8),
+        (5, 8, 4, 8),
+        (40, 8, 16, 24),
+        (0, 8, 3, 9),
+        (20, 4, 1, 4),
+    ],
+)
+def test_an_epoch_that_is_cut_ends_as_far_inside_a_window(own: int, most: int, window: int, expected: int) -> None:
+    trace = Trace(script=Script(calls={"accumulate": window}))
+    if own:
+        trace.reading.lengths[0] = min(own, most)
+    if own > most:
+        trace.reading.cut[0] = own
+    assert _in_windows(trace, most) == expected
 
 
 CLASSES = """

@@ -22,9 +22,13 @@ class Verdict:
     differences: list[str] = field(default_factory=list)
     seconds: float = 0.0
     has_other_samples: bool = False  # in a step
+    has_other_steps: bool = False  # more of them, or fewer
+    cut: str = ""  # what the runs were of the whole training
+    paste: str = ""  # lines of a script with which it would be judged
+    asked: list[str] = field(default_factory=list)  # relations of the command that say it
 
     def __str__(self) -> str:
-        said = self.text or self.looked_at
+        said = (self.text or self.looked_at) + (f" ({self.cut})" if self.cut else "")
         return f"{self.outcome.upper():8}{self.relation:26} {self.seconds:5.1f} s  {said}"
 
 

@@ -1,6 +1,7 @@
 """`python -m lit_cifar relations`: runs anyone's training in pairs that must train the same model."""
 
 import argparse
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from pkgutil import resolve_name
@@ -10,7 +11,7 @@ from lit_cifar.checks.relations import classes
 from lit_cifar.checks.relations.judging import RELATIONS, Relation, judged
 from lit_cifar.checks.relations.options import with_further_arguments
 from lit_cifar.checks.relations.plan import LIMIT_S, Limits, Target
-from lit_cifar.checks.verdict import exit_status, summary
+from lit_cifar.checks.verdict import NO_VERDICT, Verdict, exit_status, summary
 from lit_cifar.errors import ConfigError, nearest
 from lit_cifar.tools.terminal import (
     CommandParser,
@@ -28,10 +29,11 @@ batch or two microbatches, evaluated in other batches. Say what differs. A Light
 plain PyTorch calls lit_cifar.relations where its own values could be others. Runs are short, on the CPU, in float64,
 each in a folder that mirrors this one; no file of yours is changed."""
 _RANKS = 6  # so many batches can be divided among 1, 2 and 3 ranks
+_MAIN = ("resume", "evaluation", "ranks")  # what is named, if it is not judged
 _NOT_LOOKED_AT = "GPUs and mixed precision (runs are on the CPU, in one precision), later steps"
 _EPILOG = """\
 exit status: 0 all that was judged is equal, 1 a relation fails, 2 a mistake in the command, 3 nothing could be judged,
-  or a relation ended by an error of its own
+  or not all of --only, or a relation ended by an error of its own
 
   python -m lit_cifar relations train.py
   python -m lit_cifar relations train.py --only=resume,ranks -- --lr=0.1
@@ -49,19 +51,45 @@ def main(args: list[str]) -> int:
     target = _target(options, arguments)
     evaluated = -(-options.batches // _RANKS) * _RANKS
     limits = Limits(batches=options.batches, epochs=options.epochs, steps=options.steps, evaluated=evaluated)
-    verdicts = []
-    for verdict in judged(target, _chosen(options), limits=limits, limit_s=options.limit):
+    chosen, verdicts = _chosen(options), []
+    for verdict in judged(target, chosen, limits=limits, limit_s=options.limit):
         verdicts.append(verdict)
         if verdict.outcome != "abstain":
             say(str(verdict))
-    if open_questions := [verdict for verdict in verdicts if verdict.outcome == "abstain"]:
-        say("NOT JUDGED, and what would judge it:")
-    for verdict in open_questions:
-        say(f"        {verdict.relation:26} {verdict.text}")
+    _say_what_is_open([verdict for verdict in verdicts if verdict.outcome == "abstain"])
     say(f"not looked at: {_NOT_LOOKED_AT}")
-    say(summary(verdicts[1:]))
+    found = verdicts[1:] or [verdict for verdict in verdicts if verdict.outcome == "fail"]
+    said_by_name = options.only is not None
+    wanted = [name for name in chosen if said_by_name or name in _MAIN or name not in RELATIONS]
+    unjudged = [name for name in wanted if not _is_judged(name, found)]
+    is_open = any(said_by_name or options.strict or name not in RELATIONS for name in unjudged)
+    if unjudged and verdicts[1:]:
+        strict = "" if is_open else f"; --strict makes it exit status {NO_VERDICT}"
+        say(f"NOT JUDGED: {', '.join(unjudged).upper()}. What would judge it stands above{strict}")
+    say(summary(found))
     write_json(file, about() | {"target": asdict(target), "verdicts": [asdict(verdict) for verdict in verdicts]})
-    return exit_status(verdict.outcome for verdict in verdicts[1:])
+    return exit_status(verdict.outcome for verdict in found) or (NO_VERDICT if is_open else 0)
+
+
+def _say_what_is_open(verdicts: list[Verdict]) -> None:
+    """What was not judged: in one block all that some lines in the script would change, then the others."""
+    if lines := [verdict for verdict in verdicts if verdict.paste]:
+        say("NOT JUDGED, until the script has these lines (outside of the checker they give its own values):")
+        say("    from lit_cifar import relations")
+    for verdict in lines:
+        say(f"    # {verdict.relation}: {verdict.text}")
+        say(textwrap.indent(verdict.paste, "    "))
+    if others := [verdict for verdict in verdicts if not verdict.paste]:
+        say("NOT JUDGED, because:")
+    for verdict in others:
+        say(f"        {verdict.relation:26} {verdict.text}")
+
+
+def _is_judged(name: str, verdicts: list[Verdict]) -> bool:
+    """Whether a relation has said something, and not given up."""
+    own = [verdict for verdict in verdicts if name in verdict.asked]
+    gave_up = any(verdict.relation == name and verdict.outcome in ("abstain", "crash") for verdict in own)
+    return not gave_up and any(verdict.outcome in ("pass", "fail", "note") for verdict in own)
 
 
 def relations_parser() -> argparse.ArgumentParser:
@@ -72,7 +100,7 @@ def relations_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--data", metavar="CLASS", help="A LightningDataModule for --module.")
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for `python -m`.")
-    parser.add_argument("--only", default=",".join(RELATIONS), metavar="A,B", help=f"Of {', '.join(RELATIONS)}.")
+    parser.add_argument("--only", metavar="A,B", help=f"Of {', '.join(RELATIONS)}.")
     parser.add_argument(
         "--also", action="append", default=[], metavar="PACKAGE.FUNCTION", help="A relation of your own."
     )
@@ -85,6 +113,8 @@ def relations_parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=positive, default=usual, metavar="N", help=help)
     help = f"Seconds of a run (default: {LIMIT_S:g})."
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help=help)
+    help = f"Exit status {NO_VERDICT} unless {', '.join(_MAIN)} are judged."
+    parser.add_argument("--strict", action="store_true", help=help)
     parser.add_argument("--json", metavar="FILE", help="Write all differences there.")
     return parser
 
@@ -108,7 +138,7 @@ def _target(options: argparse.Namespace, arguments: list[str]) -> Target:
 
 def _chosen(options: argparse.Namespace) -> dict[str, Relation]:
     chosen: dict[str, Relation] = {}
-    for name in filter(None, options.only.split(",")):
+    for name in RELATIONS if options.only is None else filter(None, options.only.split(",")):
         if name not in RELATIONS:
             near = nearest(name, RELATIONS)
             remedy = f"did you mean {near}?" if near else f"choose of {', '.join(RELATIONS)}"

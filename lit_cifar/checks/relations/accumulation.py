@@ -10,7 +10,8 @@ from lit_cifar.checks.relations.ranks import LEFT_OUT, reported, weighed
 from lit_cifar.checks.relations.runs import NotJudgedError, Runs, are_same_samples
 from lit_cifar.checks.verdict import Verdict
 
-_FEWEST_WINDOWS = 2  # of microbatches
+_PASTE = 'accumulate = relations.knob("accumulate", accumulate)  # microbatches of a step'
+_RECORDED = {"quiet": True, "record": True}  # the changes of a run that keeps its batches
 Pair: TypeAlias = tuple[Trace, Trace]  # with one batch to a step, and with microbatches of the same samples
 
 
@@ -21,17 +22,48 @@ def accumulation(runs: Runs) -> Iterator[Verdict]:
     if script.is_lightning and remarks.MANUAL in own.remarks:
         raise NotJudgedError(remarks.MANUAL)
     if not script.is_lightning and "accumulate" not in script.calls:
-        raise NotJudgedError('write relations.knob("accumulate", N) for the number of microbatches')
-    micro = script.accumulation if script.is_lightning else int(script.calls["accumulate"])
+        raise NotJudgedError("nothing says how many microbatches a step has", _PASTE)
+    micro = script.window
     whole, divided = _pair(runs, own, micro)
     said = f"{max(micro, 2)} microbatches"
-    verdict = runs.judge("accumulation", whole, divided, leave_out=LEFT_OUT, samples=False, said=f"{said}: ")
+    verdict = _compared(runs, whole, divided, said)
+    if verdict.outcome == "fail" and micro > 1 and len(own.reading.lengths) == 1:
+        verdict = _without_rest(runs, own, micro, verdict)
     yield weighed(verdict, [whole, divided], "" if micro > 1 else "the script does not accumulate")
     yield from reported(runs, verdict, whole, divided, f"with {said}")
 
 
-def _pair(runs: Runs, own: Trace, micro: int) -> Pair:
-    """Two runs whose steps have the same samples. A script that does not accumulate is given two microbatches."""
+def _compared(runs: Runs, whole: Trace, divided: Trace, said: str) -> Verdict:
+    return runs.judge("accumulation", whole, divided, leave_out=LEFT_OUT, samples=False, said=f"{said}: ")
+
+
+def _without_rest(runs: Runs, own: Trace, micro: int, failed: Verdict) -> Verdict:
+    """The failure; what is said of it if the training holds without what is left over at the end of its epochs."""
+
+    def holds(batches: int, *, is_even: bool = False) -> bool:
+        if batches < 1:
+            return False
+        pair = _pair(runs.with_limits(batches=batches), own, micro, is_even=is_even)
+        return _compared(runs, *pair, "").outcome != "fail"
+
+    (length,) = own.reading.lengths.values()
+    is_whole = not own.reading.cut
+    if holds(length, is_even=True) or (is_whole and holds(length - micro)):
+        text = f"equal only if all microbatches have as many samples: one of fewer counts as much ({failed.text})"
+        return replace(failed, outcome="note", text=text)
+    if not length % micro or not holds((length - is_whole) // micro * micro):
+        return failed
+    rest = f"{length % micro} of {micro} microbatches, with which an epoch ends"
+    if failed.has_other_steps:
+        return replace(failed, outcome="note", text=f"no step of their own is made by {rest} ({failed.text})")
+    return replace(failed, text=f"only a last window differs, of {rest}: {failed.text}")
+
+
+def _pair(runs: Runs, own: Trace, micro: int, *, is_even: bool = False) -> Pair:
+    """Two runs whose steps have the same samples. A script that does not accumulate is given two microbatches.
+
+    With `is_even` the batches that a script divides are cut, so that all microbatches have as many samples.
+    """
     number = max(micro, 2)
     if "batch_size" in own.script.calls:
         pair = _of_other_sizes(runs, int(own.script.calls["batch_size"]) * micro, number)
@@ -42,7 +74,8 @@ def _pair(runs: Runs, own: Trace, micro: int) -> Pair:
     if remarks.UNDIVIDED in own.remarks:
         raise NotJudgedError(remarks.UNDIVIDED)
     if not own.script.is_lightning and _divides_batches(runs, own, micro):
-        same = {"quiet": True, "imposed": runs.imposed(_recorded(runs, micro), multiple=number)}
+        cut = number if is_even else 1
+        same = {"quiet": True, "imposed": runs.imposed(_RECORDED, multiple=cut)}
         return _run(runs, same, _accumulate(runs, own, 1)), _run(runs, same, _accumulate(runs, own, number))
     return _joined(runs, own, micro) if micro > 1 else _halved(runs, own)
 
@@ -65,23 +98,21 @@ def _alike_by_themselves(runs: Runs, own: Trace, number: int) -> Pair:
     """Batches that no loader makes may have the same samples in a step, however many there are."""
     whole, divided = (_run(runs, {"quiet": True}, _accumulate(runs, own, parts, parts=parts)) for parts in (1, number))
     if not are_same_samples(whole.samples, divided.samples):
-        remedy = 'write relations.knob("batch_size", N) for the samples of a microbatch'
-        raise NotJudgedError(f"{remarks.NO_LOADER}, and each step has other samples: {remedy}")
+        paste = 'size = relations.knob("batch_size", size)  # samples of a microbatch'
+        raise NotJudgedError(f"{remarks.NO_LOADER}, and each step has other samples", paste)
     return whole, divided
 
 
 def _joined(runs: Runs, own: Trace, micro: int) -> Pair:
     """The script's own microbatches; and those of each step joined to one batch."""
-    recorded = _recorded(runs, micro)
-    joined = {"quiet": True, "imposed": runs.imposed(recorded, window=micro)}
-    return _run(runs, joined, _accumulate(runs, own, 1, window=micro)), _run(runs, recorded)
+    joined = {"quiet": True, "imposed": runs.imposed(_RECORDED, window=micro)}
+    return _run(runs, joined, _accumulate(runs, own, 1, window=micro)), _run(runs, _RECORDED)
 
 
 def _halved(runs: Runs, own: Trace) -> Pair:
     """The script's own batches, of an even size; and halves of them."""
-    recorded = _recorded(runs, 1)
-    whole = _run(runs, {"quiet": True, "imposed": runs.imposed(recorded, multiple=2)})
-    halves = {"quiet": True, "imposed": runs.imposed(recorded, parts=2, multiple=2)}
+    whole = _run(runs, {"quiet": True, "imposed": runs.imposed(_RECORDED, multiple=2)})
+    halves = {"quiet": True, "imposed": runs.imposed(_RECORDED, parts=2, multiple=2)}
     return whole, _run(runs, halves, _accumulate(runs, own, 2, parts=2))
 
 
@@ -89,19 +120,12 @@ def _run(runs: Runs, *changes: dict[str, Any]) -> Trace:
     return runs.run(**{name: value for each in changes for name, value in each.items()})[0]
 
 
-def _recorded(runs: Runs, micro: int) -> dict[str, Any]:
-    """The changes of a run that keeps its batches: some windows of microbatches."""
-    limits = runs.plan.limits
-    batches = micro * max(_FEWEST_WINDOWS, -(-limits.batches // micro)) if micro > 1 else limits.batches
-    return {"quiet": True, "record": True, "limits": replace(limits, batches=batches)}
-
-
 def _accumulate(runs: Runs, own: Trace, number: int, *, window: int = 1, parts: int = 1) -> dict[str, Any]:
     """The changes of a run in which `number` batches make a step."""
     if not own.script.is_lightning:
         return {"knobs": (("accumulate", number),)}
     limits = runs.plan.limits
-    most = max(_FEWEST_WINDOWS, -(-limits.batches // window)) * parts
+    most = -(-limits.batches // window) * parts
     trainer = (("accumulate_grad_batches", number), ("limit_train_batches", most))
     return {"trainer": trainer, "limits": replace(limits, batches=most)}
 

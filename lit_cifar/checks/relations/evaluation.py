@@ -58,7 +58,7 @@ class Evaluations:
     failed: dict[str, str] = field(default_factory=dict)  # errors of ways to validate
     has_loader: bool = False  # a loader was read where no gradient is made
     left_out: int = 0  # samples that no batch of an evaluation on one process had
-    is_cut: bool = False  # an evaluation had more batches than were read
+    cut: str = ""  # how much of an evaluation was read, if it had more batches
 
 
 def evaluation(runs: Runs) -> Iterator[Verdict]:
@@ -93,7 +93,7 @@ def _in_lightning(runs: Runs) -> Iterator[Verdict]:
             continue
         text = _apart(runs, one, several, f"validated by {number} processes")
         found = [text] if text else []
-        verdict = Verdict(name, "fail" if found else "pass", text, ", ".join(one), found)
+        verdict = Verdict(name, "fail" if found else "pass", text, ", ".join(one), found, cut=seen.cut)
         yield (verdict if asks == number else unused(verdict, why))
 
 
@@ -102,12 +102,12 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
     own = runs.run(seeded_by_step=True)[0]
     values = _results(own)
     if not values:
-        raise NotJudgedError("report the results: relations.report(val_loss=...)")
+        raise NotJudgedError("no result of an evaluation is reported", "relations.report(val_loss=loss)")
     by_hand = "evaluation_batch" in own.script.calls
     if not by_hand and (reason := _why_not_in_other_batches(own)):
         where = " in torch.no_grad()" if reason == _NO_LOADER else ""
-        raise NotJudgedError(f'{reason}{where}: write relations.knob("evaluation_batch", N) for its samples')
-    if by_hand and own.part(Evaluations).is_cut:
+        raise NotJudgedError(f"{reason}{where}", 'batch = relations.knob("evaluation_batch", batch)  # its samples')
+    if by_hand and own.part(Evaluations).cut:
         raise NotJudgedError(CUT)
     found = []
     for way, size in (("in batches of 1", 1), ("in batches of 7", 7), ("as one batch", 0)):
@@ -140,7 +140,7 @@ def on_two_ranks(runs: Runs, one: Trace, two: Trace) -> Iterator[Verdict]:
     if not values:
         return
     text = _apart(runs, values, _results(two), "evaluated by 2 processes")
-    if text and any(trace.part(Evaluations).is_cut for trace in (one, two)):
+    if text and any(trace.part(Evaluations).cut for trace in (one, two)):
         yield Verdict(name, "abstain", CUT)
         return
     yield Verdict(name, "fail" if text else "pass", text, ", ".join(values), [text] if text else [])
@@ -149,8 +149,7 @@ def on_two_ranks(runs: Runs, one: Trace, two: Trace) -> Iterator[Verdict]:
 def _judged(trace: Trace, found: list[str], looked_at: str) -> Iterator[Verdict]:
     """A failure by what was found; a note where an evaluation draws random numbers and differs, or its model draws."""
     seen = trace.part(Evaluations)
-    part = ", without the end of the evaluation's data" if seen.is_cut else ""
-    verdict = Verdict(NAME, "fail" if found else "pass", "; ".join(found[:3]), looked_at + part, found)
+    verdict = Verdict(NAME, "fail" if found else "pass", "; ".join(found[:3]), looked_at, found, cut=seen.cut)
     drawn = {remarks.IN_EVALUATION, *([] if seen.has_loader else [remarks.BESIDE_EVALUATION])}
     if remarks.IN_MODEL in trace.remarks:
         verdict = replace(verdict, outcome="note", text=": ".join(filter(None, (remarks.IN_MODEL, verdict.text))))
@@ -188,8 +187,8 @@ def rescored(runs: Runs) -> Iterator[Verdict]:
         if name.startswith("score") and (again := numbers.get(f"re{name.replace('score', 'scored', 1)}")) is not None
     ]
     if not pairs:
-        text = "relations.report(score=...), and rescored=... of the model that is loaded from the file"
-        yield Verdict("score of a file", "abstain", text)
+        paste = "relations.report(score=best)  # when it is saved; rescored=... of what is loaded from its file"
+        yield Verdict("score of a file", "abstain", "no score of a file is reported", paste=paste)
         return
     for name, again in pairs:
         is_same = difference(numbers[name], again) <= runs.limit

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelSummary, ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner.tuning import Tuner
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -32,6 +32,7 @@ from lit_cifar.checks.relations.evaluation import (
 from lit_cifar.checks.relations.generators import seed_all
 from lit_cifar.checks.relations.interruption import CHECKPOINT, Moment, StopAt
 from lit_cifar.checks.relations.patching import patched
+from lit_cifar.checks.relations.plan import Script
 from lit_cifar.checks.relations.remarks import FOLLOWS_EVALUATION, MANUAL
 from lit_cifar.checks.relations.watching import Ended, Watched
 from lit_cifar.errors import one_line
@@ -40,6 +41,7 @@ from lit_cifar.mode.table import MODES
 _OWN = ("_", "trainer", "training", "fabric", "prepare_data_per_node", "allow_zero_length_dataloader", "example_input")
 _DDP = "ddp_find_unused_parameters_true"  # of a script that names no strategy, such as one with two models
 _STARTED = re.compile("_(spawn|fork|notebook)")  # ways to start the processes, which a run has already
+_INSIDE = ("every_n_train_steps", "train_time_interval", "save_on_exception")  # what lets a `ModelCheckpoint` save so
 _IN_ONE_PROCESS = {row.name for row in MODES if not row.has_processes}  # strategies with all devices in it
 
 
@@ -131,10 +133,22 @@ def patch(watched: Watched) -> None:
     sys.meta_path.insert(0, _OneLightning())
     patched(pl.Trainer, "__init__", partial(_make, watched))
     patched(pl.Trainer, "fit", partial(_fit, watched))
+    patched(pl.Trainer, "save_checkpoint", partial(_save, watched.trace.script))
+    patched(ModelCheckpoint, "__init__", partial(_keep, watched.trace.script))
     for name in ("lr_find", "scale_batch_size"):
         patched(Tuner, name, _refuse)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+def _save(script: Script, save: Any, trainer: pl.Trainer, *args: Any, **own: Any) -> None:
+    script.saves_inside |= not trainer.is_last_batch
+    save(trainer, *args, **own)
+
+
+def _keep(script: Script, make: Any, checkpoint: ModelCheckpoint, *args: Any, **own: Any) -> None:
+    make(checkpoint, *args, **own)
+    script.saves_inside |= any(own.get(name) for name in _INSIDE)
 
 
 def _refuse(search: Any, *_: Any, **__: Any) -> None:
@@ -188,6 +202,9 @@ def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
     else:
         script.ranks = int(devices) if str(devices).isdigit() else len(named)
     script.accumulation = own.get("accumulate_grad_batches") or 1
+    script.epochs, script.batches = own.get("max_epochs") or 0, own.get("limit_train_batches") or 1.0
+    if (most := own.get("max_steps", -1)) >= 0:
+        watched.most_steps = min(watched.most_steps, most - watched.steps_before)
     callbacks = own.get("callbacks") or []
     callbacks = [callbacks] if isinstance(callbacks, pl.Callback) else callbacks
     changed = {
@@ -207,6 +224,7 @@ def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
         "benchmark": None,
     }
     if isinstance(every := own.get("val_check_interval"), int):
+        script.saves_inside = True
         changed["val_check_interval"] = min(every, plan.limits.batches)
     if isinstance(strategy, str) and strategy in _IN_ONE_PROCESS:
         script.ranks = 1

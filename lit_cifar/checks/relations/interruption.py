@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -21,6 +20,11 @@ _LATE = (
     "equal only if the checkpoint is written when the next batch begins: Lightning's callbacks write it before the "
     "module's own on_train_batch_end"
 )
+_PASTE = """\
+if path := relations.resume():  # where a checkpoint would be read
+    load(path)
+if path := relations.save():  # where one could be written
+    save(path)"""
 _LEFT_OUT = ("kept/metric", "kept/module.example")
 
 
@@ -55,17 +59,21 @@ def resumed(runs: Runs) -> Iterator[Verdict]:
     """Stop after an epoch, and inside each later one; for a script with calls, at two of its calls of `save`."""
     own = runs.own()
     if not own.script.is_lightning and not {"resume", "save"} <= own.script.calls.keys():
-        remedy = "call relations.save() where a checkpoint could be written, and relations.resume() before it is read"
-        raise NotJudgedError(remedy)
+        raise NotJudgedError("it does not call both relations.resume() and relations.save()", _PASTE)
     ranks = min(max(own.script.ranks, runs.plan.ranks), _MOST_RANKS)
     own = runs.run(ranks=ranks)[0]
     drawn = _drawn(runs, ranks)
     if own.script.is_lightning:
         batches, window = own.reading.batches_of_epoch, own.script.accumulation
-        yield _Interruption(runs, f"{NAME} after epoch 1", ranks, drawn, StopAt(1, "epoch")).verdict()
-        for epoch in range(1, own.reading.epochs_begun if batches > 1 else 0):
+        epochs = own.reading.epochs_begun
+        after = _Interruption(runs, f"{NAME} after epoch 1", ranks, drawn, StopAt(1, "epoch")).verdict()
+        if epochs > 1 or batches == 1:
+            yield after
+        is_usual = own.script.saves_inside or after.outcome == "fail"
+        for epoch in range(min(1, epochs - 1), epochs if batches > 1 else 0):
             inside = epoch * batches + window * max(1, (batches + 1) // 2 // window)
-            yield _Interruption(runs, f"{NAME} inside epoch {epoch + 1}", ranks, drawn, StopAt(inside)).verdict()
+            verdict = _Interruption(runs, f"{NAME} inside epoch {epoch + 1}", ranks, drawn, StopAt(inside)).verdict()
+            yield unused(verdict, "" if is_usual else "the script writes no checkpoint inside an epoch")
         return
     verdicts = [*_at_calls_of_save(runs, ranks, drawn)]
     if own.reading.cut_from and any(verdict.has_other_samples for verdict in verdicts):
@@ -75,11 +83,12 @@ def resumed(runs: Runs) -> Iterator[Verdict]:
 
 def _at_calls_of_save(runs: Runs, ranks: int, drawn: tuple[int, ...]) -> Iterator[Verdict]:
     """Stop a plain script after a third and two thirds of its calls."""
-    steps = runs.run(ranks=ranks)[0].part(Checkpoints).saves
-    calls = [number for number in _thirds(len(steps)) if steps[number - 1]]
-    if not calls:
-        raise NotJudgedError("relations.save() was never called after a step: write a checkpoint earlier")
-    for number in calls:
+    whole = runs.run(ranks=ranks)[0]
+    steps = whole.part(Checkpoints).saves
+    between = [number for number, done in enumerate(steps, start=1) if 0 < done < whole.steps]
+    if not between:
+        raise NotJudgedError("relations.save() is not called between the first step and the last: call it earlier")
+    for number in [number for number in _thirds(len(steps)) if number in between] or between[-1:]:
         yield _Interruption(runs, f"{NAME} after {steps[number - 1]} steps", ranks, drawn, StopAt(number)).verdict()
 
 
@@ -90,10 +99,9 @@ def _in_whole_epochs(
     limits = runs.plan.limits
     steps = max(limits.steps, _EPOCHS * batches)
     if batches <= limits.steps:
-        whole = copy(runs)
-        whole.plan = replace(runs.plan, limits=replace(limits, batches=batches, steps=steps))
         with suppress(RunTimeoutError):
-            yield from [*_at_calls_of_save(whole, ranks, drawn)]
+            whole = [*_at_calls_of_save(runs.with_limits(batches=batches, steps=steps), ranks, drawn)]
+            yield from (replace(verdict, cut=f"all {batches} batches") for verdict in whole)
             return
     cut = f"if it counts on whole epochs, which were cut after {limits.batches} of {batches} batches, pass"
     for verdict in failed:
@@ -148,6 +156,10 @@ class _Interruption:
 
     def verdict(self) -> Verdict:
         """Judge the training as it is; where it differs, with generators that follow the step: only state can then."""
+        begun, whole = (self.runs.run(ranks=self.ranks, asks=asks)[0] for asks in (self.stop, None))
+        if begun.steps >= whole.steps:
+            remedy = ": pass a higher --steps, --epochs or --batches" if whole.cuts else ""
+            return Verdict(self.name, "abstain", f"no step follows in {whole.steps} steps{remedy}")
         try:
             as_it_is = self._judged()
         except _ResumeError as error:
@@ -209,11 +221,9 @@ class _Interruption:
         folder = self.runs.folder_of(**stopped)
         if not any(folder.glob(f"{CHECKPOINT}*")):
             raise RunError("its end, before a checkpoint was written where relations.save() said")
-        steps, limits = begun[0].steps, self.runs.plan.limits
-        limits = replace(limits, steps=max(1, limits.steps - steps))
-        go_on = GoOn(str(folder / CHECKPOINT), self.drawn, steps)
+        go_on = GoOn(str(folder / CHECKPOINT), self.drawn, begun[0].steps)
         try:
-            return begun, self.runs.run(**same, asks=go_on, imposed=imposed, limits=limits)
+            return begun, self.runs.run(**same, asks=go_on, imposed=imposed)
         except RunError as error:
             raise _ResumeError(str(error)) from None
 

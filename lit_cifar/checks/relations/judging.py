@@ -8,14 +8,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import TypeAlias
 
+from lit_cifar.checks.relations import remarks
 from lit_cifar.checks.relations.accumulation import accumulation
 from lit_cifar.checks.relations.evaluation import evaluation, rescored
 from lit_cifar.checks.relations.interruption import resumed
 from lit_cifar.checks.relations.options import validated_more_often, with_smaller_scale
-from lit_cifar.checks.relations.plan import Limits, RunPlan, Target
+from lit_cifar.checks.relations.plan import Limits, RunPlan, Target, Trace
 from lit_cifar.checks.relations.ranks import ranks
 from lit_cifar.checks.relations.runs import NotJudgedError, RunError, Runs
-from lit_cifar.checks.relations.trained import trained
+from lit_cifar.checks.relations.trained import nothing_changes, trained
 from lit_cifar.checks.relations.workers import epochs, workers
 from lit_cifar.checks.verdict import Verdict
 from lit_cifar.errors import one_line
@@ -52,13 +53,15 @@ def judged(target: Target, relations: Mapping[str, Relation], *, limits: Limits,
             yield replace(verdict, seconds=perf_counter() - started)
             if verdict.outcome not in ("pass", "note"):
                 return
-        said = set()  # two relations may look at the same
+        cut = ", ".join(runs.own().cuts)
+        said: dict[tuple[str, str, str], list[str]] = {}  # two relations may look at the same
         for name, relation in relations.items():
             started = perf_counter()
             for verdict in _said(name, relation, runs):
-                if (what := (verdict.relation, verdict.outcome, verdict.text)) not in said:
-                    said.add(what)
-                    yield replace(verdict, seconds=perf_counter() - started)
+                asked = said.setdefault((verdict.relation, verdict.outcome, verdict.text), [])
+                asked.append(name)
+                if len(asked) == 1:
+                    yield replace(verdict, seconds=perf_counter() - started, cut=verdict.cut or cut, asked=asked)
                 started = perf_counter()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -96,17 +99,11 @@ def _run_twice(runs: Runs) -> Iterator[Verdict]:
         yield Verdict("run", "crash", str(error))
         return
     own = runs.own()
-    if not own.norms:
-        yield Verdict("run", "abstain", "no step of an optimizer was seen: does the script train when it is run?")
-        return
-    window, limits = int(own.script.calls.get("accumulate") or 1), runs.plan.limits
-    if limits.batches % window:  # otherwise an epoch that is cut would end inside a window
-        limits = replace(limits, batches=window * max(2, -(-limits.batches // window)))
-        runs.plan = replace(runs.plan, limits=limits)
+    if (batches := _in_windows(own, runs.plan.limits.batches)) != runs.plan.limits.batches:
+        runs.plan = runs.with_limits(batches=batches).plan
         own = runs.own()
-    # FSDP2 puts other parameters in the place of those that were made, whose norms are seen in steps alone.
-    if own.first and not own.moved and len(set(own.norms)) == 1:
-        yield Verdict("run", "abstain", "no parameter of the model changes, so that nothing can be compared")
+    if verdict := nothing_changes(own):
+        yield verdict
         return
     twice = runs.run(repetition=1)[0]
     apart = [each.name for each in runs.differences(own.state, twice.state)]
@@ -117,16 +114,26 @@ def _run_twice(runs: Runs) -> Iterator[Verdict]:
         yield replace(again, outcome="abstain", text=text)
         return
     but = f" but for {', '.join(runs.unsteady)}" if runs.unsteady else ""
-    yield replace(again, looked_at=f"{again.looked_at}, twice the same{but}{how}")
+    by_hand = f", {remarks.BY_HAND}" if remarks.BY_HAND in own.remarks else ""
+    yield replace(again, looked_at=f"{again.looked_at}{by_hand}, twice the same{but}{how}")
     if own.end.outside:
         text = f"{own.end.outside[0]} was not written, as it is outside of the folder of a run and runs would share it"
         yield Verdict("files", "note", text)
+
+
+def _in_windows(own: Trace, batches: int) -> int:
+    """About so many batches: an epoch that is cut ends inside a window if the script's own does, and as far inside."""
+    window, lengths = own.script.window, own.reading.lengths
+    if lengths and not own.reading.cut:
+        return batches
+    rest = own.reading.cut_from % window if len(lengths) == 1 else 0  # with several loaders, whole windows
+    return window * max(2, -(-batches // window)) - (window - rest if rest else 0)
 
 
 def _said(name: str, relation: Relation, runs: Runs) -> Iterator[Verdict]:
     try:
         yield from relation(runs)
     except NotJudgedError as error:
-        yield Verdict(name, "abstain", str(error))
+        yield Verdict(name, "abstain", str(error), paste=error.paste)
     except Exception as error:  # a mistake of the relation, which must not hide what the others say
         yield Verdict(name, "crash", f"{type(error).__name__}: {one_line(error)}")

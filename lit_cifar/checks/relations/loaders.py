@@ -50,6 +50,7 @@ class Loaders:
         # Of a sampler: its last order, and the number of steps before it.
         self._last = WeakKeyDictionary[Any, tuple[Order, int]]()
         self._asked: int | None = None  # number of samples of the batch that was fetched last
+        self._length_of = DataLoader.__len__
 
     def patch(self) -> None:
         patched(DataLoader, "__init__", self._make)
@@ -122,12 +123,9 @@ class Loaders:
         imposed, number = self._plan.imposed, self._number(loader) or 0
         if imposed and (own := dict(imposed.lengths).get(number)) is not None:
             return -(-own // imposed.window) * imposed.parts
-        own, most = int(length(loader)), self._plan.limits.batches
-        if self._watched.phase() != "train":
-            return min(own, self._plan.evaluated)
-        if own > most:
-            self._trace.reading.cut_from = max(self._trace.reading.cut_from, own)
-        return min(own, most)
+        return min(
+            int(length(loader)), self._plan.limits.batches if self._watched.phase() == "train" else self._plan.evaluated
+        )
 
     def _training(self, loader: Any, iterate: Any) -> Iterator[Any]:
         if not any(loader.dataset is other.dataset for other in self._trained):
@@ -136,15 +134,20 @@ class Loaders:
         epoch = len(reading.epochs)
         reading.epochs.append(0)
         with suppress(TypeError):  # of a stream
-            reading.lengths[self._number(loader) or 0] = len(loader)
+            number, part = self._number(loader) or 0, self._trace.script.batches
+            reading.lengths[number] = read = len(loader)
+            own = self._length_of(loader)
+            own = min(own, int(part if isinstance(part, int) else part * own))
+            if not self._plan.imposed and own > read:
+                reading.cut[number] = own
         self._watched.seed("order")
-        own = iterate(loader)  # which draws a number, of the generator that may make the model next
+        batches = iterate(loader)  # which draws a number, of the generator that may make the model next
         if self._plan.imposed:
             return self._followed(loader, epoch, imposed_batches(self._plan.imposed, epoch, self._watched.rank))
         # A plain loop over a stream may read more than an epoch, and ends with its steps.
         is_endless = isinstance(loader.dataset, IterableDataset) and not self._trace.script.is_lightning
-        batches = islice(own, None if is_endless else self._plan.limits.batches)
-        return self._followed(loader, epoch, self._fetched(batches))
+        most = None if is_endless else self._plan.limits.batches
+        return self._followed(loader, epoch, self._fetched(islice(batches, most)))
 
     def _followed(self, loader: Any, epoch: int, batches: Iterator[Any]) -> Iterator[Any]:
         for number, batch in enumerate(batches):
@@ -165,7 +168,9 @@ class Loaders:
         own = [*self._fetched(islice(batches, self._plan.evaluated))]
         size, asked, seen = self._watched.evaluation_batch, self._asked, self._trace.part(Evaluations)
         is_cut = len(own) == self._plan.evaluated and next(batches, None) is not None
-        seen.is_cut |= is_cut
+        if is_cut:
+            is_stream = isinstance(loader.dataset, IterableDataset)
+            seen.cut = f"{len(own)} of {'more' if is_stream else self._length_of(loader)} batches of an evaluation"
         seen.has_loader |= bool(own)
         if own and not is_divided(loader, own[-1], asked):
             self._trace.remarks.add(UNDIVIDED_EVALUATION)
@@ -220,6 +225,9 @@ def imposed_batches(imposed: Imposed, epoch: int, rank: int) -> Iterator[Any]:
         window = [folder / name for name in names[start : start + imposed.window] for folder in folders]
         batches = [torch.load(file, weights_only=False) for file in window]
         one = batches[0] if len(batches) == 1 else joined(batches)
-        if imposed.multiple > 1 and num_samples(one) % imposed.multiple:
-            one = next(in_batches_of([one], num_samples(one) // imposed.multiple * imposed.multiple))
+        if imposed.multiple > 1:
+            size = num_samples(one) // imposed.multiple * imposed.multiple
+            if not size:
+                continue
+            one = next(in_batches_of([one], size))
         yield from [one] if imposed.parts == 1 else parted(one, imposed.parts)

@@ -7,7 +7,7 @@ from typing import Any
 
 from lit_cifar.checks.relations.evaluation import CUT, Evaluations
 from lit_cifar.checks.relations.remarks import FOLLOWS_EVALUATION
-from lit_cifar.checks.relations.runs import TRAINED, Runs
+from lit_cifar.checks.relations.runs import TRAINED, Runs, unused
 from lit_cifar.checks.verdict import Verdict
 
 _SCALE = 2.0**-6
@@ -23,7 +23,7 @@ class ScaleLoss:
 def validated_more_often(runs: Runs) -> Iterator[Verdict]:
     """Validate and log more often."""
     name, own = "validating more often", runs.run(seeded_by_step=True)[0]
-    why = ""
+    why = paste = ""
     changes: dict[str, Any] = {}
     if own.script.is_lightning:
         changes = {"trainer": (("val_check_interval", 0.5), ("check_val_every_n_epoch", 1), ("log_every_n_steps", 1))}
@@ -35,11 +35,17 @@ def validated_more_often(runs: Runs) -> Iterator[Verdict]:
         value = int(own.script.calls["validate_every"])
         changes = {"knobs": (("validate_every", value // 2 if value > 1 else 2),)}
     else:
-        why = 'write relations.knob("validate_every", N) for the steps or epochs between evaluations'
+        why = "nothing says how often it evaluates"
+        paste = 'every = relations.knob("validate_every", every)  # steps or epochs between evaluations'
     if why:
-        yield Verdict(name, "abstain", why)
+        yield Verdict(name, "abstain", why, paste=paste)
         return
-    yield runs.judge(name, own, runs.run(seeded_by_step=True, **changes)[0], kinds=TRAINED)
+    verdict = runs.judge(name, own, runs.run(seeded_by_step=True, **changes)[0], kinds=TRAINED)
+    if verdict.outcome == "fail" and own.script.is_lightning:
+        without = runs.run(seeded_by_step=True, trainer=(("limit_val_batches", 0),))[0]
+        own_places = runs.judge(name, own, without, kinds=TRAINED)
+        verdict = unused(verdict, "" if own_places.outcome == "fail" else "where the script validates, nothing changes")
+    yield verdict
 
 
 def with_smaller_scale(runs: Runs) -> Iterator[Verdict]:
@@ -59,7 +65,7 @@ def with_further_arguments(words: str) -> Callable[[Runs], Iterator[Verdict]]:
     def relation(runs: Runs) -> Iterator[Verdict]:
         own, other = runs.own(), runs.run(arguments=tuple(shlex.split(words)))[0]
         verdict = runs.judge(f"same with {words}", own, other)
-        if verdict.outcome == "fail" and any(trace.part(Evaluations).is_cut for trace in (own, other)):
+        if verdict.outcome == "fail" and any(trace.part(Evaluations).cut for trace in (own, other)):
             verdict = Verdict(verdict.relation, "abstain", CUT)
         yield verdict
 

@@ -48,7 +48,7 @@ class Imposed:
     ranks: int = 0
     window: int = 1
     parts: int = 1
-    multiple: int = 1  # each batch is cut to a multiple of so many samples
+    multiple: int = 1  # each batch is cut to a multiple of so many samples, and left out if it has fewer
     first_epoch: int = 0
     skip: int = 0
     lengths: tuple[tuple[int, int], ...] = ()  # numbers of batches of an epoch, by the order of the loaders' making
@@ -91,6 +91,7 @@ class End:
     error: str = ""  # the last line of a traceback
     at: float = 0.0  # the time of the error
     is_late: bool = False  # the checker ended it
+    at_limit: bool = False  # the same, after as many steps as a run may have
     wants_cuda: bool = False  # the script names CUDA, or asks whether it is there
     outside: list[str] = field(default_factory=list)  # files beyond the run's own folder that it tried to write
 
@@ -105,8 +106,16 @@ class Script:
     accumulation: int = 1
     scales_loss: bool = False  # by a `GradScaler`
     has_workers: bool = False  # in some loader
+    saves_inside: bool = False  # it writes checkpoints inside epochs, with Lightning
+    epochs: int = 0  # of a Trainer
+    batches: float = 1.0  # of an epoch of a Trainer: a number, or with a fraction a part
     calls: dict[str, Any] = field(default_factory=dict)  # knobs and their own values; "resume", "save", "share"
     flags: dict[str, Flag] = field(default_factory=dict)  # of its command line, by the first of their words
+
+    @property
+    def window(self) -> int:
+        """Microbatches of a step."""
+        return self.accumulation if self.is_lightning else int(self.calls.get("accumulate") or 1)
 
 
 @dataclass
@@ -114,7 +123,7 @@ class Reading:
     """What the training has read."""
 
     epochs: list[int] = field(default_factory=list)  # numbers of batches of each iteration over a loader
-    cut_from: int = 0  # batches of an epoch in a loader that was shortened
+    cut: dict[int, int] = field(default_factory=dict)  # own numbers of batches of loaders that were shortened
     lengths: dict[int, int] = field(default_factory=dict)  # of loaders, by the order of their making
     batches_of_epoch: int = 0  # with Lightning, as the next
     epochs_begun: int = 0
@@ -122,6 +131,11 @@ class Reading:
     @property
     def batches(self) -> int:
         return sum(self.epochs)
+
+    @property
+    def cut_from(self) -> int:
+        """Number of batches of an epoch that was shortened, or 0."""
+        return max(self.cut.values(), default=0)
 
 
 @dataclass
@@ -150,3 +164,11 @@ class Trace:
     def reported(self) -> dict[str, float]:
         """What was logged, by its name and the number of steps before."""
         return {f"{name} after {steps} steps": value for steps, values in self.logged for name, value in values.items()}
+
+    @property
+    def cuts(self) -> list[str]:
+        """In words, what the run is of the script's own training."""
+        reading, script = self.reading, self.script
+        cuts = [f"{reading.lengths[place]} of {own} batches" for place, own in reading.cut.items()]
+        cuts += [f"{reading.epochs_begun} of {script.epochs} epochs"] if reading.epochs_begun < script.epochs else []
+        return [*dict.fromkeys(cuts), *([f"the first {self.steps} steps"] if self.end.at_limit else [])]

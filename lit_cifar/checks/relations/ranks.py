@@ -64,8 +64,9 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
     one = runs.run(quiet=True, **joined)[0]
     both = [[*a, *b] for a, b in zip(two[0].samples, two[1].samples, strict=False)]
     if not batches and not shares and not are_same_samples(one.samples, both):
-        raise NotJudgedError(f"{remarks.NO_LOADER}: divide batches by relations.share(batch)")
-    if len(one.norms) == 2 * len(two[0].norms):
+        raise NotJudgedError(remarks.NO_LOADER, "batch = relations.share(batch)  # this rank's rows of it")
+    of_one, of_two = (trace.steps / max(1, trace.reading.batches) for trace in (one, two[0]))
+    if round(of_one / (of_two or 1)) == 2:  # per batch: a run may be ended by their number
         raise NotJudgedError("with batches of twice the size it makes twice as many steps")
     verdict = runs.judge("ranks", one, two[0], leave_out=LEFT_OUT, samples=False, said="2 processes: ")
     yield weighed(verdict, [*two, one], why)

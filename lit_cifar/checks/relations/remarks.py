@@ -9,6 +9,7 @@ IN_MODEL = "the model draws random numbers in the evaluation, such as noise, or 
 ROUNDED = "the script rounds values to 16 bits, and other batches round to others"
 OF_BATCH = "a BatchNorm keeps no running statistics, so that other batches compute other values"
 FOLLOWS_EVALUATION = "the training follows its evaluations (EarlyStopping, ReduceLROnPlateau)"
+BY_HAND = "weights are moved by hand"
 PARTS = "ranks hold parts of tensors"
 MANUAL = "manual optimization accumulates by itself: a plain script can call relations.knob"
 NO_LOADER = "it reads no DataLoader of torch"  # is never noted: what no process has seen

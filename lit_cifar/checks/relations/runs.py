@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,11 @@ _PRELOAD = ("lit_cifar.checks.relations.in_lightning", "lit_cifar.checks.relatio
 
 
 class NotJudgedError(Exception):
-    """A relation cannot be judged, for this reason."""
+    """A relation cannot be judged, for this reason; `paste` has the lines of a script with which it could."""
+
+    def __init__(self, reason: str, paste: str = "") -> None:
+        super().__init__(reason)
+        self.paste = paste
 
 
 class RunError(NotJudgedError):
@@ -64,6 +69,12 @@ class Runs:
             self.wants_cuda |= end.wants_cuda
             raise kind(f"a run{where} ended by {end.error[:200]}{refused}")
         return self._made[plan]
+
+    def with_limits(self, **limits: int) -> "Runs":
+        """The same runs, but for these limits."""
+        other = copy(self)
+        other.plan = replace(self.plan, limits=replace(self.plan.limits, **limits))
+        return other
 
     def own(self) -> Trace:
         """Rank 0 of the training as the script has it, on one process."""
@@ -137,7 +148,7 @@ class Runs:
         """Compare states, `which` as in `differences`, numbers of steps, and with `samples` those of each step."""
         apart = self.differences(one.state, other.state, **which)
         found = [str(each) for each in apart]
-        if len(one.norms) != len(other.norms):
+        if has_other_steps := len(one.norms) != len(other.norms):
             found.insert(0, f"one has {len(one.norms)} steps, the other {len(other.norms)}")
         if others := other_samples(one.samples, other.samples) if samples else "":
             found.insert(0, others)
@@ -154,7 +165,8 @@ class Runs:
         when = "" if since is None else f"; parameters differ since step {since}"
         more = f"; {len(found)} tensors and numbers differ" if len(found) > 1 else ""
         text = f"{said}{found[0]}{when}{more}"
-        return Verdict(relation, "fail", text, looked_at, found[:_SHOWN], has_other_samples=bool(others))
+        verdict = Verdict(relation, "fail", text, looked_at, found[:_SHOWN])
+        return replace(verdict, has_other_samples=bool(others), has_other_steps=has_other_steps)
 
 
 def _kind_of(name: str) -> str:

@@ -1,6 +1,6 @@
 """What a process sees of the training in it: its batches, steps and calls, and what the script asks and tells."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, swa_utils
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lit_cifar.checks.relations.batches import sample_digests, tensors_in
 from lit_cifar.checks.relations.evaluation import EvaluateInBatches
@@ -18,7 +18,7 @@ from lit_cifar.checks.relations.interruption import CHECKPOINT, Checkpoints, GoO
 from lit_cifar.checks.relations.parts import TrainedParts
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import RunPlan, Trace
-from lit_cifar.checks.relations.remarks import BESIDE_EVALUATION, IN_EVALUATION, IN_MODEL, IN_STEP, PARTS
+from lit_cifar.checks.relations.remarks import BESIDE_EVALUATION, BY_HAND, IN_EVALUATION, IN_MODEL, IN_STEP, PARTS
 from lit_cifar.checks.relations.snapshot import outermost
 from lit_cifar.checks.relations.switches import in_double
 from lit_cifar.checks.relations.trained import Observer, owned_by
@@ -35,6 +35,8 @@ class Watched:
     def __init__(self, plan: RunPlan, folder: Path, rank: int) -> None:
         self.plan, self.folder, self.rank, self.trace = plan, folder, rank, Trace()
         self.stop, self.go_on = plan.asked(StopAt), plan.asked(GoOn)
+        self.steps_before = self.go_on.steps_before if self.go_on else 0  # of the run that this one goes on from
+        self.most_steps = plan.limits.steps - self.steps_before
         self.parts, self.draws = TrainedParts(self.go_on), Draws(self.trace)
         self._observer = Observer(self.trace, self.parts)
         self.phase: Callable[[], str] = self._own_phase
@@ -63,6 +65,7 @@ class Watched:
 
     def save(self) -> str | None:
         self.trace.script.calls["save"] = None
+        self.look_for_step()
         saves = self.trace.part(Checkpoints).saves
         saves.append(self.trace.steps)
         if self._is_saved:
@@ -78,6 +81,7 @@ class Watched:
         self.trace.part(Checkpoints).saved = self.parts.snapshot()
 
     def report(self, values: dict[str, Any]) -> None:
+        self.look_for_step()
         numbers = {name: float(value) for name, value in values.items() if _is_number(value)}
         if numbers:
             self.trace.logged.append((self.trace.steps, numbers))
@@ -88,7 +92,10 @@ class Watched:
         self.parts.patch()
         patched(nn.Module, "__call__", self._called)
         patched(torch.Tensor, "backward", self._observer.follow_backward)
+        for name in ("backward", "grad"):
+            patched(torch.autograd, name, self._observer.note_backward)
         patched(swa_utils, "update_bn", self._as_it_is)
+        register_optimizer_step_pre_hook(self._observer.before_step)
         register_optimizer_step_post_hook(self._after_step)
 
     def _as_it_is(self, evaluate: Any, *args: Any, **settings: Any) -> Any:
@@ -102,14 +109,23 @@ class Watched:
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self.trace.first and all(group.get("lr") == 0 for group in optimizer.param_groups):
             return  # torch makes the states of an optimizer so, before it loads a checkpoint into them
+        self._count_step(owned_by([optimizer]))
+        self._observer.follow_step(optimizer)
+
+    def _count_step(self, parameters: Sequence[torch.Tensor]) -> None:
         self.draws.note()
         self.trace.steps += 1
-        self._observer.follow_step(optimizer)
         self._batch_of_step = 0
         self.draws.follow_step(is_in_batch=self._is_in_batch)
-        norms = [as_real(p.detach()).double().norm().cpu() for p in owned_by([optimizer]) if not p.is_meta]
+        norms = [as_real(p.detach()).double().norm().cpu() for p in parameters if not p.is_meta]
         self.trace.norms.append(float(torch.stack(norms).norm()) if norms else 0.0)
         self.seed("step")
+
+    def look_for_step(self) -> None:
+        """Count a step if weights were moved by hand."""
+        if self._observer.moved_by_hand():
+            self.trace.remarks.add(BY_HAND)
+            self._count_step([parameter for parameter in self.parts.made if parameter is not None])
 
     def begins_batch(self, samples: list[int], *, is_divided: bool) -> None:
         """Called after a batch of training was fetched, with digests of its samples, if they can be told apart."""
@@ -123,6 +139,7 @@ class Watched:
 
     def fetches_batch(self) -> None:
         """Called before a batch of training is fetched, but for the first of a loader."""
+        self.look_for_step()
         self.draws.note()
         self.draws.stop()
         self._is_in_batch = False
@@ -131,7 +148,7 @@ class Watched:
     def seed(self, what: str) -> None:
         """If generators follow the step, seed them by the steps before, also of the run that this one goes on from."""
         if self.plan.seeded_by_step:
-            seed_all(what, self.trace.steps + (self.go_on.steps_before if self.go_on else 0))
+            seed_all(what, self.trace.steps + self.steps_before)
 
     def _called(self, call: Any, module: nn.Module, /, *args: Any, **settings: Any) -> Any:
         is_outermost = self._depth == 0
@@ -172,7 +189,9 @@ class Watched:
 
     def continues(self) -> None:
         """Called before each batch and call of training: end the training if it is time."""
-        if self._is_saved or self.trace.steps >= self.plan.limits.steps:
+        self.look_for_step()
+        self.trace.end.at_limit = self.trace.steps >= self.most_steps
+        if self._is_saved or self.trace.end.at_limit:
             raise Ended
 
     def begins(self) -> None:
@@ -198,6 +217,7 @@ class Watched:
 
     def finish(self) -> None:
         """Note what the training has come to."""
+        self.look_for_step()
         parts, trace = self.parts, self.trace
         trace.state = trace.state or parts.snapshot()
         trace.part(Checkpoints).models = len(outermost(parts.roots))
