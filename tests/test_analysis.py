@@ -12,7 +12,6 @@ from analysis.interrupted_runs import learning_rates, read_step_log
 from analysis.run_frames import per_rank_frame, read_digests, read_metrics, read_per_rank
 from analysis.scaling import MIB, accuracy_over_time, read_memory, read_speed, time_to
 from analysis.stage_timeline import read_timeline
-from analysis.training_differences import read_losses
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.evaluation_tables import write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount
@@ -36,7 +35,6 @@ def test_a_missing_file_is_named_with_its_writer(read: Callable[[Path], object],
 
 
 def test_metrics_have_one_row_for_each_step(tmp_path: Path) -> None:
-    """A run without its last checkpoint has ended with a loss that was not finite."""
     (tmp_path / "metrics.csv").write_text(
         "epoch,lr-SGD,step,train/loss_step,val/acc\n,0.1,3,,\n0,,3,,0.5\n0,,3,1.5,\n,0.05,7,,\n1,,7,1.25,\n"
     )
@@ -45,12 +43,6 @@ def test_metrics_have_one_row_for_each_step(tmp_path: Path) -> None:
     assert frame["val/acc"][0] == 0.5
     assert math.isnan(frame["val/acc"][1])
     assert learning_rates(tmp_path).values.tolist() == [[4, 0.1], [8, 0.05]]
-    losses = read_losses(tmp_path)
-    assert losses[:2] == [1.5, 1.25]
-    assert math.isnan(losses[2])
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "last.ckpt").touch()
-    assert read_losses(tmp_path) == [1.5, 1.25]
 
 
 def test_per_rank_rows_come_back_with_intervals_and_flags(tmp_path: Path) -> None:

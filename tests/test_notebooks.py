@@ -19,10 +19,10 @@ from analysis import notebook as runs
 NOTEBOOKS = ROOT / "notebooks"
 
 SYNTHETIC = 'DATA = ["--data.dataset=synthetic"]\n'
+SYNTHETIC_FLAG = 'DATA = "--data.dataset=synthetic"\n'
 
 SMALL = {
-    "dp_versus_ddp.ipynb": SYNTHETIC
-    + "BATCH, STEPS, FAULTY_STEPS, LEARNING_RATES, TOO_LARGE = 32, 3, 30, (0.1,), (100.0,)\n",
+    "dp_versus_ddp.ipynb": SYNTHETIC_FLAG + "BATCH, STEPS = 16, 2\n",
     "fault_tolerance.ipynb": (
         'DATASET = "synthetic"\n'
         'SIZES["small"] = {"arch": "tiny", "stem": "imagenet", "num_train": 1270, "batch": 32, "save_every": 7}\n'
@@ -47,14 +47,9 @@ SMALL = {
 
 CHECKS = {
     "dp_versus_ddp.ipynb": """
-for one, other in same:
-    assert trained.loc[one, other] < 1e-9
-    assert running.loc[one, other] < 1e-9
-assert trained.loc["dp", "ddp"] > 1e-4
-assert means["kept"] == means["replica 0"] == 1.5
-import math
-assert all(map(math.isfinite, arrived["0.1"]))
-assert diverges(lost["0.1"]) and diverges(arrived["100"]) and not diverges(arrived["0.1"])
+assert largest_difference(dp, single) < 1e-12 > largest_difference(rank0["plain"], single)
+assert (forgotten.loc["train_ddp"] < 1e-12).all()
+assert all(map(torch.isfinite, map(torch.tensor, arrived["0.1"])))
 """,
     "fault_tolerance.ipynb": """
 assert "lit_cifar: rank 1 " in killed.output and "SIGKILL" in killed.output
@@ -128,13 +123,14 @@ def test_a_committed_notebook_shows_its_output_and_no_path_of_a_machine(name: st
     assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
     assert [output for output in outputs if "image/png" in output.get("data", {})]
     assert executed == list(range(1, len(executed) + 1)), "run it from top to bottom in a fresh kernel, then save it"
+    assert f"<!--n:minutes-{name.removesuffix('.ipynb')}-->" in notebook.cells[0].source
     assert not [piece for piece in ("/tmp", "/home/", "/root/", "/Users/", "site-packages") if piece in text]
 
 
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_what_a_notebook_imports_is_there(name: str) -> None:
     cells = nbformat.read(NOTEBOOKS / name, as_version=4).cells
-    source = "\n".join(re.sub("(?m)^[%!].*", "", cell.source) for cell in cells if cell.cell_type == "code")
+    source = "\n".join(re.sub(r"(?m)^ *[%!].*", "", cell.source) for cell in cells if cell.cell_type == "code")
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [each.name for each in node.names]

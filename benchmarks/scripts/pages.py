@@ -1,4 +1,4 @@
-"""Fill README and docs with numbers of the recorded files: `python benchmarks/scripts/pages.py [--check]`.
+"""Fill README, docs and notebooks with numbers of recorded files: `python benchmarks/scripts/pages.py [--check]`.
 
 A place is `<!--n:NAME-->9e-14<!--/n-->` within a line, or a table between two such lines. Of a table the two lines of
 its header stay, and columns at the right that the record lacks. `--check` writes nothing and names what would change.
@@ -12,6 +12,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
@@ -295,6 +296,28 @@ def options() -> Values:
     return {"options": [[f"`{option}`", *(cell(option, name) for name in refusals.NAMES)] for option in options]}
 
 
+def stored_times() -> Values:
+    """How long the stored outputs of each notebook took."""
+    values: Values = {}
+    for path in HERE.parent.glob("notebooks/*.ipynb"):
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+        times = [cell["metadata"].get("execution", {}) for cell in code]
+        if all(times):
+            clock_s = sum(moment(each["shell.execute_reply"]) - moment(each["iopub.status.busy"]) for each in times)
+        else:  # stored without times: those of the runs that it started
+            clock_s = sum(map(int, re.findall(r"done after (\d+) s", json.dumps(code))))
+        processor_s = notebook["metadata"].get("processor_s")
+        processor = f"{processor_s / 60:.1f} minutes of processor time, " if processor_s else ""
+        busy = " that other programs used too" if processor_s and clock_s > processor_s else ""
+        values[f"minutes-{path.stem}"] = f"{processor}{clock_s / 60:.1f} minutes by the clock on two CPU cores{busy}"
+    return values
+
+
+def moment(text: str) -> float:
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+
+
 def filled(place: re.Match[str], values: Values) -> str:
     """The place with what the record says now."""
     start, name, old, end = place.groups()
@@ -321,9 +344,11 @@ def main(*, check: bool) -> int:
         | on_one_h200()
         | same_bits()
         | options()
+        | stored_times()
     )
     wrong = 0
-    for page in [HERE.parent / "README.md", *HERE.parent.glob("docs/*.md"), *HERE.rglob("*.md")]:
+    pages = [*HERE.parent.glob("docs/*.md"), *HERE.rglob("*.md"), *HERE.parent.glob("notebooks/*.ipynb")]
+    for page in [HERE.parent / "README.md", *pages]:
         text = page.read_text(encoding="utf-8")
         for place in PLACE.finditer(text):
             if (new := filled(place, values)) != place[0]:
@@ -336,7 +361,9 @@ def main(*, check: bool) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The script's arguments."""
-    parser = argparse.ArgumentParser(description="Fill README, docs and records with numbers of the recorded files.")
+    parser = argparse.ArgumentParser(
+        description="Fill README, docs, notebooks and records with numbers of the recorded files."
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page would change")
     return parser
 

@@ -10,9 +10,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from pandas.io.formats.style import Styler
 from torch import Tensor
 
-from analysis.run_frames import BLUE, OF_FIT, RED, file_of, read_metrics, tidy
+from analysis.run_frames import BLUE, OF_FIT, RED, file_of, tidy
 from lit_cifar.checkpoint.atomic import read_checked
 
 RUNNING = ("running_mean", "running_var")
@@ -60,15 +61,32 @@ def _difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], running:
     return float(np.max([float((one[name].double() - other[name].double()).abs().max()) for name in names]))  # or nan
 
 
-def read_losses(run: str | Path) -> list[float]:
-    """The loss of each logged step; nan as the last one if the run ended because a loss or a weight was not finite.
+def shaded(differences: pd.DataFrame, *, caption: str) -> Styler:
+    """A table of differences, the darker the larger: what is equal up to rounding stays pale."""
+    size = np.log10(differences.clip(lower=1e-16))
+    styler = differences.style.format("{:.0e}").background_gradient("Blues", gmap=size, axis=None, vmin=-16, vmax=0)
+    return styler.set_caption(caption)
 
-    Raises:
-        ConfigError: If the folder has no metrics.
+
+def plot_parts(panels: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
+    """A row for each way to divide a batch: a square for each image, its color that of its part; the means beside it.
+
+    Args:
+        panels: By title, the images of each part. An image has its number as its value.
     """
-    losses = read_metrics(run)["train/loss_step"].dropna().tolist()
-    ended = (Path(run) / "checkpoints" / "last.ckpt").is_file()
-    return losses if ended else [*losses, float("nan")]
+    figure = Figure(figsize=(7.2, 0.3 + 0.62 * len(panels)), layout="constrained")
+    axes = figure.subplots()
+    for row, (title, parts) in enumerate(panels.items()):
+        for color, part in zip((BLUE, "#d98c1f", "#6a994e", RED), parts, strict=False):
+            axes.bar(list(part), 0.8, 0.94, row - 0.4, color=color)
+            for image in part:
+                axes.text(image, row, str(image), ha="center", va="center", color="white")
+        means = " and ".join(f"{np.mean(part):g}" for part in parts)
+        axes.text(max(map(max, parts)) + 0.8, row, f"mean {means}", va="center")
+        axes.text(-0.8, row, title, ha="right", va="center")
+    axes.set(xlim=(-2.6, max(max(map(max, parts)) for parts in panels.values()) + 3), ylim=(len(panels) - 0.5, -0.5))
+    axes.axis("off")
+    return figure
 
 
 def plot_losses(panels: Mapping[str, Mapping[str, Sequence[float]]], *, xlabels: Sequence[str]) -> Figure:
