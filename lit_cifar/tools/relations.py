@@ -52,7 +52,7 @@ def main(args: list[str]) -> int:
     evaluated = -(-options.batches // _RANKS) * _RANKS
     limits = Limits(batches=options.batches, epochs=options.epochs, steps=options.steps, evaluated=evaluated)
     chosen, verdicts = _chosen(options), []
-    for verdict in judged(target, chosen, limits=limits, limit_s=options.limit):
+    for verdict in judged(target, chosen, limits=limits, limit_s=options.limit, made_data=options.fake_data):
         verdicts.append(verdict)
         if verdict.outcome != "abstain":
             say(str(verdict))
@@ -107,6 +107,8 @@ def relations_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--same", action="append", default=[], metavar="ARGUMENTS", help="Of the script, that should change nothing."
     )
+    help = "Few made samples in place of known data sets of torchvision and Hugging Face; no download."
+    parser.add_argument("--fake-data", action="store_true", help=help)
     for name, of in {"batches": "an epoch", "epochs": "a Trainer", "steps": "a script"}.items():
         usual = vars(Limits())[name]
         help = f"At most, of {of} (default: {usual})."

@@ -20,6 +20,7 @@ from lit_cifar.checks.relations import calls, in_lightning
 from lit_cifar.checks.relations.flags import watch_parsers
 from lit_cifar.checks.relations.generators import draw_by_sample, make_quiet, seed_all
 from lit_cifar.checks.relations.loaders import Loaders
+from lit_cifar.checks.relations.made_data import Made, make_data, misses_data
 from lit_cifar.checks.relations.own_files import Guard, mirror
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Target
@@ -41,6 +42,7 @@ def main(plan_file: str) -> None:
     except BaseException as error:
         watched.trace.end.error = (traceback.format_exception_only(error)[-1].strip().splitlines() or [""])[0]
         watched.trace.end.at = time()
+        watched.trace.end.wants_data = misses_data(error)
     file = folder / "trace"
     file.with_suffix(".part").write_bytes(pickle.dumps(watched.trace))
     file.with_suffix(".part").rename(file)
@@ -62,6 +64,8 @@ def _prepare(watched: Watched, loaders: Loaders) -> None:
     loaders.patch()
     in_lightning.patch(watched)
     watch_parsers(lambda flag: watched.trace.script.flags.update({flag.words[0]: flag}))
+    if plan.made_data:
+        make_data(watched.trace.part(Made))
     _join(watched)
     set_switches(plan, watched.trace)
     if plan.quiet:

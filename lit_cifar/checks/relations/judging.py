@@ -12,6 +12,7 @@ from lit_cifar.checks.relations import remarks
 from lit_cifar.checks.relations.accumulation import accumulation
 from lit_cifar.checks.relations.evaluation import evaluation, rescored
 from lit_cifar.checks.relations.interruption import resumed
+from lit_cifar.checks.relations.made_data import Made
 from lit_cifar.checks.relations.options import validated_more_often, with_smaller_scale
 from lit_cifar.checks.relations.plan import Limits, RunPlan, Target, Trace
 from lit_cifar.checks.relations.ranks import ranks
@@ -43,11 +44,13 @@ _WAYS = (
 )
 
 
-def judged(target: Target, relations: Mapping[str, Relation], *, limits: Limits, limit_s: float) -> Iterator[Verdict]:
+def judged(
+    target: Target, relations: Mapping[str, Relation], *, limits: Limits, limit_s: float, made_data: bool = False
+) -> Iterator[Verdict]:
     """The verdicts of these relations, each as soon as it is known."""
     folder = Path(tempfile.mkdtemp(prefix="relations-"))
     try:
-        runs = Runs(target, RunPlan(limits=limits), folder, limit_s=limit_s)
+        runs = Runs(target, RunPlan(limits=limits, made_data=made_data), folder, limit_s=limit_s)
         started = perf_counter()
         for verdict in _run_twice(runs):
             yield replace(verdict, seconds=perf_counter() - started)
@@ -82,7 +85,9 @@ def _found_way(runs: Runs) -> str:
                 continue
             precision = "" if double else f"in float32: with float64 {errors[True, torchrun, number]}"
             alone = f"on {number} processes: on one {errors[False, False, 1]}" if number > 1 else ""
-            return "".join(f", {each}" for each in (place, precision, alone) if each)
+            names = runs.own().part(Made).names
+            data = f"on made samples in place of {', '.join(names)}" if names else ""
+            return "".join(f", {each}" for each in (data, place, precision, alone) if each)
         as_started, by_torchrun = errors[False, False, 1], errors[False, True, 1]
         also = f"; with torchrun's variables: {by_torchrun}" if by_torchrun != as_started else ""
         said.append(f"{place}{place and ': '}{as_started}{also}")
@@ -96,7 +101,8 @@ def _run_twice(runs: Runs) -> Iterator[Verdict]:
     try:
         how = _found_way(runs)
     except NotJudgedError as error:
-        yield Verdict("run", "crash", str(error))
+        remedy = "; --fake-data makes samples in place of the data set" if runs.wants_data else ""
+        yield Verdict("run", "crash", f"{error}{remedy}")
         return
     own = runs.own()
     if (batches := _in_windows(own, runs.plan.limits.batches)) != runs.plan.limits.batches:

@@ -63,6 +63,7 @@ class RunPlan:
     torchrun: bool = False  # one process has torchrun's variables too
     double: bool = True  # in float64
     without_gpu: bool = False  # CUDA is the CPU
+    made_data: bool = False  # in place of known data sets
     arguments: tuple[str, ...] = ()  # of the script, behind its own
     knobs: tuple[tuple[str, Any], ...] = ()
     trainer: tuple[tuple[str, Any], ...] = ()  # arguments of Lightning's Trainer
@@ -93,6 +94,7 @@ class End:
     is_late: bool = False  # the checker ended it
     at_limit: bool = False  # the same, after as many steps as a run may have
     wants_cuda: bool = False  # the script names CUDA, or asks whether it is there
+    wants_data: bool = False  # a data set is not there that could be made
     outside: list[str] = field(default_factory=list)  # files beyond the run's own folder that it tried to write
 
 

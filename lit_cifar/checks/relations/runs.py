@@ -53,6 +53,7 @@ class Runs:
         self.target, self.plan, self.folder, self.limit_s = target, plan, folder, limit_s
         self.unsteady: list[str] = []  # metrics that two equal runs do not share, such as images per second
         self.wants_cuda = False  # whether a run that ended by an error has named CUDA
+        self.wants_data = False  # whether one has missed a data set that could be made
         self._made: dict[RunPlan, list[Trace]] = {}
         self._folders: dict[RunPlan, Path] = {}
 
@@ -67,6 +68,7 @@ class Runs:
             kind = RunTimeoutError if end.is_late else RunError
             refused = f" ({end.outside[0]} is outside of its folder)" if end.outside else ""
             self.wants_cuda |= end.wants_cuda
+            self.wants_data |= end.wants_data
             raise kind(f"a run{where} ended by {end.error[:200]}{refused}")
         return self._made[plan]
 

@@ -1,0 +1,201 @@
+"""Made samples in place of known data sets, of the same shapes, types, ranges and numbers of classes.
+
+They are the same in each process, and nothing is downloaded. All other data sets stay as they are.
+"""
+
+import inspect
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from traceback import walk_tb
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from PIL import Image
+
+from lit_cifar.checks.relations.patching import patched, when_imported
+
+_TO_TRAIN, _TO_TEST = 250, 90  # samples; an epoch's last batch is shorter, as it is with most real ones
+_TESTS = ("val", "test", "eval", "dev")  # begin the names of parts that are not trained
+_LARGE = 256  # pixels of the side of an image that is a file
+# Pixels of a side, channels, whether these come first, and where labels are, of images that are not files.
+_IN_MEMORY = {
+    "MNIST": (28, 1, False, "targets"),
+    "CIFAR10": (32, 3, False, "targets"),
+    "SVHN": (32, 3, True, "labels"),
+    "STL10": (96, 3, True, "labels"),
+}
+_MADE = {*_IN_MEMORY, "ImageFolder", "ImageNet"}
+# Columns of texts, and the number of classes of the column `label`, of data sets of Hugging Face.
+_COLUMNS = {"wikitext": (["text"], 0), "ag_news": (["text"], 4), "glue/sst2": (["sentence"], 2)}
+_COLUMNS |= dict.fromkeys(("glue/mrpc", "glue/rte"), (["sentence1", "sentence2"], 2))
+_WORDS = ["the", "made", "words", "of", "a", "text", "that", "nobody", "reads", "to", "learn", "from", "it"]
+
+
+@dataclass
+class Made:
+    """What a process writes down."""
+
+    names: dict[str, None] = field(default_factory=dict)  # data sets that made samples stand for, in their order
+
+
+def make_data(made: Made) -> None:
+    """Let the script have made samples where it asks for known data sets."""
+    patched(torch.utils.data, "random_split", partial(_split, made))
+    when_imported("torchvision.datasets", partial(_in_torchvision, made))
+    when_imported("datasets", partial(_in_hugging_face, made))
+
+
+def misses_data(error: BaseException | None) -> bool:
+    """Whether an error, or one before it, says that a data set is not there for which there are made samples."""
+    while error is not None:
+        for frame, _ in walk_tb(error.__traceback__):
+            module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+            kinds = {kind.__name__ for kind in type(frame.f_locals.get("self")).__mro__}
+            is_made = module.startswith("torchvision.datasets.") and function == "__init__" and bool(kinds & _MADE)
+            is_named = (module, function) == ("datasets.load", "load_dataset") and not _files(frame.f_locals)
+            if is_made or is_named:
+                return not isinstance(error, TypeError | ValueError)  # a mistake in the arguments
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _split(made: Made, split: Any, data: Any, lengths: Sequence[float], *args: Any, **own: Any) -> Any:
+    """Divide as many samples as there are, where a script counts on those of the real data set."""
+    total = sum(lengths)
+    is_scaled = made.names and total > 1 and total != len(data)
+    return split(data, [length / total for length in lengths] if is_scaled else lengths, *args, **own)
+
+
+def _numbers(part: str) -> range:
+    """Numbers of the samples of a part of a data set, such as "train"."""
+    is_test = part.lower().startswith(_TESTS)
+    return range(_TO_TRAIN, _TO_TRAIN + _TO_TEST) if is_test else range(_TO_TRAIN)
+
+
+def picture(label: int, number: int, *, size: int, channels: int = 3) -> np.ndarray[Any, Any]:
+    """An image of a class in bytes: some noise over coarse squares that the class has in common."""
+    squares, noise = (np.random.default_rng([kind, key]) for kind, key in enumerate((label, number)))
+    of_class = squares.integers(0, 192, (4, 4, channels)).repeat(size // 4, 0).repeat(size // 4, 1)
+    return (of_class + noise.integers(0, 64, (size, size, channels))).astype(np.uint8)
+
+
+def _in_torchvision(made: Made, module: ModuleType) -> None:
+    for name in _IN_MEMORY:
+        patched(getattr(module, name), "__init__", partial(_make_in_memory, made, module, name))
+    patched(module.ImageNet, "__init__", partial(_make_imagenet, module))
+    patched(module.ImageFolder, "__init__", partial(_make_folder, made))
+
+
+def _make_in_memory(made: Made, module: ModuleType, name: str, make: Any, own: Any, *args: Any, **given: Any) -> None:
+    made.names[f"torchvision.datasets.{type(own).__name__}"] = None
+    bound = inspect.signature(make).bind(own, *args, **given)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    module.VisionDataset.__init__(
+        own, arguments["root"], transform=arguments["transform"], target_transform=arguments["target_transform"]
+    )
+    vars(own).update({name: arguments[name] for name in ("train", "split") if name in arguments})
+    numbers = _numbers("test" if arguments.get("train") is False else arguments.get("split", "train"))
+    size, channels, are_first, labels = _IN_MEMORY[name]
+    classes = range(100 if isinstance(own, module.CIFAR100) else 10)
+    if isinstance(own, module.EMNIST):
+        classes = range(own.split == "letters", len(own.classes_split_dict[own.split]))
+    targets = np.array([classes[number % len(classes)] for number in numbers])
+    data = np.stack([picture(*pair, size=size, channels=channels) for pair in zip(targets, numbers, strict=True)])
+    if name == "MNIST":
+        own.data, own.targets = torch.from_numpy(data.squeeze(-1)), torch.from_numpy(targets)
+        if isinstance(own, module.QMNIST):
+            own.targets = own.targets[:, None].repeat(1, 8)
+        return
+    if name == "STL10" and "unlabeled" in own.split:
+        targets[len(targets) // 2 if "+" in own.split else 0 :] = -1
+    own.data = data.transpose(0, 3, 1, 2) if are_first else data
+    setattr(own, labels, targets if are_first else targets.tolist())
+    own.classes = [f"class {number}" for number in classes]
+    own.class_to_idx = {name: number for number, name in enumerate(own.classes)}
+
+
+def _make_imagenet(module: ModuleType, _: Any, own: Any, root: Any, split: str = "train", **given: Any) -> None:
+    names = [f"n{number:08d}" for number in range(1000)]
+    module.ImageFolder.__init__(own, Path(root, split), **given, names=names, allow_empty=True)
+    own.root, own.split, own.wnids, own.wnid_to_idx = root, split, own.classes, own.class_to_idx
+    own.classes = [(name,) for name in names]
+
+
+def _make_folder(made: Made, make: Any, own: Any, root: Any, *args: Any, names: Any = None, **given: Any) -> None:
+    """Make images in as many classes as the folder has, or in two, which any network can tell apart."""
+    made.names[f"torchvision.datasets.{type(own).__name__}"] = None
+    classes = names or sorted(path.name for path in Path(root).glob("*/")) or ["a", "b"]
+    place = Path(tempfile.mkdtemp(prefix="made-"))
+    for name in classes:
+        (place / name).mkdir()
+    for number in _numbers(Path(root).name):
+        label = number % len(classes)
+        image = Image.fromarray(picture(label, number, size=_LARGE // 4)).resize((_LARGE, _LARGE))
+        image.save(place / classes[label] / f"{number:05d}.jpg")
+    make(own, str(place), *args, **given)
+    own.root = root
+
+
+def _in_hugging_face(made: Made, module: ModuleType) -> None:
+    if module.load_dataset.__module__ == "datasets.load":  # not a script's own module of this name
+        patched(module, "load_dataset", partial(_load, made, module))
+
+
+def _load(made: Made, module: ModuleType, load: Any, *args: Any, **given: Any) -> Any:
+    arguments = inspect.signature(load).bind(*args, **given).arguments
+    path, name, split = arguments["path"], arguments.get("name"), arguments.get("split")
+    if _files(arguments):
+        return load(*args, **given)
+    made.names["/".join(filter(None, ("load_dataset of " + path, name)))] = None
+    features = arguments.get("features") or _features(module, path, name)
+    parts = ["train", "validation", "test"] if split is None else [str(split)]
+    rows = {part: _rows(module, features, _numbers(part)) for part in parts}
+    if arguments.get("streaming"):
+        rows = {part: own.to_iterable_dataset() for part, own in rows.items()}
+    return module.DatasetDict(rows) if split is None else rows[str(split)]
+
+
+def _files(arguments: Mapping[str, Any]) -> Any:
+    """What `load_dataset` is told of files, which a data set of the Hub has not."""
+    return arguments.get("data_files") or arguments.get("data_dir") or Path(arguments["path"]).exists()
+
+
+def _features(module: ModuleType, path: str, name: str | None) -> Any:
+    """Those of the data set, if a cache knows them, or a table here; else a text and a label of two classes."""
+    settings = ("datasets.config", "huggingface_hub.constants")
+    offline, also = (mock.patch(f"{owner}.HF_HUB_OFFLINE", True) for owner in settings)
+    with suppress(Exception), offline, also:  # such as that it is not in the cache
+        if known := module.load_dataset_builder(path, name).info.features:
+            return known
+    columns, classes = _COLUMNS.get(f"{path}/{name}") or _COLUMNS.get(path) or (["text"], 2)
+    label = {"label": module.ClassLabel(num_classes=classes)} if classes else {}
+    return module.Features(dict.fromkeys(columns, module.Value("string")) | label)
+
+
+def _rows(module: ModuleType, features: Any, numbers: range) -> Any:
+    columns = {
+        name: [_value(module, own, number, place) for number in numbers]
+        for place, (name, own) in enumerate(features.items())
+    }
+    return module.Dataset.from_dict(columns, features=features)
+
+
+def _value(module: ModuleType, feature: Any, number: int, place: int) -> Any:
+    draws = np.random.default_rng([number, place])
+    if isinstance(feature, module.ClassLabel):
+        return number % feature.num_classes
+    if isinstance(feature, module.Image):
+        return Image.fromarray(picture(0, number, size=_LARGE))
+    if isinstance(feature, module.Value) and feature.dtype == "string":
+        return " ".join(draws.choice(_WORDS, draws.integers(20, 60)))
+    if isinstance(feature, module.Value) and feature.dtype.startswith(("int", "float", "bool")):
+        return int(draws.integers(0, 2 if feature.dtype == "bool" else 100))
+    raise NotImplementedError(f"no values are made of the feature {feature}")
