@@ -487,7 +487,7 @@ def test_a_lightning_script_needs_no_call(outcomes: Outcomes) -> None:
             ("sum of an epoch", "resume inside epoch 2", "note", "writes no checkpoint inside an epoch"),
             ("sum of an epoch, saved inside", "resume inside epoch 2", "fail", ""),
             ("sum of an epoch, cleared by a validation", "validating more often", "note", "where the script validates"),
-            ("validation changes statistics", "validating more often", "fail", ""),
+            ("a validation moves weights", "validating more often", "fail", ""),
         ],
     ),
 )
