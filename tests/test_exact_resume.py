@@ -138,6 +138,7 @@ def test_all_start_alike_and_only_the_first_process_may_find_that_a_checkpoint_i
         ("own", 1, {}),
         ("own", 2, {"limit_train_batches": 2}),  # after the last batch of the epoch, before its end
         ("own", 3, {"val_check_interval": 1, "max_steps": 4}),
+        ("own", 2, {"in_epoch": False}),  # where Lightning has not counted the epoch yet
         ("drawing", 1, {"accumulate_grad_batches": 2}),
         ("foreign", 1, {}),
         ("foreign", 3, {"accumulate_grad_batches": 2, "reload_dataloaders_every_n_epochs": 1}),

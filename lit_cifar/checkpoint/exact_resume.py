@@ -85,7 +85,9 @@ class Position:
         check_content(checkpoint.get(POSITION), cls, POSITION)
         found = cls(**checkpoint[POSITION])
         epochs, steps = checkpoint.get("epoch", found.epoch), checkpoint.get("global_step", found.global_step)
-        if epochs - found.epoch not in (0, 1) or not found.epoch + found.step <= found.global_step == steps:
+        # Lightning counts an epoch after its last hooks; one that `max_steps` ends inside counts for it, and not here.
+        follows = found.epoch - epochs in ((0, -1) if found.started else (0, -1, 1))
+        if not follows or not found.epoch + found.step <= found.global_step == steps:
             raise CheckpointError(
                 f"its position is step {found.step} of epoch {found.epoch} after {found.global_step} optimizer steps, "
                 f"which contradicts its epoch={epochs} and global_step={steps}"

@@ -130,7 +130,7 @@ class Optimization:
                 taken += steps_of(trainer, batches_of_epoch(trainer))
             step, optimizer = trainer.global_step, trainer.optimizers[0]
             self._recipe.resume(optimizer, planned.scheduler, before=self._before, step=step, taken=taken)
-        self._resumes = False
+        self._resumes, self._before = False, None
 
     def save(self, checkpoint: dict[str, Any], trainer: Any) -> None:
         """Name the states of optimizer and schedule in a checkpoint, and add the settings that they were made with."""
