@@ -533,88 +533,68 @@ for epoch in range(3):
 while hasattr(model, "_orig_mod"):
     model = model._orig_mod
 """)
-
-_TRAIN = """
-import torch
-
-
-def train(size):
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(3):
-        model(torch.randn(size, 2)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-"""
-PARSERS = {
-    "argparse": """
+# Nothing of it is written for the checker: flags of its own, and what it tells TensorBoard and a metric.
+UNEDITED = (
+    IMPORTS.replace("from lit_cifar import relations", "")
+    + """
 import argparse
+import time
+
+import torchmetrics
+from torch.utils.tensorboard import SummaryWriter
 
 parser = argparse.ArgumentParser()
-parser.add_argument("-b", "--batch-size", type=int, default=4)
-train(parser.parse_args().batch_size)
-""",
-    "click": """
+parser.add_argument("--batch-size", type=int, default=4)
+parser.add_argument("--accum-iter", type=int, default=2)
+args = parser.parse_args()
+if NUM_RANKS > 1:
+    dist.init_process_group("gloo")
+torch.manual_seed(0)
+x = torch.randn(66, 6)
+y = (x.sum(1) > 0).long()
+train, held_out = TensorDataset(x[:46], y[:46]), TensorDataset(x[46:], y[46:])
+model = nn.Linear(6, 2)
+wrapped = DistributedDataParallel(model) if NUM_RANKS > 1 else model
+rate = 0.01 * args.batch_size * args.accum_iter if BUG == "no bug, but of all samples" else 0.1
+optimizer = torch.optim.SGD(model.parameters(), rate)
+writer, accuracy = SummaryWriter(), torchmetrics.Accuracy("multiclass", num_classes=2)
+for epoch in range(3):
+    start = time.time()
+    order = DistributedSampler(train, shuffle=False) if NUM_RANKS > 1 else None
+    for number, (inputs, labels) in enumerate(DataLoader(train, args.batch_size, sampler=order), start=1):
+        loss = nn.functional.cross_entropy(wrapped(inputs), labels)
+        (loss if BUG == "not divided" else loss / args.accum_iter).backward()
+        if number % (2 if BUG == "other meaning" else args.accum_iter) == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    losses = []
+    with torch.no_grad():
+        for number, (inputs, labels) in enumerate(DataLoader(held_out, 8)):
+            losses.append(nn.functional.cross_entropy(model(inputs), labels, reduction="sum"))
+            accuracy.update(model(inputs), labels)
+            writer.add_scalar("val/of batch", losses[-1], number)
+            if BUG == "mean of means":
+                losses[-1] *= len(held_out) / len(inputs) / 3
+    writer.add_scalar("val/loss", sum(losses) / len(held_out), epoch)
+    writer.add_scalars("epoch", {"train": loss, "accuracy": accuracy.compute(), "s": time.time() - start}, epoch)
+    accuracy.reset()
+"""
+)
+
+CLICK = """
 import click
+import torch
 
 
 @click.command()
 @click.option("-b", "--batch-size", default=4)
 def main(batch_size):
-    train(batch_size)
-
-
-main()
-""",
-    "tyro": """
-from dataclasses import dataclass
-
-import tyro
-
-
-@dataclass
-class Settings:
-    batch_size: int = 4
-
-
-train(tyro.cli(Settings).batch_size)
-""",
-    "hydra": """
-import hydra
-from hydra.core.config_store import ConfigStore
-
-ConfigStore.instance().store(name="config", node={"data": {"batch_size": 4}})
-
-
-@hydra.main(version_base=None, config_name="config")
-def main(config):
-    train(config.data.batch_size)
-
-
-main()
-""",
-}
-PARSERS = {name: _TRAIN + own for name, own in PARSERS.items()}
-
-# Asks for a data set that is not here, and counts on as many samples as the real one has.
-DIGITS = """
-import os
-
-import torch
-from torch.utils.data import DataLoader, random_split
-from torchvision.datasets import MNIST
-from torchvision.transforms import ToTensor
-
-train, _ = random_split(MNIST("../data", transform=ToTensor()), [50000, 10000])
-model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-order = torch.Generator()
-for epoch in range(3):
-    order.manual_seed(0 if os.environ["BUG"] == "same order" else epoch)
-    for images, labels in DataLoader(train, 64, shuffle=True, generator=order):
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(images), labels).backward()
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        model(torch.randn(batch_size, 2)).square().mean().backward()
         optimizer.step()
+
+
+main()
 """

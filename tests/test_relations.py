@@ -17,11 +17,12 @@ import pytest
 import relation_scripts
 import torch
 from commands import TINY, graded, mode_flags, refused, run_here
-from relation_scripts import AGAIN, CRITIC, CUDA, LIGHTNING, PLAIN, TAILS
+from relation_scripts import AGAIN, CRITIC, CUDA, LIGHTNING, PLAIN, TAILS, UNEDITED
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from lit_cifar import relations
 from lit_cifar.checks.compare import difference, differences
+from lit_cifar.checks.relations import told
 from lit_cifar.checks.relations.batches import (
     SampleList,
     SampleTuple,
@@ -31,12 +32,12 @@ from lit_cifar.checks.relations.batches import (
     sample_digests,
     with_sample_lists,
 )
-from lit_cifar.checks.relations.flags import Flag
+from lit_cifar.checks.relations.flags import Flag, by_knob
 from lit_cifar.checks.relations.generators import Draws
 from lit_cifar.checks.relations.in_lightning import _settings
 from lit_cifar.checks.relations.judging import RELATIONS, _in_windows, judged
 from lit_cifar.checks.relations.loaders import Loaders, is_divided
-from lit_cifar.checks.relations.mirror import mirror, mirrored
+from lit_cifar.checks.relations.own_files import mirror
 from lit_cifar.checks.relations.plan import Limits, RunPlan, Script, Target, Trace
 from lit_cifar.checks.relations.ranks import Drawn
 from lit_cifar.checks.relations.runs import Runs, are_same_samples, first_apart, other_samples
@@ -269,8 +270,7 @@ def test_no_file_of_the_user_is_changed_and_others_are_seen(tmp_path: Path) -> N
     for file in own_files:
         file.write_text("mine" if file.suffix != ".db" else "")
     (user / "data").symlink_to(outside)
-    mirror(tmp_path / "run" / "own", [user])
-    own = mirrored(tmp_path / "run" / "own", user)
+    own = mirror(user, tmp_path / "run" / "own")
     program = WRITER.replace("OUTSIDE", repr(str(outside))).replace("RUN", repr(str(tmp_path / "run")))
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -322,22 +322,101 @@ def test_the_example_resumes_as_its_page_says(arguments: list[str], expected: st
     assert texts == [expected == "fail"] * 2
 
 
-@pytest.mark.parametrize("parser", ["argparse", "click", "tyro", "hydra"])
-def test_flags_of_any_parser_are_seen_with_their_values(parser: str, tmp_path: Path) -> None:
-    pytest.importorskip(parser, reason=f"{parser} is not installed")
-    user = tmp_path / "user"
-    user.mkdir()
-    (user / "train.py").write_text(relation_scripts.PARSERS[parser])
-    words = ("data.batch_size=7",) if parser == "hydra" else ("--batch-size", "7")
+def test_flags_of_click_are_seen_with_their_values(tmp_path: Path) -> None:
+    (user := tmp_path / "user").mkdir()
+    (user / "train.py").write_text(relation_scripts.CLICK)
+    words = ("--batch-size", "7")
     own = Runs(Target(program="train.py", arguments=words, folder=str(user)), RunPlan(), tmp_path, limit_s=60).own()
-    flag = next(flag for flag in own.script.flags.values() if "batch_size" in flag.names)
-    assert (flag.value, flag.kind, flag.given(7)) == (7, "int", words)
+    assert own.script.flags == {"-b": Flag(("-b", "--batch-size"), 7, 4, "int")}
+    assert own.script.flags["-b"].given(7) == words
     assert len(own.samples[0]) == 7
 
 
 def test_a_flag_is_given_as_its_parser_takes_it() -> None:
     flag = Flag(("-n", "--no-amp"), False, False, "bool", takes_value=False)
     assert (flag.names, flag.given(True)) == (["n", "no_amp"], ("--no-amp",))
+    of_hydra = Flag(("data.batch_size=",), 4, 4, "int")
+    assert (of_hydra.names, of_hydra.given(7)) == (["batch_size"], ("data.batch_size=7",))
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "said", "knob"),
+    [
+        ("--grad-accum-steps", 4, {}, "accumulate"),
+        ("--per_device_train_batch_size", 4, {}, "batch_size"),
+        ("--fp16", False, {}, "amp"),
+        ("--grad-accum-steps", True, {}, None),
+        ("--batch-size", 0, {}, None),
+        ("--batch-size", "4", {}, None),
+        ("--loss-batch-size", 4, {}, None),
+        ("--every", 4, {"accumulate": "--every"}, "accumulate"),
+        ("--accumulate", 4, {"accumulate": "--every"}, None),
+    ],
+)
+def test_a_flag_means_a_knob_by_its_name_and_type(
+    word: str, value: Any, said: dict[str, str], knob: str | None
+) -> None:
+    flag = Flag((word,), value, value, type(value).__name__)
+    assert by_knob({word: flag}, said) == ({knob: flag} if knob else {})
+
+
+class Logger:
+    """A double of what is told numbers, which has all their methods."""
+
+    def log(self, values: Any, step: int = 0) -> None: ...
+
+    def add_scalar(self, tag: str, scalar_value: float, step: int = 0) -> None: ...
+
+    def add_scalars(self, main_tag: str, tag_scalar_dict: Any, step: int = 0) -> None: ...
+
+    def compute(self) -> float:
+        return 7.0
+
+
+def test_what_is_told_to_loggers_is_heard_and_sent_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes, heard = [], []
+    wandb = SimpleNamespace(init=lambda project, mode: modes.append(mode) or Logger())
+    mlflow = SimpleNamespace(log_metric=lambda key, value, step=0: None, log_metrics=lambda metrics: None)
+    mlflow.set_tracking_uri = lambda uri: pytest.fail(uri)
+    modules = {
+        "wandb": wandb,
+        "mlflow": mlflow,
+        "torchmetrics.metric": SimpleNamespace(Metric=type("M", (Logger,), {})),
+    }
+    for module, owner in told._METHODS:
+        modules[module] = SimpleNamespace(**{owner: type(owner, (Logger,), {})})
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    told.listen(lambda who, values: heard.append((who, values)))
+    wandb.init("mine").log({"loss": 1.0}, step=3)
+    wandb.log(step=3, values={"loss": 2.0})
+    mlflow.set_tracking_uri("http://nowhere")
+    mlflow.log_metric("loss", step=3, value=3.0)
+    mlflow.log_metrics({"loss": 4.0})
+    modules["transformers.trainer"].Trainer().log({"loss": 5.0})
+    modules["accelerate.accelerator"].Accelerator().log(values={"loss": 6.0})
+    modules["torchmetrics.metric"].Metric().compute()
+    modules["tensorboardX.writer"].SummaryWriter().add_scalar("loss", 8.0, 3)
+    modules["tensorboardX.writer"].SummaryWriter().add_scalars("val", {"loss": 9.0})
+    names = ("wandb", "wandb", "mlflow", "mlflow", "Trainer", "Accelerator", "torchmetrics")
+    expected = [(name, {"loss" if number < 7 else "M": float(number)}) for number, name in enumerate(names, start=1)]
+    assert heard == [*expected, ("SummaryWriter", {"loss": 8.0}), ("SummaryWriter", {"val/loss": 9.0})]
+    assert modes == ["disabled"]
+
+
+def test_a_script_is_judged_by_its_flags_and_what_it_tells_others(verdicts: Verdicts) -> None:
+    first, evaluated, accumulated = verdicts(UNEDITED, bug="mean of means", only="evaluation,accumulation")
+    assert "twice the same but for SummaryWriter: epoch/s" in first.looked_at
+    assert (evaluated.outcome, accumulated.outcome) == ("fail", "pass")
+    assert evaluated.text.startswith("SummaryWriter: val/loss after 2 steps is ")
+
+
+@pytest.mark.slow
+def test_numbers_of_the_training_are_no_results_of_ranks(verdicts: Verdicts) -> None:
+    *found, last = verdicts(UNEDITED, only="evaluation,ranks")
+    assert [verdict.outcome for verdict in found] == ["pass"] * (len(found))
+    assert (last.relation, last.outcome) == ("evaluation on 2 ranks", "note")  # the loss of a batch of rank 0
+    assert "epoch/train after" in last.text
 
 
 def resumed(by_steps: dict[int, str]) -> dict[str, str]:
@@ -391,6 +470,9 @@ SLOW = [
     ("TAILS", "a batch of fewer", "accumulation", {"accumulation": "note"}),
     ("TAILS", "batches are divided", "accumulation", {"accumulation": "pass"}),
     ("TAILS", "batches are divided alike", "accumulation", {"accumulation": "note"}),
+    ("UNEDITED", "not divided", "accumulation", {"accumulation": "fail"}),
+    ("UNEDITED", "other meaning", "accumulation", {"accumulation": "note"}),
+    ("UNEDITED", "no bug, but of all samples", "accumulation", {"accumulation": "pass"}),
     ("SPAWN", "", "ranks", EQUAL),
     (
         "ENDLESS",

@@ -1,7 +1,6 @@
 """`python -m lit_cifar relations`: runs anyone's training in pairs that must train the same model."""
 
 import argparse
-import os
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
@@ -32,12 +31,14 @@ each in a folder that mirrors this one; no file of yours is changed."""
 _RANKS = 6  # so many batches can be divided among 1, 2 and 3 ranks
 _MAIN = ("resume", "evaluation", "ranks")  # what is named, if it is not judged
 _NOT_LOOKED_AT = "GPUs and mixed precision (runs are on the CPU, in one precision), later steps"
+BY_FLAG = ("accumulate", "batch_size")
 _EPILOG = """\
 exit status: 0 all that was judged is equal, 1 a relation fails, 2 a mistake in the command, 3 nothing could be judged,
   or not all of --only, or a relation ended by an error of its own
 
   python -m lit_cifar relations train.py
   python -m lit_cifar relations train.py --only=resume,ranks -- --lr=0.1
+  python -m lit_cifar relations train.py --accumulate-by=--grad-steps
   python -m lit_cifar relations train.py --same=--eval-batch-size=7
   python -m lit_cifar relations -m my_package.train
   python -m lit_cifar relations --module=my_package.MyModule --data=my_package.MyData -- --trainer.max_epochs=2"""
@@ -114,6 +115,9 @@ def relations_parser() -> argparse.ArgumentParser:
         usual = vars(Limits())[name]
         help = f"At most, of {of} (default: {usual})."
         parser.add_argument(f"--{name}", type=positive, default=usual, metavar="N", help=help)
+    for knob in BY_FLAG:
+        help = "The script's flag for it, where its name does not say so."
+        parser.add_argument(f"--{knob.replace('_', '-')}-by", metavar="FLAG", help=help)
     help = f"Seconds of a run (default: {LIMIT_S:g})."
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help=help)
     help = f"Exit status {NO_VERDICT} unless {', '.join(_MAIN)} are judged."
@@ -132,11 +136,13 @@ def _target(options: argparse.Namespace, arguments: list[str]) -> Target:
         words = (options.module, options.data or "", *arguments)
         return Target(program=classes.__name__, arguments=words, is_module=True, folder=str(folder))
     if not options.is_module:
-        path = Path(os.path.normpath(Path(program).absolute()))
+        path = Path(program).absolute()
         if not path.is_file():
             raise ConfigError(f"{program} is no file", remedy="pass a script, or -m and the name of a module")
         program = str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
-    return Target(program=program, arguments=tuple(arguments), is_module=options.is_module, folder=str(folder))
+    flags = {knob: word for knob in BY_FLAG if (word := vars(options)[f"{knob}_by"])}
+    where = {"is_module": options.is_module, "folder": str(folder)}
+    return Target(program=program, arguments=tuple(arguments), flags=tuple(flags.items()), **where)
 
 
 def _chosen(options: argparse.Namespace) -> dict[str, Relation]:

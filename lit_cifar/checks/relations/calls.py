@@ -43,8 +43,8 @@ def save() -> str | None:
 def report(**values: Any) -> None:
     """Tell values to compare beside those that are found without it: numbers, tensors, modules such as averages.
 
-    The names of an evaluation's results begin with `val`. A `score` that was kept for a checkpoint and a `rescored` of
-    the same checkpoint must be equal.
+    Results of an evaluation are told before the next step, or their names begin with `val`. A `score` that was kept for
+    a checkpoint and a `rescored` of the same checkpoint must be equal.
     """
     if session is not None:
         session.report(values)

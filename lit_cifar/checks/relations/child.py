@@ -21,10 +21,11 @@ from lit_cifar.checks.relations.flags import watch_parsers
 from lit_cifar.checks.relations.generators import draw_by_sample, make_quiet, seed_all
 from lit_cifar.checks.relations.loaders import Loaders
 from lit_cifar.checks.relations.made_data import Made, make_data, misses_data
-from lit_cifar.checks.relations.own_files import Guard
+from lit_cifar.checks.relations.own_files import Guard, mirror
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Target
 from lit_cifar.checks.relations.switches import set_switches
+from lit_cifar.checks.relations.told import listen
 from lit_cifar.checks.relations.watching import Ended, Watched
 from lit_cifar.checks.relations.workers import ReadWithWorkers
 
@@ -33,9 +34,10 @@ def main(plan_file: str) -> None:
     target, plan = pickle.loads(Path(plan_file).read_bytes())
     rank = int(os.environ.get("RANK", "0"))
     folder = Path(plan_file).parent / str(rank)
-    os.chdir(target.folder)
+    os.chdir(mirror(Path(target.folder), folder / "mirror"))
     watched = Watched(plan, folder, rank)
     loaders = Loaders(watched)
+    watched.trace.script.said = dict(target.flags)
     try:
         _prepare(watched, loaders)
         _run(target, watched, loaders)
@@ -57,13 +59,15 @@ def _prepare(watched: Watched, loaders: Loaders) -> None:
     temporary = watched.folder / "temporary"
     temporary.mkdir()
     places = dict.fromkeys(("TMPDIR", "TORCHINDUCTOR_CACHE_DIR"), str(temporary))
-    os.environ |= {**places, "WANDB_MODE": "offline"}
+    os.environ |= places
+    os.environ.pop("MLFLOW_TRACKING_URI", None)  # its own folder, in place of a server
     tempfile.tempdir = None
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     watched.patch()
     loaders.patch()
     in_lightning.patch(watched)
     watch_parsers(lambda flag: watched.trace.script.flags.update({flag.words[0]: flag}))
+    listen(watched.hear)
     if plan.made_data:
         make_data(watched.trace.part(Made))
     _join(watched)

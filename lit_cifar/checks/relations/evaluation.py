@@ -4,13 +4,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lit_cifar.checks.compare import difference, differences
+from lit_cifar.checks.compare import Difference, difference, differences
 from lit_cifar.checks.relations import remarks
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import NotJudgedError, Runs, unused
+from lit_cifar.checks.relations.told import apart, results
 from lit_cifar.checks.verdict import Verdict
 
 NAME = "evaluation"
+TOLD = 1e-6  # relative difference of numbers that may have been rounded
 VALIDATED = "validated.ckpt"  # in the folder of the process
 CUT = "an evaluation has more batches than were read: pass a higher --batches"
 _ALL = 2**20  # samples of a batch of all
@@ -100,9 +102,8 @@ def _in_lightning(runs: Runs) -> Iterator[Verdict]:
 def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
     """The training again, with other batches wherever no gradient is made."""
     own = runs.run(seeded_by_step=True)[0]
-    values = _results(own)
-    if not values:
-        raise NotJudgedError("no result of an evaluation is reported", "relations.report(val_loss=loss)")
+    if not (values := _results(runs, own)):
+        raise NotJudgedError("no result of an evaluation is told", "relations.report(loss=loss)")
     by_hand = "evaluation_batch" in own.script.calls
     if not by_hand and (reason := _why_not_in_other_batches(own)):
         where = " in torch.no_grad()" if reason == _NO_LOADER else ""
@@ -115,9 +116,11 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
         if by_hand:
             limits = replace(runs.plan.limits, evaluated=_ALL)
             changes = {"knobs": (("evaluation_batch", size or _ALL),), "limits": limits}
-        other = _results(runs.run(seeded_by_step=True, **changes)[0])
-        if text := _apart(runs, values, other, f"evaluated {way}"):
-            found.append(text)
+        changes["seeded_by_step"] = True
+        other = runs.run(**changes)[0]
+        if _unlike(runs, own, other):  # perhaps by the clock, which was the same in two runs by chance
+            runs.unsteady |= apart(other, runs.run(repetition=1, **changes)[0], runs.limit)
+        found += [_in_words(each, f"evaluated {way}") for each in _unlike(runs, own, other)[:1]]
     yield from _judged(own, found, f"{', '.join(values)}: in batches of 1, 7, all")
 
 
@@ -134,16 +137,24 @@ def _why_not_in_other_batches(trace: Trace) -> str:
     return remarks.UNDIVIDED_EVALUATION if remarks.UNDIVIDED_EVALUATION in trace.remarks else ""
 
 
-def on_two_ranks(runs: Runs, one: Trace, two: Trace) -> Iterator[Verdict]:
-    """Compare what a plain script reports on one process and on two, which have trained the same weights."""
-    name, values = f"{NAME} on 2 ranks", _results(one)
-    if not values:
+def on_two_ranks(runs: Runs, alone: dict[str, Any], two: Trace) -> Iterator[Verdict]:
+    """Compare what a plain script tells on one process and on two, which have trained the same weights."""
+    name, one, how = f"{NAME} on 2 ranks", runs.run(**alone)[0], "evaluated by 2 processes"
+    if not (values := _results(runs, one)):
         return
-    text = _apart(runs, values, _results(two), "evaluated by 2 processes")
-    if text and any(trace.part(Evaluations).cut for trace in (one, two)):
+    found = _unlike(runs, one, two)
+    if found and any(trace.part(Evaluations).cut for trace in (one, two)):
         yield Verdict(name, "abstain", CUT)
         return
-    yield Verdict(name, "fail" if text else "pass", text, ", ".join(values), [text] if text else [])
+    looked_at = ", ".join(values)
+    if not found:
+        yield Verdict(name, "pass", looked_at=looked_at)
+        return
+    # A number may be of the training, which rank 0 tells of its own part: no other evaluation changes it.
+    less = _results(runs, runs.run(**alone, limits=replace(runs.plan.limits, evaluated=1))[0])
+    of_evaluation = [each for each in found if each.name.startswith("val") or less.get(each.name) != each.one]
+    text = _in_words((of_evaluation or found)[0], how)
+    yield Verdict(name, "fail" if of_evaluation else "note", text, looked_at, [text])
 
 
 def _judged(trace: Trace, found: list[str], looked_at: str) -> Iterator[Verdict]:
@@ -161,17 +172,28 @@ def _judged(trace: Trace, found: list[str], looked_at: str) -> Iterator[Verdict]
         yield Verdict(f"samples of {NAME}", "note", text)
 
 
-def _results(trace: Trace) -> dict[str, float]:
-    """Reported results by the evaluation and name."""
-    return {name: value for name, value in trace.reported.items() if name.startswith("val")}
+def _results(runs: Runs, trace: Trace) -> dict[str, float]:
+    """Results by their names and steps, but for those that two equal runs do not share."""
+    found = results(trace).items()
+    return {f"{name} after {steps} steps": value for (name, steps), value in found if name not in runs.unsteady}
 
 
 def _apart(runs: Runs, own: Mapping[str, float], other: Mapping[str, float], how: str) -> str:
     """In words, the result that differs most."""
-    for worst in differences(own, other, names=own, limit=runs.limit)[:1]:
-        value = "missing" if worst.other is None else f"{worst.other:.9g}"
-        return f"{worst.name} is {worst.one:.9g}, and {value} if {how}"
-    return ""
+    worst = differences(own, other, names=own, limit=runs.limit)[:1]
+    return _in_words(worst[0], how) if worst else ""
+
+
+def _in_words(worst: Difference, how: str) -> str:
+    value = "missing" if worst.other is None else f"{worst.other:.9g}"
+    return f"{worst.name} is {worst.one:.9g}, and {value} if {how}"
+
+
+def _unlike(runs: Runs, one: Trace, other: Trace) -> list[Difference]:
+    """Results of a plain script that differ, the largest difference first; both runs need not tell all of them."""
+    values, others = _results(runs, one), _results(runs, other)
+    names = values.keys() & others.keys() or values.keys()
+    return differences(values, others, names=names, limit=max(runs.limit, TOLD))
 
 
 def rescored(runs: Runs) -> Iterator[Verdict]:

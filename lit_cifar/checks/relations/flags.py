@@ -12,6 +12,17 @@ from typing import Any
 
 from lit_cifar.checks.relations.patching import patched, when_imported
 
+# Knobs that are answered by a flag, and its names.
+KNOBS = {
+    "batch_size": ("batch_size", "train_batch_size", "per_device_train_batch_size", "micro_batch_size", "bs"),
+    "accumulate": (
+        *("gradient_accumulation_steps", "grad_accumulation_steps", "grad_accum_steps", "grad_accum", "accum_iter"),
+        *("accumulate_grad_batches", "accumulation_steps", "accum_steps", "gradient_accumulation", "accumulate"),
+    ),
+    "epochs": ("epochs", "num_epochs", "num_train_epochs", "max_epochs", "n_epochs"),
+    "amp": ("amp", "use_amp", "fp16", "mixed_precision"),
+}
+
 
 @dataclass(frozen=True)
 class Flag:
@@ -35,6 +46,24 @@ class Flag:
         if word.endswith("="):
             return (f"{word}{value}",)
         return (word, str(value)) if self.takes_value else (word,)
+
+
+def by_knob(flags: Mapping[str, Flag], said: Mapping[str, str]) -> dict[str, Flag]:
+    """The flags that mean a knob, by its name: those that the reader has `said`, else those with its names and type."""
+    found = {}
+    for knob, names in KNOBS.items():
+        wanted = (said[knob].strip("-=").replace("-", "_").lower(),) if knob in said else names
+        fitting = [flag for name in wanted for flag in flags.values() if name in flag.names and _fits(knob, flag)]
+        if fitting:
+            found[knob] = fitting[0]
+    return found
+
+
+def _fits(knob: str, flag: Flag) -> bool:
+    """Whether its type and value can be the knob's: a number above 0, or for `amp` what is on or off."""
+    if knob == "amp":
+        return flag.kind == "bool"
+    return flag.kind in ("int", "float") and bool(flag.value) and flag.value >= 1
 
 
 def watch_parsers(note: Callable[[Flag], None]) -> None:

@@ -16,7 +16,8 @@ from lit_cifar.checks.relations.made_data import Made
 from lit_cifar.checks.relations.options import validated_more_often, with_smaller_scale
 from lit_cifar.checks.relations.plan import Limits, RunPlan, Target, Trace
 from lit_cifar.checks.relations.ranks import ranks
-from lit_cifar.checks.relations.runs import NotJudgedError, RunError, Runs
+from lit_cifar.checks.relations.runs import METRIC, NotJudgedError, RunError, Runs
+from lit_cifar.checks.relations.told import apart
 from lit_cifar.checks.relations.trained import nothing_changes, trained
 from lit_cifar.checks.relations.workers import epochs, workers
 from lit_cifar.checks.verdict import Verdict
@@ -112,14 +113,15 @@ def _run_twice(runs: Runs) -> Iterator[Verdict]:
         yield verdict
         return
     twice = runs.run(repetition=1)[0]
-    apart = [each.name for each in runs.differences(own.state, twice.state)]
-    runs.unsteady = apart if all(name.startswith("kept/metric.") for name in apart) else []
+    differing = [each.name.partition("/")[2] for each in runs.differences(own.state, twice.state)]
+    metrics = {name.removeprefix(METRIC) for name in differing if name.startswith(METRIC)}
+    runs.unsteady = metrics | apart(own, twice, runs.limit)
     again = runs.judge("run", own, twice)
     if again.outcome == "fail":
         text = f"two runs of the script differ, so that nothing can be compared: {again.text}"
         yield replace(again, outcome="abstain", text=text)
         return
-    but = f" but for {', '.join(runs.unsteady)}" if runs.unsteady else ""
+    but = f" but for {', '.join(sorted(runs.unsteady))}" if runs.unsteady else ""
     by_hand = f", {remarks.BY_HAND}" if remarks.BY_HAND in own.remarks else ""
     yield replace(again, looked_at=f"{again.looked_at}{by_hand}, twice the same{but}{how}")
     if own.end.outside:

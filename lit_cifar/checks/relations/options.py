@@ -2,12 +2,13 @@
 
 import shlex
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from lit_cifar.checks.relations.evaluation import CUT, Evaluations
 from lit_cifar.checks.relations.remarks import FOLLOWS_EVALUATION
-from lit_cifar.checks.relations.runs import TRAINED, Runs, unused
+from lit_cifar.checks.relations.runs import TRAINED, RunError, Runs, unused
 from lit_cifar.checks.verdict import Verdict
 
 _SCALE = 2.0**-6
@@ -50,13 +51,21 @@ def validated_more_often(runs: Runs) -> Iterator[Verdict]:
 
 def with_smaller_scale(runs: Runs) -> Iterator[Verdict]:
     """Begin with a smaller scale of the loss: a power of two, which rounds nothing."""
-    own = runs.run(seeded_by_step=True)[0]
+    same: dict[str, Any] = {"seeded_by_step": True}
+    why = ""
+    own = runs.run(**same)[0]
+    amp = own.script.by_flag.get("amp")
+    if not own.script.scales_loss and amp and not amp.value:
+        why = f"the script is started without {amp.words[-1]}"
+        with_amp = {**same, "knobs": (("amp", True),)}
+        with suppress(RunError):  # it may need a GPU
+            own, same = runs.run(**with_amp)[0], with_amp
     changes: dict[str, Any] = {"asks": ScaleLoss(_SCALE)}
     if value := own.script.calls.get("loss_scale"):
         changes["knobs"] = (("loss_scale", value * _SCALE),)
     if own.script.scales_loss or value:
-        other = runs.run(seeded_by_step=True, **changes)[0]
-        yield runs.judge("scale of the loss", own, other, kinds=TRAINED)
+        other = runs.run(**same | changes)[0]
+        yield unused(runs.judge("scale of the loss", own, other, kinds=TRAINED), why)
 
 
 def with_further_arguments(words: str) -> Callable[[Runs], Iterator[Verdict]]:

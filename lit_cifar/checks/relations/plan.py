@@ -7,7 +7,7 @@ down for it is another, which a trace gives by `part`.
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from lit_cifar.checks.relations.flags import Flag
+from lit_cifar.checks.relations.flags import Flag, by_knob
 
 Asked = TypeVar("Asked")
 
@@ -20,6 +20,7 @@ class Target:
     arguments: tuple[str, ...] = ()
     is_module: bool = False
     folder: str  # the user's working directory
+    flags: tuple[tuple[str, str], ...] = ()  # knobs and the flags that mean them, as the reader says
 
 
 LIMIT_S = 60.0  # seconds of a run
@@ -113,11 +114,22 @@ class Script:
     batches: float = 1.0  # of an epoch of a Trainer: a number, or with a fraction a part
     calls: dict[str, Any] = field(default_factory=dict)  # knobs and their own values; "resume", "save", "share"
     flags: dict[str, Flag] = field(default_factory=dict)  # of its command line, by the first of their words
+    said: dict[str, str] = field(default_factory=dict)  # knobs and the flags that mean them, as the reader says
 
     @property
     def window(self) -> int:
         """Microbatches of a step."""
-        return self.accumulation if self.is_lightning else int(self.calls.get("accumulate") or 1)
+        return self.accumulation if self.is_lightning else int(self.knobs.get("accumulate") or 1)
+
+    @property
+    def by_flag(self) -> dict[str, Flag]:
+        """Flags that mean a knob which the script does not call, by the name of the knob."""
+        return {name: flag for name, flag in by_knob(self.flags, self.said).items() if name not in self.calls}
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """Its own values of the knobs that it calls or has a flag for."""
+        return self.calls | {name: flag.value for name, flag in self.by_flag.items()}
 
 
 @dataclass
@@ -153,7 +165,7 @@ class Trace:
     first: list[int] = field(default_factory=list)  # digests of parameters before the first step, as they were made
     moved: int = 0  # parameters that have changed since
     state: dict[str, Any] = field(default_factory=dict)  # tensors and numbers by name, at the end
-    logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # steps and results of each evaluation
+    logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # steps before, and numbers told then
     remarks: set[str] = field(default_factory=set)  # properties of the training that a relation must know
     parts: dict[type, Any] = field(default_factory=dict)
 
@@ -163,9 +175,9 @@ class Trace:
         return own
 
     @property
-    def reported(self) -> dict[str, float]:
+    def reported(self) -> dict[tuple[str, int], float]:
         """What was logged, by its name and the number of steps before."""
-        return {f"{name} after {steps} steps": value for steps, values in self.logged for name, value in values.items()}
+        return {(name, steps): value for steps, values in self.logged for name, value in values.items()}
 
     @property
     def cuts(self) -> list[str]:

@@ -6,14 +6,14 @@ from typing import Any
 
 from lit_cifar.checks.compare import difference, differences
 from lit_cifar.checks.relations import remarks
-from lit_cifar.checks.relations.evaluation import on_two_ranks
+from lit_cifar.checks.relations.evaluation import TOLD, on_two_ranks
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import NotJudgedError, Runs, are_same_samples, unused
+from lit_cifar.checks.relations.told import SCORES, results
 from lit_cifar.checks.relations.workers import same_orders
 from lit_cifar.checks.verdict import Verdict
 
 LEFT_OUT = ("kept/metric", "kept/val", "kept/loss", "kept/train")
-_REPORTED = 1e-6  # relative: of numbers that may have been rounded for print
 _MOST_SHARED = 0.5  # of an epoch's samples that two ranks may both read
 
 
@@ -72,7 +72,7 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
     yield weighed(verdict, [*two, one], why)
     yield from reported(runs, verdict, one, two[0], "by 2 processes")
     if verdict.outcome == "pass" and not own.script.is_lightning:
-        for verdict in on_two_ranks(runs, one, two[0]):
+        for verdict in on_two_ranks(runs, {"quiet": True, **joined}, two[0]):
             yield unused(verdict, why)
 
 
@@ -143,9 +143,10 @@ def weighed(verdict: Verdict, traces: list[Trace], why: str) -> Verdict:
 def reported(runs: Runs, verdict: Verdict, one: Trace, other: Trace, how: str) -> Iterator[Verdict]:
     """What a training that is the same reports beside its evaluations, such as a loss."""
     values, others = one.reported, other.reported
-    names = [name for name in values.keys() & others.keys() if not name.startswith(("val", "score", "rescored"))]
-    names = [name for name in names if not f"kept/metric.{name}".startswith(tuple(runs.unsteady))]
-    apart = [name for name in sorted(names) if difference(values[name], others[name]) > _REPORTED]
+    names = values.keys() & others.keys() - results(one).keys()
+    left = sorted(name for name in names if name[0] not in runs.unsteady and not name[0].startswith(SCORES))
+    apart = [name for name in left if difference(values[name], others[name]) > TOLD]
     if verdict.outcome == "pass" and apart:
-        text = f"{apart[0]} is reported as {values[apart[0]]:.6g}, and {how} as {others[apart[0]]:.6g}"
+        (name, steps), value, other_value = apart[0], values[apart[0]], others[apart[0]]
+        text = f"{name} after {steps} steps is reported as {value:.6g}, and {how} as {other_value:.6g}"
         yield Verdict(f"reports of {verdict.relation}", "note", text)

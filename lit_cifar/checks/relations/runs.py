@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lit_cifar.checks.compare import Difference, difference, differences
-from lit_cifar.checks.relations.mirror import MIRROR, folders_of, mirror, mirrored
 from lit_cifar.checks.relations.plan import End, Imposed, RunPlan, Target, Trace
 from lit_cifar.checks.relations.snapshot import BESIDE
 from lit_cifar.checks.verdict import Verdict
@@ -26,6 +26,7 @@ _LIMITS = {True: 1e-7, False: 1e-3}
 _COUNTERS = ("num_batches_tracked", "._step_count", "n_averaged")
 _KINDS = ("weights", "buffers", "optimizer", "settings", "schedule", "kept")
 TRAINED = _KINDS[:3]
+METRIC = "metric."  # begins the names of Lightning's, in what is kept
 _SHOWN = 20  # most differences of a verdict
 # What a process of a run imports before the script.
 _PRELOAD = ("lit_cifar.checks.relations.in_lightning", "lit_cifar.checks.relations.loaders")
@@ -52,7 +53,7 @@ class Runs:
 
     def __init__(self, target: Target, plan: RunPlan, folder: Path, *, limit_s: float) -> None:
         self.target, self.plan, self.folder, self.limit_s = target, plan, folder, limit_s
-        self.unsteady: list[str] = []  # metrics that two equal runs do not share, such as images per second
+        self.unsteady: set[str] = set()  # numbers that two equal runs do not share, such as images per second
         self.wants_cuda = False  # whether a run that ended by an error has named CUDA
         self.wants_data = False  # whether one has missed a data set that could be made
         self._made: dict[RunPlan, list[Trace]] = {}
@@ -60,7 +61,7 @@ class Runs:
 
     def run(self, **changes: Any) -> list[Trace]:
         """What each rank of a run with these changes to the common plan has written. An error raises a `RunError`."""
-        plan = replace(self.plan, **changes)
+        plan = self._plan(changes)
         if plan not in self._made:
             self._made[plan] = self._start(plan)
         failed = [trace.end for trace in self._made[plan] if trace.end.error]
@@ -85,7 +86,17 @@ class Runs:
 
     def folder_of(self, **changes: Any) -> Path:
         self.run(**changes)
-        return self._folders[replace(self.plan, **changes)]
+        return self._folders[self._plan(changes)]
+
+    def _plan(self, changes: dict[str, Any]) -> RunPlan:
+        """The common plan with these changes. A knob that the script does not call is given by its flag."""
+        plan = replace(self.plan, **changes)
+        if not plan.knobs:
+            return plan
+        flags = self.own().script.by_flag
+        by_flag = {name: flags[name].given(value) for name, value in plan.knobs if name in flags}
+        called = tuple((name, value) for name, value in plan.knobs if name not in by_flag)
+        return replace(plan, knobs=called, arguments=(*plan.arguments, *chain(*by_flag.values())))
 
     def imposed(self, recorded: dict[str, Any], **how: int) -> Imposed:
         """The batches of the run with the changes `recorded`, which keeps them."""
@@ -96,14 +107,8 @@ class Runs:
         folder = self._folders[plan] = self.folder / f"run-{len(self._folders)}"
         for rank in range(plan.ranks):
             (folder / str(rank)).mkdir(parents=True)
-        place, own, program = folder / MIRROR, Path(self.target.folder), self.target.program
-        mirror(place, folders_of(self.target))
-        if Path(program).is_absolute():
-            program = str(mirrored(place, Path(program)))
-        target = replace(self.target, program=program, folder=str(mirrored(place, own)))
-        (folder / "plan").write_bytes(pickle.dumps((target, plan)))
-        imports = (str(mirrored(place, Path(entry))) for entry in filter(None, sys.path))
-        variables = {"PYTHONPATH": os.pathsep.join(imports), "CUDA_VISIBLE_DEVICES": ""}
+        (folder / "plan").write_bytes(pickle.dumps((self.target, plan)))
+        variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
         if plan.torchrun:
             variables |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         ended = run(
@@ -146,7 +151,8 @@ class Runs:
         """Those above the limit: weights first, and the largest of a kind first."""
         names = [name for name in {**one, **other} if _kind_of(name) in kinds and not name.endswith(_COUNTERS)]
         both = one.keys() & other.keys()
-        left = [name for name in names if not name.startswith((*leave_out, *self.unsteady))]
+        unsteady = {f"kept/{kind}{name}" for name in self.unsteady for kind in ("", METRIC)}
+        left = [name for name in names if not name.startswith(tuple(leave_out)) and name not in unsteady]
         left = [name for name in left if name in both or not name.startswith(BESIDE)]  # called in one of them alone
         found = differences(one, other, names=left, limit=self.limit)
         return sorted(found, key=lambda each: _KINDS.index(_kind_of(each.name)))

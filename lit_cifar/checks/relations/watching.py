@@ -1,6 +1,6 @@
 """What a process sees of the training in it: its batches, steps and calls, and what the script asks and tells."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from lit_cifar.checks.relations.plan import RunPlan, Trace
 from lit_cifar.checks.relations.remarks import BESIDE_EVALUATION, BY_HAND, IN_EVALUATION, IN_MODEL, IN_STEP, PARTS
 from lit_cifar.checks.relations.snapshot import outermost
 from lit_cifar.checks.relations.switches import in_double
+from lit_cifar.checks.relations.told import Told
 from lit_cifar.checks.relations.trained import Observer, owned_by
 from lit_cifar.checks.tensors import as_real
+from lit_cifar.errors import printable
 
 
 class Ended(BaseException):
@@ -46,6 +48,7 @@ class Watched:
         self._depth = 0  # of calls of modules
         self._called_now: nn.Module | None = None
         self._has_trained = self._is_saved = self._is_in_batch = False
+        self._has_evaluated = False  # since the last step
         self._batch_of_step = 0
 
     def _own_phase(self) -> str:
@@ -82,10 +85,16 @@ class Watched:
 
     def report(self, values: dict[str, Any]) -> None:
         self.look_for_step()
-        numbers = {name: float(value) for name, value in values.items() if _is_number(value)}
-        if numbers:
+        if numbers := _numbers_of(values):
             self.trace.logged.append((self.trace.steps, numbers))
+            self.trace.part(Told).results |= numbers.keys() if self._has_evaluated else set()
         self.parts.kept |= values
+
+    def hear(self, who: str, values: Mapping[str, Any]) -> None:
+        """Note numbers that the script tells another, if it has evaluated since the last step."""
+        if self._has_evaluated and not self.is_evaluating and not self.trace.script.is_lightning:
+            for name, value in _numbers_of(values).items():
+                self.trace.part(Told).heard.setdefault((f"{who}: {name}", self.trace.steps), set()).add(value)
 
     # What torch does
     def patch(self) -> None:
@@ -116,6 +125,7 @@ class Watched:
         self.draws.note()
         self.trace.steps += 1
         self._batch_of_step = 0
+        self._has_evaluated = False
         self.draws.follow_step(is_in_batch=self._is_in_batch)
         norms = [as_real(p.detach()).double().norm().cpu() for p in parameters if not p.is_meta]
         self.trace.norms.append(float(torch.stack(norms).norm()) if norms else 0.0)
@@ -172,6 +182,7 @@ class Watched:
         if self.plan.quiet and not self.parts.is_root(module):
             turn_dropout_off(module)
         if self.phase() != "train":
+            self._has_evaluated = True
             self.draws.stop()
             self.parts.keep_beside(module)
             return
@@ -224,6 +235,10 @@ class Watched:
         if any(isinstance(parameter, DTensor) for parameter in owned_by(parts.optimizers)):
             trace.remarks.add(PARTS)
         self._observer.finish()
+
+
+def _numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
+    return {printable(str(name)): float(value) for name, value in values.items() if _is_number(value)}
 
 
 def _is_number(value: Any) -> bool:

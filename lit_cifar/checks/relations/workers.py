@@ -51,8 +51,10 @@ class ByWorkers:
 
 
 def epochs(runs: Runs) -> Iterator[Verdict]:
-    ranks = min(2, max(runs.own().script.ranks, runs.plan.ranks))
-    yield from same_orders(runs.run(ranks=ranks)[0])
+    script = runs.own().script
+    ranks = min(2, max(script.ranks, runs.plan.ranks))
+    knobs = (("epochs", 2),) if script.knobs.get("epochs", 2) < 2 else ()
+    yield from same_orders(runs.run(ranks=ranks, knobs=knobs)[0])
 
 
 def same_orders(trace: Trace) -> Iterator[Verdict]:

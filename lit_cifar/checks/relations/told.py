@@ -1,0 +1,99 @@
+"""Numbers that a script tells: to `report`, TensorBoard, wandb, mlflow, accelerate, transformers and torchmetrics."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import signature
+from types import ModuleType
+from typing import Any, TypeAlias
+
+from lit_cifar.checks.compare import difference
+from lit_cifar.checks.relations.patching import after, patched, when_imported
+from lit_cifar.checks.relations.plan import Trace
+
+SCORES = ("score", "rescored")
+Numbers: TypeAlias = dict[tuple[str, int], float]  # by name and the number of steps before
+Hear: TypeAlias = Callable[[str, Mapping[str, Any]], None]  # gets who was told, and what by name
+# Modules and their classes that are told numbers, by which methods.
+_METHODS = {
+    ("torch.utils.tensorboard.writer", "SummaryWriter"): ("add_scalar", "add_scalars"),
+    ("tensorboardX.writer", "SummaryWriter"): ("add_scalar", "add_scalars"),
+    ("transformers.trainer", "Trainer"): ("log",),
+    ("accelerate.accelerator", "Accelerator"): ("log",),
+}
+
+
+@dataclass
+class Told:
+    """What a process writes down."""
+
+    results: set[str] = field(default_factory=set)  # names in `report` behind an evaluation
+    heard: dict[tuple[str, int], set[float]] = field(default_factory=dict)  # all values told to others behind one
+
+
+def results(trace: Trace) -> Numbers:
+    """Results of evaluations. What has several values, such as the loss of each batch, is none."""
+    told = trace.part(Told)
+    is_result = {name: name in told.results or name.startswith("val") for name, _ in trace.reported}
+    own = {key: value for key, value in trace.reported.items() if is_result[key[0]] and not key[0].startswith(SCORES)}
+    return own | {key: next(iter(values)) for key, values in told.heard.items() if len(values) == 1}
+
+
+def apart(one: Trace, other: Trace, limit: float) -> set[str]:
+    """The names of numbers that two runs do not share, though both tell them."""
+    first, second = (results(trace) | trace.reported for trace in (one, other))
+    return {key[0] for key in first.keys() & second.keys() if difference(first[key], second[key]) > limit}
+
+
+def listen(hear: Hear) -> None:
+    """Call `hear` with all that is told from now on. Neither wandb nor mlflow sends it anywhere."""
+    for (module, owner), names in _METHODS.items():
+        when_imported(module, partial(_follow_methods, hear, owner, names))
+    when_imported("wandb", lambda module: patched(module, "init", partial(_init_wandb, hear, module)))
+    when_imported("mlflow", partial(_follow_mlflow, hear))
+    follow_metric = after(partial(_follow_metric, hear))
+    when_imported("torchmetrics.metric", lambda module: patched(module.Metric, "__init__", follow_metric))
+
+
+def _hearing(hear: Hear, who: str, place: int) -> Callable[..., Any]:
+    """For a function that is told numbers by name at this place of its arguments, or a name and then numbers."""
+
+    def called(own: Any, *args: Any, **settings: Any) -> Any:
+        result = own(*args, **settings)
+        what, *more = [*signature(own).bind(*args, **settings).arguments.values()][place:]
+        if not isinstance(what, Mapping):
+            values = more[0]
+            what = (
+                {f"{what}/{name}": values[name] for name in values} if isinstance(values, Mapping) else {what: values}
+            )
+        hear(who, what)
+        return result
+
+    return called
+
+
+def _follow_methods(hear: Hear, owner: str, names: tuple[str, ...], module: ModuleType) -> None:
+    for name in names:
+        patched(vars(module)[owner], name, _hearing(hear, owner, 1))
+
+
+def _init_wandb(hear: Hear, module: Any, init: Any, *args: Any, **settings: Any) -> Any:
+    run = init(*args, **settings | {"mode": "disabled"})
+    patched(run, "log", _hearing(hear, "wandb", 0))
+    module.log = run.log
+    return run
+
+
+def _follow_mlflow(hear: Hear, module: Any) -> None:
+    for name in ("log_metric", "log_metrics"):
+        patched(module, name, _hearing(hear, "mlflow", 0))
+    patched(module, "set_tracking_uri", lambda *_, **__: None)
+
+
+def _follow_metric(hear: Hear, metric: Any) -> None:
+    def compute(own: Any) -> Any:
+        value = own()
+        hear("torchmetrics", value if isinstance(value, Mapping) else {type(metric).__name__: value})
+        return value
+
+    patched(metric, "compute", compute)
