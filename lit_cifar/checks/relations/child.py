@@ -25,6 +25,7 @@ from lit_cifar.checks.relations.own_files import Guard, mirror
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Target
 from lit_cifar.checks.relations.switches import set_switches
+from lit_cifar.checks.relations.terminal import give_terminal
 from lit_cifar.checks.relations.told import listen
 from lit_cifar.checks.relations.watching import Ended, Watched
 from lit_cifar.checks.relations.workers import ReadWithWorkers
@@ -62,7 +63,7 @@ def _prepare(watched: Watched, loaders: Loaders) -> None:
     os.environ |= places
     os.environ.pop("MLFLOW_TRACKING_URI", None)  # its own folder, in place of a server
     tempfile.tempdir = None
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    give_terminal()
     watched.patch()
     loaders.patch()
     in_lightning.patch(watched)
