@@ -37,7 +37,7 @@ from lit_cifar.checks.relations.generators import Draws
 from lit_cifar.checks.relations.in_lightning import _settings
 from lit_cifar.checks.relations.judging import RELATIONS, _in_windows, judged
 from lit_cifar.checks.relations.loaders import Loaders, is_divided
-from lit_cifar.checks.relations.own_files import mirror
+from lit_cifar.checks.relations.mirror import mirror, mirrored
 from lit_cifar.checks.relations.plan import Limits, RunPlan, Script, Target, Trace
 from lit_cifar.checks.relations.ranks import Drawn
 from lit_cifar.checks.relations.runs import Runs, are_same_samples, first_apart, other_samples
@@ -270,7 +270,8 @@ def test_no_file_of_the_user_is_changed_and_others_are_seen(tmp_path: Path) -> N
     for file in own_files:
         file.write_text("mine" if file.suffix != ".db" else "")
     (user / "data").symlink_to(outside)
-    own = mirror(user, tmp_path / "run" / "own")
+    mirror(tmp_path / "run" / "own", [user])
+    own = mirrored(tmp_path / "run" / "own", user)
     program = WRITER.replace("OUTSIDE", repr(str(outside))).replace("RUN", repr(str(tmp_path / "run")))
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -1,6 +1,7 @@
 """`python -m lit_cifar relations`: runs anyone's training in pairs that must train the same model."""
 
 import argparse
+import os
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
@@ -136,7 +137,7 @@ def _target(options: argparse.Namespace, arguments: list[str]) -> Target:
         words = (options.module, options.data or "", *arguments)
         return Target(program=classes.__name__, arguments=words, is_module=True, folder=str(folder))
     if not options.is_module:
-        path = Path(program).absolute()
+        path = Path(os.path.normpath(Path(program).absolute()))
         if not path.is_file():
             raise ConfigError(f"{program} is no file", remedy="pass a script, or -m and the name of a module")
         program = str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)

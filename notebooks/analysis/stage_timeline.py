@@ -70,22 +70,12 @@ def fastest_step(timeline: pd.DataFrame) -> pd.DataFrame:
     return timeline[timeline["step"] == bubbles(timeline)["time_ms"].idxmin()].reset_index(drop=True)
 
 
-def mean_costs(timeline: pd.DataFrame) -> dict[tuple[str, int], float]:
-    """How long each kind of work takes on each stage, in ms: the median over microbatches and steps."""
-    durations = (timeline["end_ms"] - timeline["start_ms"]).groupby([timeline["kind"], timeline["stage"]]).median()
-    keys: list[Any] = durations.index.tolist()
-    return {(str(kind), int(stage)): float(durations[kind, stage]) for kind, stage in keys}
-
-
-def replay(
-    step: pd.DataFrame, costs: Mapping[tuple[str, int], float] | None = None, *, forward: float = 1.0
-) -> pd.DataFrame:
+def replay(step: pd.DataFrame, *, forward: float = 1.0) -> pd.DataFrame:
     """The same work in the same order, if messages took no time and all workers worked at the same time.
 
     Args:
         step: The spans of one step.
-        costs: Duration by kind and stage. By default a backward takes twice as long as a forward.
-        forward: The duration of a forward if there are no `costs`.
+        forward: The duration of a forward. A backward takes twice as long.
 
     Returns:
         The frame with other times.
@@ -103,7 +93,7 @@ def replay(
         for worker in ready:
             index = queues[worker].pop(0)
             kind = str(step["kind"][index])
-            cost = forward * UNIT_COSTS[kind] if costs is None else costs[kind, names[index][1]]
+            cost = forward * UNIT_COSTS[kind]
             start = max([free[worker], *(ends[need] for need in _needs(names[index], names))])
             free[worker] = ends[names[index]] = start + cost
             times[index] = (start, start + cost)

@@ -21,7 +21,7 @@ from lit_cifar.checks.relations.flags import watch_parsers
 from lit_cifar.checks.relations.generators import draw_by_sample, make_quiet, seed_all
 from lit_cifar.checks.relations.loaders import Loaders
 from lit_cifar.checks.relations.made_data import Made, make_data, misses_data
-from lit_cifar.checks.relations.own_files import Guard, mirror
+from lit_cifar.checks.relations.own_files import Guard
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Target
 from lit_cifar.checks.relations.switches import set_switches
@@ -35,7 +35,7 @@ def main(plan_file: str) -> None:
     target, plan = pickle.loads(Path(plan_file).read_bytes())
     rank = int(os.environ.get("RANK", "0"))
     folder = Path(plan_file).parent / str(rank)
-    os.chdir(mirror(Path(target.folder), folder / "mirror"))
+    os.chdir(target.folder)
     watched = Watched(plan, folder, rank)
     loaders = Loaders(watched)
     watched.trace.script.said = dict(target.flags)

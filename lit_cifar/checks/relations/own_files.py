@@ -1,7 +1,7 @@
-"""A folder for each process of a run that looks like the user's own and changes nothing in it.
+"""Keeps the user's files as they are while a training runs in its mirror.
 
-Folders are made anew and files are links; before a link is written to, a copy takes its place. A file elsewhere, which
-other runs would share, is not written.
+In Python, before a link there is written to, a copy takes its place. A file elsewhere, which other runs would share,
+is not written.
 """
 
 import os
@@ -9,56 +9,38 @@ import re
 import shutil
 import sys
 import tempfile
-from itertools import islice
+from fcntl import LOCK_EX, LOCK_UN, lockf
 from pathlib import Path
+from threading import RLock
 from typing import Any
 from urllib.parse import unquote
 
 import torch
 
+from lit_cifar.checks.relations.mirror import MIRROR
 from lit_cifar.checks.relations.patching import patched
 
-_MOST = 5000  # files and folders; a folder with more is a link, and what is in it cannot be written
-_CHANGES = {"os.remove", "os.rename", "os.rmdir", "shutil.rmtree"}
-_WRITES = {"os.truncate", "sqlite3.connect"}  # also to the file that a link names
-_SKIPPED = {".git", "__pycache__", ".venv", "venv", "node_modules"}
-
-
-def mirror(folder: Path, place: Path) -> Path:
-    """Make `place` with links to the neighbours of `folder`, and return a folder in it with links to its files."""
-    target = place / (folder.name or "root")
-    target.mkdir(parents=True)
-    for neighbour in [*islice(folder.parent.iterdir(), _MOST)]:
-        if neighbour.name != folder.name:
-            (place / neighbour.name).symlink_to(neighbour)
-    left = _MOST
-    for origin, folders, files in os.walk(folder):
-        here = target / Path(origin).relative_to(folder)
-        folders[:] = sorted(set(folders) - _SKIPPED)
-        left -= len(folders) + len(files)
-        if left < 0:
-            for name in (*folders, *files):
-                (here / name).symlink_to(Path(origin, name))
-            folders[:] = []
-            continue
-        for name in (*folders, *files):
-            path = Path(origin, name).absolute()
-            if path.is_dir() and not path.is_symlink():
-                (here / name).mkdir()
-            elif path.suffix == ".py" and path.is_file():  # it may ask where it is, behind links too
-                shutil.copyfile(path, here / name)
-            else:  # a file, or such as a link to data on another disk
-                (here / name).symlink_to(path)
-    return target
+_CHANGES = {  # which arguments name what is changed
+    "os.remove": (0,),
+    "os.rename": (0, 1),
+    "os.rmdir": (0,),
+    "os.symlink": (1,),
+    "os.link": (1,),
+    "shutil.rmtree": (0,),
+}
+# Also to the file that a link names.
+_WRITES = {"os.truncate", "os.chmod", "os.chown", "os.utime", "os.setxattr", "os.link", "sqlite3.connect"}
+_LARGEST_COPY = 2**30  # bytes
 
 
 class Guard:
-    """Watches what this process opens for writing."""
+    """Watches what this process opens for writing. Other ranks of the run write in the same folder `own`."""
 
     def __init__(self, own: Path, outside: list[str]) -> None:
         caches = (Path.home() / ".cache", "/dev", "/proc", sys.prefix, tempfile.gettempdir())
         self._allowed = [Path(place).resolve() for place in (own, *caches)]
         self._own, self._outside = own, outside
+        self._of_ranks, self._of_threads = (own / "lock").open("w"), RLock()
 
     def start(self) -> None:
         sys.addaudithook(self._audit)
@@ -67,41 +49,51 @@ class Guard:
 
     def _save(self, save: Any, obj: Any, f: Any, *args: Any, **settings: Any) -> None:
         if isinstance(f, str | os.PathLike):  # torch opens it by itself
-            self._before_writing(os.fspath(f))
+            self._before_writing(os.fspath(f), begins_empty=True)
         save(obj, f, *args, **settings)
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(args[0], str | os.PathLike):
-            mode, flags = args[1], args[2] if isinstance(args[2], int) else 0
-            writes = (
-                any(char in mode for char in "wax+") if isinstance(mode, str) else flags & (os.O_WRONLY | os.O_RDWR)
-            )
-            if writes:
-                self._before_writing(os.fspath(args[0]))
+            flags = args[2] if isinstance(args[2], int) else 0  # of a `mode` too
+            if flags & (os.O_WRONLY | os.O_RDWR):
+                self._before_writing(os.fspath(args[0]), begins_empty=bool(flags & os.O_TRUNC))
         elif event == "os.mkdir" and isinstance(args[0], str) and not os.path.lexists(args[0]):
-            self._check(args[0], Path(args[0]).absolute().resolve())
+            self._check(args[0], Path(args[0]).absolute().resolve(), folder=args[0])
         elif event in _WRITES and isinstance(args[0], str | bytes | os.PathLike):
             name = os.fsdecode(args[0])
             if not (name.startswith("file:") and "mode=ro" in name):  # a URI of SQLite's
                 uri = re.match(r"file:(?://[^/]*)?([^?#]*)", name)
                 self._before_writing(unquote(uri[1]) if uri else name)
-        elif event in _CHANGES:
-            for name in args[: 2 if event == "os.rename" else 1]:
-                if isinstance(name, str | os.PathLike):
-                    path = Path(name).absolute()
-                    self._check(str(name), path.parent.resolve() / path.name)
+        for place in _CHANGES.get(event, ()):
+            if isinstance(args[place], str | os.PathLike):
+                path = Path(args[place]).absolute()
+                self._check(str(path), path.parent.resolve() / path.name)
 
-    def _before_writing(self, name: str) -> None:
+    def _before_writing(self, name: str, *, begins_empty: bool = False) -> None:
         path = Path(name).absolute()
-        if path.is_symlink() and path.parent.resolve().is_relative_to(self._own.resolve()):
-            source = path.resolve()
-            path.unlink()
-            if source.is_file():
-                shutil.copyfile(source, path)
+        if not (path.is_symlink() and path.parent.resolve().is_relative_to(self._own.resolve())):
+            self._check(str(path), path.resolve())
             return
-        self._check(str(path), path.resolve())
+        with self._of_threads:
+            lockf(self._of_ranks, LOCK_EX)
+            try:
+                if path.is_symlink():  # still
+                    self._own_copy(path, path.resolve(), begins_empty=begins_empty)
+            finally:
+                lockf(self._of_ranks, LOCK_UN)
 
-    def _check(self, name: str, path: Path) -> None:
+    def _own_copy(self, path: Path, source: Path, *, begins_empty: bool) -> None:
+        needs_copy = source.is_file() and not begins_empty
+        if source.is_dir() or (needs_copy and source.stat().st_size > _LARGEST_COPY):
+            self._check(str(path), source)
+        elif needs_copy:
+            copy = self._own / f"copy-{os.getpid()}"
+            shutil.copyfile(source, copy)
+            copy.replace(path)  # so that no other rank misses it
+        else:
+            path.unlink()
+
+    def _check(self, name: str, path: Path, *, folder: str = "") -> None:
         if not any(path.is_relative_to(place) for place in self._allowed):
-            self._outside.append(name)
-            raise PermissionError(f"{name} is outside of the folder of this run, so that runs would share it")
+            self._outside.append((folder or str(Path(name).parent)).removeprefix(str(self._own / MIRROR)))
+            raise PermissionError(f"{name} is outside of the folder of this run")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lit_cifar.checks.compare import Difference, difference, differences
+from lit_cifar.checks.relations.mirror import MIRROR, folders_of, mirror, mirrored
 from lit_cifar.checks.relations.plan import End, Imposed, RunPlan, Target, Trace
 from lit_cifar.checks.relations.snapshot import BESIDE
 from lit_cifar.checks.verdict import Verdict
@@ -107,8 +108,14 @@ class Runs:
         folder = self._folders[plan] = self.folder / f"run-{len(self._folders)}"
         for rank in range(plan.ranks):
             (folder / str(rank)).mkdir(parents=True)
-        (folder / "plan").write_bytes(pickle.dumps((self.target, plan)))
-        variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+        place, own, program = folder / MIRROR, Path(self.target.folder), self.target.program
+        mirror(place, folders_of(self.target))
+        if Path(program).is_absolute():
+            program = str(mirrored(place, Path(program)))
+        target = replace(self.target, program=program, folder=str(mirrored(place, own)))
+        (folder / "plan").write_bytes(pickle.dumps((target, plan)))
+        imports = (str(mirrored(place, Path(entry))) for entry in filter(None, sys.path))
+        variables = {"PYTHONPATH": os.pathsep.join(imports), "CUDA_VISIBLE_DEVICES": ""}
         if plan.torchrun:
             variables |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         ended = run(
