@@ -62,9 +62,8 @@ def bounded(flag: str, value: _Number, least: float, most: float = math.inf) -> 
     """`value`, the number given by `flag`, or None; a `ConfigError` unless it is from `least` to `most`."""
     if value is not None and not least <= value <= most:
         rule = f"at least {least}" if most == math.inf else f"between {least} and {most}"
-        raise ConfigError(
-            f"{flag}={value} must be {rule}", remedy=f"pass {flag}={least if least >= 0 else 1}, or leave it out"
-        )
+        remedy = f"pass {flag}={least if least >= 0 else 1}, or leave it out"
+        raise ConfigError(f"{flag}={value} must be {rule}", remedy=remedy)
     return value
 
 

@@ -173,7 +173,7 @@ def test_a_decision_on_the_part_of_one_process_is_refused(name: str, monkeypatch
     for monitor in ("train/loss_step", "train/acc_step"):
         flags = [*BASE, *callback(name, monitor=monitor)]
         run_here(*flags)
-        said = refused(*flags, *mode_flags("ddp"), says=["its own part of the batch"])
+        said = refused(*flags, *mode_flags("ddp"), says=["own part of the batch"])
         assert f"--trainer.callbacks.monitor={monitor.removesuffix('_step')}" in said
 
 

@@ -66,7 +66,7 @@ REFUSED = {
         "--trainer.callbacks.other=<object object at",
         "or the path of a class or a function",
     ],
-    "--trainer.min_epochs=2": ["--trainer.min_epochs=2 is more than --trainer.max_epochs=1"],
+    "--trainer.min_epochs=2": ["--trainer.min_epochs=2 is more than max_epochs=1"],
     "--trainer.callbacks+=Timer --trainer.callbacks.duration=00:01:00:00": ["--trainer.max_time=DAYS:HOURS"],
     "--trainer.callbacks+=EMAWeightAveraging --trainer.strategy=DDPLayerParallelStrategy --trainer.devices=4 "
     "--trainer.strategy.start_method=spawn": ["cannot be sent to spawned processes"],
@@ -117,7 +117,7 @@ REFUSED = {
     "--model.num_classes=11": ["synthetic has 10", "--model.num_classes=10"],
     # What does not go together.
     "--trainer.strategy=ddp --trainer.devices=2 --trainer.sync_batchnorm=true --model.compile=true": [
-        "the communication in every BatchNorm layer"
+        "cannot trace how --trainer.sync_batchnorm=true communicates"
     ],
     "--trainer.strategy=PipelineStrategy --trainer.devices=2 --trainer.strategy.schedule=ZBVZeroBubble "
     "--model.compile=true": ["ZBVZeroBubble cuts backward in two"],

@@ -71,11 +71,9 @@ def check_classes(checkpoint: Mapping[str, Any], own: TrainedOn, *, normalised: 
     if found.classes != own.classes:
         pairs = enumerate(zip_longest(found.classes, own.classes, fillvalue="nothing"))
         label, (there, here) = next((label, pair) for label, pair in pairs if pair[0] != pair[1])
-        raise CheckpointError(
-            f"class {label} is {there} in the checkpoint and {here} in these data; it was trained on "
-            f"{described(found.classes)}, and these are {described(own.classes)}",
-            remedy=f"pass {flag} and the --data.root of its training, {_CONFIG}",
-        )
+        classes = f"trained on {described(found.classes)}, and these are {described(own.classes)}"
+        problem = f"class {label} is {there} in the checkpoint and {here} in these data; it was {classes}"
+        raise CheckpointError(problem, remedy=f"pass {flag} and the --data.root of its training, {_CONFIG}")
     if found.dataset != own.dataset:
         problem = f"the checkpoint was trained on {found.dataset}, which is normalised otherwise than {own.dataset}"
         if normalised:
@@ -89,21 +87,18 @@ def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer, schedul
         if (found := checkpoint.get(key)) not in (None, own):
             package, _, kind = found.rpartition(".")
             name = f"={found}" if package in _PACKAGES and kind.isidentifier() else ""
-            raise CheckpointError(
-                f"the checkpoint continues a training with {found}; this one has {own}",
-                remedy=f"pass --model.{key}{name} with the arguments of its training, {_CONFIG}",
-            )
+            problem = f"the checkpoint continues a training with {found}; this one has {own}"
+            remedy = f"pass --model.{key}{name} with the arguments of its training, {_CONFIG}"
+            raise CheckpointError(problem, remedy=remedy)
     groups = optimizer.state_dict()["param_groups"]
     states = checkpoint.get("optimizer_states") or [{"param_groups": groups}]
     check_content(states[0]["param_groups"], [{"params": list[int]} if group["params"] else {} for group in groups])
     then, now = ([[*group["params"]] for group in each] for each in (states[0]["param_groups"], groups))
     if then != now:
         before, here = ([*map(len, numbers)] for numbers in (then, now))
-        raise CheckpointError(
-            f"the checkpoint continues a training whose optimizer had groups of {before} parameters; this one has "
-            f"{here}, or numbers them otherwise",
-            remedy=f"pass --model.fine_tuning.head_lr and --model.optimizer of its training, {_CONFIG}",
-        )
+        problem = f"its optimizer had groups of {before} parameters; this one has {here}, or numbers them otherwise"
+        remedy = f"pass --model.fine_tuning.head_lr and --model.optimizer of its training, {_CONFIG}"
+        raise CheckpointError(problem, remedy=remedy)
 
 
 def check_states(
@@ -171,11 +166,9 @@ def _check_state(found: dict[str, Any], optimizer: Optimizer, *, frozen: frozens
         group.update(own)
     for number, state in _after_a_step(optimizer, frozen).items():
         if number in wanted and (more := state.keys() - wanted[number].keys()):
-            raise CheckpointError(
-                f"the optimizer's settings here need {', '.join(sorted(more))} of each parameter, which those of its "
-                "training did not keep",
-                remedy=f"pass the --model.optimizer of its training, {_CONFIG}",
-            )
+            needed = ", ".join(sorted(more))
+            problem = f"the optimizer's settings here need {needed} of each parameter, which its training did not keep"
+            raise CheckpointError(problem, remedy=f"pass the --model.optimizer of its training, {_CONFIG}")
 
 
 def _after_a_step(optimizer: Optimizer, frozen: frozenset[Tensor]) -> dict[int, dict[str, Any]]:
@@ -199,6 +192,5 @@ def _trying(part: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise CheckpointError(
-            f"the state of {part} in it cannot be loaded: {type(error).__name__}: {one_line(error)}"
-        ) from error
+        problem = f"the state of {part} in it cannot be loaded: {type(error).__name__}: {one_line(error)}"
+        raise CheckpointError(problem) from error

@@ -88,10 +88,9 @@ class Position:
         # Lightning counts an epoch after its last hooks; one that `max_steps` ends inside counts for it, and not here.
         follows = found.epoch - epochs in ((0, -1) if found.started else (0, -1, 1))
         if not follows or not found.epoch + found.step <= found.global_step == steps:
-            raise CheckpointError(
-                f"its position is step {found.step} of epoch {found.epoch} after {found.global_step} optimizer steps, "
-                f"which contradicts its epoch={epochs} and global_step={steps}"
-            )
+            place = f"step {found.step} of epoch {found.epoch} after {found.global_step} optimizer steps"
+            problem = f"its position is {place}, which contradicts its epoch={epochs} and global_step={steps}"
+            raise CheckpointError(problem)
         return found
 
     @classmethod

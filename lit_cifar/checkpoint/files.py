@@ -81,9 +81,8 @@ class CheckpointFiles(CheckpointIO):
     ) -> dict[str, Any]:
         """Read a file like `read_checked`. Each process must call this; the first one reads its file for all."""
         if weights_only is False:
-            raise ConfigError(
-                "--weights_only=false would let a checkpoint run code", remedy="leave it out: no checkpoint needs it"
-            )
+            problem = "--weights_only=false would let a checkpoint run code"
+            raise ConfigError(problem, remedy="leave it out: no checkpoint needs it")
         self.settle()
         content: list[Any] = [None]
         are_several = dist.is_initialized() and dist.get_world_size() > 1

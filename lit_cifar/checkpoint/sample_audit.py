@@ -188,11 +188,9 @@ class AuditRecord:
         """Refuse to go on unless this run's plan for the epoch begins with what was used."""
         due = plan.due(0, self.step * plan.accumulation)
         if chain(self.start, *due, first=0, last=self.step) != self.digest:
-            raise CheckpointError(
-                f"the samples of {self.step} optimizer steps of epoch {self.epoch}, after which the checkpoint was "
-                "written, are not those that the same settings give here",
-                remedy="resume with the version of lit_cifar that wrote it, or a checkpoint from between two epochs",
-            )
+            problem = f"samples of {self.step} steps of epoch {self.epoch} are not those that the same settings give"
+            remedy = "resume with the version of lit_cifar that wrote it, or a checkpoint from between two epochs"
+            raise CheckpointError(problem, remedy=remedy)
 
 
 def failure(uses: Tensor, plan: Plan, *, loader_steps: int) -> SampleAuditError:

@@ -69,10 +69,9 @@ class StartingCheckpoint(Start):
             with _blaming_damage(path):
                 self._content = self._read(path, resumes=config.resume is not None)
         elif not self._fits:
-            raise CheckpointError(
-                f"{subcommand} needs a checkpoint: without one the network is untrained",
-                remedy=f"name a run: python -m lit_cifar {subcommand} RUN_FOLDER, or pass --ckpt_path=FILE",
-            )
+            problem = f"{subcommand} needs a checkpoint: without one the network is untrained"
+            remedy = f"name a run: python -m lit_cifar {subcommand} RUN_FOLDER, or pass --ckpt_path=FILE"
+            raise CheckpointError(problem, remedy=remedy)
 
     def _read(self, path: Path, *, resumes: bool) -> dict[str, Any]:
         read = read_checked if process_rank() == 0 else read_checkpoint  # one rank need read all of it
@@ -220,10 +219,9 @@ def _check_length(position: Position, trainer: Namespace) -> None:
     begun = position.epoch + (position.step > 0)
     for name, done in {"max_epochs": begun, "max_steps": position.global_step}.items():
         if trainer[name] is not None and 0 <= trainer[name] < done:
-            raise CheckpointError(
-                f"--trainer.{name}={trainer[name]}, and the training that it continues has begun {done} already",
-                remedy=f"pass --trainer.{name}={done} or more, or test the checkpoint as it is",
-            )
+            problem = f"--trainer.{name}={trainer[name]}, and the training that it continues has begun {done} already"
+            remedy = f"pass --trainer.{name}={done} or more, or test the checkpoint as it is"
+            raise CheckpointError(problem, remedy=remedy)
 
 
 def _newest(subcommand: str, config: Namespace) -> tuple[str | None, list[str]]:
@@ -240,9 +238,8 @@ def _newest(subcommand: str, config: Namespace) -> tuple[str | None, list[str]]:
         raise ConfigError(f"{flags} takes the newest checkpoint, and {named}", remedy="leave one of the two out")
     path, refused = newest_valid(Path(config.run_dir) / "checkpoints", whole=process_rank() == 0)
     if refused and path is None and process_rank() == 0:
-        raise CheckpointError(
-            "\n".join(refused), remedy="restore one of them, or start a new run in another folder: --run_dir=FOLDER"
-        )
+        remedy = "restore one of them, or start a new run in another folder: --run_dir=FOLDER"
+        raise CheckpointError("\n".join(refused), remedy=remedy)
     for problem in refused:
         rank_zero_warn(f"{flags} skips a checkpoint: {problem}")
     rank_zero_info(f"{flags}: " + (f"resuming from {path}" if path else f"starting a new run in {config.run_dir}"))

@@ -335,7 +335,6 @@ class CLI(LightningCLI):
             name = type(callback).__name__
             callback.dirpath = str(callback.dirpath or ours / name)
             if Path(callback.dirpath, callback.filename or "x").parent.resolve() == ours.resolve():
-                raise ConfigError(
-                    f"{name} would write into {ours}, where the run keeps what it resumes from",
-                    remedy="leave out its dirpath, for a folder of its own there, and any folder in its filename",
-                )
+                problem = f"{name} would write into {ours}, where the run keeps what it resumes from"
+                remedy = "leave out its dirpath, for a folder of its own there, and any folder in its filename"
+                raise ConfigError(problem, remedy=remedy)

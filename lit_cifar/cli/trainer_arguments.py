@@ -38,37 +38,29 @@ def check_arguments(trainer: Namespace, *, trains: bool) -> None:
         problem = f"--trainer.default_root_dir={folder} has no effect: everything goes to the run folder"
         raise ConfigError(problem, remedy="pass " + shlex.quote(f"--run_dir={folder}"))
     if trainer.accelerator in ("gpu", "cuda") and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
-        raise ConfigError(
-            f"--trainer.accelerator={trainer.accelerator}, and torch {torch.__version__} finds no GPU here",
-            remedy="pass --trainer.accelerator=cpu; `nvidia-smi` and `python -m torch.utils.collect_env` say what is "
-            "missing",
-        )
+        problem = f"--trainer.accelerator={trainer.accelerator}, and torch {torch.__version__} finds no GPU here"
+        remedy = "pass --trainer.accelerator=cpu; `nvidia-smi` and `python -m torch.utils.collect_env` say why"
+        raise ConfigError(problem, remedy=remedy)
     if str(trainer.devices) in ("0", "[]"):
-        raise ConfigError(
-            f"--trainer.devices={trainer.devices} is no device to train on",
-            remedy="leave it out, or pass a number: --trainer.devices=2; for no GPU pass --trainer.accelerator=cpu",
-        )
+        problem = f"--trainer.devices={trainer.devices} is no device to train on"
+        remedy = "leave it out, or pass a number: --trainer.devices=2; for no GPU pass --trainer.accelerator=cpu"
+        raise ConfigError(problem, remedy=remedy)
     for name in ("limit_train_batches", "max_epochs", "max_steps"):
         if trains and trainer[name] == 0:
             raise ConfigError(f"--trainer.{name}=0 would train nothing", remedy=f"leave it out, or pass another {name}")
     for least, most in (("min_epochs", "max_epochs"), ("min_steps", "max_steps")):
         if trains and trainer[least] and trainer[most] not in (None, -1) and trainer[least] > trainer[most]:
-            raise ConfigError(
-                f"--trainer.{least}={trainer[least]} is more than --trainer.{most}={trainer[most]}, which ends the run",
-                remedy=f"pass --trainer.{most}={trainer[least]}, or leave out {least}",
-            )
+            problem = f"--trainer.{least}={trainer[least]} is more than {most}={trainer[most]}, which ends the run"
+            raise ConfigError(problem, remedy=f"pass --trainer.{most}={trainer[least]}, or leave out {least}")
     if trainer.val_check_interval == 0:
         problem = "--trainer.val_check_interval=0 is no interval"
         raise ConfigError(problem, remedy="pass --trainer.val_check_interval=1.0 to validate after each epoch")
     if trains and not isinstance(trainer.val_check_interval, int | float | None):
-        raise ConfigError(
-            f"--trainer.val_check_interval={trainer.val_check_interval}: by the clock, a validation comes elsewhere in "
-            "each process, and when a run is repeated",
-            remedy="pass a number of batches, or a share of them: --trainer.val_check_interval=0.5",
-        )
+        problem = "by the clock, a validation comes elsewhere in each process, and when a run is repeated"
+        remedy = "pass a number of batches, or a share of them: --trainer.val_check_interval=0.5"
+        raise ConfigError(f"--trainer.val_check_interval={trainer.val_check_interval}: {problem}", remedy=remedy)
     for name, refused in (("logger", (False, [])), ("enable_checkpointing", (False,)), ("barebones", (True,))):
         if trainer[name] in refused:
-            raise ConfigError(
-                f"--trainer.{name}={str(trainer[name]).lower()}: every run writes logs and checkpoints to its folder",
-                remedy="leave it out; --trainer.fast_dev_run=N runs a few steps and writes nothing",
-            )
+            problem = f"--trainer.{name}={str(trainer[name]).lower()}: every run writes logs and checkpoints"
+            remedy = "leave it out; --trainer.fast_dev_run=N runs a few steps and writes nothing"
+            raise ConfigError(problem, remedy=remedy)

@@ -64,9 +64,8 @@ class Parser(LightningArgumentParser):
         try:
             return super().parse_path(path, *args, **kwargs)
         except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"--config={path} is not text: {error}", remedy="pass a YAML file, e.g. --config=RUN/config.yaml"
-            ) from error
+            problem = f"--config={path} is not text: {error}"
+            raise ConfigError(problem, remedy="pass a YAML file, e.g. --config=RUN/config.yaml") from error
 
 
 @contextmanager

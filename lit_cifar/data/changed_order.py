@@ -27,20 +27,16 @@ def check_held_out(then: OrderSettings, now: OrderSettings) -> None:
 def check_rest_of_epoch(then: OrderSettings, now: OrderSettings) -> None:
     """Refuse to go on within an epoch whose batches would differ. The files to validate on may differ."""
     if then.get(_TRAIN) != now.get(_TRAIN):
-        raise CheckpointError(
-            "the checkpoint was written within an epoch; since then files to train on were added, removed or renamed, "
-            "or others can be read",
-            remedy=_PUT_BACK,
-        )
+        changes = "files to train on were added, removed or renamed, or others can be read"
+        problem = f"the checkpoint was written within an epoch; since then {changes}"
+        raise CheckpointError(problem, remedy=_PUT_BACK)
     names = [name for name, value in now.items() if name not in _FILES and then.get(name) != value]
     if names:
         before = _flags({name: then[name] for name in names if name in then})
         other = "start a new training" if _mixed(then, now) else "resume a checkpoint from between two epochs"
-        raise CheckpointError(
-            f"the checkpoint was written within an epoch with {before}; {_flags({name: now[name] for name in names})} "
-            "would order the rest of it otherwise",
-            remedy=f"pass {before}, or {other}",
-        )
+        asked = _flags({name: now[name] for name in names})
+        problem = f"the checkpoint was written within an epoch with {before}; {asked} would order the rest otherwise"
+        raise CheckpointError(problem, remedy=f"pass {before}, or {other}")
 
 
 def _mixed(then: OrderSettings, now: OrderSettings) -> list[str]:

@@ -87,10 +87,9 @@ class Cifar10(Dataset):
             if not present.exists():
                 download_url(self.url, scratch, md5=self.md5)
             elif not check_integrity(present, self.md5):
-                raise DataError(
-                    f"{present} is not the official archive: its md5 is not {self.md5}",
-                    remedy=f"delete it (it may be half a download) and run again, or fetch {self.url} anew",
-                )
+                problem = f"{present} is not the official archive: its md5 is not {self.md5}"
+                remedy = f"delete it (it may be half a download) and run again, or fetch {self.url} anew"
+                raise DataError(problem, remedy=remedy)
             with tarfile.open(present if present.exists() else scratch / present.name) as tar:
                 tar.extractall(scratch, filter="data")
 

@@ -131,11 +131,8 @@ class CIFAR10DataModule(L.LightningDataModule):
         own, num_train = self.source.val_size, self.num_images["train"]
         if self.source.own_val:
             if self._held_out is not None:
-                raise ConfigError(
-                    f"--data.val_size={self._held_out} holds out images to validate on, and {self.root} has a folder "
-                    "of them",
-                    remedy="leave it out, or move that folder away",
-                )
+                problem = f"--data.val_size={self._held_out} holds out images, and {self.root} has a folder of them"
+                raise ConfigError(problem, remedy="leave it out, or move that folder away")
             return own
         if num_train is not None:
             own = min(own, max(num_train, 0) // 10)
@@ -204,11 +201,8 @@ class CIFAR10DataModule(L.LightningDataModule):
         # only.
         overfits = self.trainer is not None and self.trainer.overfit_batches > 0  # type: ignore[attr-defined]
         if overfits and self.balance.draw_equally:
-            raise ConfigError(
-                "--trainer.overfit_batches repeats the first batches, and --data.balance.draw_equally=true draws "
-                "others",
-                remedy="leave out one of them",
-            )
+            problem = "--trainer.overfit_batches repeats the first batches, --data.balance.draw_equally draws others"
+            raise ConfigError(problem, remedy="leave out one of them")
         return TrainSampler(
             num_samples=len(self.sets["train"]),
             batch_size=self.batch_size,
@@ -253,11 +247,10 @@ class CIFAR10DataModule(L.LightningDataModule):
             check_rest_of_epoch(self._resumed, order_settings(self))
         # With 0 behind, all batches have been trained on, and the next epoch begins.
         if behind and self._resumed.get("steps") not in (None, behind // self.trainer.accumulate_grad_batches):
-            raise CheckpointError(
-                f"the checkpoint was written within an epoch after {self._resumed['steps']} optimizer steps, which "
-                f"accumulate_grad_batches={self.trainer.accumulate_grad_batches} would cut otherwise",
-                remedy="pass the accumulate_grad_batches of the run that wrote it",
-            )
+            place = f"within an epoch after {self._resumed['steps']} optimizer steps"
+            flag = f"accumulate_grad_batches={self.trainer.accumulate_grad_batches}"
+            problem = f"the checkpoint was written {place}, which {flag} would cut otherwise"
+            raise CheckpointError(problem, remedy="pass the accumulate_grad_batches of the run that wrote it")
         return behind
 
     def train_dataloader(self) -> BatchLoader:

@@ -32,10 +32,9 @@ def installing(target: Path, title: str, *, remedy: str) -> Iterator[Path]:
         root.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".download-", dir=root))
     except OSError as error:
-        raise DataError(
-            f"--data.root={root} cannot be written to: {error.strerror}",
-            remedy="pass a folder that can, --data.root=FOLDER, or one that already holds the data",
-        ) from error
+        problem = f"--data.root={root} cannot be written to: {error.strerror}"
+        remedy = "pass a folder that can, --data.root=FOLDER, or one that already holds the data"
+        raise DataError(problem, remedy=remedy) from error
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(TIMEOUT_S)  # torchvision, which downloads, has none
     try:

@@ -48,10 +48,9 @@ class GhostBatches:
     def check(self, layout: Layout, batch_size: int) -> None:
         """Refuse more chunks than a batch has images, and a run whose mode, of this `layout`, has chunks of its own."""
         if layout != Layout():
-            raise ConfigError(
-                f"--model.ghost_batchnorm computes on one device what a mode does, and this run has a mode: {layout}",
-                remedy="leave it out, or leave out --trainer.strategy and pass --trainer.devices=1",
-            )
+            problem = f"--model.ghost_batchnorm computes as a mode does on one device; this run has a mode: {layout}"
+            remedy = "leave it out, or leave out --trainer.strategy and pass --trainer.devices=1"
+            raise ConfigError(problem, remedy=remedy)
         sizes = {name: size for name, size in vars(self).items() if name != "synchronised"}
         if (num_parts := math.prod(sizes.values())) > batch_size:
             name = max(sizes, key=lambda name: sizes[name])

@@ -21,30 +21,25 @@ def check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> int:
     overfits = trainer.overfit_batches  # type: ignore[attr-defined]  # Lightning's own omission
     flag = "--trainer.overfit_batches" if overfits else "--trainer.limit_train_batches"
     _check_share(flag, limit, num_batches)
+    one_step = f"and --trainer.accumulate_grad_batches={accumulation} are one step"
     if counted % accumulation and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         whole = counted // accumulation * accumulation
         nearest = [f"{flag}={value}" for value in (whole, whole + accumulation) if value]
-        raise ConfigError(
-            f"{flag}={limit} leaves {counted} of {num_batches} batches, "
-            f"and --trainer.accumulate_grad_batches={accumulation} are one step",
-            remedy="the nearest that are whole steps: " + " or ".join(nearest),
-        )
-    every = trainer.val_check_interval
+        problem = f"{flag}={limit} leaves {counted} of {num_batches} batches, {one_step}"
+        raise ConfigError(problem, remedy="the nearest that are whole steps: " + " or ".join(nearest))
+    interval = trainer.val_check_interval
     if data.val_size and trainer.limit_val_batches:
-        _check_share("--trainer.val_check_interval", every, counted)
-    every = every if isinstance(every, int) else int(counted * every)
+        _check_share("--trainer.val_check_interval", interval, counted)
+    every = interval if isinstance(interval, int) else int(counted * interval)
     if every % accumulation and trainer.limit_val_batches and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-        raise ConfigError(
-            f"--trainer.val_check_interval={trainer.val_check_interval} validates and saves after {every} batches, and "
-            f"--trainer.accumulate_grad_batches={accumulation} are one step",
-            remedy=f"pass --trainer.val_check_interval={-(-every // accumulation) * accumulation}",
-        )
-    interval, counts_epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch is not None
+        problem = f"--trainer.val_check_interval={interval} validates and saves after {every} batches, {one_step}"
+        remedy = f"pass --trainer.val_check_interval={-(-every // accumulation) * accumulation}"
+        raise ConfigError(problem, remedy=remedy)
+    counts_epochs = trainer.check_val_every_n_epoch is not None
     if isinstance(interval, int) and interval > counted and counts_epochs and trainer.limit_val_batches:
-        raise ConfigError(
-            f"--trainer.val_check_interval={interval} batches is longer than an epoch, which has {counted}",
-            remedy=f"pass --trainer.val_check_interval={counted}, or --trainer.check_val_every_n_epoch=null too",
-        )
+        problem = f"--trainer.val_check_interval={interval} batches is longer than an epoch, which has {counted}"
+        remedy = f"pass --trainer.val_check_interval={counted}, or --trainer.check_val_every_n_epoch=null too"
+        raise ConfigError(problem, remedy=remedy)
     return counted
 
 

@@ -110,7 +110,6 @@ class BatchLoader:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refuse to resume if the sampler cannot ask the Trainer where it is."""
         if isinstance(self.sampler, TrainSampler) and self.sampler.behind is None:
-            raise CheckpointError(
-                "a loader of a data module that has no Trainer cannot begin in the middle of an epoch",
-                remedy="pass the data module itself: trainer.fit(model, datamodule=data, ckpt_path=...)",
-            )
+            problem = "a loader of a data module that has no Trainer cannot begin in the middle of an epoch"
+            remedy = "pass the data module itself: trainer.fit(model, datamodule=data, ckpt_path=...)"
+            raise CheckpointError(problem, remedy=remedy)

@@ -83,10 +83,9 @@ class Pictures:
         """Refuse settings that contradict each other, or images of `image_size` pixels."""
         size = self.decoded_size
         if size is not None and not image_size <= size <= 2 * image_size:
-            raise ConfigError(
-                f"--data.pictures.decoded_size={size} is not between --data.image_size={image_size} and twice that",
-                remedy=f"pass --data.pictures.decoded_size={image_size * 8 // 7}, or leave it out",
-            )
+            problem = f"--data.pictures.decoded_size={size} is not between --data.image_size={image_size} and twice it"
+            remedy = f"pass --data.pictures.decoded_size={image_size * 8 // 7}, or leave it out"
+            raise ConfigError(problem, remedy=remedy)
 
     def refuse(self) -> None:
         """Refuse what is set, as the data set has no such pictures."""

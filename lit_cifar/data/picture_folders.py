@@ -80,11 +80,9 @@ class PictureFolders:
         of_split = self.classes if split == "train" else _by_class(folder)
         if unknown := [path for name, path in of_split.items() if name not in self.classes]:
             meant = nearest(_name(unknown[0]).strip(), self.classes)
-            raise DataError(
-                f"{printable(str(unknown[0]))} is a class without pictures to train on",
-                remedy=(f"rename it to {meant}, " if meant else "")
-                + "move it away, or put pictures of it beside those to train on",
-            )
+            problem = f"{printable(str(unknown[0]))} is a class without pictures to train on"
+            other = f"rename it to {meant}, " if meant else ""
+            raise DataError(problem, remedy=f"{other}move it away, or put pictures of it beside those to train on")
         by_class: list[list[File]] = []
         places: list[int] = []
         for label, name in enumerate(self.classes):
@@ -179,19 +177,15 @@ def _check_classes(folder: Path, classes: dict[str, Path], splits: Iterable[Path
             continue
         others = set().union(*(_inner(other) for other in (*classes.values(), *splits) if other != path))
         if inner & (others | classes.keys()):
-            raise DataError(
-                f"{printable(str(path))} looks like pictures to train, validate or test on, and would be a class",
-                remedy="name it train, val or test; if it is a class, put its pictures into it without folders",
-            )
+            problem = f"{printable(str(path))} looks like pictures to train, validate or test on, and would be a class"
+            remedy = "name it train, val or test; if it is a class, put its pictures into it without folders"
+            raise DataError(problem, remedy=remedy)
     _check_level(folder, classes)
     if len(classes) == 1:
         (only,) = classes.values()
-        raise DataError(
-            f"{printable(str(folder))} holds one class, {printable(only.name)}: there is nothing to tell apart",
-            remedy=_told_elsewhere(folder, only)
-            + "add a folder of another class, or, if this one holds the classes, pass "
-            + shlex.quote(f"--data.root={only}"),
-        )
+        problem = f"{printable(str(folder))} holds one class, {printable(only.name)}: there is nothing to tell apart"
+        remedy = f"{_told_elsewhere(folder, only)}add a folder of another class; if this one holds the classes, pass "
+        raise DataError(problem, remedy=remedy + shlex.quote(f"--data.root={only}"))
 
 
 def _told_elsewhere(*places: Path) -> str:
@@ -211,11 +205,10 @@ def _check_level(folder: Path, classes: dict[str, Path]) -> None:
     counted = Counter(name for names in inner.values() for name in names)
     is_flat = any(entry.is_file() for path in classes.values() for entry in path.iterdir() if entry.name[0] != ".")
     if len(counted) > 1 and all(inner.values()) and min(counted.values()) > 1 and not is_flat:
-        raise DataError(
-            f"each of {', '.join([*classes][:3])} holds folders of the same names, {', '.join(sorted(counted)[:3])}, "
-            "which may be the classes",
-            remedy=f"make a folder of each class, as {folder}/{min(counted)}/, with pictures and no folders in it",
-        )
+        named = ", ".join(sorted(counted)[:3])
+        problem = f"each of {', '.join([*classes][:3])} holds folders of the same names, {named}, perhaps the classes"
+        remedy = f"make a folder of each class, as {folder}/{min(counted)}/, with pictures and no folders in it"
+        raise DataError(problem, remedy=remedy)
 
 
 def _check_within(folder: Path, files: Iterable[str], classes: dict[str, Path]) -> None:
@@ -224,11 +217,10 @@ def _check_within(folder: Path, files: Iterable[str], classes: dict[str, Path]) 
     inner = {name: _split_of(name) for name, *_ in below}
     nested = any(inner[name] for name, *deeper in below if deeper)
     if nested or len({*inner.values()} - {None}) > 1 or len(inner.keys() & classes.keys()) > 1:
-        raise DataError(
-            f"{printable(str(folder))} would be a class, and holds others or splits: "
-            + ", ".join(map(printable, sorted(inner)[:5])),
-            remedy="make folders ROOT/train/CLASS, ROOT/val/CLASS and ROOT/test/CLASS, and pass --data.root=ROOT",
-        )
+        names = ", ".join(map(printable, sorted(inner)[:5]))
+        problem = f"{printable(str(folder))} would be a class, and holds others or splits: {names}"
+        remedy = "make folders ROOT/train/CLASS, ROOT/val/CLASS and ROOT/test/CLASS, and pass --data.root=ROOT"
+        raise DataError(problem, remedy=remedy)
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -238,10 +230,9 @@ def _folders(folder: Path) -> list[Path]:
     entries = [path for path in folder.iterdir() if not path.name.startswith(".")]
     broken = next((path for path in entries if path.is_symlink() and not path.exists()), None)
     if broken is not None:  # it may be a class, or pictures to validate on
-        raise DataError(
-            f"{printable(str(broken))} is a link to {printable(str(broken.readlink()))}, which is not there",
-            remedy=f"put it back, as by mounting its disk, or remove the link: rm {shlex.quote(str(broken))}",
-        )
+        problem = f"{printable(str(broken))} is a link to {printable(str(broken.readlink()))}, which is not there"
+        remedy = f"put it back, as by mounting its disk, or remove the link: rm {shlex.quote(str(broken))}"
+        raise DataError(problem, remedy=remedy)
     found = [path for path in entries if path.is_dir()]
     real = folder.resolve()
     circle = next((path for path in found if path.is_symlink() and real.is_relative_to(path.resolve())), None)

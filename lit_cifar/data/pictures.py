@@ -118,10 +118,9 @@ class OwnPictures(Dataset):
         left = {file.label for file, error in zip(files, errors, strict=True) if not error}
         if lost := [file.label for file in files if file.label not in left]:
             own = [each for *each, file in zip(paths, errors, files, strict=True) if file.label == lost[0]]
-            raise DataError(
-                f"the class {self.classes[lost[0]]} would have no pictures: {_judged(*zip(*own, strict=True))}",
-                remedy=f"replace them, or move the class away from {printable(str(folder))} if it is none",
-            )
+            problem = f"the class {self.classes[lost[0]]} would have no pictures: {_judged(*zip(*own, strict=True))}"
+            remedy = f"replace them, or move the class away from {printable(str(folder))} if it is none"
+            raise DataError(problem, remedy=remedy)
         if unreadable:
             number = f"{len(unreadable):,} of {len(files):,} files cannot be read as pictures"
             rank_zero_warn(f"{number} and are left out; the first is {printable(unreadable[0])}")
@@ -192,10 +191,8 @@ class EncodedImages(ImageSet):
         images = torch.empty(shape, dtype=torch.uint8)
         errors = read_images(self.paths, images, num_threads=max(1, num_cores() // num_processes))
         if any(errors):
-            raise DataError(
-                _judged(self.paths, errors),
-                remedy="replace them, move them away, or leave them out: --data.pictures.skip_unreadable=true",
-            )
+            remedy = "replace them, move them away, or leave them out: --data.pictures.skip_unreadable=true"
+            raise DataError(_judged(self.paths, errors), remedy=remedy)
         return ImageSet(images, self.labels, self.classes)
 
 
@@ -245,9 +242,8 @@ def read_folder(folder: Path, *, classes: tuple[str, ...], size: int = 32) -> Fo
     errors = tuple(read_images([f"{folder}/{file}" for file in files], images, num_threads=num_cores()))
     readable = torch.tensor([error is None for error in errors])
     if not readable.any():
-        raise DataError(
-            f"none of the {len(files)} files in {folder} can be read as an image; the first is {files[0]}: {errors[0]}",
-            remedy=IMAGES_WANTED,
-        )
+        first = f"the first is {files[0]}: {errors[0]}"
+        problem = f"none of the {len(files)} files in {folder} can be read as an image; {first}"
+        raise DataError(problem, remedy=IMAGES_WANTED)
     labels = torch.full((int(readable.sum()),), -1)
     return FolderImages(files, errors, ImageSet(images[readable], labels, classes))

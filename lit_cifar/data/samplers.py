@@ -111,11 +111,10 @@ class TrainSampler:
             raise ConfigError(problem, remedy=f"pass --data.batch_size={-(-128 // least) * least}")
         if size < least or size % parts:
             nearest = sorted({max(full * parts, least) for full in (size // parts, -(-size // parts))})
-            raise ConfigError(
-                f"--data.batch_size={size} is the global batch and does not divide among {self._cut}"
-                f"{' of at least 2 samples' if microbatches > 1 else ''}",
-                remedy="the nearest that do: " + " or ".join(f"--data.batch_size={size}" for size in nearest),
-            )
+            of_two = " of at least 2 samples" if microbatches > 1 else ""
+            problem = f"--data.batch_size={size} is the global batch and does not divide among {self._cut}{of_two}"
+            remedy = "the nearest that do: " + " or ".join(f"--data.batch_size={size}" for size in nearest)
+            raise ConfigError(problem, remedy=remedy)
         if not self.num_batches:
             problem = (
                 f"--data.batch_size={size} with --data.order.drop_last=true leaves none of {self.num_samples} images"
@@ -124,10 +123,9 @@ class TrainSampler:
         rest = 0 if self.drop_last else self.num_samples % size
         replicas = GhostBatches.of(self.layout, accumulation=self.accumulation).positions(rest)
         if any(len(chunk) < 2 for chunks in replicas for chunk in chunks):
-            raise ConfigError(
-                f"the last batch of an epoch has {rest} of {self.num_samples} images for {self._cut}; each needs 2",
-                remedy="pass --data.order.drop_last=true, or change --data.batch_size or --data.val_size",
-            )
+            problem = f"the last batch of an epoch has {rest} images for {self._cut}; each needs 2"
+            remedy = "pass --data.order.drop_last=true, or change --data.batch_size or --data.val_size"
+            raise ConfigError(problem, remedy=remedy)
 
     @property
     def _cut(self) -> str:

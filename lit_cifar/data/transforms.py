@@ -43,10 +43,9 @@ class Transforms:
             found = transform(found)
         if not isinstance(found, Tensor) or (found.dtype, found.shape) != (image.dtype, image.shape):
             made = f"{found.dtype}, {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise ConfigError(
-                f"--data.augment.transforms: {self} made {made} of an image of {image.dtype}, {tuple(image.shape)}",
-                remedy="leave out what changes size or type: images are resized by --data.image_size, and normalised",
-            )
+            problem = f"--data.augment.transforms: {self} made {made} of {image.dtype}, {tuple(image.shape)}"
+            remedy = "leave out what changes size or type: images are resized by --data.image_size, and normalised"
+            raise ConfigError(problem, remedy=remedy)
         return found
 
     def check(self, size: int) -> None:
@@ -54,10 +53,9 @@ class Transforms:
         for transform in self.chain:
             name = type(transform).__name__.lower()
             if name in ("mixup", "cutmix"):
-                raise ConfigError(
-                    f"--data.augment.transforms: {type(transform).__name__} mixes images of a batch",
-                    remedy=f"pass --data.mixing.{name}=1.0, which mixes those of the global batch",
-                )
+                problem = f"--data.augment.transforms: {type(transform).__name__} mixes images of a batch"
+                remedy = f"pass --data.mixing.{name}=1.0, which mixes those of the global batch"
+                raise ConfigError(problem, remedy=remedy)
         images = torch.arange(_TRIES * 3 * size * size).mul(2654435761).bitwise_right_shift(7).byte()
         try:
             self(images.view(_TRIES, 3, size, size), torch.arange(_TRIES))

@@ -62,11 +62,9 @@ class LocalEnvironment(LightningEnvironment):
         """Refuse processes that were started by hand without a port at which they meet; they will wait for so long."""
         self._timeout = default_pg_timeout if timeout is None else timeout
         if not given_port() and self.creates_processes_externally:
-            raise ConfigError(
-                f"LOCAL_RANK={self.local_rank()} in the environment: each process was started by hand, but MASTER_PORT "
-                "does not say where they meet",
-                remedy="unset LOCAL_RANK RANK WORLD_SIZE, or export MASTER_PORT=29500 for all of them",
-            )
+            problem = f"LOCAL_RANK={self.local_rank()} in the environment, but MASTER_PORT does not say where to meet"
+            remedy = "unset LOCAL_RANK RANK WORLD_SIZE, or export MASTER_PORT=29500 for all of them"
+            raise ConfigError(problem, remedy=remedy)
 
     def _open(self) -> int:
         wanted = given_port()
@@ -112,10 +110,9 @@ def open_store(address: str, *, port: int = 0, only_there: bool = False) -> TCPS
         listener = socket.create_server((address, port))
     except OSError as error:
         if only_there:
-            raise ConfigError(
-                f"the processes cannot meet at {address}:{port}: {error.strerror}",
-                remedy="start them again, with another MASTER_PORT if you have set one",
-            ) from error
+            problem = f"the processes cannot meet at {address}:{port}: {error.strerror}"
+            remedy = "start them again, with another MASTER_PORT if you have set one"
+            raise ConfigError(problem, remedy=remedy) from error
         listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
     # Multi-tenant: the TCPStore that torch will make for rank 0 in this process takes this one's server.
@@ -125,10 +122,8 @@ def open_store(address: str, *, port: int = 0, only_there: bool = False) -> TCPS
             address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=server
         )
     except DistNetworkError as error:
-        raise ConfigError(
-            f"the processes cannot meet at {address}: {one_line(error)[:150]}",
-            remedy="start the network interface of that address, as by `ip link set lo up`",
-        ) from error
+        problem = f"the processes cannot meet at {address}: {one_line(error)[:150]}"
+        raise ConfigError(problem, remedy="start its network interface, as by `ip link set lo up`") from error
 
 
 def given_port() -> int:

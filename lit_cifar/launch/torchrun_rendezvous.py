@@ -70,13 +70,10 @@ class TorchrunEnvironment(TorchElasticEnvironment):
             address = self._address
         if self.global_rank() == 0:
             if socket.gethostbyname(address) != self._address:
-                raise ConfigError(
-                    f"{launcher_name()} sends the other machines to {address}, which is not {self._interface} "
-                    f"({self._address})",
-                    remedy=f"export MASTER_ADDR={self._address} for all tasks"
-                    if is_task()
-                    else f"pass torchrun --local-addr={self._address}",
-                )
+                here = f"{self._interface} ({self._address})"
+                problem = f"{launcher_name()} sends the other machines to {address}, which is not {here}"
+                flag = "export MASTER_ADDR" if is_task() else "pass torchrun --local-addr"
+                raise ConfigError(problem, remedy=f"{flag}={self._address}")
             _KEPT.append(open_store(self._address, port=port, only_there=True))
         return address, port
 
@@ -90,10 +87,9 @@ def _find_store(agent: TCPStore) -> tuple[str, int]:
             if _is_kept(address, int(port), token):
                 return address, int(port)
         sleep(0.1)
-    raise ConfigError(
-        f"rank 0 did not open its store within {_MEETING_TIMEOUT_S:g} s",
-        remedy="look for its error; if machines join and leave, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun",
-    )
+    problem = f"rank 0 did not open its store within {_MEETING_TIMEOUT_S:g} s"
+    remedy = "look for its error; if machines join and leave, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+    raise ConfigError(problem, remedy=remedy)
 
 
 def _is_kept(address: str, port: int, token: str) -> bool:

@@ -48,11 +48,10 @@ def check_processes(trainer: Trainer, *, rank: int) -> None:
     """Refuse a rank other than 0 without other processes, and processes that do not know where they meet."""
     if rank and trainer.world_size == 1:
         given = [name for name in RANKS if os.environ.get(name) == str(rank)]
-        raise ConfigError(
-            f"{' '.join(f'{name}={rank}' for name in given) or f'rank {rank}'} in the environment, and this run has "
-            "one process, which is rank 0",
-            remedy=f"unset {' '.join(given or RANKS)}, or pass --trainer.strategy=ddp and --trainer.devices=N",
-        )
+        ranks = " ".join(f"{name}={rank}" for name in given) or f"rank {rank}"
+        problem = f"{ranks} in the environment, and this run has one process, which is rank 0"
+        remedy = f"unset {' '.join(given or RANKS)}, or pass --trainer.strategy=ddp and --trainer.devices=N"
+        raise ConfigError(problem, remedy=remedy)
     strategy = trainer.strategy
     environment = strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None
     if trainer.world_size > 1 and isinstance(environment, LocalEnvironment):
@@ -64,18 +63,14 @@ def _follow_torchrun(config: dict[str, Any], strategy: Strategy | None) -> None:
 
     mode, launcher = mode_of(strategy), launcher_name()
     if mode.start_method != "popen":
-        raise ConfigError(
-            f"--trainer.strategy={config['strategy']} starts processes itself, and {launcher} has already started them",
-            remedy=f"pass --trainer.strategy=ddp, or start it with python in place of {launcher}",
-        )
+        problem = f"--trainer.strategy={config['strategy']} starts processes itself, and {launcher} has done so already"
+        remedy = f"pass --trainer.strategy=ddp, or start it with python in place of {launcher}"
+        raise ConfigError(problem, remedy=remedy)
     processes, machines, total = (int(os.environ[f"{name}WORLD_SIZE"]) for name in ("LOCAL_", "GROUP_", ""))
     if processes * machines != total:
-        raise ConfigError(
-            f"{total} processes on {machines} machines, but {processes} on this one: machines must have equally many",
-            remedy="pass srun --ntasks-per-node=N"
-            if is_task()
-            else "start torchrun with the same --nproc-per-node on every machine",
-        )
+        problem = f"{total} processes on {machines} machines, but {processes} on this one: each must have equally many"
+        remedy = "pass srun --ntasks-per-node=N" if is_task() else "pass torchrun the same --nproc-per-node everywhere"
+        raise ConfigError(problem, remedy=remedy)
     each = mode.devices_per_process
     option = "ntasks" if is_task() else "nproc"
     _follow(config, "devices", processes * each, launcher=launcher, started=f"--{option}-per-node={processes}")

@@ -134,8 +134,5 @@ def check_sync_batchnorm(trainer: Trainer, *, compiles: bool) -> None:
     if trainer.world_size == 1:
         rank_zero_warn("--trainer.sync_batchnorm=true has no effect with one process, which sees the whole batch")
     elif compiles:
-        raise ConfigError(
-            "--model.compile=true with --trainer.sync_batchnorm=true: torch.compile cannot trace the communication "
-            "in every BatchNorm layer",
-            remedy="leave out one of the two",
-        )
+        problem = "--model.compile=true cannot trace how --trainer.sync_batchnorm=true communicates in each BatchNorm"
+        raise ConfigError(problem, remedy="leave out one of the two")

@@ -36,10 +36,8 @@ def matching(network: nn.Module, patterns: Sequence[str]) -> tuple[frozenset[str
             raise ConfigError(problem, remedy=f"did you mean {' or '.join(near)}?")
     found = {name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns)}
     if not any(trained for name, trained in parameters.items() if name not in found):
-        raise ConfigError(
-            f"--model.fine_tuning.freeze={' '.join(patterns)} leaves no parameter of {type(network).__name__} to train",
-            remedy="name fewer: 'conv1.*', or ['conv1.*', 'layer1.*']",
-        )
+        problem = f"--model.fine_tuning.freeze={' '.join(patterns)} leaves nothing of {type(network).__name__} to train"
+        raise ConfigError(problem, remedy="name fewer: 'conv1.*', or ['conv1.*', 'layer1.*']")
     still = tuple(name for name, own in norms.items() if found.issuperset(own))
     return frozenset(found & parameters.keys()), still
 
@@ -49,11 +47,8 @@ def head_of(network: nn.Module, num_classes: int) -> str:
     places = ((*name.rpartition("."), its.shape) for name, its in network.named_parameters(remove_duplicate=False))
     found = [layer for layer, _, kind, shape in places if kind == "weight" and shape[:1] == (num_classes,)]
     if not found:
-        raise ConfigError(
-            f"--model.fine_tuning.head_lr: {type(network).__name__} has no layer with {num_classes} outputs, which "
-            "would be its classifier",
-            remedy="leave it out",
-        )
+        problem = f"--model.fine_tuning.head_lr: {type(network).__name__} has no classifier of {num_classes} outputs"
+        raise ConfigError(problem, remedy="leave it out")
     return found[-1]
 
 

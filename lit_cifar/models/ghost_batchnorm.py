@@ -41,12 +41,10 @@ def normalise_apart(network: nn.Module, chunks: GhostBatches) -> nn.Module:
         if not isinstance(layer, internals.BatchNorm):
             continue
         if type(layer) is not nn.BatchNorm2d:
-            raise ConfigError(
-                f"a batch can be normalised in parts by nn.BatchNorm2d alone, and {type(network).__name__} has a "
-                f"{type(layer).__name__}",
-                remedy="leave out --model.ghost_batchnorm, or compare modes that need no such parts: "
-                "verify --modes ddp-sync,mp",
-            )
+            found = f"{type(network).__name__} has a {type(layer).__name__}"
+            problem = f"a batch can be normalised in parts by nn.BatchNorm2d alone, and {found}"
+            remedy = "leave out --model.ghost_batchnorm, or compare modes without parts: verify --modes ddp-sync,mp"
+            raise ConfigError(problem, remedy=remedy)
         layer.__class__ = GhostBatchNorm2d
         cast(GhostBatchNorm2d, layer).chunks = chunks
     return network

@@ -33,10 +33,9 @@ def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes
         raise ConfigError(problem, remedy=f"make it nn.{alone.get_submodule(layer)}")
     shape = tuple(getattr(logits, "shape", ()))
     if shape != (2, num_classes):
-        raise ConfigError(
-            f"{name} returns {shape or type(logits).__name__} for 2 images, not logits of {num_classes} classes",
-            remedy=f"let it return (2, {num_classes}), by --model.network.num_classes={num_classes} if it has such",
-        )
+        problem = f"{name} returns {shape or type(logits).__name__} for 2 images, not logits of {num_classes} classes"
+        remedy = f"let it return (2, {num_classes}), by --model.network.num_classes={num_classes} if it has such"
+        raise ConfigError(problem, remedy=remedy)
     if not torch.equal(logits, outputs):
         problem = f"the blocks of {name}, one after the other, do not compute its forward()"
         raise ConfigError(problem, remedy="let blocks() return all of them in order, with what happens between them")

@@ -157,9 +157,7 @@ def _bounds_of(blocks: tuple[Block, ...], num_stages: int, cuts: Sequence[str]) 
     names = [block.name for block in blocks]
     bounds = tuple(names.index(cut) for cut in cuts if cut in names[1:])
     if len(cuts) != num_stages - 1 or len(bounds) != len(cuts) or list(bounds) != sorted(set(bounds)):
-        raise ConfigError(
-            f"cuts {list(cuts)} do not make {num_stages} stages",
-            remedy=f"name {num_stages - 1} of these blocks in this order, each the first of a stage: "
-            f"{', '.join(names[1:])}",
-        )
+        problem = f"cuts {list(cuts)} do not make {num_stages} stages"
+        remedy = f"name {num_stages - 1} of these blocks in order, each the first of a stage: {', '.join(names[1:])}"
+        raise ConfigError(problem, remedy=remedy)
     return bounds

@@ -35,10 +35,9 @@ def choose_fast(arguments: Namespace, *, before: Mapping[str, Any]) -> None:
         trainer.precision, model.channels_last = before["trainer"]["precision"], before["model"]["channels_last"]
         return
     if trainer.num_nodes > 1 or int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
-        raise ConfigError(
-            "--autotune=true decides by the processor, and that of another machine may decide otherwise",
-            remedy="pass --trainer.precision=bf16-mixed --model.channels_last=true, or leave it out",
-        )
+        problem = "--autotune=true decides by the processor, and that of another machine may decide otherwise"
+        remedy = "pass --trainer.precision=bf16-mixed --model.channels_last=true, or leave it out"
+        raise ConfigError(problem, remedy=remedy)
     has_gpu = torch.cuda.is_available() and trainer.accelerator != "cpu"
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if has_gpu else cpu_has_bf16()
     is_exact = trainer.deterministic or arguments.virtual_replicas is not None
@@ -49,11 +48,8 @@ def choose_fast(arguments: Namespace, *, before: Mapping[str, Any]) -> None:
 def check_precision(trainer: Trainer, *, asked: object) -> None:
     """Refuse a precision that Lightning has replaced by another, and warn of one that is slow here."""
     if str(asked).startswith("16") and trainer.precision == "bf16-mixed":
-        raise ConfigError(
-            f"--trainer.precision={asked} needs a GPU: it scales the loss for float16. On the CPU Lightning "
-            "would compute in bfloat16",
-            remedy="pass --trainer.precision=bf16-mixed",
-        )
+        problem = f"--trainer.precision={asked} needs a GPU, as it scales the loss; here Lightning would take bfloat16"
+        raise ConfigError(problem, remedy="pass --trainer.precision=bf16-mixed")
     is_on_cpu = trainer.strategy.root_device.type == "cpu"
     if trainer.precision.startswith("bf16") and is_on_cpu and not cpu_has_bf16():
         rank_zero_warn(

@@ -40,11 +40,9 @@ class VisionTransformer(nn.Sequential):
     def __init__(self, arch: Arch, *, num_classes: int, image_size: int) -> None:
         shape = SHAPES[arch]
         if image_size % shape.patch:
-            raise ConfigError(
-                f"--model.arch={arch} cuts images into patches of {shape.patch} pixels, which do not fill "
-                f"{image_size} x {image_size}",
-                remedy=f"pass --data.image_size={max(1, image_size // shape.patch) * shape.patch}",
-            )
+            problem = f"--model.arch={arch}: patches of {shape.patch} pixels do not fill images of {image_size}"
+            remedy = f"pass --data.image_size={max(1, image_size // shape.patch) * shape.patch}"
+            raise ConfigError(problem, remedy=remedy)
         chain: OrderedDict[str, nn.Module] = OrderedDict()
         chain["patches"] = nn.Conv2d(3, shape.dim, kernel_size=shape.patch, stride=shape.patch)
         chain["position"] = PositionEmbedding(shape.dim, num_patches=(image_size // shape.patch) ** 2)

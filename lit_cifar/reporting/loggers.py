@@ -44,10 +44,9 @@ def logger_below(folder: Path, given: Namespace, settings: Mapping[str, Any]) ->
     """
     arguments = arguments_of(given)
     if given.class_path.endswith(".CometLogger") and arguments.get("online") is False:
-        raise ConfigError(
-            "--trainer.logger=CometLogger with online=false would record nothing: Lightning 2.6.6 disables it",
-            remedy="leave out online=false, or pass --trainer.logger=WandbLogger --trainer.logger.offline=true",
-        )
+        problem = "--trainer.logger=CometLogger with online=false would record nothing: Lightning 2.6.6 disables it"
+        remedy = "leave out online=false, or pass --trainer.logger=WandbLogger --trainer.logger.offline=true"
+        raise ConfigError(problem, remedy=remedy)
     if "save_dir" in arguments:
         arguments["save_dir"] = str(folder / (arguments["save_dir"] or ""))
     try:
@@ -56,12 +55,10 @@ def logger_below(folder: Path, given: Namespace, settings: Mapping[str, Any]) ->
             logger.log_hyperparams({**settings})
     except Exception as error:
         name = given.class_path.rpartition(".")[2]
-        raise ConfigError(
-            textwrap.fill(
-                f"--trainer.logger={name} cannot be used: {one_line(error)}", 250, max_lines=4, break_on_hyphens=False
-            ),
-            remedy=f"mend that, or leave out {name}: the run has TensorBoard events and metrics.csv without it",
-        ) from error
+        said = f"--trainer.logger={name} cannot be used: {one_line(error)}"
+        problem = textwrap.fill(said, 250, max_lines=4, break_on_hyphens=False)
+        remedy = f"mend that, or leave out {name}: the run has TensorBoard events and metrics.csv without it"
+        raise ConfigError(problem, remedy=remedy) from error
     return logger
 
 

@@ -76,10 +76,9 @@ def _lock(descriptor: int, path: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = printable(os.read(descriptor, 200).decode(errors="replace")) or "another process"
-        raise ConfigError(
-            f"the run folder {path.parent} is in use by {holder}",
-            remedy=f"wait for its end, or end it; if that machine is gone: rm {shlex.quote(str(path))}",
-        ) from None
+        problem = f"the run folder {path.parent} is in use by {holder}"
+        remedy = f"wait for its end, or end it; if that machine is gone: rm {shlex.quote(str(path))}"
+        raise ConfigError(problem, remedy=remedy) from None
     except OSError as error:
         if error.errno not in _WITHOUT_LOCKS:
             raise
@@ -100,10 +99,9 @@ def create_run_folder(run_dir: str | None, *, label: str, lock: RunLock, resume:
             folder = _make_unused(folder)
         make_folder(folder)
         if not resume and any(path.name != LOCK for path in folder.iterdir()):
-            raise ConfigError(
-                f"the run folder {folder} is not empty, and a new run needs an empty one",
-                remedy="choose another, e.g. " + shlex.quote(f"--run_dir={next(_names(folder))}"),
-            )
+            problem = f"the run folder {folder} is not empty, and a new run needs an empty one"
+            remedy = "choose another, e.g. " + shlex.quote(f"--run_dir={next(_names(folder))}")
+            raise ConfigError(problem, remedy=remedy)
         lock.take(folder)
     return folder
 
@@ -225,10 +223,9 @@ def check_saved_config(parser: ArgumentParser, arguments: Namespace) -> None:
     if said:
         text = "".join(said.split())  # jsonargparse's line breaks are left out
         named = [f"--{name}={value}" for name, value in _settings(arguments) if "".join(str(value).split()) in text]
-        raise ConfigError(
-            f"{named[0] if named else said} cannot be written to config.yaml, by which the run is repeated",
-            remedy="let it be a number, a word, or the path of a class or a function, also where it is a default",
-        )
+        problem = f"{named[0] if named else said} cannot be written to config.yaml, by which the run is repeated"
+        remedy = "let it be a number, a word, or the path of a class or a function, also where it is a default"
+        raise ConfigError(problem, remedy=remedy)
 
 
 def _settings(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

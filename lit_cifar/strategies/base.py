@@ -60,10 +60,8 @@ def check_untied(network: nn.Module, divided: Iterable[nn.Module], *, strategy: 
             known = chain(network.named_parameters("", True, False), network.named_buffers("", True, False))
             named = [(name, tensor) for name, tensor in known if tensor in shared]
             names = " = ".join(name for name, tensor in named if tensor is named[0][1])
-            raise ConfigError(
-                f"{names} is needed in two places, between which --trainer.strategy={strategy} divides the network",
-                remedy="pass --trainer.strategy=ddp, which takes any network",
-            )
+            problem = f"{names} is needed in two places, between which --trainer.strategy={strategy} cuts the network"
+            raise ConfigError(problem, remedy="pass --trainer.strategy=ddp, which takes any network")
         seen |= own
 
 
@@ -72,11 +70,8 @@ def check_gradient_hooks(network: nn.Module, *, strategy: str, also_accumulated:
     kinds = ["_backward_hooks", *["_post_accumulate_grad_hooks"] * also_accumulated]  # torch has no other access
     for name, parameter in network.named_parameters():
         if any(getattr(parameter, kind, None) for kind in kinds):
-            raise ConfigError(
-                f"{name} has a hook on its gradient, which --trainer.strategy={strategy} would not call once, with the "
-                "whole gradient",
-                remedy="leave out the hook, or pass --trainer.strategy=ddp",
-            )
+            problem = f"{name} has a hook on its gradient, which --trainer.strategy={strategy} never has as a whole"
+            raise ConfigError(problem, remedy="leave out the hook, or pass --trainer.strategy=ddp")
 
 
 class CustomForwardStrategy(Mode, ParallelStrategy, ABC):
@@ -135,11 +130,10 @@ class CustomForwardStrategy(Mode, ParallelStrategy, ABC):
     def connect(self, model: L.LightningModule) -> None:
         """Raise a `ConfigError` for a module that lacks what this mode `needs`, or that this mode cannot compile."""
         if missing := [name for name in self.needs if not hasattr(model, name)]:
-            raise ConfigError(
-                f"--trainer.strategy={self.strategy_name} runs a module's network in its own way; "
-                f"{type(model).__name__} has no {' and no '.join(missing)}.",
-                remedy="Use lit_cifar.LitResNet, or --trainer.strategy=ddp for any LightningModule.",
-            )
+            lacks = f"{type(model).__name__} has no {' and no '.join(missing)}."
+            problem = f"--trainer.strategy={self.strategy_name} runs a module's network in its own way; {lacks}"
+            remedy = "Use lit_cifar.LitResNet, or --trainer.strategy=ddp for any LightningModule."
+            raise ConfigError(problem, remedy=remedy)
         internals.require(internals.MODES, f"--trainer.strategy={self.strategy_name}")
         if compiles(model):
             refuse("--model.compile=true", self)
@@ -245,14 +239,12 @@ class SingleProcessStrategy(CustomForwardStrategy, ABC):
         super().check()
         name = self.strategy_name
         if self.num_nodes > 1:
-            raise ConfigError(
-                f"--trainer.strategy={name} is one process on one machine, but --trainer.num_nodes={self.num_nodes}.",
-                remedy=f"Use --trainer.strategy={self.with_processes} for several machines.",
-            )
+            problem = f"--trainer.strategy={name} is on one machine, but --trainer.num_nodes={self.num_nodes}."
+            remedy = f"Use --trainer.strategy={self.with_processes} for several machines."
+            raise ConfigError(problem, remedy=remedy)
         num_processes = self.cluster_environment.world_size() if self.cluster_environment is not None else 1
         if dist.is_torchelastic_launched() or num_processes > 1:
-            raise ConfigError(
-                f"--trainer.strategy={name} is one process, but {num_processes} were started by torchrun or a cluster.",
-                remedy=f"Start it directly (python -m lit_cifar fit --trainer.strategy={name} --trainer.devices=2), "
-                f"or use --trainer.strategy={self.with_processes}.",
-            )
+            problem = f"--trainer.strategy={name} is one process, but torchrun or a cluster has started {num_processes}"
+            start = f"python -m lit_cifar fit --trainer.strategy={name} --trainer.devices=2"
+            remedy = f"Start it directly ({start}), or use --trainer.strategy={self.with_processes}."
+            raise ConfigError(problem, remedy=remedy)

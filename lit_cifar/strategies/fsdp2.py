@@ -124,11 +124,8 @@ class ShardedStrategy(MeshStrategy):
             raise ConfigError(problem, remedy="leave out --trainer.strategy, or pass --trainer.devices=2")
         module = self.lightning_module
         if module is not None and not all(parameter.is_contiguous() for parameter in module.parameters()):
-            raise ConfigError(
-                f"{name} with --model.channels_last=true: FSDP2 keeps parameters in torch's own order, so that other "
-                "kernels run",
-                remedy="pass --model.channels_last=false, or --trainer.strategy=ddp",
-            )
+            problem = f"{name} with --model.channels_last=true: FSDP2 keeps parameters in torch's own order"
+            raise ConfigError(problem, remedy="pass --model.channels_last=false, or --trainer.strategy=ddp")
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:

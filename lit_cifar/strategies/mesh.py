@@ -99,11 +99,9 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         trained = {*self.module.network.parameters()}
         others = [name for name, p in model.named_parameters() if p.requires_grad and p not in trained]
         if others:
-            raise ConfigError(
-                f"{others[0]} is no part of the module's network, and --trainer.strategy={self.strategy_name} trains "
-                "nothing else",
-                remedy="make it a part of the network, or pass --trainer.strategy=ddp",
-            )
+            strategy = f"--trainer.strategy={self.strategy_name}"
+            problem = f"{others[0]} is no part of the module's network, and {strategy} trains nothing else"
+            raise ConfigError(problem, remedy="make it a part of the network, or pass --trainer.strategy=ddp")
 
     @override
     def on_train_start(self) -> None:

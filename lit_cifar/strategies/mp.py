@@ -120,20 +120,16 @@ class StagedStrategy(CutStrategy, ABC):
         super().check()
         at_least_one(num_stages=self.num_stages, num_microbatches=self.num_microbatches)
         if self.synchronises_batchnorm and self.num_microbatches > 1:
-            raise ConfigError(
-                f"--trainer.sync_batchnorm=true with {self.num_microbatches} microbatches: they pass a layer one after "
-                "the other, so each is normalised by itself.",
-                remedy="Drop --trainer.sync_batchnorm, or pass --trainer.strategy.num_microbatches=1.",
-            )
+            problem = f"--trainer.sync_batchnorm=true: {self.num_microbatches} microbatches are normalised one by one."
+            remedy = "Drop --trainer.sync_batchnorm, or pass --trainer.strategy.num_microbatches=1."
+            raise ConfigError(problem, remedy=remedy)
 
     @override
     def use_virtual_parts(self, parts: VirtualParts) -> None:
         if self.num_microbatches > 1:
-            raise ConfigError(
-                f"--virtual_replicas={parts.num_parts} with {self.num_microbatches} microbatches: a part passes all "
-                "stages before the next one",
-                remedy="pass --trainer.strategy.num_microbatches=1, or use --trainer.strategy=pp, where a part is one",
-            )
+            problem = f"--virtual_replicas={parts.num_parts} with {self.num_microbatches} microbatches"
+            remedy = "pass --trainer.strategy.num_microbatches=1, or use --trainer.strategy=pp, where a part is one"
+            raise ConfigError(f"{problem}: a part passes all stages before the next one", remedy=remedy)
         super().use_virtual_parts(parts)
 
     @override
@@ -278,21 +274,14 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
         num_devices, each = len(self.parallel_devices or ()), self.num_stages
         if num_devices % each:
             nearest = max(1, round(num_devices / each)) * each
-            raise ConfigError(
-                f"--trainer.strategy={self.strategy_name} with {each} stages does not divide "
-                f"--trainer.devices={num_devices} into processes",
-                remedy=f"pass --trainer.devices={nearest}, or --trainer.strategy={type(self).__name__} "
-                f"--trainer.strategy.num_stages={num_devices}",
-            )
+            problem = f"--trainer.devices={num_devices} does not divide into processes of {each} stages"
+            stages = f"--trainer.strategy={type(self).__name__} --trainer.strategy.num_stages={num_devices}"
+            raise ConfigError(problem, remedy=f"pass --trainer.devices={nearest}, or {stages}")
         assert self.cluster_environment is not None
         started, wanted = self.cluster_environment.world_size(), self.num_nodes * self.num_processes
         if started != wanted:
-            raise ConfigError(
-                f"{started} processes were started, but --trainer.devices={num_devices} with {self.num_stages} stages "
-                f"on {self.num_nodes} machine(s) are {wanted}",
-                remedy=f"start torchrun with --nproc-per-node={self.num_processes}: a process drives "
-                f"{self.num_stages} devices",
-            )
+            problem = f"{started} processes were started, but {wanted} are needed: each has {self.num_stages} devices"
+            raise ConfigError(problem, remedy=f"start torchrun with --nproc-per-node={self.num_processes}")
 
     @override
     def setup_distributed(self) -> None:

@@ -24,14 +24,10 @@ def check_gradients(strategy: Any, module: LitResNet, *, has_parts: bool) -> Non
     other, kind = f"pass --trainer.strategy=ddp{start}_find_unused_parameters_true", type(module.network).__name__
     never, sometimes = unreached_parameters(module.network, module.image_shape)
     if sometimes and (has_parts or mode.layout.data_parallel_size > 1):
-        raise ConfigError(
-            f"{kind} leaves out {sometimes[0]} in some steps, as it draws: replicas would mix each other's gradients, "
-            "or wait for them",
-            remedy=("" if has_parts else f"{other}, or ") + "multiply by 0 in place of leaving it out",
-        )
+        problem = f"{kind} leaves out {sometimes[0]} in some steps, as it draws: replicas would mix gradients, or wait"
+        first = "" if has_parts else f"{other}, or "
+        raise ConfigError(problem, remedy=f"{first}multiply by 0 in place of leaving it out")
     if never and not finds and not isinstance(strategy, MeshStrategy):
-        raise ConfigError(
-            f"the loss of {kind} does not depend on {len(never)} of its parameters, the first is {never[0]}: ddp would "
-            "wait for their gradients",
-            remedy=f"{other}, or remove them",
-        )
+        named = f"{len(never)} of its parameters, the first is {never[0]}"
+        problem = f"the loss of {kind} does not depend on {named}: ddp would wait for their gradients"
+        raise ConfigError(problem, remedy=f"{other}, or remove them")

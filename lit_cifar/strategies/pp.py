@@ -127,18 +127,14 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
     def check(self) -> None:
         each = stages_per_process(self.schedule_name)
         if self.num_stages is not None and (self.num_stages < 1 or self.num_stages % each):
-            raise ConfigError(
-                f"--trainer.strategy.num_stages={self.num_stages}, but under {self.schedule_name} each process "
-                f"holds {each}",
-                remedy=f"pass --trainer.strategy.num_stages={max(each, self.num_stages // each * each)}",
-            )
+            problem = f"num_stages={self.num_stages}, but under {self.schedule_name} each process holds {each}"
+            remedy = f"pass --trainer.strategy.num_stages={max(each, self.num_stages // each * each)}"
+            raise ConfigError(problem, remedy=remedy)
         super().check()
         if self.all_processes % (each := self.model_parallel_size):
-            raise ConfigError(
-                f"--trainer.strategy={self.strategy_name} with {each} processes for each pipeline does not divide "
-                f"{self.all_processes} processes",
-                remedy=f"pass --trainer.devices={max(self.all_processes // each, 1) * each}, or other num_stages",
-            )
+            problem = f"{self.all_processes} processes do not divide into pipelines of {each} processes"
+            remedy = f"pass --trainer.devices={max(self.all_processes // each, 1) * each}, or other num_stages"
+            raise ConfigError(problem, remedy=remedy)
         self.schedule.check(self.num_microbatches)
 
     @override
@@ -146,15 +142,12 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         """Let `parts` be the microbatches; refuse schedules and numbers of microbatches that do not allow it."""
         name = f"--virtual_replicas={parts.num_parts}"
         if self.schedule_name == "ZBVZeroBubble":
-            raise ConfigError(
-                f"{name} with the schedule ZBVZeroBubble, which computes the gradients of a microbatch in two pieces",
-                remedy="pass --trainer.strategy.schedule=1F1B",
-            )
+            problem = f"{name} with schedule ZBVZeroBubble, which computes the gradients of a microbatch in two pieces"
+            raise ConfigError(problem, remedy="pass --trainer.strategy.schedule=1F1B")
         if self._num_microbatches not in (None, parts.count):
-            raise ConfigError(
-                f"{name} cuts the batch of a pipeline into {parts.count} microbatches, not {self._num_microbatches}",
-                remedy=f"pass --trainer.strategy.num_microbatches={parts.count}, or leave it out",
-            )
+            problem = f"{name} cuts the batch of a pipeline into {parts.count} parts, not {self._num_microbatches}"
+            remedy = f"pass --trainer.strategy.num_microbatches={parts.count}, or leave it out"
+            raise ConfigError(problem, remedy=remedy)
         self.schedule.check(parts.count, parts=parts)
         super().use_virtual_parts(parts)
 
@@ -163,11 +156,8 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         super().connect(model)
         self.cut(len(self.schedule.owners))
         if compiles(model) and self.schedule_name == "ZBVZeroBubble":
-            raise ConfigError(
-                "--model.compile=true: --trainer.strategy.schedule=ZBVZeroBubble cuts backward in two, and that of a "
-                "compiled stage is one piece",
-                remedy="leave it out, or pass --trainer.strategy.schedule=1F1B",
-            )
+            problem = "--trainer.strategy.schedule=ZBVZeroBubble cuts backward in two, --model.compile=true unites it"
+            raise ConfigError(problem, remedy="leave out the latter, or pass --trainer.strategy.schedule=1F1B")
 
     def split_lines(self) -> list[str]:
         return self.partition.table([f"process {owner}" for owner in self.schedule.owners])

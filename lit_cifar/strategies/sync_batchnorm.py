@@ -34,11 +34,8 @@ class ProcessSyncBatchNorm(TorchSyncBatchNorm):
         layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, internals.BatchNorm)]
         for name, layer in layers:
             if type(layer).forward not in (internals.BatchNorm.forward, nn.SyncBatchNorm.forward):
-                raise ConfigError(
-                    f"--trainer.sync_batchnorm=true: {name} is a {type(layer).__name__}, and what it computes beside "
-                    "BatchNorm would be lost",
-                    remedy="leave it out",
-                )
+                problem = f"{name} is a {type(layer).__name__}, and what it computes beside BatchNorm would be lost"
+                raise ConfigError(f"--trainer.sync_batchnorm=true: {problem}", remedy="leave it out")
         if _device_to_be(model).type != "cpu":
             return super().apply(model)
         for _, layer in layers:

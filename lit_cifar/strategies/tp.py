@@ -35,19 +35,16 @@ def check_divisible(network: nn.Module, layout: Layout, *, strategy: str) -> Non
     """Raise a `ConfigError` unless the layers of `network` can be split over the processes of each replica."""
     num_parts = num_tensor_parts(network)
     if not num_parts:
-        raise ConfigError(
-            f"--trainer.strategy={strategy} splits layers, and {type(network).__name__} does not say which can be "
-            "split.",
-            remedy="Give its blocks an attribute tensor_split (see lit_cifar.models.blocks), or use\n"
-            "--trainer.strategy=fsdp2, which takes any network.",
-        )
+        lacks = f"{type(network).__name__} does not say which can be split."
+        problem = f"--trainer.strategy={strategy} splits layers, and {lacks}"
+        remedy = "Give its blocks tensor_split (see lit_cifar.models.blocks), or pass --trainer.strategy=fsdp2."
+        raise ConfigError(problem, remedy=remedy)
     if num_parts % (num_processes := layout.model_parallel_size):
         possible = max(size for size in range(1, num_processes + 1) if num_parts % size == 0)
-        raise ConfigError(
-            f"--trainer.strategy={strategy} cannot divide the layers of {type(network).__name__}, which have "
-            f"{num_parts} parts, among {num_processes} processes",
-            remedy=f"pass --trainer.devices={possible * layout.data_parallel_size}, or another size of the model axis",
-        )
+        layers = f"layers of {type(network).__name__}, which have {num_parts} parts"
+        problem = f"--trainer.strategy={strategy} cannot divide the {layers}, among {num_processes} processes"
+        remedy = f"pass --trainer.devices={possible * layout.data_parallel_size}, or another size of the model axis"
+        raise ConfigError(problem, remedy=remedy)
 
 
 def split_tensors(network: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:

@@ -92,11 +92,9 @@ class VirtualReplicas(Callback):
         Their number in a process depends on the mode, and a library may choose kernels by that number.
         """
         if isinstance(optimizer, MuonSGD):
-            raise ConfigError(
-                f"--virtual_replicas with --model.optimizer={type(optimizer).__name__}, whose bits depend on how many "
-                "matrices a process has",
-                remedy="leave out one of the two",
-            )
+            flag = f"--model.optimizer={type(optimizer).__name__}"
+            problem = f"--virtual_replicas with {flag}, whose bits depend on how many matrices a process has"
+            raise ConfigError(problem, remedy="leave out one of the two")
 
     def check(self, trainer: L.Trainer, data: CIFAR10DataModule) -> None:
         """Raise a `ConfigError` for settings that would change the bits, before any process is started."""
@@ -109,17 +107,13 @@ class VirtualReplicas(Callback):
         _check_mode(name, strategy)
         _check_kernels(name, strategy.root_device)
         if num_parts % (replicas := mode.layout.num_replicas):
-            raise ConfigError(
-                f"{name} cannot be divided among {replicas} replicas",
-                remedy="change --trainer.devices, so that there are "
-                f"{1 << (min(replicas, num_parts).bit_length() - 1)}",
-            )
+            problem = f"{name} cannot be divided among {replicas} replicas"
+            fewer = 1 << (min(replicas, num_parts).bit_length() - 1)
+            raise ConfigError(problem, remedy=f"change --trainer.devices, so that there are {fewer}")
         if trainer.accumulate_grad_batches > 1:
-            raise ConfigError(
-                f"{name} with --trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} would add gradients "
-                "in another order",
-                remedy="leave out the latter: the parts of a batch pass one after the other already",
-            )
+            problem = f"{name} with --trainer.accumulate_grad_batches would add gradients in another order"
+            remedy = "leave out the latter: the parts of a batch pass one after the other already"
+            raise ConfigError(problem, remedy=remedy)
         if mode.synchronises_batchnorm and mode.layout.data_parallel_size > 1:
             problem = f"{name} with --trainer.sync_batchnorm=true would normalise parts of several processes together"
             raise ConfigError(problem, remedy="leave out the latter: each part is normalised by itself")
@@ -205,10 +199,9 @@ def _check_sizes(num_parts: int, data: CIFAR10DataModule) -> None:
             raise ConfigError(problem, remedy=f"pass --data.{flag}={max(1, size // num_parts) * num_parts}")
     rest = len(data.sets["train"]) % data.batch_size if "train" in data.sets else 0
     if rest and not data.order.drop_last and rest < 2 * num_parts:
-        raise ConfigError(
-            f"the last batch of an epoch has {rest} images for {num_parts} virtual replicas; each needs 2",
-            remedy="pass --data.order.drop_last=true, or change --data.batch_size or --data.val_size",
-        )
+        problem = f"the last batch of an epoch has {rest} images for {num_parts} virtual replicas; each needs 2"
+        remedy = "pass --data.order.drop_last=true, or change --data.batch_size or --data.val_size"
+        raise ConfigError(problem, remedy=remedy)
 
 
 @torch.no_grad()

@@ -88,18 +88,14 @@ def check_total_steps(scheduler: Any, total_steps: float) -> None:
     """Refuse a schedule that is planned over a whole run if that has more steps, or no end (infinity)."""
     ends = total_steps != math.inf
     if isinstance(scheduler, WarmupDecay) and not ends:
-        raise ConfigError(
-            "WarmupDecay plans over the whole run, and this one has no end",
-            remedy="set --trainer.max_epochs or --trainer.max_steps, or choose another --model.lr_scheduler",
-        )
+        problem = "WarmupDecay plans over the whole run, and this one has no end"
+        remedy = "set --trainer.max_epochs or --trainer.max_steps, or choose another --model.lr_scheduler"
+        raise ConfigError(problem, remedy=remedy)
     if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < total_steps:
         planned = scheduler.total_steps
-        raise ConfigError(
-            f"OneCycleLR is planned for {planned} steps, and this run has {total_steps if ends else 'no end'}",
-            remedy=f"pass --model.lr_scheduler.total_steps={total_steps}"
-            if ends
-            else f"pass --trainer.max_steps={planned}",
-        )
+        problem = f"OneCycleLR is planned for {planned} steps, and this run has {total_steps if ends else 'no end'}"
+        flag = f"--model.lr_scheduler.total_steps={total_steps}" if ends else f"--trainer.max_steps={planned}"
+        raise ConfigError(problem, remedy=f"pass {flag}")
 
 
 def scale_rates(scheduler: Any, group: dict[str, Any], *, number: int, ratio: float) -> None:

@@ -49,11 +49,9 @@ def _check_ratio(scheduler: Any, optimizer: Optimizer, rates: Sequence[float]) -
     has_floor |= isinstance(scheduler, CosineAnnealingLR | CosineAnnealingWarmRestarts) and scheduler.eta_min > 0
     for group, rate in others:
         if has_floor or not math.isclose(group["lr"] * first[1], rate * first[0]["lr"], rel_tol=1e-6):
-            raise ConfigError(
-                f"{type(scheduler).__name__} does not keep the ratio of --model.fine_tuning.head_lr to the other "
-                "learning rate",
-                remedy="leave out a floor (--model.lr_scheduler.eta_min, min_lr), or pass another --model.lr_scheduler",
-            )
+            problem = f"{type(scheduler).__name__} does not keep the ratio of --model.fine_tuning.head_lr to the others"
+            remedy = "leave out a floor (--model.lr_scheduler.eta_min, min_lr), or pass another --model.lr_scheduler"
+            raise ConfigError(problem, remedy=remedy)
 
 
 def _total_steps(trainer: Trainer, num_batches: int) -> float:
@@ -66,10 +64,9 @@ def _total_steps(trainer: Trainer, num_batches: int) -> float:
 def _check_followed(metric: str, trainer: Any, data: CIFAR10DataModule, *, num_batches: int) -> None:
     """Refuse a schedule that follows a validation which does not come in each epoch, or one rank's own batches."""
     if metric in STEP_METRICS and mode_of(trainer.strategy).layout.data_parallel_size > 1:
-        raise ConfigError(
-            f"--model.lr_scheduler.monitor={metric} is of each process's own part of a batch: their rates would differ",
-            remedy=f"pass --model.lr_scheduler.monitor={metric.removesuffix('_step')}, the mean of an epoch",
-        )
+        problem = f"--model.lr_scheduler.monitor={metric} is of each process's own part of a batch: rates would differ"
+        remedy = f"pass --model.lr_scheduler.monitor={metric.removesuffix('_step')}, the mean of an epoch"
+        raise ConfigError(problem, remedy=remedy)
     every, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
     is_seldom = (every or 1) > 1 or (isinstance(interval, int) and interval > num_batches)
     if metric.startswith("val/") and (is_seldom or not data.val_size or not trainer.limit_val_batches):

@@ -70,10 +70,8 @@ class Optimization:
         except (AttributeError, TypeError) as error:
             if self.head_lr is None:
                 raise
-            raise ConfigError(
-                f"--model.fine_tuning.head_lr={self.head_lr}: the optimizer takes no groups of parameters ({error})",
-                remedy="leave it out, or pass another --model.optimizer",
-            ) from error
+            problem = f"--model.fine_tuning.head_lr={self.head_lr}: the optimizer takes no parameter groups ({error})"
+            raise ConfigError(problem, remedy="leave it out, or pass another --model.optimizer") from error
         if isinstance(optimizer, LBFGS):
             problem = "--model.optimizer=LBFGS computes a batch several times in a step, and each time would be counted"
             raise ConfigError(problem, remedy="pass another --model.optimizer")

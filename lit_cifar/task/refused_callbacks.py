@@ -81,18 +81,13 @@ def _check_monitor(callback: EarlyStopping | ModelCheckpoint, *, processes: int)
     """Refuse decisions on what processes log apart, and on what a resumed run has not logged yet."""
     name, monitor = f"--trainer.callbacks: {type(callback).__name__}", callback.monitor
     if monitor in STEP_METRICS and processes > 1:
-        raise ConfigError(
-            f"{name} with {monitor}, of which each process logs that of its own part of the batch: what is decided "
-            "would depend on their number",
-            remedy=f"pass --trainer.callbacks.monitor={monitor.removesuffix('_step')}, the mean of an epoch",
-        )
+        problem = f"{name} with {monitor}, of each process's own part of the batch: decisions depend on their number"
+        remedy = f"pass --trainer.callbacks.monitor={monitor.removesuffix('_step')}, the mean of an epoch"
+        raise ConfigError(problem, remedy=remedy)
     between = isinstance(callback, ModelCheckpoint) and callback.every_n_epochs == 0  # saves by steps or by time
     if monitor is not None and monitor not in STEP_METRICS and between:
-        raise ConfigError(
-            f"{name} between validations would be ranked by the {monitor} of an earlier one, which a run that is "
-            "resumed does not know",
-            remedy="leave out the monitor, or every_n_train_steps and train_time_interval",
-        )
+        problem = f"{name} between validations is ranked by {monitor} of an earlier one, unknown to a resumed run"
+        raise ConfigError(problem, remedy="leave out the monitor, or every_n_train_steps and train_time_interval")
 
 
 def refuse_averages(trainer: Trainer, mode: Mode) -> None:

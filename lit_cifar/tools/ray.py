@@ -165,10 +165,9 @@ def _connected(address: str) -> Iterator[Any]:
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, ValueError) as error:
-        raise ConfigError(
-            f"there is no Ray cluster at --address={address}: {one_line(error)[:150]}",
-            remedy="start one: ray start --head; on the other machines ray start --address=HOST:6379",
-        ) from error
+        problem = f"there is no Ray cluster at --address={address}: {one_line(error)[:150]}"
+        remedy = "start one: ray start --head; on the other machines ray start --address=HOST:6379"
+        raise ConfigError(problem, remedy=remedy) from error
     try:
         yield ray
     finally:

@@ -54,10 +54,9 @@ class Watchdog(Callback):
             raise ConfigError(problem, remedy=f"pass {_LEAST_TIMEOUT_S:g} or more, or 0 for no watchdog")
         if hang_timeout_s is not None and not (timeout_s and hang_timeout_s >= _LEAST_TIMEOUT_S):
             rule = "is too short: progress is noted about once a second" if timeout_s else "has no effect without one"
-            raise ConfigError(
-                f"hang_timeout_s={hang_timeout_s:g} of the watchdog {rule}",
-                remedy=f"pass {_LEAST_TIMEOUT_S:g} or more with a timeout_s, or null to wait as long as torch does",
-            )
+            problem = f"hang_timeout_s={hang_timeout_s:g} of the watchdog {rule}"
+            remedy = f"pass {_LEAST_TIMEOUT_S:g} or more with a timeout_s, or null to wait as long as torch does"
+            raise ConfigError(problem, remedy=remedy)
         self.timeout_s = timeout_s
         self.hang_timeout_s = math.inf if hang_timeout_s is None else hang_timeout_s
         self._watch: Monitor | None = None

@@ -72,11 +72,8 @@ class Configuration:
         flags = [*([] if own_config else DEFAULTS), *args, *_LEFT_OUT]
         config = all_settings(flags, folder=folder)
         if (precision := str(config["trainer"]["precision"] or "32-true")) not in _PRECISIONS:
-            raise ConfigError(
-                f"verify compares in 32-true, 64-true or bf16-mixed, not in --trainer.precision={precision}, in which "
-                "rounding leaves out steps",
-                remedy="leave it out, or pass --trainer.precision=64-true",
-            )
+            problem = f"verify compares in 32-true, 64-true or bf16-mixed: --trainer.precision={precision} skips steps"
+            raise ConfigError(problem, remedy="leave it out, or pass --trainer.precision=64-true")
         if config["trainer"]["accelerator"] == "auto" and torch.cuda.device_count() < devices:
             flags.append("--trainer.accelerator=cpu")
             config["trainer"]["accelerator"] = "cpu"
