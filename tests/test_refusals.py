@@ -122,7 +122,7 @@ REFUSED = {
     "--trainer.strategy=PipelineStrategy --trainer.devices=2 --trainer.strategy.schedule=ZBVZeroBubble "
     "--model.compile=true": ["ZBVZeroBubble cuts backward in two"],
     "--trainer.strategy=ShardedStrategy --trainer.devices=4 --trainer.strategy.data_parallel_size=2 "
-    "--trainer.strategy.tensor_parallel_size=2 --model.compile=true": ["exchange their parameters for local parts"],
+    "--trainer.strategy.tensor_parallel_size=2 --model.compile=true": ["which exchange parameters and messages"],
     "--model.compile=cuda_graphs --trainer.accumulate_grad_batches=2": ["a graph overwrites those of the batch before"],
 }
 # Each with --virtual_replicas=4: what would change the bits.

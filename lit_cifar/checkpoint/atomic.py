@@ -209,10 +209,9 @@ def saving(path: Path) -> Iterator[None]:
 
 def save_error(error: OSError, path: Path, *, checkpoints: Path) -> SaveError:
     """The error that `path` could not be written, with the checkpoints that exist and what to do."""
-    return SaveError(
-        f"{path} could not be saved: {error.strerror or error}\n{what_is_left(checkpoints)}",
-        remedy="free some space or make the folder writable, then resume with the same command and --resume=auto",
-    )
+    problem = f"{path} could not be saved: {error.strerror or error}\n{what_is_left(checkpoints)}"
+    remedy = "free some space or make the folder writable, then resume with the same command and --resume=auto"
+    return SaveError(problem, remedy=remedy)
 
 
 def what_is_left(folder: Path) -> str:

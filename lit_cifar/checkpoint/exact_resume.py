@@ -162,10 +162,8 @@ class ExactResume(Callback):
         checkpoint[METRICS] = _collect(trainer, pl_module) if self._counts is None else self._counts
         checkpoint["callbacks"] |= self._patience
         if position.started and batches_of_epoch(trainer) % trainer.accumulate_grad_batches:
-            rank_zero_warn(
-                "this checkpoint is written within an optimizer step: a run that goes on from it repeats the step's "
-                "batches, which BatchNorm's statistics and the means of the epoch then count twice"
-            )
+            repeats = "a run that goes on from it repeats batches, which statistics and means then count twice"
+            rank_zero_warn(f"this checkpoint is written within an optimizer step: {repeats}")
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Resume a fit at the position. A checkpoint without one is left to Lightning."""

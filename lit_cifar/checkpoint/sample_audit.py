@@ -203,11 +203,9 @@ def failure(uses: Tensor, plan: Plan, *, loader_steps: int) -> SampleAuditError:
         "used too often": too_often,
         "used in another step than planned": (uses != planned) & ~missing & ~too_often,
     }
-    return SampleAuditError(
-        f"the sample audit of epoch {plan.epoch} fails after {-(-loader_steps // plan.accumulation)} of "
-        f"{plan.num_steps} optimizer steps\n"
-        + "\n".join(f"{fault}: {_listed(mask)}" for fault, mask in faults.items() if mask.any())
-    )
+    steps = f"{-(-loader_steps // plan.accumulation)} of {plan.num_steps} optimizer steps"
+    found = [f"{fault}: {_listed(mask)}" for fault, mask in faults.items() if mask.any()]
+    return SampleAuditError("\n".join([f"the sample audit of epoch {plan.epoch} fails after {steps}", *found]))
 
 
 def chain(digest: str, ids: Tensor, steps: Tensor, *, first: int, last: int) -> str:

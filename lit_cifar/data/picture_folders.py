@@ -102,16 +102,12 @@ class PictureFolders:
         here = printable(str(self.folder(split)))
         for other, theirs in self._places.items():
             if other == split and (again := len(places) - len(own)):
-                rank_zero_warn(
-                    f"{again:,} of {len(places):,} files in {here} are links to others there: these pictures count "
-                    "more than once, and may be both trained and validated on"
-                )
+                links = f"{again:,} of {len(places):,} files in {here} are links to others there"
+                rank_zero_warn(f"{links}: they count more than once, and may be both trained and validated on")
             elif other != split and (again := len(np.intersect1d(own, theirs, assume_unique=True))):
                 there = printable(str(self.folder(other)))
-                rank_zero_warn(
-                    f"{again:,} files are both in {there} and in {here}, by links: nothing that is measured on them is "
-                    "of new pictures"
-                )
+                links = f"{again:,} files are both in {there} and in {here}, by links"
+                rank_zero_warn(f"{links}: nothing that is measured on them is of new pictures")
 
 
 def _split_of(name: str) -> Split | None:

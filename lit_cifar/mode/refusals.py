@@ -40,42 +40,36 @@ TABLE = (
     Refusal(
         option="--model.compile=true",
         modes=("dp",),
-        problem="{option}: --trainer.strategy={mode} runs copies of the network in threads, and torch.compile would "
-        "run the first one in all of them",
+        problem="{option} would run one of the copies of --trainer.strategy={mode} in all of its threads",
     ),
     Refusal(
         option="--model.compile=true",
         modes=("tp", "fsdp2-tp"),
-        problem="{option}: the layers of --trainer.strategy={mode} exchange their parameters for local parts and send "
-        "messages while they run, which torch.compile cannot trace",
+        problem="{option} cannot trace layers of --trainer.strategy={mode}, which exchange parameters and messages",
         remedy="leave it out, or use --trainer.strategy=fsdp2",
     ),
     Refusal(
         option="--model.compile=cuda_graphs",
         all_but=("single_device", "ddp", "ddp_flat"),
-        problem="{option} is for one GPU and for --trainer.strategy=ddp: messages between kernels cannot be part of a "
-        "graph",
+        problem="{option} is for one GPU and --trainer.strategy=ddp: no message can be part of a graph",
         remedy="pass --model.compile=true",
     ),
     Refusal(
         option="--model.optimizer.fused=true",
         modes=("fsdp2", "tp", "fsdp2-tp"),
-        problem="{option}: torch cannot step parts of tensors with a fused {optimizer}, and --trainer.strategy={mode} "
-        "makes such parts",
+        problem="{option}: a fused {optimizer} cannot step parts of tensors, as --trainer.strategy={mode} makes",
         remedy="pass --model.optimizer.fused=false, or --model.optimizer=AdamW, which can",
     ),
     Refusal(
         option="--model.optimizer=lit_cifar.MuonSGD",
         modes=("fsdp2", "tp", "fsdp2-tp"),
-        problem="--model.optimizer={optimizer} multiplies whole matrices, and --trainer.strategy={mode} gives each "
-        "process parts of them",
+        problem="--model.optimizer={optimizer} multiplies whole matrices, and --trainer.strategy={mode} has parts",
         remedy="pass another optimizer, or --trainer.strategy=ddp",
     ),
     Refusal(
         option="--trainer.sync_batchnorm=true",
         modes=("dp",),
-        problem="{option} has no effect on --trainer.strategy={mode}: each replica normalises its own chunk of the "
-        "batch",
+        problem="{option} has no effect on --trainer.strategy={mode}: each replica normalises its own chunk",
     ),
     Refusal(
         option="--trainer.sync_batchnorm=true",
@@ -85,15 +79,13 @@ TABLE = (
     Refusal(
         option="--virtual_replicas=4",
         modes=("tp", "fsdp2-tp"),
-        problem="--virtual_replicas={parts}: --trainer.strategy={mode} divides sums inside layers, which then round "
-        "by the number of processes",
+        problem="--virtual_replicas={parts}: how --trainer.strategy={mode} rounds depends on the number of processes",
         remedy="leave it out, or pass --trainer.strategy=fsdp2",
     ),
     Refusal(
         option="--trainer.callbacks+=EMAWeightAveraging",
         modes=("ddp_spawn", "ddp_flat", "pp", "ddp_pp", "fsdp2", "tp", "fsdp2-tp"),
-        problem="a callback averages weights, of which a process has parts here, or cannot be sent to spawned "
-        "processes",
+        problem="a callback averages weights, of which a process has parts, or cannot be sent to spawned processes",
         remedy="leave it out, or pass --trainer.strategy=ddp, without --model.compile=cuda_graphs",
     ),
 )

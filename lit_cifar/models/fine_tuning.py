@@ -79,7 +79,5 @@ class Frozen:
     def told(self, network: nn.Module) -> str:
         """How much of `network` is not trained, in words."""
         until = "" if self.until is None else f" before epoch {self.until}"
-        return (
-            f"not trained{until}: {len(self.parameters)} of {len([*network.parameters()])} parameters, and the "
-            f"statistics of {len(self.norms)} BatchNorm layers"
-        )
+        share = f"{len(self.parameters)} of {len([*network.parameters()])} parameters"
+        return f"not trained{until}: {share}, and the statistics of {len(self.norms)} BatchNorm layers"

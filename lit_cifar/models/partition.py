@@ -107,13 +107,10 @@ class Partition:
         total = sum(stage.flop for stage in self.stages)
         lines = []
         for index, (stage, place) in enumerate(zip(self.stages, places, strict=True)):
-            sent = (
-                f"{4 * math.prod(stage.output_shape) / 1024:g} KiB per image" if index + 1 < len(self.stages) else "-"
-            )
-            lines.append(
-                f"{index}  {place:<12}{stage.span:<24}{stage.flop / total:>6.1%} of FLOP  "
-                f"{stage.num_parameters / 1e6:6.2f} M parameters  sends {sent}"
-            )
+            size = f"{stage.flop / total:>6.1%} of FLOP  {stage.num_parameters / 1e6:6.2f} M parameters"
+            sent = f"{4 * math.prod(stage.output_shape) / 1024:g} KiB per image"
+            sends = sent if index + 1 < len(self.stages) else "-"
+            lines.append(f"{index}  {place:<12}{stage.span:<24}{size}  sends {sends}")
         return lines
 
 

@@ -52,7 +52,5 @@ def check_precision(trainer: Trainer, *, asked: object) -> None:
         raise ConfigError(problem, remedy="pass --trainer.precision=bf16-mixed")
     is_on_cpu = trainer.strategy.root_device.type == "cpu"
     if trainer.precision.startswith("bf16") and is_on_cpu and not cpu_has_bf16():
-        rank_zero_warn(
-            f"--trainer.precision={asked} on a CPU without instructions for bfloat16: a step may take 2 to 30 times "
-            "as long as with --trainer.precision=32-true"
-        )
+        where = f"--trainer.precision={asked} on a CPU without instructions for bfloat16"
+        rank_zero_warn(f"{where}: a step may take 2 to 30 times as long as with --trainer.precision=32-true")

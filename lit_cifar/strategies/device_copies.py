@@ -39,11 +39,8 @@ def copy_faults(
             if num_wrong := int(wrong.sum()):
                 kept = ", the destination kept its old content" * bool((out[wrong] == _SENTINEL).all())
                 pair = names[source], names[destination]
-                faults.setdefault(
-                    pair,
-                    f"of a copy of {num_bytes:,} bytes from {pair[0]} to {pair[1]} {num_wrong * _WORD_BYTES:,} did not "
-                    f"arrive{kept}",
-                )
+                lost = f"{num_wrong * _WORD_BYTES:,} did not arrive{kept}"
+                faults.setdefault(pair, f"of a copy of {num_bytes:,} bytes from {pair[0]} to {pair[1]} {lost}")
     return faults
 
 

@@ -97,10 +97,8 @@ class ShardedStrategy(MeshStrategy):
             raise ConfigError(problem, remedy=f"pass --trainer.devices={product}, or other sizes")
         super().check()
         if self.synchronises_batchnorm and self.layout.data_parallel_size == 1 < self.all_processes:
-            rank_zero_warn(
-                f"--trainer.sync_batchnorm=true has no effect on --trainer.strategy={self.strategy_name} with one "
-                "replica: it sees the whole batch"
-            )
+            mode = f"--trainer.strategy={self.strategy_name} with one replica"
+            rank_zero_warn(f"--trainer.sync_batchnorm=true has no effect on {mode}: it sees the whole batch")
 
     @override
     def connect(self, model: L.LightningModule) -> None:
@@ -216,10 +214,8 @@ class ShardedStrategy(MeshStrategy):
             dim = getattr(placed[name], "dim", None)
             part = parameter if dim is None else parameter.chunk(self.model_parallel_size, dim)[0]
             held += part.chunk(self.layout.data_parallel_size)[0].numel()
-        return [
-            f"a process holds {held / 1e6:.2f} of {total / 1e6:.2f} M parameters, and as much of gradients and of each "
-            "optimizer state"
-        ]
+        share = f"{held / 1e6:.2f} of {total / 1e6:.2f} M parameters"
+        return [f"a process holds {share}, and as much of gradients and of each optimizer state"]
 
     @override
     def local_buffers(self) -> Iterator[Tensor]:

@@ -155,12 +155,8 @@ class StagedStrategy(CutStrategy, ABC):
     @override
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         stages = self.partition.modules(network)
-        return StagedForward(
-            [Compiled(stage) for stage in stages] if compiles(self.lightning_module) else stages,
-            self.stage_devices,
-            num_microbatches=self.num_microbatches,
-            recorder=self.recorder,
-        )
+        calls = [Compiled(stage) for stage in stages] if compiles(self.lightning_module) else stages
+        return StagedForward(calls, self.stage_devices, num_microbatches=self.num_microbatches, recorder=self.recorder)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:

@@ -26,8 +26,7 @@ from lit_cifar.task.metrics import STEP_METRICS
 REFUSED: dict[type[Callback], tuple[str, str]] = {
     BackboneFinetuning: (
         "needs a module with a `backbone`, and the network is not divided into one and a head",
-        "pass --model.fine_tuning.freeze=PATTERN --model.fine_tuning.unfreeze_at=EPOCH, or derive a callback of your "
-        "own from lightning.pytorch.callbacks.BaseFinetuning",
+        "pass --model.fine_tuning.freeze=PATTERN --model.fine_tuning.unfreeze_at=EPOCH, or derive from BaseFinetuning",
     ),
     BatchSizeFinder: (
         "changes the batch size when the run is planned and written down",
@@ -51,8 +50,7 @@ REFUSED: dict[type[Callback], tuple[str, str]] = {
         "--trainer.callbacks.divergence_threshold=VALUE",
     ),
     StochasticWeightAveraging: (
-        "adds an epoch without steps at the end, for BatchNorm, and forgets its learning rate in a run that is resumed "
-        "within an epoch",
+        "adds an epoch without steps, for BatchNorm, and forgets its rate in a run that is resumed within an epoch",
         "average with --trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging",
     ),
     ThroughputMonitor: (

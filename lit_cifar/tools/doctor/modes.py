@@ -10,10 +10,8 @@ from lit_cifar.reporting.run_report import counted
 from lit_cifar.tools.terminal import CommandParser, console, table
 
 # More stages than devices need the name of the class: a short name takes no arguments.
-_STAGES_ON_ONE_GPU = (
-    "python -m lit_cifar fit --trainer.strategy=LayerParallelStrategy --trainer.strategy.num_stages=2 "
-    "--trainer.devices=1"
-)
+_TWO_STAGES = "--trainer.strategy=LayerParallelStrategy --trainer.strategy.num_stages=2"
+_STAGES_ON_ONE_GPU = f"python -m lit_cifar fit {_TWO_STAGES} --trainer.devices=1"
 
 
 def main(args: list[str]) -> int:
