@@ -19,18 +19,14 @@ from lit_cifar.launch.forked import ForkedRun
 from lit_cifar.tools.verify.runs import TRAINER
 
 TINY = [
-    "--model.arch=tiny",
-    "--model.stem=imagenet",
-    "--data.dataset=synthetic",
-    "--data.num_train=96",
-    "--data.num_test=100",
-    "--data.val_size=16",
-    "--data.batch_size=16",
-    "--trainer.max_epochs=1",
-    "--trainer.accelerator=cpu",
-    "--trainer.enable_progress_bar=false",
-    "--trainer.log_every_n_steps=1",
-    "--figures.every_n_epochs=0",
+    *("--model.arch=tiny", "--model.stem=imagenet", "--figures.every_n_epochs=0"),
+    *("--data.dataset=synthetic", "--data.num_train=96", "--data.num_test=100"),
+    *("--data.val_size=16", "--data.batch_size=16", "--trainer.max_epochs=1"),
+    *("--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.log_every_n_steps=1"),
+]
+TRANSFORMS = [
+    "--data.augment.transforms+=torchvision.transforms.v2.TrivialAugmentWide",
+    "--data.augment.transforms+=torchvision.transforms.v2.RandomErasing",
 ]
 FIT: dict[str, Any] = {"module": "lit_cifar", "preload": TRAINER}  # arguments of `ForkedRun`
 

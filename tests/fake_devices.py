@@ -205,17 +205,10 @@ def _trainer(strategy: Any, **settings: Any) -> Iterator[L.Trainer]:
     callbacks = [callback for callback in default_callbacks() if not isinstance(callback, without)]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     with fake_devices() as devices, patch.dict(os.environ):
-        trainer = L.Trainer(
-            strategy=strategy,
-            accelerator=FakeAccelerator(),
-            devices=1 if isinstance(strategy, SingleDeviceStrategy) else 2,
-            callbacks=[_Boundary(), *callbacks, EvaluationFigures(), _Steps(devices)],
-            num_sanity_val_steps=0,
-            log_every_n_steps=1000,
-            max_epochs=1,
-            **SILENT,
-            **settings,
-        )
+        settings |= SILENT | {"num_sanity_val_steps": 0, "log_every_n_steps": 1000, "max_epochs": 1}
+        settings["callbacks"] = [_Boundary(), *callbacks, EvaluationFigures(), _Steps(devices)]
+        settings["devices"] = 1 if isinstance(strategy, SingleDeviceStrategy) else 2
+        trainer = L.Trainer(strategy=strategy, accelerator=FakeAccelerator(), **settings)
         trainer.strategy.teardown = lambda: None  # `Module.cpu` cannot take fake tensors out of parameters
         try:
             # Lightning would read from a device how many batches each process has.

@@ -7,6 +7,7 @@ import lightning as L
 import pytest
 
 from lit_cifar import CIFAR10DataModule
+from lit_cifar.tools.modes import SILENT
 
 # What Lightning says of this run, of few batches and in an old way of torch's.
 short = pytest.mark.filterwarnings("ignore:.*(does not have many workers|smaller than the logging interval|LeafSpec)")
@@ -25,15 +26,8 @@ def fit(
     resume: Path | None = None,
     **settings: Any,
 ) -> L.Trainer:
-    trainer = L.Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=folder,
-        **{"devices": 1, "max_epochs": 1} | settings,
-    )
+    settings = SILENT | {"accelerator": "cpu", "devices": 1, "max_epochs": 1} | settings
+    trainer = L.Trainer(default_root_dir=folder, **settings)
     trainer.fit(model, datamodule or data(), ckpt_path=resume)
     return trainer
 

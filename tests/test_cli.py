@@ -260,16 +260,8 @@ def test_an_interrupt_before_training_ends_all_at_once(flags: list[str], moment:
     if moment == "a rank begins":
         (tmp_path / "sitecustomize.py").write_text(begins)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    words = [
-        sys.executable,
-        "-m",
-        "lit_cifar",
-        "fit",
-        *TINY,
-        *flags,
-        "--trainer.devices=2",
-        f"--run_dir={tmp_path / 'x'}",
-    ]
+    words = [sys.executable, "-m", "lit_cifar", "fit", *TINY, *flags]
+    words += ["--trainer.devices=2", f"--run_dir={tmp_path / 'x'}"]
     said = tmp_path / "said"
     with said.open("wb") as file:
         run = subprocess.Popen(words, stdout=file, stderr=file, start_new_session=True, env=environment)

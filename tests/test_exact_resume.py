@@ -22,6 +22,7 @@ import yaml
 from checkpoints import assert_same_checkpoint
 from commands import (
     TINY,
+    TRANSFORMS,
     Result,
     callback,
     graded,
@@ -250,13 +251,8 @@ def test_a_stopped_run_goes_on_with_the_next_sample(steps: tuple[int, ...], undi
     assert config["ckpt_path"] is None  # or a command that reads this file would go on from there too
 
 
-PLATEAU = [
-    "--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau",
-    "--model.lr_scheduler.monitor=val/loss",
-    "--model.lr_scheduler.patience=0",
-    "--model.lr_scheduler.threshold=1000",
-    "--model.lr_scheduler.factor=0.5",
-]
+PLATEAU = ["--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau", "--model.lr_scheduler.monitor=val/loss"]
+PLATEAU += [f"--model.lr_scheduler.{setting}" for setting in ("patience=0", "threshold=1000", "factor=0.5")]
 
 
 class Case(NamedTuple):
@@ -284,10 +280,6 @@ CASES = {
 THREE = [*SETTINGS, *mode_flags("ddp", 3), "--data.batch_size=18"]
 # With the ImageNet stem a single image is a single value per channel in the end, which BatchNorm refuses.
 STAGES = mode_flags("DDPLayerParallelStrategy", 4, num_stages=2, num_microbatches=2)
-TRANSFORMS = [
-    "--data.augment.transforms+=torchvision.transforms.v2.TrivialAugmentWide",
-    "--data.augment.transforms+=torchvision.transforms.v2.RandomErasing",
-]
 SLOW = {
     "transforms": Case([*SETTINGS, *TRANSFORMS, "--data.num_workers=1"], [2]),
     "transforms, ddp": Case([*SETTINGS, *TRANSFORMS, *mode_flags("ddp")], [2], ranks=2),
@@ -520,19 +512,10 @@ def checkpoint_flag(run: Path) -> str:
 # ---------------------------------------------------------------- from any mode to any mode
 
 
-LONGER = [
-    "--model.arch=resnet10",
-    "--model.optimizer.lr=0.02",
-    "--data.num_train=112",
-    "--data.batch_size=32",
-    "--model.lr_scheduler=torch.optim.lr_scheduler.StepLR",
-    "--model.lr_scheduler.step_size=1",
-    "--trainer.precision=64-true",
-    "--trainer.gradient_clip_val=0.5",
-    "--trainer.limit_val_batches=0",
-    "--trainer.max_epochs=2",
-    "--last_checkpoint.every_n_steps=1",
-]
+LONGER = ["--model.arch=resnet10", "--model.optimizer.lr=0.02", "--data.num_train=112", "--data.batch_size=32"]
+LONGER += ["--model.lr_scheduler=torch.optim.lr_scheduler.StepLR", "--model.lr_scheduler.step_size=1"]
+LONGER += ["--trainer.precision=64-true", "--trainer.gradient_clip_val=0.5", "--trainer.limit_val_batches=0"]
+LONGER += ["--trainer.max_epochs=2", "--last_checkpoint.every_n_steps=1"]
 SHARDS, MICROBATCHES = "--model.ghost_batchnorm.data_parallel_size=2", "--model.ghost_batchnorm.num_microbatches=2"
 # Flags of a mode, processes it needs (0: it runs in this one, 1: it starts its own), and flags of what it equals.
 MODES: dict[str, tuple[list[str], int, list[str]]] = {

@@ -55,13 +55,8 @@ def test_verify_puts_the_parts_of_a_mode_on_the_one_gpu(
         strategies = [mode.strategy for mode in _possible(wanted, settings, leave_out=True)]
         found[accelerator] = strategies + capsys.readouterr().out.splitlines()
     assert found["cpu"] == ["auto", "dp", "PipelineStrategy"]
-    assert found["gpu"] == [
-        "auto",
-        "DataParallelStrategy",
-        "OneDevicePipelineStrategy",
-        "on one GPU: dp",
-        "on one GPU: pp",
-    ]
+    assert found["gpu"][:3] == ["auto", "DataParallelStrategy", "OneDevicePipelineStrategy"]
+    assert found["gpu"][3:] == ["on one GPU: dp", "on one GPU: pp"]
 
 
 def test_one_device_stands_for_several() -> None:

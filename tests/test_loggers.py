@@ -121,14 +121,8 @@ def test_one_validation_has_one_step_and_a_users_logger_gets_the_settings(tmp_pa
     Keeps.settings.clear()
     flags = ["--trainer.max_epochs=2", "--data.batch_size=8", "--trainer.val_check_interval=6"]
     flags += ["--trainer.accumulate_grad_batches=2", "--figures.every_n_epochs=1"]
-    run_here(
-        "fit",
-        *TINY,
-        *flags,
-        "--trainer.logger=test_loggers.Keeps",
-        "--trainer.logger.config={}",
-        f"--run_dir={tmp_path / 'run'}",
-    )
+    flags += ["--trainer.logger=test_loggers.Keeps", "--trainer.logger.config={}"]
+    run_here("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}")
     events = read_events(tmp_path / "run")
     names = [name for name in events.Tags()["scalars"] if name.startswith("val/")]
     steps = {tuple(event.step for event in events.Scalars(name)) for name in names}

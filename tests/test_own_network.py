@@ -96,11 +96,8 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path, monke
 def test_predictions_need_no_training_pictures(pictures: Path, tmp_path: Path) -> None:
     root, run = shutil.copytree(pictures, tmp_path / "root" / "train").parent, tmp_path / "run"
     shutil.copytree(pictures, root / "val")
-    run_here(
-        "fit",
-        *flags(root, own("Chain"), "--data.pictures.decoded_size=30", "--data.order.drop_last=true"),
-        f"--run_dir={run}",
-    )
+    sizes = ["--data.pictures.decoded_size=30", "--data.order.drop_last=true"]
+    run_here("fit", *flags(root, own("Chain"), *sizes), f"--run_dir={run}")
     given = [f"--config={run / 'config.yaml'}", f"--data.predict_dir={pictures}"]
     checkpoint = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
 
@@ -189,7 +186,7 @@ MISTAKES = {
     "Hooked --model.network.accumulated=true --trainer.strategy=fsdp2": "6.weight has a hook",
     "Chian": "has no attribute 'Chian'",
     "--model.arch=vit_micro --model.stem=cifar": "--model.stem=cifar is of a ResNet, and vit_micro is none",
-    "--model.arch=vit_micro --data.image_size=20": "do not fill 20 x 20\n  pass --data.image_size=16",
+    "--model.arch=vit_micro --data.image_size=20": "do not fill images of 20\n  pass --data.image_size=16",
     "--data.val_size=3 --data.dataset=synthetic": "but the images of synthetic are 32 x 32",
 }
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from commands import TRANSFORMS
 from data_files import draw_pictures
 from verifying import TINY as HARD
 
@@ -31,10 +32,6 @@ FLOAT64 = "--trainer.precision=64-true"
 BITS = ["--virtual_replicas=4", "--data.num_train=66", "--data.val_size=16", "--data.batch_size=32"]
 BITS += ["--data.eval_batch_size=8"]
 BFLOAT16 = ["--trainer.precision=bf16-mixed", "--trainer.gradient_clip_val=0.5"]
-TRANSFORMS = [
-    "--data.augment.transforms+=torchvision.transforms.v2.TrivialAugmentWide",
-    "--data.augment.transforms+=torchvision.transforms.v2.RandomErasing",
-]
 TORCHVISION = ["--model.network=torchvision.models.resnet18", "--model.network.num_classes=10"]
 TORCHVISION += ["--model.fine_tuning.freeze=['conv1.*','bn1.*']"]
 TORCHVISION += ["--data.num_train=48", "--data.batch_size=16", "--data.val_size=16"]

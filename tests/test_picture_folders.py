@@ -42,10 +42,7 @@ def counts(root: Path) -> dict[Split, dict[str, int]]:
 
 LAYOUTS = {
     "no splits": (["cat 3", "dog 2"], {"train": {"cat": 3, "dog": 2}}),
-    "val beside classes": (
-        ["cat 3", "dog 2", "val/dog 1"],
-        {"train": {"cat": 3, "dog": 2}, "val": {"cat": 0, "dog": 1}},
-    ),
+    "val beside": (["cat 3", "dog 2", "val/dog 1"], {"train": {"cat": 3, "dog": 2}, "val": {"cat": 0, "dog": 1}}),
     **{
         f"{train} {val} {test}": (
             [
@@ -81,45 +78,32 @@ def test_usual_layouts(layout: str, tmp_path: Path) -> None:
     assert counts(make(tmp_path, *folders)) == expected
 
 
-SPLIT, TWO = "looks like pictures to train, validate or test on", ("cat", "dog")
+def of_two(*folders: str) -> list[str]:
+    """A picture of each of two classes in each of these."""
+    return [f"{folder}/{name} 1" for folder in folders for name in ("cat", "dog")]
+
+
+SPLIT = "looks like pictures to train, validate or test on"
 REFUSED = {
     "two for the same": (["train/cat 1", "train/dog 1", "val/cat 1", "Valid/dog 1"], "are for the same pictures"),
-    "another name": (
-        [f"{split}/{name} 1" for split in ("train", "dev") for name in TWO],
-        f"dev {SPLIT}, and would not",
-    ),
-    "a year": ([f"{split}/{name} 1" for split in ("train2017", "val2017") for name in TWO], f"{SPLIT}, and would be a"),
-    "one of two": (
-        [f"{split}/{name} 1" for split in ("seg_train", "test") for name in TWO],
-        f"seg_train {SPLIT}, and would be a",
-    ),
+    "another name": (of_two("train", "dev"), f"dev {SPLIT}, and would not"),
+    "a year": (of_two("train2017", "val2017"), f"{SPLIT}, and would be a"),
+    "one of two": (of_two("seg_train", "test"), f"seg_train {SPLIT}, and would be a"),
     "a class beside those": (["train/cat 1", "train/dog 1", "cat 1"], f"cat {SPLIT}, and would not be used"),
     "classes beside those": (["train/cat 1", "train/dog 1", "more/cat 1"], f"more {SPLIT}, and would not be used"),
     "classes among those": (["cat 1", "dog 1", "more/cat 1", "more/dog 1"], "more would be a class, and holds others"),
     "one folder too many": (["all/train/cat 1", "all/test/cat 1"], "holds one class, all: there is nothing to tell"),
     "classes first": (["cat/train 1", "cat/val 1", "dog/train 1"], "cat would be a class, and holds others or splits"),
-    "patients": ([f"{patient}/{name} 1" for patient in ("p1", "p2") for name in TWO], "folders of the same na"),
-    "folds, one without a class": (
-        ["train/fold1/cat 1", "train/fold2/cat 1", "train/fold2/dog 1", "train/fold3/dog 1"],
-        "cat, dog, which may be the classes",
-    ),
+    "patients": (of_two("p1", "p2"), "folders of the same na"),
+    "folds, one without a class": (["train/1/cat 1", *of_two("train/2"), "train/3/dog 1"], "cat, dog, perhaps the cla"),
     "images and masks": (["Images 2", "masks 2"], "holds Images and masks, which are no classes"),
-    "images and annotations": (
-        ["train/images 2", "train/annotations 2", "train/previews 2", "val/images 1"],
-        "which are no classes",
-    ),
+    "and annotations": (["train/images 2", "train/annotations 2", "train/previews 2", "val/images 1"], "no classes"),
     "nothing but what is hidden": ([".git 1"], "holds no folders of pictures"),
     "a split without classes": (["cat 1", "dog 1", "test 3"], "test has no folders of classes: it may be a class"),
     "a class like a split": (["valid 3", "invalid 3"], "valid has no folders of classes: it may be a class"),
     "accents twice": ([f"{COMPOSED} 1", f"{DECOMPOSED} 1"], "have the same name when printed"),
-    "a class without pictures": (
-        ["train/cat 1", "train/dog 0"],
-        "dog holds no files\nput pictures of the class into it, or",
-    ),
-    "a class that is new": (
-        ["train/cat 1", "train/dog 1", "val/Cat 1"],
-        "without pictures to train on\nrename it to cat,",
-    ),
+    "a class without pictures": (["train/cat 1", "train/dog 0"], "dog holds no files\nput pictures of the class into"),
+    "a class that is new": (["train/cat 1", "train/dog 1", "val/Cat 1"], "pictures to train on\nrename it to cat,"),
 }
 
 

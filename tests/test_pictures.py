@@ -75,17 +75,8 @@ def test_linked_folders_are_followed_and_circles_are_not(tmp_path: Path) -> None
         linked(tmp_path / name, target)
     with pytest.warns(UserWarning, match=r"6 links in .*/cat are to folders that they lie in, .* first is 2024/back"):
         found = list_files(tmp_path / "data" / "cat")
-    assert list(found) == [
-        "0.png",
-        "2024/3.png",
-        "2024/in/4.png",
-        "also/deeper/4.png",
-        "deep/1.png",
-        "endless",
-        "file.png",
-        "gone",
-        "of_link/4.png",
-    ]
+    expected = "0.png 2024/3.png 2024/in/4.png also/deeper/4.png deep/1.png endless file.png gone of_link/4.png"
+    assert " ".join(found) == expected
     assert found["endless"] == found["gone"] == 0  # named as files that cannot be read
     linked(tmp_path / "by_link", "data/dog")
     assert list(list_files(tmp_path / "by_link")) == ["2.png"]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import psutil
 import pytest
-from commands import TINY, end_of, launch, mode_flags, refused
+from commands import TINY, callback, end_of, launch, mode_flags, refused
 from documents import ROOT
 from processes import is_running, wait_until
 from recorder import has_reached
@@ -22,13 +22,8 @@ from lit_cifar.launch.node import NodeProcesses
 from lit_cifar.launch.signals import EXIT_STOPPED
 
 EPOCHS = 3
-LONG = [
-    f"--trainer.max_epochs={EPOCHS}",
-    "--last_checkpoint.every_n_steps=2",
-    "--trainer.callbacks+=stopping.SlowSteps",
-    "--trainer.callbacks.seconds=0.7",
-    "--trainer.strategy=ddp",
-]
+LONG = [f"--trainer.max_epochs={EPOCHS}", "--last_checkpoint.every_n_steps=2", "--trainer.strategy=ddp"]
+LONG += callback("stopping.SlowSteps", seconds=0.7)
 
 
 def test_without_ray_the_command_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

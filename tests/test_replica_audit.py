@@ -57,12 +57,8 @@ def flip(flags: list[str] = TINY, **where: int | str) -> list[str]:
 def test_a_flipped_bit_is_found_in_the_next_audit(of: str, name: str, stop: bool, tmp_path: Path) -> None:
     """And the last checkpoint before the flip was audited."""
     flags = [*flip(rank=1, of=of), *mode_flags("ddp", 3), "--data.batch_size=15", "--data.num_train=91"]
-    flags += [
-        "--last_checkpoint.every_n_steps=1",
-        *(["--replica_audit.stop=true"] if stop else []),
-        f"--run_dir={tmp_path}",
-    ]
-    result = launch("fit", *flags, check=False, ranks=3)
+    flags += ["--last_checkpoint.every_n_steps=1", f"--replica_audit.stop={str(stop).lower()}"]
+    result = launch("fit", *flags, f"--run_dir={tmp_path}", check=False, ranks=3)
     assert "replicas differ after optimizer step 4; after step 3 they were equal" in result.stderr, result.stderr
     assert f"  {name}" in result.stderr
     assert "rank 1 differs from the 2 others" in result.stderr

@@ -79,14 +79,8 @@ class MadeUp(Mode):
 
 
 def lines_of(*, batch_size: int, accumulation: int = 1, **mode: Any) -> list[str]:
-    trainer: Any = SimpleNamespace(
-        strategy=MadeUp(**mode),
-        accumulate_grad_batches=accumulation,
-        max_epochs=15,
-        max_steps=-1,
-        world_size=2,
-        precision="bf16-mixed",
-    )
+    settings = {"max_epochs": 15, "max_steps": -1, "world_size": 2, "precision": "bf16-mixed"}
+    trainer: Any = SimpleNamespace(strategy=MadeUp(**mode), accumulate_grad_batches=accumulation, **settings)
     source = SimpleNamespace(found=lambda sets: [])
     data = SimpleNamespace(
         batch_size=batch_size, name="CIFAR-10", source=source, seed=3, sets={"train": range(50_000), "val": range(0)}
@@ -107,9 +101,8 @@ def test_plan_divides_the_global_batch_and_ends_with_what_the_mode_splits() -> N
         "length      15 epochs, data seed 3",
     ]
     assert max(len(line) for line in lines) <= 120
-    assert "batch       64 = 2 replicas x 4 microbatches x 8 images per optimizer step" in lines_of(
-        batch_size=64, num_microbatches=4
-    )
+    lines = lines_of(batch_size=64, num_microbatches=4)
+    assert "batch       64 = 2 replicas x 4 microbatches x 8 images per optimizer step" in lines
 
 
 def test_git_state_is_that_of_the_package_s_own_repository(tmp_path: Path) -> None:

@@ -8,14 +8,8 @@ from lit_cifar.data.changed_order import check_held_out, check_rest_of_epoch
 from lit_cifar.errors import CheckpointError
 
 SETTINGS = {
-    "dataset": "synthetic",
-    "num_train": 120,
-    "val_size": 20,
-    "batch_size": 24,
-    "seed": 0,
-    "order.shuffle": True,
-    "order.frozen": False,
-    "order.drop_last": False,
+    **{"dataset": "synthetic", "num_train": 120, "val_size": 20, "batch_size": 24, "seed": 0},
+    **{"order.shuffle": True, "order.frozen": False, "order.drop_last": False},
 }
 OWN_VAL = {"train files": "a", "val files": "c", "val_size": 0}  # pictures in folders, of which some are to validate on
 

@@ -19,30 +19,17 @@ from lit_cifar.launch.world_size import cluster_environment
 
 # As `srun --nodes=2 --ntasks-per-node=2` of SLURM 22.05 sets them for the last of four tasks.
 TASK = {
-    "SLURM_JOB_ID": "4711",
-    "SLURM_JOB_NAME": "python",
-    "SLURM_NTASKS": "4",
-    "SLURM_STEP_ID": "3",
-    "SLURM_STEP_NODELIST": "node[3-4]",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_PROCID": "3",
-    "SLURM_NODEID": "1",
-    "SLURM_LOCALID": "1",
+    **{"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "python", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "3"},
+    **{"SLURM_STEP_NODELIST": "node[3-4]", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "4"},
+    **{"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_PROCID": "3", "SLURM_NODEID": "1", "SLURM_LOCALID": "1"},
 }
 
 
 def test_a_task_is_told_what_torchrun_would_tell_it() -> None:
     assert task_variables(TASK) == {
-        "RANK": "3",
-        "LOCAL_RANK": "1",
-        "GROUP_RANK": "1",
-        "WORLD_SIZE": "4",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_WORLD_SIZE": "2",
-        "MASTER_ADDR": "node3",
-        "MASTER_PORT": "27113",
+        **{"RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1"},
+        **{"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"},
+        **{"MASTER_ADDR": "node3", "MASTER_PORT": "27113"},
         "TORCHELASTIC_RUN_ID": "srun",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "False",

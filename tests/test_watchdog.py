@@ -122,12 +122,8 @@ def test_the_judge_says_who_is_to_blame(peers: list[Peer], expected: tuple[int, 
 def test_a_message_names_the_place_of_the_culprit_and_of_all_that_do_not_get_on() -> None:
     waits = {"idle_s": 30.0, "place": "b.py:2 (all_reduce)"}
     peers = [peer(0, **waits), peer(1, idle_s=30.0, place="a.py:1 (f)"), peer(2, **waits)]
-    stands = "\n".join(
-        [
-            "  rank 1 (pid 1001 on a) has been for 30 s at a.py:1 (f)",
-            "  rank 0 (pid 1000 on a) (and rank 2) has been for 30 s at b.py:2 (all_reduce)",
-        ]
-    )
+    stands = "  rank 1 (pid 1001 on a) has been for 30 s at a.py:1 (f)\n"
+    stands += "  rank 0 (pid 1000 on a) (and rank 2) has been for 30 s at b.py:2 (all_reduce)"
     hung = verdict_of(*peers)
     killed = verdict_of(*peers, gone(3, "SIGKILL", place="c.py", step=7))
     assert hung is not None

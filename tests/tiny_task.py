@@ -16,6 +16,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.mode import Layout, mode_of
+from lit_cifar.tools.modes import SILENT
 
 CLASSES = ("T-shirt/top", "disc plain", "cat")
 
@@ -129,17 +130,8 @@ class TinyTask(LightningModule):
 def tiny_trainer(folder: Path, **settings: Any) -> Trainer:
     """A quiet trainer on the CPU that writes its events into `folder`."""
     logger = TensorBoardLogger(save_dir=str(folder), name="", version="", default_hp_metric=False)
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": logger,
-        "max_epochs": 1,
-        "log_every_n_steps": 1,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(**defaults | settings)
+    defaults = {"accelerator": "cpu", "devices": 1, "logger": logger, "max_epochs": 1, "log_every_n_steps": 1}
+    return Trainer(**SILENT | defaults | settings)
 
 
 def read_events(folder: Path) -> EventAccumulator:

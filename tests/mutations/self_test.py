@@ -22,15 +22,9 @@ STEPS = 4
 # A small net, in float64 where the bound is sharp. 27 images in batches of 16 make a full step and a ragged one, in two
 # epochs; 15 images to evaluate, in batches of 8, do not divide among two processes.
 ARGS = (
-    "--model.arch=tiny",
-    "--model.stem=imagenet",
-    "--model.optimizer.lr=0.02",
-    "--data.num_train=42",
-    "--data.val_size=15",
-    "--data.batch_size=16",
-    "--data.eval_batch_size=8",
-    "--trainer.accumulate_grad_batches=2",
-    "--trainer.accelerator=cpu",
+    *("--model.arch=tiny", "--model.stem=imagenet", "--model.optimizer.lr=0.02", "--data.num_train=42"),
+    *("--data.val_size=15", "--data.batch_size=16", "--data.eval_batch_size=8"),
+    *("--trainer.accumulate_grad_batches=2", "--trainer.accelerator=cpu"),
 )
 
 # Into how many parts these batches can be cut; two parts would be added in one order only.
