@@ -35,9 +35,8 @@ def test_a_missing_file_is_named_with_its_writer(read: Callable[[Path], object],
 
 
 def test_metrics_have_one_row_for_each_step(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text(
-        "epoch,lr-SGD,step,train/loss_step,val/acc\n,0.1,3,,\n0,,3,,0.5\n0,,3,1.5,\n,0.05,7,,\n1,,7,1.25,\n"
-    )
+    rows = "epoch,lr-SGD,step,train/loss_step,val/acc\n,0.1,3,,\n0,,3,,0.5\n0,,3,1.5,\n,0.05,7,,\n1,,7,1.25,\n"
+    (tmp_path / "metrics.csv").write_text(rows)
     frame = read_metrics(tmp_path)
     assert frame[["step", "epoch", "train/loss_step"]].values.tolist() == [[3, 0, 1.5], [7, 1, 1.25]]
     assert frame["val/acc"][0] == 0.5

@@ -94,9 +94,8 @@ def steps_in(folder: Path) -> dict[str, int]:
 
 
 def test_without_validation_there_is_no_best(tmp_path: Path) -> None:
-    _, steps = fit_and_save(
-        tmp_path, limit_val_batches=0, accumulate_grad_batches=2, last=LastCheckpoint(every_n_steps=1)
-    )
+    last = LastCheckpoint(every_n_steps=1)
+    _, steps = fit_and_save(tmp_path, limit_val_batches=0, accumulate_grad_batches=2, last=last)
     assert steps == [1]  # accumulated batches are one step
     assert steps_in(tmp_path) == {LAST: 2, PREVIOUS: 1}
 

@@ -148,9 +148,7 @@ def no_second_name(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("has_links", [True, False])
-def test_a_process_killed_at_any_line_leaves_a_whole_checkpoint(
-    has_links: bool, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_at_any_line_leaves_a_whole_file(has_links: bool, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in the folder before each line of the code that saves step 3 where steps 1 and 2 are."""
     if not has_links:
         monkeypatch.setattr(os, "link", no_second_name)
@@ -298,11 +296,7 @@ AB = ("a", "b")
         (("folder", AB), ("folder", (*AB, "c")), "class 2 is nothing in the checkpoint and c in"),
         (("folder", (*AB, "c")), ("folder", AB), "class 2 is c in the checkpoint and nothing in"),
         (("folder", ("a, b", "c")), ("folder", ("a", "b, c")), "class 0 is a, b in the checkpoint and a in"),
-        (
-            ("folder", tuple("abcdefgh")),
-            ("folder", tuple("abcdefgi")),
-            r"trained on \('a', 'b', 'c', 'd', 'e', 'f', ...\), and",
-        ),
+        (("folder", tuple("abcdefgh")), ("folder", tuple("abcdefgi")), r"\('a', 'b', 'c', 'd', 'e', 'f', ...\), and"),
         (("cifar10", AB), ("folder", AB), "trained on cifar10, which is normalised otherwise than folder"),
         (None, ("folder", AB), "does not say which classes"),
     ],
@@ -340,9 +334,7 @@ def test_a_checkpoint_without_header_is_refused(checkpoint: dict[str, object], p
     ],
 )
 @pytest.mark.parametrize("is_folder", [False, True])
-def test_a_checkpoint_of_before_is_refused_by_the_commit_that_reads_it(
-    command: str, is_folder: bool, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_before_names_the_commit_that_reads_it(command: str, is_folder: bool, tmp_path: Path) -> None:
     run = tmp_path / "run"
     file = run / "checkpoints" / LAST
     if is_folder:
@@ -415,9 +407,8 @@ def test_every_difference_changes_the_digest(other: dict[str, torch.Tensor]) -> 
 def test_a_line_replaces_those_of_later_epochs(tmp_path: Path) -> None:
     for epoch, step in [(0, 3), (1, 0), (2, 0), (2, 5), (3, 0), (2, 0)]:  # the last one is of a run that was resumed
         note_epoch({"position": {"epoch": epoch, "step": step}, "state_dict": WEIGHTS}, tmp_path)
-    assert (tmp_path / DIGESTS).read_text() == "".join(
-        f"{weights_digest(WEIGHTS)}  epoch {epoch}\n" for epoch in (0, 1)
-    )
+    lines = [f"{weights_digest(WEIGHTS)}  epoch {epoch}\n" for epoch in (0, 1)]
+    assert (tmp_path / DIGESTS).read_text() == "".join(lines)
     assert [path.name for path in tmp_path.iterdir()] == [DIGESTS]
 
 
@@ -434,9 +425,8 @@ def test_a_damaged_line_is_dropped_and_an_error_names_this_file(tmp_path: Path) 
     (tmp_path / DIGESTS).write_bytes(f"{weights_digest(WEIGHTS)}  epoch 0\n".encode() + bytes(9))
     checkpoint = {"position": {"epoch": 2, "step": 0}, "state_dict": WEIGHTS}
     note_epoch(checkpoint, tmp_path)
-    assert (tmp_path / DIGESTS).read_text().splitlines() == [
-        f"{weights_digest(WEIGHTS)}  epoch {epoch}" for epoch in (0, 1)
-    ]
+    lines = [f"{weights_digest(WEIGHTS)}  epoch {epoch}" for epoch in (0, 1)]
+    assert (tmp_path / DIGESTS).read_text().splitlines() == lines
     (tmp_path / f"{DIGESTS}.part").mkdir()
     with pytest.raises(SaveError, match=rf"{DIGESTS} could not be saved: Is a directory"):
         CheckpointFiles().save_checkpoint(checkpoint, tmp_path / "checkpoints" / "last.ckpt")

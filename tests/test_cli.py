@@ -336,9 +336,7 @@ def test_own_checkpoint_callbacks_and_the_resume_point_do_not_meet(tmp_path: Pat
         ("OnExceptionCheckpoint", {"dirpath": "RUN/checkpoints/x", "filename": "../last"}),
     ],
 )
-def test_own_checkpoint_callbacks_may_not_write_where_the_run_does(
-    kind: str, own: dict[str, str], tmp_path: Path
-) -> None:
+def test_own_checkpoint_callbacks_may_not_write_where_we_do(kind: str, own: dict[str, str], tmp_path: Path) -> None:
     given = {name: value.replace("RUN", str(tmp_path / "run")) for name, value in own.items()}
     says = [f"{kind} would write into {tmp_path / 'run' / 'checkpoints'}"]
     refused("fit", *TINY, *callback(kind, **given), f"--run_dir={tmp_path / 'run'}", says=says)
@@ -463,9 +461,7 @@ SELDOM = ("lit_cifar.checkpoint.pretrained",)
         slow=[(mode_flags("ddp"), ("lit_cifar.checks.relations",), [])],
     ),
 )
-def test_a_fit_imports_what_it_needs(
-    flags: list[str], rooms: tuple[str, ...], loaded: list[str], tmp_path: Path
-) -> None:
+def test_fit_imports_what_it_needs(flags: list[str], rooms: tuple[str, ...], loaded: list[str], tmp_path: Path) -> None:
     """On one device no strategy and no monitor; on two no relations."""
     script = tmp_path / "script.py"
     script.write_text(f"""import os, sys

@@ -76,9 +76,7 @@ def test_a_compiled_network_keeps_its_names_can_be_copied_and_is_plain_after_the
     ],
     ids=["one device", "mp", "pp", "fsdp2"],
 )
-def test_a_mode_compiles_its_parts(
-    strategy: Any, parts: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_parts_are_compiled(strategy: Any, parts: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One process of a mode with processes; those take the same path."""
     ran = set()
 
@@ -97,9 +95,7 @@ def test_a_mode_compiles_its_parts(
 
 
 @pytest.mark.parametrize("strategy", ["auto", "ddp_flat"])
-def test_cuda_graphs_are_torchs_mode_of_least_overhead(
-    strategy: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_cuda_graphs_are_torchs_least_overhead(strategy: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On a CPU torch makes none, and the kernels are the same; no gradient of a step is there in the next forward."""
     asked, gradients = [], []
 

@@ -58,9 +58,8 @@ def test_one_process_counts_each_batch_and_reports_it(tmp_path: Path, capsys: py
     trainer = trainer_for(tmp_path)
     trainer.test(TinyTask(), datamodule=data_of(5, 9, batch_size=4))
     assert counts(trainer, "test") == [AccuracyCount(5, 9)]
-    assert (tmp_path / "per_rank.csv").read_text() == (
-        "split,rank,correct,total,accuracy\ntest,0,5,9,0.555556\ntest,all,5,9,0.555556\n"
-    )
+    rows = "split,rank,correct,total,accuracy\ntest,0,5,9,0.555556\ntest,all,5,9,0.555556\n"
+    assert (tmp_path / "per_rank.csv").read_text() == rows
     assert scalars(tmp_path, "test/acc_rank0") == [(0, pytest.approx(5 / 9))]
     printed = capsys.readouterr().out
     assert "Accuracy per rank, test, tiny" in printed

@@ -161,12 +161,7 @@ def test_a_script_resumes_on_two_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "sizes", "settings", "says"),
     [
-        (
-            "own",
-            {"order": Order(shuffle=False)},
-            {},
-            "within an epoch with --data.order.shuffle=true; --data.order.shuffle=false would order",
-        ),
+        ("own", {"order": Order(shuffle=False)}, {}, "order.shuffle=true; --data.order.shuffle=false would order"),
         ("foreign", {"batch_size": 32}, {}, "batch_size=16; .*batch_size=32"),  # which has fewer steps in an epoch
         ("foreign", {}, {"accumulate_grad_batches": 2}, "after 1 optimizer steps, which accumulate_grad_batches=2"),
     ],
@@ -322,9 +317,7 @@ ENDS = {
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
 @pytest.mark.parametrize("end", graded("max_steps", slow=[*ENDS][1:]))
-def test_a_training_that_has_ended_goes_on_with_what_it_has_trained(
-    end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_ended_training_goes_on_with_what_it_has(end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With its average or without; and what has ended it ends it again at once, and says so."""
     run, alone, whole = tmp_path / "run", tmp_path / "alone", tmp_path / "whole"
     flags = ["--resume=auto", *CONSTANT]
@@ -437,10 +430,7 @@ def test_counts_of_many_ranks_and_classes_are_few_bytes() -> None:
     [
         (["--trainer.max_epochs=1"], "--trainer.max_epochs=1, and the training that it continues has begun 2"),
         (["--trainer.max_steps=9"], "--trainer.max_steps=9, and the training that it continues has begun 10"),
-        (
-            ["--model.lr_scheduler=ConstantLR"],
-            "with lit_cifar.WarmupDecay; this one has torch.optim.lr_scheduler.Const",
-        ),
+        (["--model.lr_scheduler=ConstantLR"], "WarmupDecay; this one has torch.optim.lr_scheduler.Const"),
         (["--model.optimizer=lit_cifar.MuonSGD"], "with lit_cifar.NesterovSGD; this one has lit_cifar.MuonSGD"),
     ],
 )

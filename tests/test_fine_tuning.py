@@ -45,9 +45,7 @@ class Plain(nn.Sequential):
         (["*.bias"], {"0.bias", "2.bias", "3.bias"}, ()),
     ],
 )
-def test_names_that_match_and_layers_that_have_no_others(
-    patterns: list[str], parameters: set[str], norms: tuple[str, ...]
-) -> None:
+def test_names_that_match_and_their_layers(patterns: list[str], parameters: set[str], norms: tuple[str, ...]) -> None:
     assert matching(Plain(), patterns) == (parameters, norms)
 
 

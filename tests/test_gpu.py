@@ -73,18 +73,14 @@ def test_batches_made_on_the_device_are_those_of_the_host(options: dict[str, Any
             assert getattr(found, name).cpu().equal(getattr(expected, name))
 
 
+GHOST = "--model.ghost_batchnorm"
+MICROBATCHED = mode_flags("LayerParallelStrategy", 1, num_stages=2, num_microbatches=2)
 # The flags of a run here, and those of the run on the CPU that it equals.
 RUNS = {
     "auto": ([], []),
     "images on the host": (["--data.resident=host"], []),
-    "two replicas": (
-        mode_flags("DataParallelStrategy", 1, num_replicas=2),
-        ["--model.ghost_batchnorm.local_replicas=2"],
-    ),
-    "two stages, two microbatches": (
-        mode_flags("LayerParallelStrategy", 1, num_stages=2, num_microbatches=2),
-        ["--model.ghost_batchnorm.num_microbatches=2"],
-    ),
+    "two replicas": (mode_flags("DataParallelStrategy", 1, num_replicas=2), [f"{GHOST}.local_replicas=2"]),
+    "two stages": (MICROBATCHED, [f"{GHOST}.num_microbatches=2"]),
 }
 
 
@@ -141,9 +137,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tup
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [*NAMES, "PipelineStrategy"])
-def test_every_mode_goes_on_and_counts_as_one_device(
-    alone: tuple[Path, dict[str, tuple[int, int]]], tmp_path: Path, mode: str
-) -> None:
+def test_modes_go_on_as_one_device(alone: tuple[Path, dict[str, tuple[int, int]]], tmp_path: Path, mode: str) -> None:
     """Through NCCL, with one process: it resumes that checkpoint, and its test counts as that of one device."""
     checkpoint, expected = alone
     arguments = {"schedule": "Interleaved1F1B", "num_microbatches": 2} if mode == "PipelineStrategy" else {}

@@ -41,9 +41,7 @@ def test_parts_share_one_gpu_and_several_leave_every_mode_as_it_is() -> None:
     assert places(3, devices=4)["dp"] == ("DataParallelStrategy", 1)
 
 
-def test_verify_puts_the_parts_of_a_mode_on_the_one_gpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_puts_parts_on_the_one_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name in ("module", "data", "train_sampler"):
         monkeypatch.setattr(Configuration, name, lambda *args: None)

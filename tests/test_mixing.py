@@ -197,10 +197,7 @@ def test_modes_compute_what_one_device_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (
-            "--data.mixing.mixup=-1",
-            ["--data.mixing.mixup=-1 is the parameter of a Beta distribution", "--data.mixing.mixup=1.0"],
-        ),
+        ("--data.mixing.mixup=-1", ["=-1 is the parameter of a Beta distribution", "--data.mixing.mixup=1.0"]),
         ("--data.mixing.cutmix=inf", ["--data.mixing.cutmix=inf"]),
         ("--data.balance.class_weights=[1,2]", ["2 factors for 10 classes", "disc plain"]),
         ("--data.balance.class_weights=[1,-2]", ["[1.0, -2.0]", "balanced"]),
@@ -209,10 +206,7 @@ def test_modes_compute_what_one_device_does(tmp_path: Path) -> None:
             "--data.balance.draw_equally=true --data.balance.class_weights=balanced",
             ["corrects rare classes twice", "leave one of the two out"],
         ),
-        (
-            "--data.balance.draw_equally=true --data.order.shuffle=false",
-            ["--data.balance.draw_equally=true draws an order"],
-        ),
+        ("--data.balance.draw_equally=true --data.order.shuffle=false", ["draw_equally=true draws an order"]),
     ],
 )
 def test_what_cannot_be_is_refused(flags: str, says: list[str], tmp_path: Path) -> None:

@@ -63,9 +63,8 @@ def test_a_planted_mistake_is_caught_and_its_absence_passes() -> None:
     absent, shifted = self_test(named("shifted-bias"))
     assert (absent.mutation, absent.right) == (None, True), absent.problems
     assert (shifted.right, shifted.caught_by) == (True, COMPARISON)
-    assert (
-        shifted.problems[0] == "step 1: fc.bias (parameters): ranks 0, 1 differ, and there is no majority, and 1 more"
-    )
+    first = "step 1: fc.bias (parameters): ranks 0, 1 differ, and there is no majority, and 1 more"
+    assert shifted.problems[0] == first
 
 
 def of_each_mode(mutations: list[Mutation], with_parts: bool, which: str, mark: pytest.MarkDecorator) -> Iterator[Any]:

@@ -32,9 +32,8 @@ def rates(total: int, **settings: Any) -> list[float]:
 
 
 def test_linear_rise_and_fall_and_half_a_cosine() -> None:
-    assert rates(10, warmup=0.4, decay="linear") == pytest.approx(
-        [0.4, 0.8, 1.2, 1.6, 2.0, *(2 * left / 6 for left in (5, 4, 3, 2, 1, 0))]
-    )
+    expected = [0.4, 0.8, 1.2, 1.6, 2.0, *(2 * left / 6 for left in (5, 4, 3, 2, 1, 0))]
+    assert rates(10, warmup=0.4, decay="linear") == pytest.approx(expected)
     seen = rates(8, warmup=0, decay="cosine")
     assert (seen[0], seen[4]) == (2.0, pytest.approx(1.0))
     assert seen == sorted(seen, reverse=True)
@@ -88,9 +87,7 @@ SCHEDULES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("schedule", "before", "now"), SCHEDULES, ids=lambda value: getattr(value, "__name__", ""))
-def test_settings_of_the_run_hold_after_a_checkpoint_was_loaded(
-    schedule: Any, before: dict[str, Any], now: dict[str, Any]
-) -> None:
+def test_settings_of_the_run_hold_after_a_resume(schedule: Any, before: dict[str, Any], now: dict[str, Any]) -> None:
     """As if the training had had them from the start; if none has changed, nothing is touched."""
     trained, plan, recipe = planned(schedule, 0.1, **before)
     take(5, trained, plan)
@@ -114,9 +111,7 @@ def test_settings_of_the_run_hold_after_a_checkpoint_was_loaded(
     ],
 )
 @pytest.mark.parametrize("lr", [0.1, 1.0, 2.0])
-def test_rates_that_a_schedule_brings_are_those_of_the_run(
-    schedule: Any, same: dict[str, Any], name: str, lr: float
-) -> None:
+def test_rates_of_a_schedule_are_those_of_the_run(schedule: Any, same: dict[str, Any], name: str, lr: float) -> None:
     """Though one of them may be the optimizer's own."""
     trained, plan, recipe = planned(schedule, lr, **same, **{name: 1.0})
     take(5, trained, plan)

@@ -49,9 +49,7 @@ IN_THIS_FILE = [
 @pytest.mark.parametrize(
     ("option", "name"), [pytest.param(*key, id=" ".join(key)) for key in FROM_REFUSALS if key[1] != "single_device"]
 )
-def test_an_option_is_refused_in_the_words_of_the_table(
-    option: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_are_refused_in_the_words_of_the_table(option: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, and before any process is started."""
     monkeypatch.setattr(CLI, "_run_subcommand", CLI._check)
     row = FROM_REFUSALS[option, name]
@@ -109,9 +107,7 @@ def test_modes_train_in_a_type_too_narrow_for_verify(option: str, modes: list[st
         assert all(map(math.isfinite, losses(tmp_path / mode)))
 
 
-def test_the_one_device_goes_without_what_the_modes_are_to_show_equal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_device_goes_without_what_modes_are_to_show_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: dict[str, str] = {}
 
     def note(self: Launcher, title: str, folder: Path, flags: list[str]) -> EndedRun:

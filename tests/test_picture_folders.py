@@ -212,9 +212,7 @@ def test_each_class_is_held_out_alike(
         assert set(other.hold_out(labels, num_images).tolist()) != set(held_out.tolist())
 
 
-def test_labels_that_are_no_folders_become_some_by_the_lines_of_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_labels_become_folders_by_the_lines_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(make(tmp_path, "images 0"))
     names = {"cat_1.jpg": "cat", "cat_2.jpg": "cat", "dog_1.jpg": "dog"}
     for name in names:

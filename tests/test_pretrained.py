@@ -77,10 +77,8 @@ def test_a_part_of_a_network_takes_a_whole_file() -> None:
         ({"model": RESNET, "optimizer": OPTIMIZER}, ", those of model.*\n  not used: optimizer"),
         ({"n_averaged": torch.ones(()), **WRAPPED}, ", those of module.*\n  not used: n_averaged"),
         ({"a": {"b": {"net.fc.x": torch.ones(2), **WRAPPED}}}, ", those of a.b.module.*\n  not used: net.fc.x"),
-        (
-            {name: its for name, its in RESNET.items() if name != "bn1.num_batches_tracked"},
-            "",
-        ),  # as torch once wrote it
+        # As torch once wrote it.
+        ({name: its for name, its in RESNET.items() if name != "bn1.num_batches_tracked"}, ""),
     ],
 )
 def test_a_whole_network_is_found_in_files_of_other_programs(content: Any, says: str) -> None:
@@ -100,24 +98,12 @@ PARTLY = {"num_classes": 5, "partly": True}
         ({"model": RENAMED}, WHOLE, "do not fit this ResNet: fc.weight is missing"),
         (BODY, WHOLE, "do not fit this ResNet: fc.weight is missing"),
         ({"net": {**WRAPPED, "module.more.w": torch.ones(2)}}, WHOLE, "more.w is (2,) in the checkpoint, missing"),
-        (
-            torchvision.models.resnet34(num_classes=5).state_dict(),
-            WHOLE,
-            "do not fit this ResNet: layer1.2.conv1.weight is",
-        ),
-        (
-            torchvision.models.resnet18().state_dict(),
-            WHOLE,
-            "fc.weight is (1000, 512) in the checkpoint, (5, 512) in the",
-        ),
+        (torchvision.models.resnet34(num_classes=5).state_dict(), WHOLE, "fit this ResNet: layer1.2.conv1.weight is"),
+        (torchvision.models.resnet18().state_dict(), WHOLE, "fc.weight is (1000, 512) in the checkpoint, (5, 512) in"),
         ({"epoch": 3}, PARTLY, "no weights with names and shapes of ResNet's"),
         ({"other.w": torch.ones(3)}, PARTLY, "no weights with names and shapes"),
         ({name: torch.ones(1, 2, 3) for name in RESNET}, PARTLY, "no weights with names and shapes"),
-        (
-            torchvision.models.resnet50().state_dict(),
-            PARTLY,
-            "layer1.0.conv1.weight is (64, 64, 1, 1) in the checkpoint, (64, 64, 3",
-        ),
+        (torchvision.models.resnet50().state_dict(), PARTLY, "layer1.0.conv1.weight is (64, 64, 1, 1) in the check"),
     ],
 )
 def test_what_is_not_of_this_network_is_refused(content: dict[str, Any], how: dict[str, Any], problem: str) -> None:

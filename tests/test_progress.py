@@ -100,9 +100,7 @@ class TimedTask(TinyTask):
         return super().validation_step(batch, batch_idx)
 
 
-def test_a_log_file_gets_a_line_each_minute(
-    tmp_path: Path, clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_has_a_line_a_minute(tmp_path: Path, clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = tiny_trainer(tmp_path, callbacks=[EpochLines()], max_epochs=1, limit_val_batches=0)
     trainer.fit(TimedTask(clock, first_s=50.0, step_s=25.0), datamodule=TinyData(num_images=48))
     lines = [re.sub("  loss.*  ", "  ", line) for line in capsys.readouterr().out.splitlines()]

@@ -131,9 +131,7 @@ def test_two_nodes_train_as_two_processes_without_ray(mode: str, cluster: Cluste
 
 @on_cluster
 @pytest.mark.parametrize("killed", ["worker", "node"])
-def test_what_is_killed_costs_no_sample(
-    killed: str, cluster: Cluster, undisturbed: tuple[str, str], tmp_path: Path
-) -> None:
+def test_a_kill_costs_no_sample(killed: str, cluster: Cluster, undisturbed: tuple[str, str], tmp_path: Path) -> None:
     job = Job(cluster, tmp_path, *LONG, "--resume=auto", own="--max_failures=1")
     job.wait_for(step=7)
     worker = job.workers()[1]
@@ -147,9 +145,7 @@ def test_what_is_killed_costs_no_sample(
 
 
 @on_cluster
-def test_a_job_that_is_stopped_saves_and_goes_on_later(
-    cluster: Cluster, undisturbed: tuple[str, str], tmp_path: Path
-) -> None:
+def test_a_stopped_job_saves_and_goes_on_later(cluster: Cluster, undisturbed: tuple[str, str], tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     job = Job(cluster, tmp_path / "first", *LONG)
     job.wait_for(step=7)

@@ -29,9 +29,7 @@ OWN_VAL = {"train files": "a", "val files": "c", "val_size": 0}  # pictures in f
 def test_other_settings_are_refused_within_an_epoch(changed: dict[str, Any], problem: str, remedy: str) -> None:
     with pytest.raises(CheckpointError) as error:
         check_rest_of_epoch(SETTINGS, SETTINGS | changed)
-    assert error.value.problem.endswith(
-        f"within an epoch with {remedy}; {problem} would order the rest of it otherwise"
-    )
+    assert error.value.problem.endswith(f"within an epoch with {remedy}; {problem} would order the rest otherwise")
     # Between two epochs the order may change, but not what is held out.
     mixed = bool({"seed", "num_train"} & changed.keys())
     other = "start a new training" if mixed else "resume a checkpoint from between two epochs"

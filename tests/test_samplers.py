@@ -45,9 +45,7 @@ NUM_RANKS = [1, 2, 3, 4, 7]
         (8, ShardedStrategy(None, 4), "fsdp2-tp", Layout(data_parallel_size=2, model_parallel_size=4)),
     ],
 )
-def test_the_layout_is_known_before_processes_start(
-    devices: int, strategy: Strategy | str, name: str, layout: Layout
-) -> None:
+def test_the_layout_is_known_before_a_start(devices: int, strategy: Strategy | str, name: str, layout: Layout) -> None:
     mode = mode_of(L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **SILENT).strategy)
     assert (mode.name, mode.layout) == (name, layout)
 
@@ -60,9 +58,8 @@ def test_machines_multiply_processes() -> None:
 def test_replicas_multiply_and_microbatches_are_pieces_of_them() -> None:
     layout = Layout(data_parallel_size=3, data_parallel_rank=2, local_replicas=2, num_microbatches=4)
     assert layout.num_replicas == 6
-    assert GhostBatches.of(layout, accumulation=5) == GhostBatches(
-        data_parallel_size=3, accumulation=5, local_replicas=2, num_microbatches=4
-    )
+    chunks = GhostBatches(data_parallel_size=3, accumulation=5, local_replicas=2, num_microbatches=4)
+    assert GhostBatches.of(layout, accumulation=5) == chunks
     for field in ("data_parallel_size", "accumulation", "local_replicas", "num_microbatches"):
         with pytest.raises(ValueError, match=f"{field}=0"):
             GhostBatches(**{field: 0})
@@ -201,9 +198,8 @@ def images_of(num: int, size: int = 1) -> ImageSet:
         ),
         TrainSampler(num_samples=50, batch_size=12, layout=Layout(), drop_last=True),
         EvaluationSampler(num_samples=50, batch_size=12, layout=Layout(data_parallel_size=3, data_parallel_rank=2)),
-        EvaluationSampler(
-            num_samples=1, batch_size=12, layout=Layout(data_parallel_size=3, data_parallel_rank=2)
-        ),  # nothing here
+        # Nothing here.
+        EvaluationSampler(num_samples=1, batch_size=12, layout=Layout(data_parallel_size=3, data_parallel_rank=2)),
     ],
 )
 def test_batches_that_are_made_together_are_those_made_one_by_one(
@@ -321,9 +317,7 @@ def test_padded_evaluation_repeats_the_first_samples() -> None:
     ("limit", "alike"),
     [({"overfit_batches": 1}, True), ({"overfit_batches": 0.5}, True), ({"limit_train_batches": 1}, False)],
 )
-def test_a_run_that_overfits_has_the_first_batches_in_each_epoch(
-    limit: dict[str, float], alike: bool, tmp_path: Path
-) -> None:
+def test_a_run_that_overfits_repeats_the_first_batches(limit: dict[str, float], alike: bool, tmp_path: Path) -> None:
     watch = Watch(tmp_path / "never", -1)
     fit(make("own"), tmp_path, data(eval_batch_size=4), callbacks=[watch], max_epochs=3, **limit)
     assert [ids == [*range(16)] for *_, ids in watch.read] == [alike] * 3

@@ -336,17 +336,11 @@ def test_grey_images_become_three_padded_channels(fashion_root: Path, split: Any
     [
         ("t10k-labels-idx1-ubyte", lambda content: content[:3], "incomplete or damaged"),
         ("train-images-idx3-ubyte", lambda content: content[:17], "incomplete or damaged"),
-        (
-            "train-labels-idx1-ubyte",
-            lambda content: content[:8] + bytes([10] * 12),
-            "not 12 train images of 28 x 28, each",
-        ),
+        ("train-labels-idx1-ubyte", lambda content: content[:8] + bytes([10] * 12), "not 12 train images of 28 x 28"),
     ],
     ids=["without a header", "truncated", "no such label"],
 )
-def test_a_damaged_file_of_fashion_mnist(
-    fashion_root: Path, file: str, damage: Callable[[bytes], bytes], words: str
-) -> None:
+def test_damage_to_fashion_mnist(fashion_root: Path, file: str, damage: Callable[[bytes], bytes], words: str) -> None:
     path = fashion_root / "FashionMNIST" / "raw" / file
     path.write_bytes(damage(path.read_bytes()))
     message = refusal(fashion_root, "fashion_mnist")

@@ -89,9 +89,7 @@ def tasks(run: Path, *flags: str) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("mode", "devices"), [("ddp", 2), ("ddp_mp", 4), ("pp", 2), ("fsdp2", 2), ("tp", 2)])
-def test_two_tasks_that_are_stopped_and_resume_train_as_two_processes_without_srun(
-    mode: str, devices: int, tmp_path: Path
-) -> None:
+def test_two_tasks_that_resume_train_as_two_processes_without_srun(mode: str, devices: int, tmp_path: Path) -> None:
     """They are stopped as by `scancel`, or at the end of their time."""
     flags = [f"--trainer.strategy={mode}", "--last_checkpoint.every_n_steps=2"]  # at which they agree
     assert tasks(tmp_path / "srun", *flags, *callback("stopping.SignalAfter", step=2, rank=1)) == [EXIT_STOPPED] * 2

@@ -17,9 +17,7 @@ OURS += ("length ", "note ", "test it ")
 
 
 @pytest.mark.parametrize("mode", ["single", "ddp", pytest.param("ddp_spawn", marks=pytest.mark.slow), "pp"])
-def test_a_fit_prints_our_lines_and_none_of_lightning(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fit_prints_our_lines_and_none_of_lightning(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own, in those that Lightning starts or spawns, and in those of torchrun; on a login node of
     SLURM too.
     """

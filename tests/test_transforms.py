@@ -105,9 +105,8 @@ def test_workers_make_the_same_batches(settings: dict[str, Any]) -> None:
 
 
 def test_images_that_a_balanced_epoch_repeats_are_drawn_anew() -> None:
-    data = CIFAR10DataModule(
-        dataset="synthetic", num_train=200, val_size=0, batch_size=64, balance=Balance(draw_equally=True)
-    )
+    sizes = {"num_train": 200, "val_size": 0, "batch_size": 64}
+    data = CIFAR10DataModule(dataset="synthetic", balance=Balance(draw_equally=True), **sizes)
     data.setup("fit")
     kept = torch.cat([torch.nonzero(data.sets["train"].labels > 0)[:, 0], torch.tensor([0])])
     data.sets["train"] = data.sets["train"].subset(kept)

@@ -121,9 +121,7 @@ def test_the_command_line_runs_no_code(tmp_path: Path, marker: Path, flags: list
 
 
 @pytest.mark.parametrize("crafted", ["data_batch_1", "test_batch", "batches.meta"])
-def test_the_python_edition_runs_no_code(
-    tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch, crafted: str
-) -> None:
+def test_pickled_data_run_no_code(tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch, crafted: str) -> None:
     """All other files are those that torchvision expects."""
     images = {"data": torch.zeros(20, 3072, dtype=torch.uint8).numpy(), "labels": [0, 1] * 10}
     contents: dict[str, object] = {name: images for name, _ in (*CIFAR10.train_list, *CIFAR10.test_list)}

@@ -127,9 +127,7 @@ def test_all_leaves_out_what_is_not_possible(
     assert kept == [name for name in sized_modes(devices) if name not in left_out]
 
 
-def test_a_launcher_starts_the_modes_that_have_processes_to_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_starts_modes_that_have_processes_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_launcher = replace(settings(), launcher=("srun", "fit.sh"))
     found = _possible(chosen(["all"], devices=4), with_launcher, leave_out=True)
     left_out = {"single", "dp", "ddp_spawn", "mp", "mp-micro"}
@@ -377,9 +375,8 @@ def snapshots(*states: State, when: str = "step 1", same_as: str | None = None) 
 def test_equal_parts_must_be_equal_in_all_processes() -> None:
     here, there = {"fc.bias (parameters)": ("", None, "a")}, {"fc.bias (parameters)": ("", None, "b")}
     assert peer_problems(snapshots(here, here)) == []
-    assert peer_problems(snapshots(here, here, there)) == [
-        "step 1: fc.bias (parameters): rank 2 differs from the 2 others"
-    ]
+    problem = "step 1: fc.bias (parameters): rank 2 differs from the 2 others"
+    assert peer_problems(snapshots(here, here, there)) == [problem]
     # Other parts may differ, and what only one process holds.
     states: list[State] = [
         {"fc.weight (parameters)": ("part [0]", None, "a"), "bn.running_mean (buffers)": ("", 0, "a")},
@@ -426,9 +423,8 @@ def test_which_state_is_a_process_s_own() -> None:
 def test_metrics_are_read_by_step_without_those_of_one_process(tmp_path: Path) -> None:
     assert Record(tmp_path).logged == {}
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.csv").write_text(
-        "epoch,lr-SGD,step,train/loss,train/loss_step\n,0.1,0,,\n0,,1,2.5,2.0\n"
-    )
+    rows = "epoch,lr-SGD,step,train/loss,train/loss_step\n,0.1,0,,\n0,,1,2.5,2.0\n"
+    (tmp_path / "run" / "metrics.csv").write_text(rows)
     assert Record(tmp_path).logged == {("lr-SGD", 1): 0.1, ("epoch", 2): 0.0, ("train/loss", 2): 2.5}
 
 

@@ -178,9 +178,7 @@ def test_a_training_ends_as_from_memory_after_a_stop_too(pictures: Path, tmp_pat
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("end", "status"), [("os.kill(os.getpid(), 9)", -signal.SIGKILL), ("sys.exit(143)", 143)])
-def test_workers_outlive_a_request_to_stop_but_not_the_process_that_trains(
-    pictures: Path, end: str, status: int
-) -> None:
+def test_workers_outlive_a_request_to_stop_but_not_their_process(pictures: Path, end: str, status: int) -> None:
     """A scheduler's SIGTERM and Ctrl-C reach all of a job. That nothing is left is what every test looks at."""
     code = f"""if True:
         import os, signal, subprocess, sys
