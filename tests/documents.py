@@ -76,9 +76,8 @@ def parser_of(subcommand: str) -> Any:
 @cache
 def history() -> tuple[str, ...]:
     """Every commit up to this one; the calling test is skipped where there are not all of them."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--show-toplevel", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True
-    )
+    asked = ["git", "rev-parse", "--show-toplevel", "--is-shallow-repository"]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
     if done.returncode or done.stdout.split() != [str(ROOT), "false"]:
         pytest.skip("needs a git repository with its whole history")
     return tuple(git("rev-list", "HEAD").split())

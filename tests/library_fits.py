@@ -65,9 +65,8 @@ def ends_alike(folder: Path, *, kind: str = "own", step: int, in_epoch: bool = T
     for seed, resume in enumerate((None, folder / "within.ckpt")):
         L.seed_everything(seed)  # nothing may follow from what was drawn before
         watch, model = Watch(folder / "within.ckpt", step if resume is None else -1, in_epoch=in_epoch), make(kind)
-        trainer = fit(
-            model, folder, data(), callbacks=[watch, AskAlone()], resume=resume, **{"max_epochs": 2} | settings
-        )
+        asked = {"max_epochs": 2, "callbacks": [watch, AskAlone()]} | settings
+        trainer = fit(model, folder, data(), resume=resume, **asked)
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
         found.append((watch.read, logged, [*model.state_dict().values()]))
     (read, logged, weights), (rest, logged_too, weights_too) = found

@@ -126,9 +126,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         asked = subprocess.run([*pip, "--dry-run", "--report", "-", package], capture_output=True, text=True)
         if asked.returncode:
             pytest.skip(f"{package} is not installed, and pip cannot install it")
-        lacks = [
-            f"{each['metadata']['name']}=={each['metadata']['version']}" for each in json.loads(asked.stdout)["install"]
-        ]
+        packages = [each["metadata"] for each in json.loads(asked.stdout)["install"]]
+        lacks = [f"{each['name']}=={each['version']}" for each in packages]
         subprocess.run([*pip, "--no-deps", f"--target={folder}", *lacks], check=True)
         return folder
 

@@ -129,10 +129,8 @@ def test_what_a_scheduler_starts_is_torchrun_on_its_machines(
 ) -> None:
     command, variables = read(yaml.safe_load((CLUSTER / f"{file}.yaml").read_text()))
     here = {"INTERFACE": "ib0", "RDZV_HOST": "node3"}  # what this machine has in place of the cluster's
-    environment = network | variables | here
-    done = subprocess.run(
-        ["bash", "-c", command], env=environment, cwd=CLUSTER.parents[1], capture_output=True, text=True, check=True
-    )
+    place = {"env": network | variables | here, "cwd": CLUSTER.parents[1]}
+    done = subprocess.run(["bash", "-c", command], **place, capture_output=True, text=True, check=True)
     assert f"--nnodes={nodes} " in done.stdout
     assert "-m lit_cifar fit --trainer.strategy=ddp --resume=auto --run_dir=/shared/runs/first" in done.stdout
 

@@ -56,9 +56,8 @@ def test_a_fault_is_refused_with_the_pair_and_what_helps(monkeypatch: pytest.Mon
 def tried(monkeypatch: pytest.MonkeyPatch, strategy: CustomForwardStrategy, *, local_rank: int = 0) -> list[Any]:
     """The groups of devices that a strategy tries when it is set up."""
     found: list[Any] = []
-    monkeypatch.setattr(
-        "lit_cifar.strategies.base.refuse_faulty_copies", lambda devices, strategy: found.append(devices)
-    )
+    tries = "lit_cifar.strategies.base.refuse_faulty_copies"
+    monkeypatch.setattr(tries, lambda devices, strategy: found.append(devices))
     monkeypatch.setattr("lightning.pytorch.strategies.ParallelStrategy.setup_environment", lambda self: None)
     monkeypatch.setattr("lightning.pytorch.strategies.DDPStrategy.setup_environment", lambda self: None)
     environment: Any = SimpleNamespace(local_rank=lambda: local_rank)

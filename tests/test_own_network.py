@@ -149,9 +149,8 @@ def test_a_picture_that_can_be_read_again_must_be_as_it_was(pictures: Path, tmp_
     root, run = shutil.copytree(pictures, tmp_path / "pictures"), tmp_path / "run"
     torn = root / "dog" / "3a.png"
     torn.write_bytes((root / "dog" / "3.png").read_bytes()[:300])
-    fitting = flags(
-        root, own("Chain"), "--data.val_size=1", "--data.order.drop_last=true", "--data.pictures.skip_unreadable=true"
-    )
+    fitting = flags(root, own("Chain"), "--data.val_size=1", "--data.order.drop_last=true")
+    fitting.append("--data.pictures.skip_unreadable=true")
     run_here("fit", *fitting, "--trainer.max_steps=2", f"--run_dir={run}")
     longer = [*fitting, f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}", f"--run_dir={tmp_path / 'longer'}"]
     shutil.copy(root / "dog" / "3.png", torn)

@@ -289,9 +289,8 @@ def eval_ids(num_ranks: int, *, num_samples: int, pad: bool = False) -> list[lis
     for rank in range(num_ranks):
         data = CIFAR10DataModule(dataset="synthetic", eval_batch_size=500, order=Order(pad_eval=pad))
         data.sets["test"] = images_of(num_samples)
-        strategy = SimpleNamespace(
-            root_device=torch.device("cpu"), distributed_sampler_kwargs={"num_replicas": num_ranks, "rank": rank}
-        )
+        split = {"num_replicas": num_ranks, "rank": rank}
+        strategy = SimpleNamespace(root_device=torch.device("cpu"), distributed_sampler_kwargs=split)
         data.trainer = SimpleNamespace(strategy=strategy)  # type: ignore[assignment]
         found.append(ids_of(data.test_dataloader()))
     assert len({len(steps) for steps in found}) == 1

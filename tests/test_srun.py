@@ -80,9 +80,8 @@ def tasks(run: Path, *flags: str) -> list[int]:
     slurm |= {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     environment = {**os.environ, **slurm, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     command = [sys.executable, "-m", "lit_cifar", "fit", *TINY, f"--run_dir={run}", *flags]
-    started = [
-        subprocess.Popen(command, env={**environment, "SLURM_PROCID": task, "SLURM_LOCALID": task}) for task in "01"
-    ]
+    environments = [{**environment, "SLURM_PROCID": task, "SLURM_LOCALID": task} for task in "01"]
+    started = [subprocess.Popen(command, env=own) for own in environments]
     return [task.wait(200) for task in started]
 
 

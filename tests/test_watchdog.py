@@ -271,9 +271,8 @@ class Cluster:
         self.clock, store = Clock(), HashStore()
         prepare(store, world_size=num_ranks)
         everyone = [member(rank, f"node{rank}") for rank in range(num_ranks)]
-        self.boards = [
-            LateStore(store, self.clock, answer_s, rank=rank, world_size=num_ranks) for rank in range(num_ranks)
-        ]
+        of = partial(LateStore, store, self.clock, answer_s, world_size=num_ranks)
+        self.boards = [of(rank=rank) for rank in range(num_ranks)]
         self.watches = [
             Monitor(everyone, rank=rank, board=board, patience=patience, clock=self.clock)
             for rank, board in enumerate(self.boards)
