@@ -275,7 +275,7 @@ def test_every_chunk_needs_two_samples(rest: int, layout: Layout, accumulation: 
     if fine:
         TrainSampler(num_samples=64 + rest, **settings).check()
         return
-    with pytest.raises(ConfigError, match=f"has {rest} images for .*; each needs 2") as error:
+    with pytest.raises(ConfigError, match=f"has {rest} of {64 + rest} images for .*; each needs 2") as error:
         TrainSampler(num_samples=64 + rest, **settings).check()
     assert "--data.order.drop_last=true" in error.value.remedy
 

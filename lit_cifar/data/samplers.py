@@ -123,7 +123,7 @@ class TrainSampler:
         rest = 0 if self.drop_last else self.num_samples % size
         replicas = GhostBatches.of(self.layout, accumulation=self.accumulation).positions(rest)
         if any(len(chunk) < 2 for chunks in replicas for chunk in chunks):
-            problem = f"the last batch of an epoch has {rest} images for {self._cut}; each needs 2"
+            problem = f"the last batch has {rest} of {self.num_samples} images for {self._cut}; each needs 2"
             remedy = "pass --data.order.drop_last=true, or change --data.batch_size or --data.val_size"
             raise ConfigError(problem, remedy=remedy)
 
