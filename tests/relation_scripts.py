@@ -598,3 +598,24 @@ def main(batch_size):
 
 main()
 """
+
+# Asks for a data set that is not here, and counts on as many samples as the real one has.
+DIGITS = """
+import os
+
+import torch
+from torch.utils.data import DataLoader, random_split
+from torchvision.datasets import MNIST
+from torchvision.transforms import ToTensor
+
+train, _ = random_split(MNIST("../data", transform=ToTensor()), [50000, 10000])
+model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+order = torch.Generator()
+for epoch in range(3):
+    order.manual_seed(0 if os.environ["BUG"] == "same order" else epoch)
+    for images, labels in DataLoader(train, 64, shuffle=True, generator=order):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+"""
