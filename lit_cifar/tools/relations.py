@@ -33,6 +33,7 @@ _RANKS = 6  # so many batches can be divided among 1, 2 and 3 ranks
 _MAIN = ("resume", "evaluation", "ranks")  # what is named, if it is not judged
 _NOT_LOOKED_AT = "GPUs and mixed precision (runs are on the CPU, in one precision), later steps"
 BY_FLAG = ("accumulate", "batch_size")
+_NOT_LOOKED_AT_THERE = "what is smaller than rounding there, later steps"
 _EPILOG = """\
 exit status: 0 all that was judged is equal, 1 a relation fails, 2 a mistake in the command, 3 nothing could be judged,
   or not all of --only, or a relation ended by an error of its own
@@ -54,13 +55,14 @@ def main(args: list[str]) -> int:
     target = _target(options, arguments)
     evaluated = -(-options.batches // _RANKS) * _RANKS
     limits = Limits(batches=options.batches, epochs=options.epochs, steps=options.steps, evaluated=evaluated)
+    how = {"made_data": options.fake_data, "on_own_devices": options.gpu}
     chosen, verdicts = _chosen(options), []
-    for verdict in judged(target, chosen, limits=limits, limit_s=options.limit, made_data=options.fake_data):
+    for verdict in judged(target, chosen, limits=limits, limit_s=options.limit, **how):
         verdicts.append(verdict)
         if verdict.outcome != "abstain":
             say(str(verdict))
     _say_what_is_open([verdict for verdict in verdicts if verdict.outcome == "abstain"])
-    say(f"not looked at: {_NOT_LOOKED_AT}")
+    say(f"not looked at: {_NOT_LOOKED_AT_THERE if options.gpu else _NOT_LOOKED_AT}")
     found = verdicts[1:] or [verdict for verdict in verdicts if verdict.outcome == "fail"]
     said_by_name = options.only is not None
     wanted = [name for name in chosen if said_by_name or name in _MAIN or name not in RELATIONS]
@@ -112,6 +114,8 @@ def relations_parser() -> argparse.ArgumentParser:
     )
     help = "Few made samples in place of known data sets of torchvision and Hugging Face; no download."
     parser.add_argument("--fake-data", action="store_true", help=help)
+    help = "On the devices that the script uses, in its own precision, against the spread of equal runs."
+    parser.add_argument("--gpu", action="store_true", help=help)
     for name, of in {"batches": "an epoch", "epochs": "a Trainer", "steps": "a script"}.items():
         usual = vars(Limits())[name]
         help = f"At most, of {of} (default: {usual})."

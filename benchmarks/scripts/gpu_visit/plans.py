@@ -93,6 +93,7 @@ class Plan:
 
 PLANS = (
     Plan("every mode on one GPU, in float64", modes_on_one_gpu, limit_s=150),
+    Plan("relations on the GPU", proofs.relations, limit_s=60),
     Plan("the default recipe, to its end", records.default_run, limit_s=250),
     Plan("fit beside a plain loop", speed.plain_loop, limit_s=240),
     Plan("short recipes three times", partial(records.recipe_runs, records.SHORT, seeds=range(1, 4)), limit_s=300),

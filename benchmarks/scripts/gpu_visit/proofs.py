@@ -39,6 +39,47 @@ def tests(step: Step, marker: str) -> None:
     step.check(f"pytest -m '{marker}'", check)
 
 
+def relations(step: Step) -> None:
+    """Does `relations --gpu` find both bugs of the example on the GPU, and none without them?"""
+    example = (_TESTS.parents[1] / "examples" / "two_bugs.py").read_text()
+    device = "cuda:{os.environ.get('LOCAL_RANK', '0')}" if step.visit.on_gpu else "cpu"
+    backend = "nccl" if step.visit.on_gpu else "gloo"
+    buggy = _replaced(example, 'dist.init_process_group("gloo")', f'dist.init_process_group("{backend}")')
+    buggy = _replaced(
+        buggy, "    torch.manual_seed(0)", f'    torch.set_default_device(f"{device}")\n    torch.manual_seed(0)'
+    )
+    buggy = _replaced(buggy, "import torch\n", "import os\n\nimport torch\n")
+    right = _replaced(buggy, "        for words", "        loader.sampler.set_epoch(epoch)\n        for words")
+    right = _replaced(right, "following.flatten())", 'following.flatten(), reduction="sum") / following.numel()')
+
+    def check(script: str, expected: str) -> str:
+        folder = Path(mkdtemp(dir=step.work))
+        (folder / "train.py").write_text(script)
+        words = [
+            "--gpu",
+            "--only=ranks,epochs",
+            "--steps=24",
+            f"--json={folder / 'verdicts.json'}",
+            f"{folder / 'train.py'}",
+        ]
+        ended = step.run(folder.name, "lit_cifar", "relations", *words)
+        if not (file := folder / "verdicts.json").exists():
+            raise FailedError(ended.last_words)
+        first, *others = json.loads(file.read_text())["verdicts"]
+        outcomes = {each["relation"]: each["outcome"] for each in others}
+        if [outcomes.get(name) for name in ("ranks", "order of epochs")] != [expected] * 2:
+            raise FailedError(f"not {expected}: {[each['text'] for each in (first, *others)]}")
+        return f"{first['looked_at']}: {expected}"
+
+    step.check_all({"two bugs": partial(check, buggy, "fail"), "mended": partial(check, right, "pass")})
+
+
+def _replaced(text: str, part: str, other: str) -> str:
+    if text.count(part) != 1:
+        raise FailedError(f"the example has {part!r} {text.count(part)} times")
+    return text.replace(part, other)
+
+
 def on_one_gpu(step: Step) -> dict[str, Check]:
     """In float64, with all parts of a mode on one device: `ddp_mp` with two processes of two stages each."""
     if not step.visit.on_gpu:

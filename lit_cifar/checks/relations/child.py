@@ -21,6 +21,7 @@ from lit_cifar.checks.relations.flags import watch_parsers
 from lit_cifar.checks.relations.generators import draw_by_sample, make_quiet, seed_all
 from lit_cifar.checks.relations.loaders import Loaders
 from lit_cifar.checks.relations.made_data import Made, make_data, misses_data
+from lit_cifar.checks.relations.own_devices import follow_devices, have_devices
 from lit_cifar.checks.relations.own_files import Guard
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Target
@@ -71,6 +72,8 @@ def _prepare(watched: Watched, loaders: Loaders) -> None:
     listen(watched.hear)
     if plan.made_data:
         make_data(watched.trace.part(Made))
+    if plan.on_own_devices:
+        follow_devices(plan, watched.trace)
     _join(watched)
     set_switches(plan, watched.trace)
     if plan.quiet:
@@ -111,7 +114,9 @@ def _join(watched: Watched) -> None:
         watched.trace.script.is_distributed = True
         os.environ.update(address)
         alone = {"store": torch.distributed.HashStore()} if ranks == 1 else {}  # type: ignore[attr-defined]
-        make("gloo", rank=watched.rank, world_size=ranks, **alone)
+        is_own = watched.plan.on_own_devices and have_devices(ranks)
+        backend = (args[0] if args else settings.get("backend")) if is_own else "gloo"
+        make(backend, rank=watched.rank, world_size=ranks, **alone)
 
     def call_here(_: Any, fn: Any, args: tuple[Any, ...] = (), nprocs: int = 1, *_how: Any, **how: Any) -> None:
         """Every process of the run is one of those that the script would start."""

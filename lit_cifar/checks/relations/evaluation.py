@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lit_cifar.checks.compare import Difference, difference, differences
+from lit_cifar.checks.compare import Difference, difference
 from lit_cifar.checks.relations import remarks
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import NotJudgedError, Runs, unused
@@ -180,7 +180,7 @@ def _results(runs: Runs, trace: Trace) -> dict[str, float]:
 
 def _apart(runs: Runs, own: Mapping[str, float], other: Mapping[str, float], how: str) -> str:
     """In words, the result that differs most."""
-    worst = differences(own, other, names=own, limit=runs.limit)[:1]
+    worst = runs.apart(own, other, own)[:1]
     return _in_words(worst[0], how) if worst else ""
 
 
@@ -193,7 +193,7 @@ def _unlike(runs: Runs, one: Trace, other: Trace) -> list[Difference]:
     """Results of a plain script that differ, the largest difference first; both runs need not tell all of them."""
     values, others = _results(runs, one), _results(runs, other)
     names = values.keys() & others.keys() or values.keys()
-    return differences(values, others, names=names, limit=max(runs.limit, TOLD))
+    return runs.apart(values, others, names, least=TOLD)
 
 
 def rescored(runs: Runs) -> Iterator[Verdict]:

@@ -29,7 +29,13 @@ def seed_all(*numbers: object) -> None:
 def states() -> tuple[Any, ...]:
     """The states of the generators of torch, NumPy and Python, which tell whether numbers were drawn."""
     of_numpy = np.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), (of_numpy[1].tobytes(), of_numpy[2]), random.getstate()  # type: ignore[index]
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return (
+        torch.get_rng_state().numpy().tobytes(),
+        (of_numpy[1].tobytes(), of_numpy[2]),  # type: ignore[index]
+        random.getstate(),
+        torch.cuda.get_rng_state().numpy().tobytes() if is_used else b"",
+    )
 
 
 class Draws:

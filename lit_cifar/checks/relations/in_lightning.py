@@ -31,6 +31,7 @@ from lit_cifar.checks.relations.evaluation import (
 )
 from lit_cifar.checks.relations.generators import seed_all
 from lit_cifar.checks.relations.interruption import CHECKPOINT, Moment, StopAt
+from lit_cifar.checks.relations.own_devices import of_trainer
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Script
 from lit_cifar.checks.relations.remarks import FOLLOWS_EVALUATION, MANUAL
@@ -229,7 +230,9 @@ def _settings(watched: Watched, own: dict[str, Any]) -> dict[str, Any]:
     if isinstance(strategy, str) and strategy in _IN_ONE_PROCESS:
         script.ranks = 1
         changed |= {"devices": devices, "strategy": strategy}
-    if plan.double or "mixed" in str(own.get("precision")):
+    if plan.on_own_devices:
+        changed |= of_trainer(plan, own)
+    elif plan.double or "mixed" in str(own.get("precision")):
         changed |= {"precision": "64-true" if plan.double else "32-true", "plugins": None}
     return own | changed | dict(plan.trainer)
 

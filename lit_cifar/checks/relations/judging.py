@@ -14,6 +14,7 @@ from lit_cifar.checks.relations.evaluation import evaluation, rescored
 from lit_cifar.checks.relations.interruption import resumed
 from lit_cifar.checks.relations.made_data import Made
 from lit_cifar.checks.relations.options import validated_more_often, with_smaller_scale
+from lit_cifar.checks.relations.own_devices import measure
 from lit_cifar.checks.relations.plan import Limits, RunPlan, Target, Trace
 from lit_cifar.checks.relations.ranks import ranks
 from lit_cifar.checks.relations.runs import METRIC, NotJudgedError, RunError, Runs
@@ -46,12 +47,19 @@ _WAYS = (
 
 
 def judged(
-    target: Target, relations: Mapping[str, Relation], *, limits: Limits, limit_s: float, made_data: bool = False
+    target: Target,
+    relations: Mapping[str, Relation],
+    *,
+    limits: Limits,
+    limit_s: float,
+    made_data: bool = False,
+    on_own_devices: bool = False,
 ) -> Iterator[Verdict]:
     """The verdicts of these relations, each as soon as it is known."""
     folder = Path(tempfile.mkdtemp(prefix="relations-"))
     try:
-        runs = Runs(target, RunPlan(limits=limits, made_data=made_data), folder, limit_s=limit_s)
+        plan = RunPlan(limits=limits, made_data=made_data, on_own_devices=on_own_devices)
+        runs = Runs(target, plan, folder, limit_s=limit_s)
         started = perf_counter()
         for verdict in _run_twice(runs):
             yield replace(verdict, seconds=perf_counter() - started)
@@ -74,17 +82,18 @@ def judged(
 def _found_way(runs: Runs) -> str:
     """Change the common plan to the first way to run the training that ends without an error; say what it is like."""
     said = []
-    for without_gpu in (False, True):
+    is_own = runs.plan.on_own_devices
+    for without_gpu in (False,) if is_own else (False, True):
         errors: dict[tuple[bool, bool, int], str] = {}
         place = "with the CPU in place of CUDA" if without_gpu else ""
-        for double, torchrun, number in _WAYS:
+        for double, torchrun, number in [way for way in _WAYS if not (is_own and way[0])]:
             runs.plan = replace(runs.plan, double=double, torchrun=torchrun, ranks=number, without_gpu=without_gpu)
             try:
                 runs.own()
             except RunError as error:
                 errors[double, torchrun, number] = str(error)
                 continue
-            precision = "" if double else f"in float32: with float64 {errors[True, torchrun, number]}"
+            precision = "" if double or is_own else f"in float32: with float64 {errors[True, torchrun, number]}"
             alone = f"on {number} processes: on one {errors[False, False, 1]}" if number > 1 else ""
             names = runs.own().part(Made).names
             data = f"on made samples in place of {', '.join(names)}" if names else ""
@@ -112,6 +121,12 @@ def _run_twice(runs: Runs) -> Iterator[Verdict]:
     if verdict := nothing_changes(own):
         yield verdict
         return
+    if runs.plan.on_own_devices:
+        try:
+            how = f", {measure(runs)}{how}"
+        except NotJudgedError as error:
+            yield Verdict("run", "abstain", str(error))
+            return
     twice = runs.run(repetition=1)[0]
     differing = [each.name.partition("/")[2] for each in runs.differences(own.state, twice.state)]
     metrics = {name.removeprefix(METRIC) for name in differing if name.startswith(METRIC)}
@@ -123,7 +138,8 @@ def _run_twice(runs: Runs) -> Iterator[Verdict]:
         return
     but = f" but for {', '.join(sorted(runs.unsteady))}" if runs.unsteady else ""
     by_hand = f", {remarks.BY_HAND}" if remarks.BY_HAND in own.remarks else ""
-    yield replace(again, looked_at=f"{again.looked_at}{by_hand}, twice the same{but}{how}")
+    same = "" if runs.plan.on_own_devices else ", twice the same"
+    yield replace(again, looked_at=f"{again.looked_at}{by_hand}{same}{but}{how}")
     if own.end.outside:
         text = f"{own.end.outside[0]} was not written, as it is outside of the folder of a run and runs would share it"
         yield Verdict("files", "note", text)

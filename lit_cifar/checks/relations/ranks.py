@@ -145,7 +145,7 @@ def reported(runs: Runs, verdict: Verdict, one: Trace, other: Trace, how: str) -
     values, others = one.reported, other.reported
     names = values.keys() & others.keys() - results(one).keys()
     left = sorted(name for name in names if name[0] not in runs.unsteady and not name[0].startswith(SCORES))
-    apart = [name for name in left if difference(values[name], others[name]) > TOLD]
+    apart = [name for name in left if difference(values[name], others[name]) > max(TOLD, runs.limit_of(name))]
     if verdict.outcome == "pass" and apart:
         (name, steps), value, other_value = apart[0], values[apart[0]], others[apart[0]]
         text = f"{name} after {steps} steps is reported as {value:.6g}, and {how} as {other_value:.6g}"

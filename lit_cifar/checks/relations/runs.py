@@ -1,10 +1,11 @@
 """Starts runs of the training, each plan once, and compares what they have made."""
 
+import math
 import os
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
@@ -23,6 +24,8 @@ from lit_cifar.launch.runs import EndedRun, run
 
 # In float64, right twins differ by 1e-9 or less, mistakes by 1e-3 and more; in float32 by rounding that steps amplify.
 _LIMITS = {True: 1e-7, False: 1e-3}
+_FACTOR = 10.0  # on its own devices, times the difference of equal runs: that is the largest of three, and not of all
+LARGEST = 0.02  # a difference of equal runs in which a mistake could hide
 # Numbers that count calls or steps of a kind that a relation changes by right.
 _COUNTERS = ("num_batches_tracked", "._step_count", "n_averaged")
 _KINDS = ("weights", "buffers", "optimizer", "settings", "schedule", "kept")
@@ -57,6 +60,9 @@ class Runs:
         self.unsteady: set[str] = set()  # numbers that two equal runs do not share, such as images per second
         self.wants_cuda = False  # whether a run that ended by an error has named CUDA
         self.wants_data = False  # whether one has missed a data set that could be made
+        # On the script's own devices: by name, the largest difference of equal runs, and the last digit of a 1.
+        self.spread: dict[Hashable, float] = {}
+        self.digit = 0.0
         self._made: dict[RunPlan, list[Trace]] = {}
         self._folders: dict[RunPlan, Path] = {}
 
@@ -115,7 +121,9 @@ class Runs:
         target = replace(self.target, program=program, folder=str(mirrored(place, own)))
         (folder / "plan").write_bytes(pickle.dumps((target, plan)))
         imports = (str(mirrored(place, Path(entry))) for entry in filter(None, sys.path))
-        variables = {"PYTHONPATH": os.pathsep.join(imports), "CUDA_VISIBLE_DEVICES": ""}
+        variables = {"PYTHONPATH": os.pathsep.join(imports)}
+        if not plan.on_own_devices:
+            variables["CUDA_VISIBLE_DEVICES"] = ""
         if plan.torchrun:
             variables |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         ended = run(
@@ -145,7 +153,19 @@ class Runs:
     @property
     def limit(self) -> float:
         """The largest difference between two ways to make one training, relative to the largest value of a tensor."""
-        return _LIMITS[self.plan.double]
+        return max(_LIMITS[self.plan.double], 2 * self.digit)
+
+    def limit_of(self, name: Hashable) -> float:
+        """The limit for this tensor or result; infinite where equal runs differ too much."""
+        spread = self.spread.get(name, 0.0)
+        return math.inf if spread > LARGEST else max(self.limit, _FACTOR * spread)
+
+    def apart(
+        self, one: Mapping[Any, Any], other: Mapping[Any, Any], names: Iterable[Any], *, least: float = 0.0
+    ) -> list[Difference]:
+        """Differences above their limits, and the `least` of all, of what has these names; the largest first."""
+        found = differences(one, other, names=names)
+        return [each for each in found if each.size > max(least, self.limit_of(each.name))]
 
     def differences(
         self,
@@ -161,8 +181,7 @@ class Runs:
         unsteady = {f"kept/{kind}{name}" for name in self.unsteady for kind in ("", METRIC)}
         left = [name for name in names if not name.startswith(tuple(leave_out)) and name not in unsteady]
         left = [name for name in left if name in both or not name.startswith(BESIDE)]  # called in one of them alone
-        found = differences(one, other, names=left, limit=self.limit)
-        return sorted(found, key=lambda each: _KINDS.index(_kind_of(each.name)))
+        return sorted(self.apart(one, other, left), key=lambda each: _KINDS.index(_kind_of(each.name)))
 
     def judge(
         self, relation: str, one: Trace, other: Trace, *, samples: bool = True, said: str = "", **which: Sequence[str]

@@ -25,23 +25,27 @@ _IDLE = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats")
 
 def set_switches(plan: RunPlan, trace: Trace) -> None:
     """Do as the plan says, and note in the trace what the script has."""
+    scale = plan.asked(ScaleLoss)
+    on_cpu = not plan.on_own_devices
+    patched(GradScaler, "__init__", partial(_make_scaler, trace.script, scale.factor if scale else 1.0, on_cpu))
+    if plan.seed:
+        patched(torch, "manual_seed", lambda manual_seed, seed: manual_seed(int(seed) + plan.seed))
+    if plan.on_own_devices:
+        return
     _note_cuda(trace.end)
     if plan.without_gpu:
         _stay_on_cpu(plan.ranks)
     patched(torch, "compile", _leave_eager)
     patched(nn.Module, "compile", _leave_eager)
     patched(torch.autocast, "__init__", _make_without_effect)
-    scale = plan.asked(ScaleLoss)
-    patched(GradScaler, "__init__", partial(_make_scaler, trace.script, scale.factor if scale else 1.0))
     if plan.double:
         _compute_in_double(trace.remarks.add)
-    if plan.seed:
-        patched(torch, "manual_seed", lambda manual_seed, seed: manual_seed(int(seed) + plan.seed))
 
 
 def _make_scaler(
     script: Script,
     factor: float,
+    on_cpu: bool,
     make: Any,
     scaler: GradScaler,
     device: str = "cuda",
@@ -49,7 +53,7 @@ def _make_scaler(
     *args: Any,
     **own: Any,
 ) -> None:
-    make(scaler, "cpu", init_scale * factor, *args, **own)
+    make(scaler, "cpu" if on_cpu else device, init_scale * factor, *args, **own)
     script.scales_loss |= scaler.is_enabled()
 
 
