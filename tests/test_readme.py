@@ -61,7 +61,7 @@ def check_command(words: Sequence[str]) -> None:
             check_program(["fit", *args])
         case ["jupyter", "lab", folder]:
             assert Path(folder).is_dir()
-        case ["python", script, *args] if script.startswith("benchmarks/silent_bugs/") or (
+        case ["python", script, *args] if script.startswith(("benchmarks/silent_bugs/", "benchmarks/relations/")) or (
             Path(script).parent == Path("examples") and not args
         ):
             assert Path(script).exists()

@@ -109,3 +109,18 @@ def test_a_figure_shows_its_record(path: Path, tmp_path: Path) -> None:
         if old.text["Software"] == new.text["Software"]:
             assert old.size == new.size
             assert np.abs(np.asarray(old.convert("L"), float) - np.asarray(new.convert("L"), float)).mean() < 0.1
+
+
+@pytest.mark.parametrize("path", sorted((BENCHMARKS / "relations" / "findings").glob("*.md")), ids=lambda it: it.stem)
+def test_a_finding_can_be_sent_to_its_project(path: Path) -> None:
+    """It has a short program that needs nothing of this package, and says the rest; docs/findings.md names it."""
+    text = path.read_text(encoding="utf-8")
+    said = re.sub(r"```(\w+)\n.*?```", r"(\1)", text, flags=re.DOTALL)
+    order = r"# .+\*\*Versions:\*\* .+\(python\).+\*\*Expected:\*\* .+\(text\).+\*\*Reported:\*\* .+\*\*Remedy:\*\* "
+    assert re.match(order, " ".join(said.split()))
+    assert len(said.split()) <= 160
+    (program,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(program.splitlines()) <= 40
+    assert "lit_cifar" not in program
+    compile(program, path.name, "exec")
+    assert f"/{path.name})" in page(ROOT / "docs" / "findings.md")
