@@ -40,7 +40,7 @@ def outcome(page: Path) -> str:
     same = [line.split() for line in run.stdout.splitlines()] == [line.split() for line in expected.splitlines()]
     if same and run.returncode == 0:
         return "shown"
-    return "not shown any more: " + (run.stdout + run.stderr).strip()[-300:]
+    return f"not shown any more: exit status {run.returncode}, {(run.stdout + run.stderr).strip()[-300:]}"
 
 
 def main(names: list[str]) -> int:
