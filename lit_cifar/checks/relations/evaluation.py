@@ -7,7 +7,7 @@ from typing import Any
 from lit_cifar.checks.compare import Difference, difference
 from lit_cifar.checks.relations import remarks
 from lit_cifar.checks.relations.plan import Trace
-from lit_cifar.checks.relations.runs import NotJudgedError, Runs, unused
+from lit_cifar.checks.relations.runs import NotJudgedError, Runs, first_apart, unused
 from lit_cifar.checks.relations.told import apart, results
 from lit_cifar.checks.verdict import Verdict
 
@@ -16,6 +16,7 @@ TOLD = 1e-6  # relative difference of numbers that may have been rounded
 VALIDATED = "validated.ckpt"  # in the folder of the process
 CUT = "an evaluation has more batches than were read: pass a higher --batches"
 _ALL = 2**20  # samples of a batch of all
+_TRAINS_OTHERWISE = "with other batches wherever no gradient is made, it trains other weights"
 _NO_LOADER = "the evaluation reads no DataLoader of torch"
 # With Lightning, ways to validate the same weights, and the sizes of their batches; 0 for all samples.
 AS_IT_IS, _AGAIN = "as it is", "again"
@@ -118,6 +119,8 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
             changes = {"knobs": (("evaluation_batch", size or _ALL),), "limits": limits}
         changes["seeded_by_step"] = True
         other = runs.run(**changes)[0]
+        if first_apart(own.norms, other.norms, runs.limit) is not None:
+            raise NotJudgedError(_TRAINS_OTHERWISE)
         if _unlike(runs, own, other):  # perhaps by the clock, which was the same in two runs by chance
             runs.unsteady |= apart(other, runs.run(repetition=1, **changes)[0], runs.limit)
         found += [_in_words(each, f"evaluated {way}") for each in _unlike(runs, own, other)[:1]]

@@ -60,7 +60,8 @@ def _hearing(hear: Hear, who: str, place: int) -> Callable[..., Any]:
 
     def called(own: Any, *args: Any, **settings: Any) -> Any:
         result = own(*args, **settings)
-        what, *more = [*signature(own).bind(*args, **settings).arguments.values()][place:]
+        bound = signature(own).bind(*args, **settings)  # in the order of its parameters
+        what, *more = [*bound.args, *bound.kwargs.values()][place:]
         if not isinstance(what, Mapping):
             values = more[0]
             what = (
