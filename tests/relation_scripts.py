@@ -619,3 +619,38 @@ for epoch in range(3):
         torch.nn.functional.cross_entropy(model(images), labels).backward()
         optimizer.step()
 """
+# Goes on from a folder of two files that it has written; a wrong one from one file, which it looks for by itself.
+OWN = script("""
+import argparse
+from pathlib import Path
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--resume", type=Path)
+resume, only, first = parser.parse_args().resume, Path("only.pt"), 0
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(16, 6, generator=torch.Generator().manual_seed(1)))
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+if resume:
+    model.load_state_dict(torch.load(resume / "model.bin"))
+    first, *states = torch.load(resume / "rest.bin")
+    for part, state in zip((optimizer, schedule), states, strict=True):
+        part.load_state_dict(state)
+elif BUG == "weights alone" and only.exists():
+    first, state = torch.load(only)
+    model.load_state_dict(state)
+for epoch in range(first, first + 6 if BUG else 6):
+    for (x,) in DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(epoch)):
+        optimizer.zero_grad()
+        (model(x) - x).square().mean().backward()
+        optimizer.step()
+    schedule.step()
+    if BUG:
+        torch.save([epoch, model.state_dict()], only)
+    elif epoch != 2:
+        (folder := Path(f"out/epoch-{epoch}")).mkdir(parents=True)
+        torch.save(model.state_dict(), folder / "model.bin")
+        torch.save([epoch + 1, optimizer.state_dict(), schedule.state_dict()], folder / "part")
+        (folder / "part").rename(folder / "rest.bin")
+""")

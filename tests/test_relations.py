@@ -17,7 +17,7 @@ import pytest
 import relation_scripts
 import torch
 from commands import TINY, graded, mode_flags, refused, run_here
-from relation_scripts import AGAIN, CRITIC, CUDA, LIGHTNING, PLAIN, TAILS, UNEDITED
+from relation_scripts import AGAIN, CRITIC, CUDA, LIGHTNING, OWN, PLAIN, TAILS, UNEDITED
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from lit_cifar import relations
@@ -35,9 +35,11 @@ from lit_cifar.checks.relations.batches import (
 from lit_cifar.checks.relations.flags import Flag, by_knob
 from lit_cifar.checks.relations.generators import Draws
 from lit_cifar.checks.relations.in_lightning import _settings
+from lit_cifar.checks.relations.interruption import Written
 from lit_cifar.checks.relations.judging import RELATIONS, _in_windows, judged
 from lit_cifar.checks.relations.loaders import Loaders, is_divided
 from lit_cifar.checks.relations.mirror import mirror, mirrored
+from lit_cifar.checks.relations.own_resume import guessed
 from lit_cifar.checks.relations.plan import Limits, RunPlan, Script, Target, Trace
 from lit_cifar.checks.relations.ranks import Drawn
 from lit_cifar.checks.relations.runs import Runs, are_same_samples, first_apart, other_samples
@@ -491,6 +493,38 @@ def test_a_mistake_breaks_its_relation_and_no_other(
     script: str, bug: str, only: str, expected: dict[str, str], outcomes: Outcomes
 ) -> None:
     assert outcomes(getattr(relation_scripts, script), bug=bug, only=only) == {"run": "pass"} | expected
+
+
+@pytest.mark.parametrize(
+    ("bug", "expected", "said"),
+    graded(
+        ("", ["pass", "pass"], ""),
+        ("weights alone", ["fail", "fail"], "its checkpoint only.pt holds no optimizer state and no schedule"),
+        slow=[("no way back", ["note", "abstain"], "no optimizer state and no schedule: a training that goes on")],
+    ),
+)
+def test_a_plain_script_is_resumed_by_its_own_means(
+    bug: str, expected: list[str], said: str, verdicts: Verdicts, tmp_path: Path
+) -> None:
+    _, *found = verdicts(OWN, only="resume", bug=bug)
+    assert [verdict.outcome for verdict in found] == expected
+    assert said in found[0].text
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    ("word", "kind", "takes_value", "expected"),
+    [
+        ("--resume", "bool", False, ["--resume"]),
+        ("trainer.resume-from=", "str", True, [f"trainer.resume-from={name}" for name in ("out", "out/a", "out/b")]),
+        ("--resume", "int", True, []),  # the number of an epoch, or of a run
+        ("--checkpoint", "str", True, []),  # where to write it, or weights to begin with
+    ],
+)
+def test_a_flag_resumes_by_its_name_and_type(word: str, kind: str, takes_value: bool, expected: list[str]) -> None:
+    written = Written(8, 8, ["out/a", "out/b"])
+    ways = guessed({word: Flag((word,), None, None, kind, takes_value)}, written)
+    assert [" ".join(way.given(written)) for way in ways] == ["", *expected]
 
 
 @pytest.mark.parametrize(

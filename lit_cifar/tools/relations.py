@@ -4,6 +4,7 @@ import argparse
 import os
 import textwrap
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -11,6 +12,7 @@ from lit_cifar import internals
 from lit_cifar.checks.relations import classes
 from lit_cifar.checks.relations.judging import RELATIONS, Relation, judged
 from lit_cifar.checks.relations.options import with_further_arguments
+from lit_cifar.checks.relations.own_resume import resumed
 from lit_cifar.checks.relations.plan import LIMIT_S, Limits, Target
 from lit_cifar.checks.verdict import NO_VERDICT, Verdict, exit_status, summary
 from lit_cifar.errors import ConfigError, nearest
@@ -116,6 +118,8 @@ def relations_parser() -> argparse.ArgumentParser:
     parser.add_argument("--fake-data", action="store_true", help=help)
     help = "On the devices that the script uses, in its own precision, against the spread of equal runs."
     parser.add_argument("--gpu", action="store_true", help=help)
+    help = "Of the script, that resume it: '--resume {checkpoint}'."
+    parser.add_argument("--resume-by", metavar="ARGUMENTS", help=help)
     for name, of in {"batches": "an epoch", "epochs": "a Trainer", "steps": "a script"}.items():
         usual = vars(Limits())[name]
         help = f"At most, of {of} (default: {usual})."
@@ -158,6 +162,10 @@ def _chosen(options: argparse.Namespace) -> dict[str, Relation]:
             remedy = f"did you mean {near}?" if near else f"choose of {', '.join(RELATIONS)}"
             raise ConfigError(f"--only={name} is no relation", remedy=remedy)
         chosen[name] = RELATIONS[name]
+    if options.resume_by is not None:
+        if "resume" not in chosen:
+            raise ConfigError(f"--resume-by has no effect with --only={options.only}", remedy="add resume to --only")
+        chosen["resume"] = partial(resumed, by=options.resume_by)
     chosen |= {f"--same={words}": with_further_arguments(words) for words in options.same}
     for path in options.also:
         try:

@@ -1,12 +1,4 @@
-"""What a training script may ask `python -m lit_cifar relations`. Without it, each call gives the script's own value.
-
->>> from lit_cifar import relations
->>> accumulate = relations.knob("accumulate", 4)
->>> if path := relations.resume():
-...     load(path)
->>> if path := relations.save():  # wherever the script could write a checkpoint
-...     save(path)
-"""
+"""What a training script may ask `python -m lit_cifar relations`. Outside of it, each call gives the own value."""
 
 from typing import TYPE_CHECKING, Any, TypeVar
 

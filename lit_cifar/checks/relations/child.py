@@ -19,8 +19,10 @@ import torch.multiprocessing
 from lit_cifar.checks.relations import calls, in_lightning
 from lit_cifar.checks.relations.flags import watch_parsers
 from lit_cifar.checks.relations.generators import draw_by_sample, make_quiet, seed_all
+from lit_cifar.checks.relations.interruption import GoOn
 from lit_cifar.checks.relations.loaders import Loaders
 from lit_cifar.checks.relations.made_data import Made, make_data, misses_data
+from lit_cifar.checks.relations.mirror import MIRROR, carry_over
 from lit_cifar.checks.relations.own_devices import follow_devices, have_devices
 from lit_cifar.checks.relations.own_files import Guard
 from lit_cifar.checks.relations.patching import patched
@@ -37,6 +39,8 @@ def main(plan_file: str) -> None:
     rank = int(os.environ.get("RANK", "0"))
     folder = Path(plan_file).parent / str(rank)
     os.chdir(target.folder)
+    if (go_on := plan.asked(GoOn)) and go_on.files:
+        carry_over(Path(go_on.checkpoint, MIRROR), folder.parent / MIRROR)
     watched = Watched(plan, folder, rank)
     loaders = Loaders(watched)
     watched.trace.script.said = dict(target.flags)

@@ -1,8 +1,10 @@
 """A training that is interrupted and resumed ends as one that is not."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from lit_cifar.checks.compare import Difference
@@ -12,7 +14,7 @@ from lit_cifar.checks.verdict import Verdict
 
 NAME = "resume"
 CHECKPOINT = "checkpoint"  # in the folder of the run, for all ranks; a script may add to the name
-Moment: TypeAlias = Literal["batch", "hooks", "epoch"]  # "hooks": all of a batch, so when the next begins
+Moment: TypeAlias = Literal["batch", "hooks", "epoch", "write"]  # "hooks": all of a batch, so when the next begins
 _MOST_RANKS = 2
 _EPOCHS = 3  # in which a script is stopped twice
 _MANY = 5  # calls of `save` that are more than one in each epoch
@@ -20,7 +22,7 @@ _LATE = (
     "equal only if the checkpoint is written when the next batch begins: Lightning's callbacks write it before the "
     "module's own on_train_batch_end"
 )
-_PASTE = """\
+PASTE = """\
 if path := relations.resume():  # where a checkpoint would be read
     load(path)
 if path := relations.save():  # where one could be written
@@ -32,8 +34,9 @@ _LEFT_OUT = ("kept/metric", "kept/module.example")
 class StopAt:
     """Asks a run to write a checkpoint and to end."""
 
-    number: int  # of the call of `save`, or with Lightning of the batch or epoch
+    number: int  # of the call of `save`, of steps before a "write" of its own, or with Lightning of the batch or epoch
     after: Moment = "batch"
+    batches: int = 0  # before a write
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,17 @@ class GoOn:
     checkpoint: str
     redrawn: tuple[int, ...]  # parameters, by the order of their making, to spoil before the checkpoint is loaded
     steps_before: int  # steps of the run that wrote it
+    files: tuple[str, ...] = ()  # of its own; `checkpoint` is then the folder of that run, whose files are all there
+
+
+@dataclass
+class Written:
+    """A checkpoint of the script's own."""
+
+    steps: int
+    batches: int
+    files: list[str] = field(default_factory=list)  # relative to the working directory
+    held: dict[str, float] = field(default_factory=dict)  # the share that it holds of each kind that there is
 
 
 @dataclass
@@ -53,32 +67,29 @@ class Checkpoints:
     saved: dict[str, Any] = field(default_factory=dict)  # the state where the checkpoint was written
     resumed: dict[str, Any] = field(default_factory=dict)  # before the first batch or call after it was read
     models: int = 0  # that are trained
+    written: list[Written] = field(default_factory=list)
+    read: bool = False  # a file of the checkpoint, before the first step
 
 
 def resumed(runs: Runs) -> Iterator[Verdict]:
     """Stop after an epoch, and inside each later one; for a script with calls, at two of its calls of `save`."""
     own = runs.own()
-    if not own.script.is_lightning and not {"resume", "save"} <= own.script.calls.keys():
-        raise NotJudgedError("it does not call both relations.resume() and relations.save()", _PASTE)
     ranks = min(max(own.script.ranks, runs.plan.ranks), _MOST_RANKS)
     own = runs.run(ranks=ranks)[0]
-    drawn = _drawn(runs, ranks)
+    drawn = drawn_parameters(runs, ranks)
     if own.script.is_lightning:
         batches, window = own.reading.batches_of_epoch, own.script.accumulation
         epochs = own.reading.epochs_begun
-        after = _Interruption(runs, f"{NAME} after epoch 1", ranks, drawn, StopAt(1, "epoch")).verdict()
+        after = Interruption(runs, f"{NAME} after epoch 1", ranks, drawn, StopAt(1, "epoch")).verdict()
         if epochs > 1 or batches == 1:
             yield after
         is_usual = own.script.saves_inside or after.outcome == "fail"
         for epoch in range(min(1, epochs - 1), epochs if batches > 1 else 0):
             inside = epoch * batches + window * max(1, (batches + 1) // 2 // window)
-            verdict = _Interruption(runs, f"{NAME} inside epoch {epoch + 1}", ranks, drawn, StopAt(inside)).verdict()
+            verdict = Interruption(runs, f"{NAME} inside epoch {epoch + 1}", ranks, drawn, StopAt(inside)).verdict()
             yield unused(verdict, "" if is_usual else "the script writes no checkpoint inside an epoch")
         return
-    verdicts = [*_at_calls_of_save(runs, ranks, drawn)]
-    if own.reading.cut_from and any(verdict.has_other_samples for verdict in verdicts):
-        verdicts = [*_in_whole_epochs(runs, ranks, drawn, own.reading.cut_from, verdicts)]
-    yield from verdicts
+    yield from judged_at(runs, partial(_at_calls_of_save, ranks=ranks, drawn=drawn))
 
 
 def _at_calls_of_save(runs: Runs, ranks: int, drawn: tuple[int, ...]) -> Iterator[Verdict]:
@@ -88,19 +99,21 @@ def _at_calls_of_save(runs: Runs, ranks: int, drawn: tuple[int, ...]) -> Iterato
     between = [number for number, done in enumerate(steps, start=1) if 0 < done < whole.steps]
     if not between:
         raise NotJudgedError("relations.save() is not called between the first step and the last: call it earlier")
-    for number in [number for number in _thirds(len(steps)) if number in between] or between[-1:]:
-        yield _Interruption(runs, f"{NAME} after {steps[number - 1]} steps", ranks, drawn, StopAt(number)).verdict()
+    for number in [number for number in thirds(len(steps)) if number in between] or between[-1:]:
+        yield Interruption(runs, f"{NAME} after {steps[number - 1]} steps", ranks, drawn, StopAt(number)).verdict()
 
 
-def _in_whole_epochs(
-    runs: Runs, ranks: int, drawn: tuple[int, ...], batches: int, failed: list[Verdict]
-) -> Iterator[Verdict]:
-    """Judge once more: a script may compute its place in the data from the length of an epoch, which was cut."""
-    limits = runs.plan.limits
+def judged_at(runs: Runs, places: Callable[[Runs], Iterator[Verdict]]) -> Iterator[Verdict]:
+    """The verdicts at all places; with whole epochs if it fails with cut ones, from which it may compute its place."""
+    failed = [*places(runs)]
+    batches, limits = runs.own().reading.cut_from, runs.plan.limits
+    if not batches or not any(verdict.has_other_samples for verdict in failed):
+        yield from failed
+        return
     steps = max(limits.steps, _EPOCHS * batches)
     if batches <= limits.steps:
         with suppress(RunTimeoutError):
-            whole = [*_at_calls_of_save(runs.with_limits(batches=batches, steps=steps), ranks, drawn)]
+            whole = [*places(runs.with_limits(batches=batches, steps=steps))]
             yield from (replace(verdict, cut=f"all {batches} batches") for verdict in whole)
             return
     cut = f"if it counts on whole epochs, which were cut after {limits.batches} of {batches} batches, pass"
@@ -119,12 +132,12 @@ def _samples(whole: Trace, begun: Trace, ended: Trace) -> list[list[int]]:
     return [*before, *ended.samples]
 
 
-def _thirds(count: int) -> list[int]:
+def thirds(count: int) -> list[int]:
     """The calls of `save` after a third and just behind two thirds, which is no epoch's end if each step calls it."""
     return sorted({max(1, count // 3), count * 2 // 3 + (count > _MANY) or 1}) if count else []
 
 
-def _drawn(runs: Runs, ranks: int) -> tuple[int, ...]:
+def drawn_parameters(runs: Runs, ranks: int) -> tuple[int, ...]:
     """Parameters that another seed draws otherwise. Those that come from a file need not be in a checkpoint."""
     own = runs.run(ranks=ranks)[0].first
     other = runs.run(ranks=ranks, seed=1, limits=replace(runs.plan.limits, steps=1))[0].first
@@ -145,7 +158,7 @@ class _ResumeError(RunError):
 
 
 @dataclass
-class _Interruption:
+class Interruption:
     """A training that is stopped at one place, and goes on in new processes."""
 
     runs: Runs
@@ -173,7 +186,7 @@ class _Interruption:
         if verdict.outcome == "pass":
             text = "equal only if random generators are set alike: a checkpoint does not hold their states"
             return replace(verdict, outcome="note", text=f"{text} ({as_it_is.text})")
-        (begun, *_), (ended, *_) = self._halves(seeded_by_step=True)
+        (begun, *_), (ended, *_) = self.halves(seeded_by_step=True)
         if begun.script.is_lightning and begun.reading.epochs and self.stop.after == "batch":
             if len(begun.reading.lengths) > 1:
                 text = f"in the middle of an epoch of several loaders, the order cannot be given: {as_it_is.text}"
@@ -202,30 +215,33 @@ class _Interruption:
 
     def _judged(self, *, seeded_by_step: bool = False) -> Verdict:
         whole = self.runs.run(ranks=self.ranks, seeded_by_step=seeded_by_step)
-        return self._compared(whole, *self._halves(seeded_by_step=seeded_by_step))
+        return self._compared(whole, *self.halves(seeded_by_step=seeded_by_step))
 
     def _judged_with_samples(self) -> Verdict:
         """Give the second half the samples that come next."""
         recorded = {"ranks": self.ranks, "record": True, "seeded_by_step": True}
-        first, _ = self._halves(seeded_by_step=True)
+        first, _ = self.halves(seeded_by_step=True)
         *before, begun = first[0].reading.epochs
         skip = begun - (self.stop.after == "hooks")
         imposed = self.runs.imposed(recorded, first_epoch=len(before), skip=skip)
-        return self._compared(self.runs.run(**recorded), *self._halves(seeded_by_step=True, imposed=imposed))
+        return self._compared(self.runs.run(**recorded), *self.halves(seeded_by_step=True, imposed=imposed))
 
-    def _halves(self, *, seeded_by_step: bool, imposed: Imposed | None = None) -> tuple[list[Trace], list[Trace]]:
+    def halves(self, *, seeded_by_step: bool, imposed: Imposed | None = None) -> tuple[list[Trace], list[Trace]]:
         """The run that writes a checkpoint, and the one that reads it."""
         same: dict[str, Any] = {"ranks": self.ranks, "seeded_by_step": seeded_by_step}
         stopped = {**same, "asks": self.stop}
         begun = self.runs.run(**stopped)
-        folder = self.runs.folder_of(**stopped)
-        if not any(folder.glob(f"{CHECKPOINT}*")):
-            raise RunError("its end, before a checkpoint was written where relations.save() said")
-        go_on = GoOn(str(folder / CHECKPOINT), self.drawn, begun[0].steps)
+        changes = self.goes_on(begun, self.runs.folder_of(**stopped))
         try:
-            return begun, self.runs.run(**same, asks=go_on, imposed=imposed)
+            return begun, self.runs.run(**same, **changes, imposed=imposed)
         except RunError as error:
             raise _ResumeError(str(error)) from None
+
+    def goes_on(self, begun: list[Trace], folder: Path) -> dict[str, Any]:
+        """The changes of the run that goes on from the one in the folder."""
+        if not any(folder.glob(f"{CHECKPOINT}*")):
+            raise RunError("its end, before a checkpoint was written where relations.save() said")
+        return {"asks": GoOn(str(folder / CHECKPOINT), self.drawn, begun[0].steps)}
 
     def _compared(self, whole: list[Trace], first: list[Trace], second: list[Trace]) -> Verdict:
         """The verdict of the first rank whose halves are not equal to its whole, or that of rank 0."""

@@ -11,10 +11,10 @@ from typing import TypeAlias
 from lit_cifar.checks.relations import remarks
 from lit_cifar.checks.relations.accumulation import accumulation
 from lit_cifar.checks.relations.evaluation import evaluation, rescored
-from lit_cifar.checks.relations.interruption import resumed
 from lit_cifar.checks.relations.made_data import Made
 from lit_cifar.checks.relations.options import validated_more_often, with_smaller_scale
 from lit_cifar.checks.relations.own_devices import measure
+from lit_cifar.checks.relations.own_resume import resumed
 from lit_cifar.checks.relations.plan import Limits, RunPlan, Target, Trace
 from lit_cifar.checks.relations.ranks import ranks
 from lit_cifar.checks.relations.runs import METRIC, NotJudgedError, RunError, Runs

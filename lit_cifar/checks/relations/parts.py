@@ -87,8 +87,11 @@ class TrainedParts:
 
     def _load_file(self, load: Any, f: Any, *args: Any, **settings: Any) -> Any:
         if self._go_on and str(f).startswith(self._go_on.checkpoint):
-            self._spoil(set(map(id, self.made)))
+            self.spoil_all()
         return load(f, *args, **settings)
+
+    def spoil_all(self) -> None:
+        self._spoil(set(map(id, self.made)))
 
     def _spoil(self, ids: Container[int]) -> None:
         for place, parameter in enumerate(self.made if self.to_spoil else ()):

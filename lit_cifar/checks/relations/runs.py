@@ -68,10 +68,8 @@ class Runs:
 
     def run(self, **changes: Any) -> list[Trace]:
         """What each rank of a run with these changes to the common plan has written. An error raises a `RunError`."""
-        plan = self._plan(changes)
-        if plan not in self._made:
-            self._made[plan] = self._start(plan)
-        failed = [trace.end for trace in self._made[plan] if trace.end.error]
+        traces, plan = self.ended(**changes), self._plan(changes)
+        failed = [trace.end for trace in traces if trace.end.error]
         for end in sorted(failed, key=lambda end: end.at or float("inf")):  # others end when one has failed
             where = f" on {plan.ranks} processes" if plan.ranks > 1 else ""
             kind = RunTimeoutError if end.is_late else RunError
@@ -79,6 +77,13 @@ class Runs:
             self.wants_cuda |= end.wants_cuda
             self.wants_data |= end.wants_data
             raise kind(f"a run{where} ended by {end.error[:200]}{refused}")
+        return traces
+
+    def ended(self, **changes: Any) -> list[Trace]:
+        """As `run`, also where it ended by an error."""
+        plan = self._plan(changes)
+        if plan not in self._made:
+            self._made[plan] = self._start(plan)
         return self._made[plan]
 
     def with_limits(self, **limits: int) -> "Runs":

@@ -15,6 +15,7 @@ from lit_cifar.checks.relations.batches import sample_digests, tensors_in
 from lit_cifar.checks.relations.evaluation import EvaluateInBatches
 from lit_cifar.checks.relations.generators import Draws, seed_all, states, turn_dropout_off
 from lit_cifar.checks.relations.interruption import CHECKPOINT, Checkpoints, GoOn, StopAt
+from lit_cifar.checks.relations.own_checkpoints import Writes
 from lit_cifar.checks.relations.parts import TrainedParts
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import RunPlan, Trace
@@ -41,6 +42,7 @@ class Watched:
         self.most_steps = plan.limits.steps - self.steps_before
         self.parts, self.draws = TrainedParts(self.go_on), Draws(self.trace)
         self._observer = Observer(self.trace, self.parts)
+        self._writes = Writes(plan, self.trace, self.parts, self.has_saved)
         self.phase: Callable[[], str] = self._own_phase
         others = plan.asked(EvaluateInBatches)
         self.evaluation_batch = others.size if others else None  # samples of a batch; 0 for all, None for the script's
@@ -73,7 +75,7 @@ class Watched:
         saves.append(self.trace.steps)
         if self._is_saved:
             raise Ended
-        if self.stop is None or len(saves) != self.stop.number:
+        if self.stop is None or self.stop.after == "write" or len(saves) != self.stop.number:
             return None
         self.has_saved()
         return str(self.folder.parent / CHECKPOINT)
@@ -99,6 +101,7 @@ class Watched:
     # What torch does
     def patch(self) -> None:
         self.parts.patch()
+        self._writes.patch()
         patched(nn.Module, "__call__", self._called)
         patched(torch.Tensor, "backward", self._observer.follow_backward)
         for name in ("backward", "grad"):
@@ -130,6 +133,8 @@ class Watched:
         norms = [as_real(p.detach()).double().norm().cpu() for p in parameters if not p.is_meta]
         self.trace.norms.append(float(torch.stack(norms).norm()) if norms else 0.0)
         self.seed("step")
+        if self._writes.lacks_reading:
+            raise Ended
 
     def look_for_step(self) -> None:
         """Count a step if weights were moved by hand."""
@@ -201,6 +206,7 @@ class Watched:
     def continues(self) -> None:
         """Called before each batch and call of training: end the training if it is time."""
         self.look_for_step()
+        self._writes.close()
         self.trace.end.at_limit = self.trace.steps >= self.most_steps
         if self._is_saved or self.trace.end.at_limit:
             raise Ended
@@ -230,6 +236,7 @@ class Watched:
         """Note what the training has come to."""
         self.look_for_step()
         parts, trace = self.parts, self.trace
+        self._writes.close()
         trace.state = trace.state or parts.snapshot()
         trace.part(Checkpoints).models = len(outermost(parts.roots))
         if any(isinstance(parameter, DTensor) for parameter in owned_by(parts.optimizers)):

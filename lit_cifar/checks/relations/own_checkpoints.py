@@ -1,0 +1,128 @@
+"""Checkpoints of a plain script: what it writes between two batches or steps, if the weights that train are in it."""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lit_cifar.checks.relations.interruption import Checkpoints, GoOn, StopAt, Written
+from lit_cifar.checks.relations.parts import TrainedParts
+from lit_cifar.checks.relations.patching import patched, when_imported
+from lit_cifar.checks.relations.plan import RunPlan, Trace
+from lit_cifar.checks.relations.trained import digest_of, owned_by
+
+_ENOUGH = 0.5  # of the weights that are trained; fewer may be a part that is kept for another use
+_OF_TORCH = (b"PK\x03\x04", b"\x80")  # how its files begin, and pickled ones
+
+
+class Writes:
+    """Follows what the script writes beside its training, and whether it reads that again."""
+
+    def __init__(self, plan: RunPlan, trace: Trace, parts: TrainedParts, has_saved: Callable[[], None]) -> None:
+        self._trace, self._parts, self._has_saved = trace, parts, has_saved
+        stop, go_on = plan.asked(StopAt), plan.asked(GoOn)
+        self._stop = (stop.number, stop.batches) if stop and stop.after == "write" else None
+        self._awaited = {os.path.realpath(file) for file in go_on.files} if go_on else set()
+        self._noted, self._folder = trace.part(Checkpoints), Path.cwd()
+        self._now: Written | None = None  # what is being written, of which the next is known
+
+    def patch(self) -> None:
+        patched(torch, "save", self._save)
+        when_imported("safetensors.torch", lambda module: patched(module, "save_file", self._save))
+        sys.addaudithook(self._audit)
+
+    @property
+    def lacks_reading(self) -> bool:
+        """Whether the files to go on from were not read."""
+        return bool(self._awaited) and not self._noted.read
+
+    def close(self) -> None:
+        """What is written from now on is no part of what was written before."""
+        now, self._now = self._now, None
+        if now is None:
+            return
+        optimizers, schedules = self._parts.optimizers, self._parts.schedules
+        states = (value for each in optimizers for state in each.state.values() for value in state.values())
+        moments = [value for value in states if isinstance(value, Tensor) and value.dim()]
+        weights = [parameter for parameter in owned_by(optimizers) if parameter.requires_grad]
+        for kind, sizes in (("weights", _sizes(weights)), ("optimizer state", _sizes(moments))):
+            found = sum(size for digest, size in sizes.items() if digest in self._digests)
+            now.held |= {kind: found / sizes.total()} if sizes else {}
+        now.held |= {"schedule": len(self._schedules) / len(schedules)} if schedules else {}
+        now.files = [os.path.relpath(path, self._folder) for path in self._opened if _holds_tensors(path)]
+        if now.held.get("weights", 0.0) >= _ENOUGH:
+            self._noted.written.append(now)
+
+    def _save(self, save: Any, *args: Any, **settings: Any) -> Any:
+        if self._trace.steps and not self._trace.script.is_lightning:
+            self._note(*(*args, *settings.values())[:2])
+        return save(*args, **settings)
+
+    def _note(self, obj: Any, file: Any) -> None:
+        """Note what an object holds that is about to be written, to this file or to one that is opened later."""
+        place = (self._trace.steps, self._trace.reading.batches)
+        if self._now is None:
+            self._now = Written(*place)
+            self._opened: dict[Path, None] = {}  # files, in their order
+            self._digests: set[int] = set()
+            self._schedules: set[int] = set()  # by their places
+        live = [_numbers(schedule.state_dict()) for schedule in self._parts.schedules]
+        for part in _parts_of(obj):
+            if isinstance(part, Tensor):
+                self._digests |= _sizes([part]).keys()
+            elif isinstance(part, Mapping):
+                numbers = _numbers(part)
+                self._schedules |= {number for number, own in enumerate(live) if own.items() <= numbers.items()}
+        name = file if isinstance(file, str | os.PathLike) else getattr(file, "name", None)
+        if isinstance(name, str | os.PathLike):
+            self._opened[Path(name).absolute()] = None
+        if place == self._stop:
+            self._stop = None
+            self._has_saved()
+
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(args[0], str | os.PathLike):
+            writes = isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+            if writes and self._now:
+                self._opened[Path(args[0]).absolute()] = None
+            elif not writes and self._awaited and not self._trace.steps and os.path.realpath(args[0]) in self._awaited:
+                self._noted.read = True
+                self._parts.spoil_all()
+        elif event == "os.rename" and self._now and Path(os.fsdecode(args[0])).absolute() in self._opened:
+            self._opened[Path(os.fsdecode(args[1])).absolute()] = None
+
+
+def _sizes(tensors: Iterable[Tensor]) -> Counter[int]:
+    """Numbers of values by the digests of tensors."""
+    found: Counter[int] = Counter()
+    for tensor in tensors:
+        found[digest_of(tensor)] += tensor.numel()
+    return found
+
+
+def _numbers(values: Mapping[Any, Any]) -> dict[Any, float]:
+    return {name: float(value) for name, value in values.items() if isinstance(value, Real)}
+
+
+def _parts_of(value: Any) -> Iterator[Any]:
+    """The object itself and all that is in it, of modules and optimizers their states."""
+    yield value
+    if isinstance(value, nn.Module | Optimizer):
+        value = value.state_dict()
+    for part in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+        yield from _parts_of(part)
+
+
+def _holds_tensors(path: Path) -> bool:
+    with suppress(OSError), path.open("rb") as file:
+        begin = file.read(9)
+        return begin.startswith(_OF_TORCH) or begin[8:] == b"{"  # that of safetensors
+    return False

@@ -1,0 +1,137 @@
+"""A plain script is resumed by its own means: from what it has written, by the flag that it has or that we are told."""
+
+import os
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lit_cifar.checks.relations import interruption
+from lit_cifar.checks.relations.flags import Flag
+from lit_cifar.checks.relations.interruption import PASTE, Checkpoints, GoOn, Interruption, StopAt, Written
+from lit_cifar.checks.relations.plan import Trace
+from lit_cifar.checks.relations.runs import NotJudgedError, Runs
+from lit_cifar.checks.verdict import Verdict
+from lit_cifar.errors import printable
+
+CHECKPOINT = "{checkpoint}"  # stands for it in a command
+_MEANS_RESUMING = {"resume", "restore", "continue"}
+_BESIDE = {"auto", "checkpoint", "ckpt", "dir", "file", "folder", "from", "last", "latest", "path", "state", "training"}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the script may go on: by arguments behind its own, with the checkpoint's name of this number in them."""
+
+    words: tuple[str, ...] = ()
+    number: int = 0
+
+    def given(self, written: Written) -> tuple[str, ...]:
+        *_, name = _names(written)[: self.number + 1]
+        return tuple(word.replace(CHECKPOINT, name) for word in self.words)
+
+
+def resumed(runs: Runs, by: str = "") -> Iterator[Verdict]:
+    """As `interruption.resumed`; a plain script without calls goes on by itself, or with the arguments `by`."""
+    script = runs.own().script
+    if script.is_lightning and by:
+        raise NotJudgedError("--resume-by has no effect with Lightning, whose Trainer resumes")
+    if script.is_lightning or ({"resume", "save"} <= script.calls.keys() and not by):
+        yield from interruption.resumed(runs)
+        return
+    first, *_ = places = [*_places(runs, Way())]
+    ways = [Way(tuple(shlex.split(by)), number) for number in range(len(_names(first.written)))] if by else []
+    ways = ways or [*guessed(script.flags, first.written)]
+    if way := next((way for way in ways if replace(first, way=way).works()), None):
+        yield from interruption.judged_at(runs, lambda runs: (each.verdict() for each in _places(runs, way)))
+        return
+    if lacks := places[-1].lacks:
+        yield Verdict("checkpoint", "note", f"{lacks}: a training that goes on from it would begin them anew")
+    text = f"its checkpoint {printable(_names(first.written)[0])} is not read by a new process"
+    raise NotJudgedError(f"{text}: say how it resumes, such as --resume-by='--resume {CHECKPOINT}'")
+
+
+def guessed(flags: dict[str, Flag], written: Written) -> Iterator[Way]:
+    """First without an argument, then by flags whose names mean it."""
+    yield Way()
+    for flag in flags.values():
+        names = [{*name.split("_")} for name in flag.names]
+        if not any(words & _MEANS_RESUMING and words <= _MEANS_RESUMING | _BESIDE for words in names):
+            continue
+        if not flag.takes_value or flag.kind == "bool":
+            yield Way(flag.given(True))
+        elif flag.kind not in ("int", "float") and not flag.choices:
+            yield from (Way(flag.given(CHECKPOINT), number) for number in range(len(_names(written))))
+
+
+def _names(written: Written) -> list[str]:
+    """What a command may call a checkpoint, the likeliest first: its file, or the folder of several."""
+    folder, files = os.path.commonpath([Path(name).parent for name in written.files]), written.files[:3]
+    return [*files, folder or "."] if len(files) == 1 or not folder else [folder, *files]
+
+
+def _places(runs: Runs, way: Way) -> Iterator["_Resumption"]:
+    """Where to stop: at the checkpoints after a third and two thirds of those that are written before the end."""
+    whole = runs.own()
+    if runs.plan.ranks > 1:
+        raise NotJudgedError("it trains on two processes alone, where only calls are understood", PASTE)
+    places = [place for place in whole.part(Checkpoints).written if place.files and place.steps < whole.steps]
+    if not places:
+        text = f"it writes no checkpoint before its last step ({whole.steps}): let it, by arguments after a --"
+        raise NotJudgedError(text, PASTE)
+    for written in (places[number - 1] for number in interruption.thirds(len(places))):
+        name, stop = f"{interruption.NAME} after {written.steps} steps", StopAt(written.steps, "write", written.batches)
+        yield _Resumption(runs, name, 1, interruption.drawn_parameters(runs, 1), stop, written, way)
+
+
+@dataclass
+class _Resumption(Interruption):
+    """A training that is stopped behind a checkpoint of its own, and goes on from that in its own way."""
+
+    written: Written
+    way: Way
+    last: int | None = None  # step of the training without a stop, if a resumed one would go on
+
+    @property
+    def lacks(self) -> str:
+        """In words, what of the training the checkpoint does not hold."""
+        shares = self.written.held.items()
+        lost = [f"{'only a part of the' if share else 'no'} {kind}" for kind, share in shares if share < 1]
+        return f"its checkpoint {printable(_names(self.written)[0])} holds {' and '.join(lost)}" if lost else ""
+
+    def works(self) -> bool:
+        """Whether the script reads the checkpoint before its first step. An error may ask for another name of it."""
+        _, ended = self._as_they_ended()
+        return ended.part(Checkpoints).read and (self.way.number == 0 or not ended.end.error)
+
+    def _as_they_ended(self) -> tuple[Trace, Trace]:
+        """Both halves of the training as it is, of which the second may have ended by an error."""
+        begun = self.runs.run(asks=self.stop)
+        return begun[0], self.runs.ended(**self.goes_on(begun, self.runs.folder_of(asks=self.stop)))[0]
+
+    def goes_on(self, begun: list[Trace], folder: Path) -> dict[str, Any]:
+        *_, written = begun[0].part(Checkpoints).written
+        plan, files = self.runs.plan, tuple(written.files)
+        return {
+            "asks": GoOn(str(folder), self.drawn, begun[0].steps, files),
+            "arguments": (*plan.arguments, *self.way.given(written)),
+            "limits": replace(plan.limits, steps=self.last or plan.limits.steps),
+        }
+
+    def halves(self, **how: Any) -> tuple[list[Trace], list[Trace]]:
+        begun, ended = super().halves(**how)
+        if not ended[0].part(Checkpoints).read:
+            raise NotJudgedError(f"its checkpoint after {begun[0].steps} steps is not read, though an earlier one is")
+        return begun, ended
+
+    def verdict(self) -> Verdict:
+        begun, ended = self._as_they_ended()
+        last = self.runs.own().steps
+        if self.last is None and begun.steps + ended.steps > last:
+            cut = replace(self, last=last).verdict()
+            text = "; ".join(filter(None, (f"the resumed training goes on after step {last}", cut.text)))
+            return cut if cut.outcome == "fail" else replace(cut, outcome="note", text=text)
+        verdict = super().verdict()
+        lacks = self.lacks if verdict.outcome == "fail" else ""
+        return replace(verdict, text="; ".join(filter(None, (lacks, verdict.text))))
