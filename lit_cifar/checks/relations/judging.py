@@ -8,6 +8,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TypeAlias
 
+import torch
+
 from lit_cifar.checks.relations import remarks
 from lit_cifar.checks.relations.accumulation import accumulation
 from lit_cifar.checks.relations.evaluation import evaluation, rescored
@@ -112,6 +114,8 @@ def _run_twice(runs: Runs) -> Iterator[Verdict]:
         how = _found_way(runs)
     except NotJudgedError as error:
         remedy = "; --fake-data makes samples in place of the data set" if runs.wants_data else ""
+        if runs.wants_cuda and not runs.plan.on_own_devices and torch.cuda.is_available():
+            remedy += "; --gpu runs it on its own devices"
         yield Verdict("run", "crash", f"{error}{remedy}")
         return
     own = runs.own()

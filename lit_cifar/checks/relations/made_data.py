@@ -21,7 +21,7 @@ from PIL import Image
 
 from lit_cifar.checks.relations.patching import patched, when_imported
 
-_TO_TRAIN, _TO_TEST = 250, 90  # samples; an epoch's last batch is shorter, as it is with most real ones
+_TO_TRAIN, _TO_TEST = 300, 150  # samples: more than most batches, and the last one is shorter, as with most real data
 _TESTS = ("val", "test", "eval", "dev")  # begin the names of parts that are not trained
 _LARGE = 256  # pixels of the side of an image that is a file
 # Pixels of a side, channels, whether these come first, and where labels are, of images that are not files.
