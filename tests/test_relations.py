@@ -290,7 +290,7 @@ def test_no_file_of_the_user_is_changed_and_others_are_seen(tmp_path: Path) -> N
 def test_a_right_training_holds_every_relation_and_may_write_beside_itself(outcomes: Outcomes, tmp_path: Path) -> None:
     begin = "import os, pathlib\nos.chdir(os.path.dirname(__file__))\n"
     begin += "assert [*map(int, os.popen('stty size').read().split())] == [*os.get_terminal_size()][::-1]\n"
-    begin += "(pathlib.Path(__file__).resolve().parent / 'out').mkdir()\n"
+    begin += "(pathlib.Path(__file__).resolve().parent / 'out').mkdir(exist_ok=True)\n"
     assert outcomes(begin + PLAIN, only="resume,evaluation,ranks,accumulation") == {
         "run": "pass",
         "resume after 2 steps": "pass",
