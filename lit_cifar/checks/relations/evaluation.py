@@ -103,7 +103,7 @@ def _in_lightning(runs: Runs) -> Iterator[Verdict]:
 def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
     """The training again, with other batches wherever no gradient is made."""
     own = runs.run(seeded_by_step=True)[0]
-    if not (values := _results(runs, own)):
+    if not _results(runs, own):
         raise NotJudgedError("no result of an evaluation is told", "relations.report(loss=loss)")
     by_hand = "evaluation_batch" in own.script.calls
     if not by_hand and (reason := _why_not_in_other_batches(own)):
@@ -124,7 +124,7 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
         if _unlike(runs, own, other):  # perhaps by the clock, which was the same in two runs by chance
             runs.unsteady |= apart(other, runs.run(repetition=1, **changes)[0], runs.limit)
         found += [_in_words(each, f"evaluated {way}") for each in _unlike(runs, own, other)[:1]]
-    yield from _judged(own, found, f"{', '.join(values)}: in batches of 1, 7, all")
+    yield from _judged(own, found, f"{_names(runs, own)}: in batches of 1, 7, all")
 
 
 def validated(runs: Runs, checkpoint: str | None = None, *, ranks: int | None = None) -> dict[str, float]:
@@ -143,13 +143,13 @@ def _why_not_in_other_batches(trace: Trace) -> str:
 def on_two_ranks(runs: Runs, alone: dict[str, Any], two: Trace) -> Iterator[Verdict]:
     """Compare what a plain script tells on one process and on two, which have trained the same weights."""
     name, one, how = f"{NAME} on 2 ranks", runs.run(**alone)[0], "evaluated by 2 processes"
-    if not (values := _results(runs, one)):
+    if not _results(runs, one):
         return
     found = _unlike(runs, one, two)
     if found and any(trace.part(Evaluations).cut for trace in (one, two)):
         yield Verdict(name, "abstain", CUT)
         return
-    looked_at = ", ".join(values)
+    looked_at = _names(runs, one)
     if not found:
         yield Verdict(name, "pass", looked_at=looked_at)
         return
@@ -179,6 +179,10 @@ def _results(runs: Runs, trace: Trace) -> dict[str, float]:
     """Results by their names and steps, but for those that two equal runs do not share."""
     found = results(trace).items()
     return {f"{name} after {steps} steps": value for (name, steps), value in found if name not in runs.unsteady}
+
+
+def _names(runs: Runs, trace: Trace) -> str:
+    return ", ".join(dict.fromkeys(name for name, _ in results(trace) if name not in runs.unsteady))
 
 
 def _apart(runs: Runs, own: Mapping[str, float], other: Mapping[str, float], how: str) -> str:

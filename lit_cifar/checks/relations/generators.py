@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_cifar.checks.relations.patching import patched
+from lit_cifar.checks.relations.patching import after, patched, when_imported
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.ranks import Drawn
 from lit_cifar.checks.relations.remarks import IN_STEP, OF_BATCH
@@ -137,13 +137,16 @@ def _between(of_rows: Tensor, _: Tensor, low: float = 0.0, high: float = 1.0, **
 def make_quiet(remark: Callable[[str], None]) -> None:
     """Turn dropout off, and let BatchNorm take its running statistics; `remark` a BatchNorm that has none.
 
-    Both are others by right where the same samples come in other batches.
+    These are others by right where the same samples come in other batches.
     """
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
         patched(F, name, lambda _, input, *args, **settings: input)
     patched(F, "scaled_dot_product_attention", _without_dropout)
     patched(F, "batch_norm", partial(_by_running_statistics, remark))
     patched(nn.SyncBatchNorm, "forward", lambda _, *args, **own: nn.BatchNorm1d.forward(*args, **own))
+    # accelerate advances a schedule once for each process, as each adds to the global batch.
+    once = after(lambda schedule: setattr(schedule, "split_batches", True))
+    when_imported("accelerate.scheduler", lambda module: patched(module.AcceleratedScheduler, "__init__", once))
 
 
 def _without_dropout(attention: Any, *args: Any, dropout_p: float = 0.0, **settings: Any) -> Any:
