@@ -9,7 +9,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from lit_cifar import internals
-from lit_cifar.checks.relations import classes
+from lit_cifar.checks.relations import classes, landlock
 from lit_cifar.checks.relations.judging import RELATIONS, Relation, judged
 from lit_cifar.checks.relations.options import with_further_arguments
 from lit_cifar.checks.relations.own_resume import resumed
@@ -36,6 +36,7 @@ _MAIN = ("resume", "evaluation", "ranks")  # what is named, if it is not judged
 _NOT_LOOKED_AT = "GPUs and mixed precision (runs are on the CPU, in one precision), later steps"
 BY_FLAG = ("accumulate", "batch_size")
 _NOT_LOOKED_AT_THERE = "what is smaller than rounding there, later steps"
+_UNGUARDED = ", files written by C code or other programs (this Linux has no Landlock that keeps them from yours)"
 _EPILOG = """\
 exit status: 0 all that was judged is equal, 1 a relation fails, 2 a mistake in the command, 3 nothing could be judged,
   or not all of --only, or a relation ended by an error of its own
@@ -64,7 +65,8 @@ def main(args: list[str]) -> int:
         if verdict.outcome != "abstain":
             say(str(verdict))
     _say_what_is_open([verdict for verdict in verdicts if verdict.outcome == "abstain"])
-    say(f"not looked at: {_NOT_LOOKED_AT_THERE if options.gpu else _NOT_LOOKED_AT}")
+    unguarded = "" if landlock.is_there() else _UNGUARDED
+    say(f"not looked at: {_NOT_LOOKED_AT_THERE if options.gpu else _NOT_LOOKED_AT}{unguarded}")
     found = verdicts[1:] or [verdict for verdict in verdicts if verdict.outcome == "fail"]
     said_by_name = options.only is not None
     wanted = [name for name in chosen if said_by_name or name in _MAIN or name not in RELATIONS]

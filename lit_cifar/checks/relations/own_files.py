@@ -1,7 +1,7 @@
 """Keeps the user's files as they are while a training runs in its mirror.
 
-In Python, before a link there is written to, a copy takes its place. A file elsewhere, which other runs would share,
-is not written.
+In Python, and by torch and safetensors, before a link there is written to, a copy takes its place. A file elsewhere,
+which other runs would share, is not written; nor is a link by other code in C, or by a program that the script starts.
 """
 
 import os
@@ -17,8 +17,9 @@ from urllib.parse import unquote
 
 import torch
 
+from lit_cifar.checks.relations.landlock import write_only_below
 from lit_cifar.checks.relations.mirror import MIRROR
-from lit_cifar.checks.relations.patching import patched
+from lit_cifar.checks.relations.patching import patched, when_imported
 
 _CHANGES = {  # which arguments name what is changed
     "os.remove": (0,),
@@ -43,12 +44,15 @@ class Guard:
         self._of_ranks, self._of_threads = (own / "lock").open("w"), RLock()
 
     def start(self) -> None:
+        write_only_below(self._allowed)
         sys.addaudithook(self._audit)
+        for name in ("safetensors.torch", "safetensors.numpy"):
+            when_imported(name, lambda module: patched(module, "serialize_file", self._save))
         patched(torch, "save", self._save)
         patched(torch.jit.RecursiveScriptModule, "save", self._save)  # type: ignore[attr-defined]
 
     def _save(self, save: Any, obj: Any, f: Any, *args: Any, **settings: Any) -> None:
-        if isinstance(f, str | os.PathLike):  # torch opens it by itself
+        if isinstance(f, str | os.PathLike):  # it is opened by no Python
             self._before_writing(os.fspath(f), begins_empty=True)
         save(obj, f, *args, **settings)
 
