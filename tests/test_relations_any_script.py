@@ -79,3 +79,23 @@ def test_where_linux_guards_nothing_a_line_says_so(home: Path, monkeypatch: pyte
     monkeypatch.setattr(landlock, "_LEAST", 99)
     Path("train.py").write_text(f"{STEPS}\ntrain(1)")
     assert "written by C code" in said(home, "train.py")
+
+
+BAD = {
+    "asks": ("print('?')\ninput()", "train.py:2 by EOFError.*; it reads its standard input"),
+    "asks by a line": ("import sys\nint(sys.stdin.readline())", "train.py:2 by ValueError.*; it reads its standard in"),
+    "writes beyond": ("open('/var/lit-cifar.txt', 'w')", "train.py:1 by PermissionError.* would share /var, so"),
+    "lacks a package": ("\nimport no_such", "train.py:2 by ModuleNotFoundError.*; install it"),
+    "lacks an argument": ("import argparse as a\np = a.ArgumentParser()\np.add_argument('x')\np.parse_args()", "--"),
+    "is no Python": ("\n\nx = (", "train.py:3 by SyntaxError"),
+    "is wrong": ("def f():\n    1 / 0\nf()", "train.py:2 by ZeroDivisionError.*; .* itself: python train.py$"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_script_that_cannot_run_here_has_a_place_and_a_remedy(name: str, home: Path) -> None:
+    script, reason = BAD[name]
+    Path("train.py").write_text(script)
+    output = said(home, "train.py")
+    assert re.match(f"CRASH   run .*{reason}", output, flags=re.M), output
+    assert len(output.splitlines()[0]) < 600

@@ -6,9 +6,7 @@ import pickle
 import runpy
 import sys
 import tempfile
-import traceback
 from pathlib import Path
-from time import time
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch.distributed
 import torch.multiprocessing
 
 from lit_cifar.checks.relations import calls, in_lightning
+from lit_cifar.checks.relations.crashes import note_error
 from lit_cifar.checks.relations.flags import watch_parsers
 from lit_cifar.checks.relations.generators import draw_by_sample, make_quiet, seed_all
 from lit_cifar.checks.relations.interruption import GoOn
@@ -48,8 +47,7 @@ def main(plan_file: str) -> None:
         _prepare(watched, loaders)
         _run(target, watched, loaders)
     except BaseException as error:
-        watched.trace.end.error = (traceback.format_exception_only(error)[-1].strip().splitlines() or [""])[0]
-        watched.trace.end.at = time()
+        note_error(watched.trace.end, error, folder.parent / MIRROR)
         watched.trace.end.wants_data = misses_data(error)
     file = folder / "trace"
     file.with_suffix(".part").write_bytes(pickle.dumps(watched.trace))
@@ -68,7 +66,7 @@ def _prepare(watched: Watched, loaders: Loaders) -> None:
     os.environ |= places | {"ACCELERATE_USE_CPU": "true"}  # else it trains alone on each rank
     os.environ.pop("MLFLOW_TRACKING_URI", None)  # its own folder, in place of a server
     tempfile.tempdir = None
-    give_terminal()
+    give_terminal(watched.trace.end)
     watched.patch()
     loaders.patch()
     in_lightning.patch(watched)
@@ -95,10 +93,11 @@ def _run(target: Target, watched: Watched, loaders: Loaders) -> None:
             sys.path.insert(0, "")
             runpy.run_module(target.program, run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, str(Path(target.program).absolute().parent))
+            script = Path(target.program).absolute()
+            sys.path.insert(0, str(script.parent))
             main = sys.modules["__main__"] = ModuleType("__main__")  # its classes are needed after its end
-            main.__file__ = str(Path(target.program).absolute())
-            exec(compile(Path(target.program).read_bytes(), target.program, "exec"), vars(main))
+            main.__file__ = str(script)
+            exec(compile(script.read_bytes(), str(script), "exec"), vars(main))
     except Ended:
         pass
     except SystemExit as ended:

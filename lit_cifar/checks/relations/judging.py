@@ -12,6 +12,7 @@ import torch
 
 from lit_cifar.checks.relations import remarks
 from lit_cifar.checks.relations.accumulation import accumulation
+from lit_cifar.checks.relations.crashes import elsewhere
 from lit_cifar.checks.relations.evaluation import evaluation, rescored
 from lit_cifar.checks.relations.made_data import Made
 from lit_cifar.checks.relations.options import validated_more_often, with_smaller_scale
@@ -94,6 +95,9 @@ def _found_way(runs: Runs) -> str:
                 runs.own()
             except RunError as error:
                 errors[double, torchrun, number] = str(error)
+                if error.is_final:
+                    raise RunError(f"{error}; {error.remedy}") from None
+                remedy = error.remedy
                 continue
             precision = "" if double or is_own else f"in float32: with float64 {errors[True, torchrun, number]}"
             alone = f"on {number} processes: on one {errors[False, False, 1]}" if number > 1 else ""
@@ -105,7 +109,7 @@ def _found_way(runs: Runs) -> str:
         said.append(f"{place}{place and ': '}{as_started}{also}")
         if not runs.wants_cuda:
             break
-    raise RunError("; ".join(said))
+    raise RunError("; ".join([*said, remedy]))
 
 
 def _run_twice(runs: Runs) -> Iterator[Verdict]:
@@ -145,8 +149,7 @@ def _run_twice(runs: Runs) -> Iterator[Verdict]:
     same = "" if runs.plan.on_own_devices else ", twice the same"
     yield replace(again, looked_at=f"{again.looked_at}{by_hand}{same}{but}{how}")
     if own.end.outside:
-        text = f"{own.end.outside[0]} was not written, as it is outside of the folder of a run and runs would share it"
-        yield Verdict("files", "note", text)
+        yield Verdict("files", "note", elsewhere(own.end, runs.target))
 
 
 def _in_windows(own: Trace, batches: int) -> int:

@@ -92,12 +92,15 @@ class End:
     """How a process ended."""
 
     error: str = ""  # the last line of a traceback
+    kinds: list[str] = field(default_factory=list)  # names of its class and those above
+    where: str = ""  # file and line in the user's code
     at: float = 0.0  # the time of the error
     is_late: bool = False  # the checker ended it
     at_limit: bool = False  # the same, after as many steps as a run may have
+    asks: bool = False  # it reads its standard input
     wants_cuda: bool = False  # the script names CUDA, or asks whether it is there
     wants_data: bool = False  # a data set is not there that could be made
-    outside: list[str] = field(default_factory=list)  # files beyond the run's own folder that it tried to write
+    outside: list[str] = field(default_factory=list)  # folders beyond the run's own that it tried to write to
 
 
 @dataclass

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lit_cifar.checks.compare import Difference, difference, differences
+from lit_cifar.checks.relations.crashes import in_words, is_final, remedy
 from lit_cifar.checks.relations.mirror import MIRROR, folders_of, mirror, mirrored
 from lit_cifar.checks.relations.plan import End, Imposed, RunPlan, Target, Trace
 from lit_cifar.checks.relations.snapshot import BESIDE
@@ -45,7 +46,10 @@ class NotJudgedError(Exception):
 
 
 class RunError(NotJudgedError):
-    """A run ended by an error."""
+    """A run ended by an error; by a final one, if no other way to run the script mends it."""
+
+    remedy = ""
+    is_final = False
 
 
 class RunTimeoutError(NotJudgedError):
@@ -71,12 +75,14 @@ class Runs:
         traces, plan = self.ended(**changes), self._plan(changes)
         failed = [trace.end for trace in traces if trace.end.error]
         for end in sorted(failed, key=lambda end: end.at or float("inf")):  # others end when one has failed
-            where = f" on {plan.ranks} processes" if plan.ranks > 1 else ""
-            kind = RunTimeoutError if end.is_late else RunError
-            refused = f" ({end.outside[0]} is outside of its folder)" if end.outside else ""
             self.wants_cuda |= end.wants_cuda
             self.wants_data |= end.wants_data
-            raise kind(f"a run{where} ended by {end.error[:200]}{refused}")
+            said = in_words(end, self.target, plan.ranks)
+            if end.is_late:
+                raise RunTimeoutError(said)
+            error = RunError(said)
+            error.remedy, error.is_final = remedy(end, self.target), is_final(end)
+            raise error
         return traces
 
     def ended(self, **changes: Any) -> list[Trace]:
@@ -146,7 +152,7 @@ class Runs:
     def _read(self, folder: Path, ended: EndedRun) -> Trace:
         with suppress(FileNotFoundError):
             trace: Trace = pickle.loads((folder / "trace").read_bytes())
-            if trace.end.error.startswith("SystemExit"):
+            if "SystemExit" in trace.end.kinds:
                 trace.end.error += f": {_last_lines(ended)}"
             return trace
         if ended.status is None:

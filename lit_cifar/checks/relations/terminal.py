@@ -4,14 +4,16 @@ import os
 import sys
 import termios
 from contextlib import suppress
+from io import TextIOWrapper
 from typing import Any
 
 from lit_cifar.checks.relations.patching import patched
+from lit_cifar.checks.relations.plan import End
 
 _SIZE = (24, 80)  # lines and columns
 
 
-def give_terminal() -> None:
+def give_terminal(end: End) -> None:
     """Let the standard input be a terminal that is at its end, whose size is that of the other streams too."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     with suppress(OSError):  # where a machine has no pseudo-terminals
@@ -22,7 +24,8 @@ def give_terminal() -> None:
         settings[6][termios.VMIN] = settings[6][termios.VTIME] = 0  # a reader does not wait
         termios.tcsetattr(inside, termios.TCSANOW, settings)
         os.dup2(inside, 0)
-    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdin = _Nobody(os.fdopen(0, "rb", closefd=False))
+    sys.stdin.end = end
     patched(os, "get_terminal_size", _size)
 
 
@@ -30,3 +33,13 @@ def _size(own: Any, *args: Any) -> Any:
     with suppress(OSError):
         return own(*args)
     return os.terminal_size(_SIZE[::-1])
+
+
+class _Nobody(TextIOWrapper):
+    """Notes that the script reads its standard input, such as by `input`."""
+
+    end: End
+
+    def readline(self, *args: Any) -> str:  # type: ignore[override]
+        self.end.asks = True
+        return super().readline(*args)
