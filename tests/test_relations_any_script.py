@@ -1,11 +1,14 @@
 """Relations on scripts as strangers have them: what runs unedited, and what has a reason why it cannot."""
 
+import json
+import os
 import re
+import sys
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from commands import run_here
+from commands import refused, run_here
 
 from lit_cifar.checks.relations import landlock
 
@@ -79,6 +82,42 @@ def test_where_linux_guards_nothing_a_line_says_so(home: Path, monkeypatch: pyte
     monkeypatch.setattr(landlock, "_LEAST", 99)
     Path("train.py").write_text(f"{STEPS}\ntrain(1)")
     assert "written by C code" in said(home, "train.py")
+
+
+# It has no seed, and works where it is started.
+UNUSUAL = f"""{STEPS}
+assert (Path(__file__).parents[2] / "data" / "x.txt").read_text() == "data"
+Path("../runs/log.txt").open("a").write("more")
+os.chdir("..")
+Path("new").mkdir()
+train(6)
+"""
+MAGICS = "%matplotlib inline\n!pip list\nif torch.cuda.is_available():\n    %time 1\ndisplay(1 % 2)"
+NOTEBOOK = ["%%bash\nexit 1", STEPS, MAGICS, UNUSUAL]
+
+
+@pytest.mark.parametrize("kind", ["notebook", "module", "command"])
+def test_a_training_is_taken_as_it_is_started(kind: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = {"notebook": ["train.ipynb"], "module": ["-m", "train"], "command": ["my-train"]}[kind]
+    cells = [{"cell_type": "code", "source": cell} for cell in NOTEBOOK]
+    Path("train.ipynb").write_text(json.dumps({"cells": cells}))
+    Path("train.py").write_text(UNUSUAL)
+    installed = home / "bin" / "my-train"
+    installed.parent.mkdir()
+    installed.write_text(f"#!{sys.executable}\nimport sys\nsys.path.insert(0, '')\nimport train\nsys.exit(0)\n")
+    installed.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{installed.parent}:{os.environ['PATH']}")
+    output = said(home, *words)
+    assert re.search(r"^PASS    run .*6 steps.*twice the same$", output, flags=re.M), output
+
+
+def test_what_is_no_notebook_or_python_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("x.ipynb").write_text("{}")
+    refused("relations", "x.ipynb", says=["x.ipynb is no notebook of format 4", "save it"])
+    (home / "my").write_text("#!/bin/sh\n")
+    (home / "my").chmod(0o755)
+    monkeypatch.setenv("PATH", str(home))
+    refused("relations", "my", says=["is no Python script"])
 
 
 BAD = {

@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import shutil
+import sys
 import textwrap
 from dataclasses import asdict
 from functools import partial
@@ -11,6 +13,7 @@ from pkgutil import resolve_name
 from lit_cifar import internals
 from lit_cifar.checks.relations import classes, landlock
 from lit_cifar.checks.relations.judging import RELATIONS, Relation, judged
+from lit_cifar.checks.relations.notebooks import SUFFIX, cells_of
 from lit_cifar.checks.relations.options import with_further_arguments
 from lit_cifar.checks.relations.own_resume import resumed
 from lit_cifar.checks.relations.plan import LIMIT_S, Limits, Target
@@ -46,6 +49,7 @@ exit status: 0 all that was judged is equal, 1 a relation fails, 2 a mistake in 
   python -m lit_cifar relations train.py --accumulate-by=--grad-steps
   python -m lit_cifar relations train.py --same=--eval-batch-size=7
   python -m lit_cifar relations -m my_package.train
+  python -m lit_cifar relations my-train -- --lr=0.1
   python -m lit_cifar relations --module=my_package.MyModule --data=my_package.MyData -- --trainer.max_epochs=2"""
 
 
@@ -103,7 +107,8 @@ def _is_judged(name: str, verdicts: list[Verdict]) -> bool:
 
 def relations_parser() -> argparse.ArgumentParser:
     parser = CommandParser("relations", description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("program", nargs="?", metavar="SCRIPT", help="The script; its arguments follow a --.")
+    help = "A script, notebook or command; its arguments follow a --."
+    parser.add_argument("program", nargs="?", metavar="SCRIPT", help=help)
     parser.add_argument(
         "--module", metavar="CLASS", help="In place of a script, a LightningModule; its flags follow a --."
     )
@@ -148,12 +153,24 @@ def _target(options: argparse.Namespace, arguments: list[str]) -> Target:
         return Target(program=classes.__name__, arguments=words, is_module=True, folder=str(folder))
     if not options.is_module:
         path = Path(os.path.normpath(Path(program).absolute()))
-        if not path.is_file():
-            raise ConfigError(f"{program} is no file", remedy="pass a script, or -m and the name of a module")
+        path = path if path.is_file() else _command(program)
+        if path.suffix == SUFFIX:
+            cells_of(path)
         program = str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
     flags = {knob: word for knob in BY_FLAG if (word := vars(options)[f"{knob}_by"])}
     where = {"is_module": options.is_module, "folder": str(folder)}
     return Target(program=program, arguments=tuple(arguments), flags=tuple(flags.items()), **where)
+
+
+def _command(name: str) -> Path:
+    """The file of a command that a package has installed, which is a Python script."""
+    found = None if os.sep in name else shutil.which(name, path=Path(sys.executable).parent) or shutil.which(name)
+    if found is None:
+        raise ConfigError(f"{name} is no file", remedy="pass a script, a command, or -m and the name of a module")
+    with Path(found).open("rb") as file:
+        if b"python" not in file.readline() + file.readline():
+            raise ConfigError(f"{found} is no Python script", remedy="pass the script that it starts")
+    return Path(found)
 
 
 def _chosen(options: argparse.Namespace) -> dict[str, Relation]:

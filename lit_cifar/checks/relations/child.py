@@ -22,6 +22,7 @@ from lit_cifar.checks.relations.interruption import GoOn
 from lit_cifar.checks.relations.loaders import Loaders
 from lit_cifar.checks.relations.made_data import Made, make_data, misses_data
 from lit_cifar.checks.relations.mirror import MIRROR, carry_over
+from lit_cifar.checks.relations.notebooks import SUFFIX, code_of
 from lit_cifar.checks.relations.own_devices import follow_devices, have_devices
 from lit_cifar.checks.relations.own_files import Guard
 from lit_cifar.checks.relations.patching import patched
@@ -97,7 +98,10 @@ def _run(target: Target, watched: Watched, loaders: Loaders) -> None:
             sys.path.insert(0, str(script.parent))
             main = sys.modules["__main__"] = ModuleType("__main__")  # its classes are needed after its end
             main.__file__ = str(script)
-            exec(compile(script.read_bytes(), str(script), "exec"), vars(main))
+            if script.suffix == SUFFIX:
+                vars(main)["display"] = print
+            for code in code_of(script):
+                exec(code, vars(main))
     except Ended:
         pass
     except SystemExit as ended:
