@@ -19,7 +19,7 @@ from lit_cifar.data.images import Batch
 class Watch(L.Callback):
     """Keeps the ids of each batch, and saves after optimizer step `step`: at the end of its batch, or of its epoch."""
 
-    def __init__(self, file: Path, step: int, *, in_epoch: bool) -> None:
+    def __init__(self, file: Path, step: int, *, in_epoch: bool = True) -> None:
         self.file, self.step, self.in_epoch = file, step, in_epoch
         self.read: list[tuple[int, int, list[int]]] = []
 
