@@ -7,11 +7,13 @@ import sys
 from hashlib import sha256
 from pathlib import Path
 
+import psutil
 import pytest
 from commands import refused, run_here
 
 from lit_cifar.checks.relations import landlock
 
+DAEMON = "86399"  # seconds that it sleeps, by which it is known
 STEPS = """
 import ctypes, os, subprocess, sys, time, torch
 from pathlib import Path
@@ -45,10 +47,11 @@ def digests(folder: Path) -> dict[str, tuple[str, int]]:
 
 
 def said(home: Path, *words: str, only: str = "trained") -> str:
-    """What the command says of a script. It has changed no file."""
+    """What the command says of a script. It has changed no file and left no process."""
     before = digests(home)
     result = run_here("relations", *words[:1], f"--only={only}", *words[1:], check=False)
     assert digests(home) == before
+    assert not [one for one in psutil.process_iter(["cmdline"]) if (one.info["cmdline"] or [])[-1:] == [DAEMON]]
     return str(result.stdout)
 
 
@@ -88,6 +91,7 @@ def test_where_linux_guards_nothing_a_line_says_so(home: Path, monkeypatch: pyte
 UNUSUAL = f"""{STEPS}
 assert (Path(__file__).parents[2] / "data" / "x.txt").read_text() == "data"
 Path("../runs/log.txt").open("a").write("more")
+subprocess.run(["setsid", "-f", "sleep", "{DAEMON}"])
 os.chdir("..")
 Path("new").mkdir()
 train(6)
@@ -126,6 +130,10 @@ BAD = {
     "writes beyond": ("open('/var/lit-cifar.txt', 'w')", "train.py:1 by PermissionError.* would share /var, so"),
     "lacks a package": ("\nimport no_such", "train.py:2 by ModuleNotFoundError.*; install it"),
     "lacks an argument": ("import argparse as a\np = a.ArgumentParser()\np.add_argument('x')\np.parse_args()", "--"),
+    "never ends": (
+        f"import subprocess, time\nsubprocess.run(['setsid', '-f', 'sleep', '{DAEMON}'])\ntime.sleep(99)",
+        "a limit of 3 s: pass a higher --limit",
+    ),
     "is no Python": ("\n\nx = (", "train.py:3 by SyntaxError"),
     "is wrong": ("def f():\n    1 / 0\nf()", "train.py:2 by ZeroDivisionError.*; .* itself: python train.py$"),
 }
@@ -135,6 +143,6 @@ BAD = {
 def test_a_script_that_cannot_run_here_has_a_place_and_a_remedy(name: str, home: Path) -> None:
     script, reason = BAD[name]
     Path("train.py").write_text(script)
-    output = said(home, "train.py")
+    output = said(home, "train.py", "--limit=3" if name == "never ends" else "--limit=60")
     assert re.match(f"CRASH   run .*{reason}", output, flags=re.M), output
     assert len(output.splitlines()[0]) < 600

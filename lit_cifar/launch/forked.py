@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -85,10 +86,21 @@ class ForkedRun:
     def kill(self) -> None:
         """End every process, and the processes that they have started."""
         for process in self._processes:
+            for other in _started_by(process):
+                with suppress(psutil.Error):
+                    other.kill()
             process.kill()  # the process may not lead its session yet
             with suppress(ProcessLookupError):
                 os.killpg(_pid(process), signal.SIGKILL)
             wait([process.sentinel])
+
+
+def _started_by(process: ForkServerProcess) -> list[Any]:
+    """What a process that runs has started, also in sessions of their own."""
+    with suppress(psutil.Error):
+        if _exit_code(process) is None:
+            return list(psutil.Process(_pid(process)).children(recursive=True))
+    return []
 
 
 def _exit_code(process: ForkServerProcess) -> int | None:

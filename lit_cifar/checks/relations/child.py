@@ -25,6 +25,7 @@ from lit_cifar.checks.relations.mirror import MIRROR, carry_over
 from lit_cifar.checks.relations.notebooks import SUFFIX, code_of
 from lit_cifar.checks.relations.own_devices import follow_devices, have_devices
 from lit_cifar.checks.relations.own_files import Guard
+from lit_cifar.checks.relations.own_processes import end_processes, keep_processes
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Target
 from lit_cifar.checks.relations.switches import set_switches
@@ -41,6 +42,7 @@ def main(plan_file: str) -> None:
     os.chdir(target.folder)
     if (go_on := plan.asked(GoOn)) and go_on.files:
         carry_over(Path(go_on.checkpoint, MIRROR), folder.parent / MIRROR)
+    keep_processes()
     watched = Watched(plan, folder, rank)
     loaders = Loaders(watched)
     watched.trace.script.said = dict(target.flags)
@@ -54,7 +56,8 @@ def main(plan_file: str) -> None:
     file.with_suffix(".part").write_bytes(pickle.dumps(watched.trace))
     file.with_suffix(".part").rename(file)
     sys.stdout.flush()
-    # A training that was ended may have threads and workers that wait for it. An error ends the other ranks too.
+    end_processes()
+    # A training that was ended may have threads that wait for it. An error ends the other ranks too.
     os._exit(bool(watched.trace.end.error))
 
 
