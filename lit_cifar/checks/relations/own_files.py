@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from fcntl import LOCK_EX, LOCK_UN, lockf
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -39,7 +40,8 @@ class Guard:
 
     def __init__(self, own: Path, outside: list[str]) -> None:
         caches = (Path.home() / ".cache", "/dev", "/proc", sys.prefix, tempfile.gettempdir())
-        self._allowed = [Path(place).resolve() for place in (own, *caches)]
+        sockets = get_temp_dir()  # that of multiprocessing, where loaders' workers have their sockets
+        self._allowed = [Path(place).resolve() for place in (own, sockets, *caches)]
         self._own, self._outside = own, outside
         self._of_ranks, self._of_threads = (own / "lock").open("w"), RLock()
 
