@@ -67,7 +67,9 @@ def _prepare(watched: Watched, loaders: Loaders) -> None:
     temporary = watched.folder / "temporary"
     temporary.mkdir()
     places = dict.fromkeys(("TMPDIR", "TORCHINDUCTOR_CACHE_DIR"), str(temporary))
-    os.environ |= places | {"ACCELERATE_USE_CPU": "true"}  # else it trains alone on each rank
+    os.environ |= places
+    if not plan.on_own_devices:
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # else it trains alone on each rank
     os.environ.pop("MLFLOW_TRACKING_URI", None)  # its own folder, in place of a server
     tempfile.tempdir = None
     give_terminal(watched.trace.end)
