@@ -8,7 +8,7 @@ from lit_cifar.checks.compare import Difference, difference
 from lit_cifar.checks.relations import remarks
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import NotJudgedError, Runs, first_apart, unused
-from lit_cifar.checks.relations.told import apart, results
+from lit_cifar.checks.relations.told import apart, by_time, results
 from lit_cifar.checks.verdict import Verdict
 
 NAME = "evaluation"
@@ -177,8 +177,7 @@ def _judged(trace: Trace, found: list[str], looked_at: str) -> Iterator[Verdict]
 
 def _results(runs: Runs, trace: Trace) -> dict[str, float]:
     """Results by their names and steps, but for those that two equal runs do not share."""
-    found = results(trace).items()
-    return {f"{name} after {steps} steps": value for (name, steps), value in found if name not in runs.unsteady}
+    return by_time(trace, without=runs.unsteady)
 
 
 def _names(runs: Runs, trace: Trace) -> str:

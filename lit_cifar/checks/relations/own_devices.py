@@ -20,7 +20,7 @@ from lit_cifar.checks.compare import difference
 from lit_cifar.checks.relations.patching import after, patched
 from lit_cifar.checks.relations.plan import RunPlan, Trace
 from lit_cifar.checks.relations.runs import LARGEST, NotJudgedError, Runs
-from lit_cifar.checks.relations.told import results
+from lit_cifar.checks.relations.told import by_time
 from lit_cifar.checks.relations.trained import owned_by
 
 
@@ -86,10 +86,7 @@ def measure(runs: Runs) -> str:
     """Let `runs` know how far equal runs differ, and say it. Raise a `NotJudgedError` if a mistake could hide in it."""
     equal = [runs.own(), runs.run(repetition=1)[0], runs.run(asks=RoundOtherwise())[0]]
     seen = equal[0].part(OwnDevices)
-    told = [
-        {f"{name} after {steps} steps": value for (name, steps), value in results(trace).items()} for trace in equal
-    ]
-    states: list[dict[Any, Any]] = [{**of.state, **of.reported, **own} for of, own in zip(equal, told, strict=True)]
+    states: list[dict[Any, Any]] = [{**of.state, **of.reported, **by_time(of)} for of in equal]
     for one, other in combinations(states, 2):
         for name in one.keys() & other.keys():
             runs.spread[name] = max(runs.spread.get(name, 0.0), difference(one[name], other[name]))

@@ -1,6 +1,6 @@
 """Numbers that a script tells: to `report`, TensorBoard, wandb, mlflow, accelerate, transformers and torchmetrics."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
@@ -37,6 +37,12 @@ def results(trace: Trace) -> Numbers:
     is_result = {name: name in told.results or name.startswith("val") for name, _ in trace.reported}
     own = {key: value for key, value in trace.reported.items() if is_result[key[0]] and not key[0].startswith(SCORES)}
     return own | {key: next(iter(values)) for key, values in told.heard.items() if len(values) == 1}
+
+
+def by_time(trace: Trace, *, without: Container[str] = ()) -> dict[str, float]:
+    """Results by their names with the number of steps before; some names are left out."""
+    found = results(trace).items()
+    return {f"{name} after {steps} steps": value for (name, steps), value in found if name not in without}
 
 
 def apart(one: Trace, other: Trace, limit: float) -> set[str]:
