@@ -132,7 +132,8 @@ class Net(pl.LightningModule):
         return loss * (1 + self.sum)
 
     def on_train_epoch_start(self):
-        self.sum = torch.zeros(())
+        if BUG.startswith("sum of an epoch"):
+            self.sum = torch.zeros(())
 
     def on_validation_end(self):
         if BUG == "sum of an epoch, cleared by a validation":
@@ -409,7 +410,7 @@ for epoch in range(3):
 # Each epoch ends inside a window of three microbatches. Weights are moved by hand, if the mistake says so.
 TAILS = script("""
 PARTS = relations.knob("accumulate", 3)
-count = 30 if BUG == "a batch of fewer" else 80
+count = 18 if BUG == "a batch of fewer" else 80
 data = TensorDataset(torch.randn(count, 4, generator=torch.Generator().manual_seed(1)))
 torch.manual_seed(0)
 model, first = nn.Linear(4, 1), 0
