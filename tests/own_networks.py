@@ -47,8 +47,7 @@ class Widening(nn.Module):
         self.down = nn.Conv2d(2 * width, width, kernel_size=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(self.norm(self.up(x)).relu())
-        return out
+        return x + self.down(self.norm(self.up(x)).relu())
 
 
 class Opaque(nn.Module):
@@ -62,8 +61,7 @@ class Opaque(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(x.relu().mean(dim=(2, 3)))
-        return out
+        return self.head(x.relu().mean(dim=(2, 3)))
 
 
 class Forgetful(nn.Module):
@@ -78,8 +76,7 @@ class Forgetful(nn.Module):
         return {"stem": self.stem, "head": nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), self.head)}
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.stem(x).relu().mean(dim=(2, 3)))
-        return out
+        return self.head(self.stem(x).relu().mean(dim=(2, 3)))
 
 
 class Odd(nn.Module):
@@ -93,8 +90,7 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = nn.functional.adaptive_avg_pool2d(x, 2).flatten(1)
-        out: Tensor = self.head(self.back(self.there(rows).relu()) * self.scale)
-        return out
+        return self.head(self.back(self.there(rows).relu()) * self.scale)
 
 
 class Wrapped(nn.Module):
@@ -105,8 +101,7 @@ class Wrapped(nn.Module):
         self.network = Odd()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.network(x)
-        return out
+        return self.network(x)
 
 
 class Broken(nn.Module):
@@ -154,8 +149,7 @@ class Noise(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        out: Tensor = stochastic_depth(dropout(x, 0.2) + 0.1 * torch.rand_like(x), 0.2, "row")
-        return out
+        return stochastic_depth(dropout(x, 0.2) + 0.1 * torch.rand_like(x), 0.2, "row")
 
 
 class Tied(nn.Sequential):
@@ -184,8 +178,7 @@ class Whole(nn.Module):
         self.layers = layers
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
-        return out
+        return self.layers(x)
 
 
 class DrawingWhole(Whole):
@@ -227,8 +220,7 @@ class Gain(nn.Sequential):
         self.gain = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = super().forward(x) * self.gain
-        return out
+        return super().forward(x) * self.gain
 
 
 class Viewed(nn.Module):
@@ -240,8 +232,7 @@ class Viewed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        out: Tensor = self.head(x.view(x.size(0), -1))
-        return out
+        return self.head(x.view(x.size(0), -1))
 
 
 class LayerScale(nn.Module):
@@ -255,8 +246,7 @@ class LayerScale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(self.gamma.dtype)
-        out: Tensor = x + self.gamma * self.layer(x)
-        return out
+        return x + self.gamma * self.layer(x)
 
 
 class Standardised(nn.Conv2d):
@@ -283,5 +273,4 @@ class Sometimes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training and torch.rand(()) < 0.5:
             return x
-        out: Tensor = x + self.layer(x)
-        return out
+        return x + self.layer(x)

@@ -75,7 +75,6 @@ class RecordDrawn(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         folder = run_folder(trainer)
-        assert folder is not None
         augmentation = trainer.datamodule.augmentation  # type: ignore[attr-defined]
         drawn = {
             "lr": trainer.optimizers[0].defaults["lr"],

@@ -85,7 +85,6 @@ class NoFolder(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         folder = run_folder(trainer)
-        assert folder is not None
         if trainer.is_global_zero:
             folder.mkdir(exist_ok=True, parents=True)
             (folder / "checkpoints").touch()

@@ -16,8 +16,6 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.evaluation_tables import write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount
 
-# ---------------------------------------------------------------- files of a run folder
-
 
 @pytest.mark.parametrize(
     ("read", "text"),
@@ -58,9 +56,6 @@ def test_per_rank_rows_come_back_with_intervals_and_flags(tmp_path: Path) -> Non
     assert per_rank_frame(one_bad, split="test").equals(frame[frame["rank"] != "all"])
 
 
-# ---------------------------------------------------------------- speed, memory and time to an accuracy
-
-
 def test_seconds_follow_from_the_speed_of_each_window(tmp_path: Path) -> None:
     """Steps 0 and 1 took 0.1 s each, 2 and 3 took 0.2 s each, 4 and 5 again 0.1 s; step 6 is taken to be like them."""
     (tmp_path / "config.yaml").write_text("data: {batch_size: 10}\n")
@@ -91,8 +86,6 @@ def test_what_one_device_holds(tmp_path: Path) -> None:
     assert read_speed(tmp_path / "run") > 0
     assert accuracy_over_time(tmp_path / "run")["step"].tolist() == [4]
 
-
-# ---------------------------------------------------------------- comparisons of runs, against values of the literature
 
 # Student, "The probable error of a mean", Biometrika 6, 1908: additional hours of sleep of ten patients, two drugs.
 DEXTRO = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]

@@ -91,9 +91,6 @@ def test_windows_are_resized_as_by_torchvision() -> None:
     assert set(draws[2].tolist()) == {0, 1}
 
 
-# ---------------------------------------------------------------- what a network draws
-
-
 @pytest.fixture(autouse=True)
 def generator() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):

@@ -92,9 +92,6 @@ def test_what_is_refused() -> None:
         normalise_apart(nn.Sequential(nn.BatchNorm1d(2)), GhostBatches(data_parallel_size=2))
 
 
-# ---------------------------------------------------------------- synchronised over processes
-
-
 # Samples held by each of three processes, for a layer made by `make`.
 CASES: dict[str, tuple[Any, list[int], torch.dtype]] = {
     "empty": (lambda: nn.BatchNorm2d(3), [4, 0, 3], torch.float32),

@@ -195,9 +195,6 @@ def test_a_disk_that_is_full_before_training_is_said(tmp_path: Path, monkeypatch
     assert "Traceback" not in result.stderr
 
 
-# ---------------------------------------------------------------- saving while training goes on
-
-
 class Disk:
     """Stands before the disk: writes a file when it is told to, or refuses to."""
 

@@ -115,9 +115,6 @@ def test_cuda_graphs_are_torchs_least_overhead(strategy: Any, monkeypatch: pytes
     assert set(gradients) == {None}
 
 
-# ---------------------------------------------------------------- channels_last
-
-
 def channels_last(tensor: Tensor) -> bool:
     return tensor.is_contiguous(memory_format=torch.channels_last)
 

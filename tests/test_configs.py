@@ -66,9 +66,6 @@ def test_the_articles_runs_differ_in_mode_and_batch_alone(mode: str) -> None:
     assert other == single
 
 
-# ---------------------------------------------------------------- configs/cluster
-
-
 CLUSTER = Path(__file__).parents[1] / "configs" / "cluster"
 
 

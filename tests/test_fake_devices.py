@@ -45,9 +45,6 @@ def test_the_host_waits_for_what_a_stage_of_its_own_is_going_to_read() -> None:
         assert logits.device == devices[0]
 
 
-# ---------------------------------------------------------------- planted mistakes
-
-
 MISPLACED: dict[str, tuple[Any, str, Any]] = {
     # As Lightning's own strategies do: the whole module on the root device.
     "a stage": (StagedStrategy, "model_to_device", lambda self: self.model.to(self.root_device)),

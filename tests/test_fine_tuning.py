@@ -24,8 +24,6 @@ from lit_cifar.tools.verify.judge import frozen_problems
 STEM = [*TINY, "--model.fine_tuning.freeze=['conv1.*','bn1.*','layer1.*']", "--last_checkpoint.every_n_steps=1"]
 STEM += ["--model.lr_scheduler=StepLR", "--model.lr_scheduler.step_size=9"]
 
-# ---------------------------------------------------------------- what is frozen
-
 
 class Plain(nn.Sequential):
     """Has BatchNorm without parameters."""
@@ -83,9 +81,6 @@ def test_the_classifier_of_each_network(arch: Any, name: str) -> None:
     assert head_of(build_network(arch, stem=None, num_classes=10, image_size=32), 10) == name
 
 
-# ---------------------------------------------------------------- learning rates
-
-
 SCHEDULES: list[Any] = [
     lambda optimizer: WarmupDecay(optimizer, warmup=0.3),
     lambda optimizer: OneCycleLR(optimizer, max_lr=1.0, total_steps=20),
@@ -139,9 +134,6 @@ def test_what_cannot_work_is_refused(flags: str, says: list[str], tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
-# ---------------------------------------------------------------- trainings
-
-
 def moved(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
     pairs = ((name, before["state_dict"][name], after["state_dict"][name]) for name in before["state_dict"])
     return {name for name, then, now in pairs if not then.equal(now)}
@@ -182,9 +174,6 @@ def test_all_is_trained_from_the_epoch_on(tmp_path: Path) -> None:
         run_here("fit", *flags, f"--run_dir={run}", f"--trainer.max_steps={step}")
         run_here("fit", *flags, f"--run_dir={run}", "--resume=auto", "--trainer.max_steps=10")
         assert moved(ends[10], last_checkpoint(run)) == set()
-
-
-# ---------------------------------------------------------------- verify
 
 
 def test_what_is_frozen_and_moves_is_found_where_one_device_moves_it_too() -> None:

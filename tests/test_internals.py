@@ -88,9 +88,6 @@ def test_replicas_are_not_compared_where_a_hook_could_not_be_seen(monkeypatch: p
     assert "has no torch.nn.parallel.DistributedDataParallel._comm_hooks" in why_not_compared(trainer)
 
 
-# Private names in the package are ours, or on the list ----------------------------------------------------------------
-
-
 def trees() -> Iterator[tuple[str, ast.AST]]:
     for path in sorted(PACKAGE.rglob("*.py")):
         yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text())

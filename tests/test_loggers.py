@@ -24,9 +24,6 @@ def test_what_a_run_writes_again_is_hidden(tmp_path: Path, first_step: int) -> N
     assert values == [(at, 1.0) for at in range(first_step)] + [(at, 2.0) for at in range(first_step, 3)]
 
 
-# ---------------------------------------------------------------- `metrics.csv`
-
-
 def write(folder: Path, *calls: dict[str, Any], kept_rows: int = 0) -> None:
     """Log as Lightning does, which saves after each call but those of its learning rate monitor."""
     _, logger = run_loggers(folder, kept_rows=kept_rows)
@@ -100,9 +97,6 @@ def test_logs_are_the_same_at_fewer_log_points(tmp_path: Path) -> None:
     assert [*steps[0]] == [0, 1, 2]
     assert steps[1] == {step: steps[0][step] for step in (1, 2)}
     assert epochs[0] == epochs[1] != ""
-
-
-# ---------------------------------------------------------------- loggers of the user's
 
 
 class Keeps(DummyLogger):

@@ -94,9 +94,6 @@ def test_shares_at_their_ends() -> None:
         torch.testing.assert_close(Mix(share)(own, other), expected, rtol=0, atol=0)
 
 
-# ---------------------------------------------------------------- the loss
-
-
 def network(label_smoothing: float = 0.0) -> LitResNet:
     return LitResNet("tiny", num_classes=NUM_CLASSES, image_size=8, label_smoothing=label_smoothing)
 
@@ -131,9 +128,6 @@ def test_a_mixed_loss_is_that_of_both_labels(smoothing: float) -> None:
         assert module.loss(logits.bfloat16(), soft).dtype == torch.float32  # shares are not rounded to bfloat16
 
 
-# ---------------------------------------------------------------- balanced epochs
-
-
 def test_classes_are_drawn_equally_often_and_their_samples_in_turn() -> None:
     """Of 3, 1, 0 and 40 samples of four classes."""
     labels = torch.tensor([0] * 3 + [1] + [3] * 40)[torch.randperm(44, generator=torch.Generator().manual_seed(2))]
@@ -154,8 +148,6 @@ def test_classes_are_drawn_equally_often_and_their_samples_in_turn() -> None:
     assert len(of_frequent) > 30  # which of them are left out differs between epochs
     assert not replace(sampler, seed=1).order().equal(orders[0])
 
-
-# ---------------------------------------------------------------- through the command line
 
 MIXED = ["--data.mixing.mixup=0.4", "--data.mixing.cutmix=1.0"]
 MIXED += ["--data.balance.class_weights=[1,2,3,4,5,5,4,3,2,1]", "--data.balance.draw_equally=true"]

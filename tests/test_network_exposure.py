@@ -210,9 +210,6 @@ def test_without_the_agents_store_rank_0_opens_one_at_the_chosen_port(
     assert (environment.main_address, str(environment.main_port)) == (LOOPBACK, os.environ["MASTER_PORT"])
 
 
-# ---------------------------------------------------------------- sizes from torchrun
-
-
 SRUN = {"TORCHELASTIC_RUN_ID": "srun"}  # which has started the processes in torchrun's place
 
 

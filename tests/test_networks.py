@@ -120,9 +120,6 @@ def test_what_a_stage_returns_is_known_before_it_runs(arch: Any, autocast: bool)
     assert (found[1][1] == torch.bfloat16) == (autocast and arch != "vit_micro")
 
 
-# ---------------------------------------------------------------- stages
-
-
 IMAGE = (3, 32, 32)
 
 

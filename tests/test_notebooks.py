@@ -151,8 +151,6 @@ def test_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path, monkeypatch
     NotebookClient(notebook, timeout=280, startup_timeout=120, kernel_name="python3", resources=resources).execute()
 
 
-# ---------------------------------------------------------------- runs that a notebook starts
-
 COMMANDS = {"modes": "print('ddp_spawn')", "fail": "raise SystemExit('--model.arch')"}
 
 

@@ -16,8 +16,6 @@ from lit_cifar.models import build_resnet
 from lit_cifar.task.muon import MuonSGD, orthogonal
 from lit_cifar.task.optim import Recipe, WarmupDecay, keep_saved_types
 
-# ---------------------------------------------------------------- WarmupDecay
-
 
 def rates(total: int, **settings: Any) -> list[float]:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
@@ -144,9 +142,6 @@ def test_kernels_are_those_of_the_run() -> None:
 def test_warmup_is_a_share(warmup: float) -> None:
     with pytest.raises(ValueError, match="share of all steps"):
         rates(10, warmup=warmup)
-
-
-# ---------------------------------------------------------------- MuonSGD
 
 
 def test_singular_values_come_near_one_and_their_vectors_stay() -> None:

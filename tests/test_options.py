@@ -30,9 +30,6 @@ def mode_name(name: str) -> str:
     return "single" if name == "single_device" else name
 
 
-# ---------------------------------------------------------------- the table
-
-
 FROM_REFUSALS = {
     (option, name): row
     for option in dict.fromkeys(row.option for row in refusals.TABLE)
@@ -64,9 +61,6 @@ def test_what_needs_a_gpu_says_so(option: str, name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(CLI, "_run_subcommand", CLI._check)
     flags = [*mode_flags(mode_name(name), 2), *option.split()]
     refused("fit", *TINY, *flags, says=[f"{option} needs a GPU"])
-
-
-# ---------------------------------------------------------------- what works
 
 
 def works(*endings: str) -> list[Any]:

@@ -249,9 +249,6 @@ def test_a_network_says_its_blocks_by_a_method_or_as_a_sequence() -> None:
     assert list((blocks_of(repeated) or {}).values()) == [chain[0], chain[2], chain[2]]
 
 
-# ---------------------------------------------------------------- pictures of one's own
-
-
 def test_one_picture_of_each_class_in_turn(pictures: Path) -> None:
     data = CIFAR10DataModule(pictures, dataset="folder", image_size=24, num_train=6, val_size=2)
     data.setup("fit")

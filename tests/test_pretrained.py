@@ -159,9 +159,6 @@ def test_without_safetensors_its_files_are_refused(tmp_path: Path, monkeypatch: 
         start_from_file(nn.Linear(1, 1), tmp_path / "given", num_classes=1)
 
 
-# ---------------------------------------------------------------- trainings
-
-
 @pytest.fixture
 def given(tmp_path: Path) -> Path:
     """The file of a network `tiny` with 7 classes, as kuangliu's program writes it."""

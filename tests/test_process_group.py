@@ -33,6 +33,3 @@ def test_neither_a_group_nor_a_thread_of_it_is_left(end: str) -> None:
     script = SCRIPT.format(end=end)
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.stdout == "a group: False threads: 1\n", done.stderr
-
-
-# ---------------------------------------------------------------- freed memory

@@ -19,8 +19,6 @@ from lit_cifar.mode import Layout
 from lit_cifar.reporting import progress
 from lit_cifar.reporting.progress import METRIC, EpochLines, Throughput
 
-# ---------------------------------------------------------------- the bar, and lines
-
 
 def fit(folder: Path, *bars: Callback, **settings: Any) -> None:
     settings = {"max_epochs": 2, "enable_progress_bar": bool(bars), "logger": False} | settings
@@ -112,9 +110,6 @@ def test_rank_0_may_ask_for_the_means_of_an_epoch_alone(asked: str, tmp_path: Pa
     """It would wait for the others, which go on to what comes next."""
     shown = [flag for flag in TINY if "progress_bar" not in flag]
     launch("fit", *shown, *callback(asked), *mode_flags("ddp"), f"--run_dir={tmp_path / 'run'}", timeout_s=60)
-
-
-# ---------------------------------------------------------------- images per second
 
 
 def measured(folder: Path, clock: SimpleNamespace, **settings: Any) -> list[tuple[int, float]]:

@@ -202,8 +202,6 @@ def test_an_environment_in_which_no_run_can_work_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-# ---------------------------------------------------------------- remedies
-
 # Cut evenly by every number of devices and microbatches below; two full batches.
 BATCHES = ["--data.num_train=496", "--data.batch_size=240"]
 

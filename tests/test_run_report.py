@@ -126,9 +126,6 @@ def test_git_state_is_that_of_the_package_s_own_repository(tmp_path: Path) -> No
     assert git_state(package) == {"commit": commit, "modified": True}
 
 
-# ---------------------------------------------------------------- one run in a folder
-
-
 def hold(folder: Path) -> None:
     RunLock().take(folder)
     (folder / "held").touch()

@@ -57,9 +57,6 @@ def test_parts_along_both_axes_go_on_from_one_device_as_it_does(tmp_path: Path) 
     assert_same_checkpoint(last_checkpoint(parts), last_checkpoint(alone), tolerance=1e-9)
 
 
-# ---------------------------------------------------------------- one process, which takes the same path
-
-
 class Watched(LitResNet):
     """Notes what kind of parameters it trains."""
 
@@ -215,9 +212,6 @@ def test_a_device_never_holds_more_than_its_parts_and_a_block(sizes: Any, monkey
         strategy.make_forward_fn(model.network)
     assert whole / 8 < device.held < whole / 3
     assert device.peak <= device.held + max(blocks) < whole
-
-
-# ---------------------------------------------------------------- tables
 
 
 @pytest.mark.parametrize(

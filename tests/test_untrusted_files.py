@@ -206,9 +206,6 @@ def test_a_remedy_is_quoted_for_the_shell(tmp_path: Path) -> None:
         assert last.partition("=")[2].startswith(str(folder))
 
 
-# ---------------------------------------------------------------- what a checkpoint holds, with a hash that is right
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of five steps."""

@@ -126,8 +126,6 @@ def test_a_message_names_the_place_of_the_culprit_and_of_all_that_do_not_get_on(
     stands += "  rank 0 (pid 1000 on a) (and rank 2) has been for 30 s at b.py:2 (all_reduce)"
     hung = verdict_of(*peers)
     killed = verdict_of(*peers, gone(3, "SIGKILL", place="c.py", step=7))
-    assert hung is not None
-    assert killed is not None
     assert hung.message == f"lit_cifar: no rank has got on for 30 s\n{stands}\nlit_cifar: all processes stop"
     assert re.match(r"lit_cifar: rank 3 .*SIGKILL.*; after 7 optimizer steps, at c.py\n  rank 1", killed.message)
 
@@ -229,7 +227,6 @@ def in_fork(target: Callable[[], object], *, daemon: bool = False) -> BaseProces
 def test_who_is_killed_takes_its_workers_along_and_no_other_rank() -> None:
     code = "import os, time; print(os.fork() and os.fork(), flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as rank:
-        assert rank.stdout is not None
         for _ in range(3):
             rank.stdout.readline()
         worker, other = psutil.Process(rank.pid).children()
@@ -388,7 +385,6 @@ def test_of_two_failures_both_processes_blame_the_first_and_one_says_so(capsys: 
     verdict = pair.watches[0].fail("RuntimeError: connection closed by peer")
     failing.join()
     pair.join()
-    assert verdict is not None
     assert (verdict.rank, verdict.kind) == (1, "failed")
     assert "\n  ValueError: first\n" in verdict.message
     assert pair.watches[1].verdict == verdict
@@ -403,7 +399,6 @@ def test_where_none_gets_on_all_end_with_their_workers(capsys: pytest.CaptureFix
     worker.join(5)
     assert worker.exitcode == -signal.SIGKILL  # as one of a data loader that hangs
     verdict = pair.watches[0].verdict
-    assert verdict is not None
     assert (verdict.rank, verdict.kind) == (NOBODY, "hung")
     assert __file__ in capsys.readouterr().err  # where the main thread is
 
@@ -466,8 +461,6 @@ def test_a_process_ends_after_the_one_that_started_it() -> None:
     starter = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {follower!r}])"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", starter], stdout=pipe, stderr=pipe, text=True) as run:
-        assert run.stdout is not None
-        assert run.stderr is not None
         child = psutil.Process(int(run.stdout.readline()))
         run.kill()
         assert f"pid {child.pid} stops: pid {run.pid}, which started it, is gone" in run.stderr.readline()
