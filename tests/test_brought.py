@@ -186,13 +186,6 @@ def test_a_ranking_that_a_resumed_run_could_not_repeat_is_refused(monkeypatch: p
         run_here(*BASE, *works)
 
 
-def test_a_logger_that_would_record_nothing_is_refused(tmp_path: Path) -> None:
-    """Lightning disables Comet's experiment where it is to be offline. Comet need not be installed."""
-    run = tmp_path / "run"
-    refused(*BASE, *logger("CometLogger", online="false"), f"--run_dir={run}", says=["would record nothing", "offline"])
-    assert not run.exists()
-
-
 def test_links_of_wandb_do_not_hinder_a_resume_and_others_do(tmp_path: Path) -> None:
     for folder, allowed in (("wandb", True), ("theirs", False), ("theirs/wandb", False)):
         run = tmp_path / folder.replace("/", "-")

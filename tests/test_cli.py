@@ -240,15 +240,6 @@ def test_what_needs_no_training_imports_none_of_it() -> None:
         assert not {"torch", "lightning", "jsonargparse"} & {*literal_eval(found.stdout.splitlines()[-1])}
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "kind"),
-    [("SLURM_PROCID", "", "rank"), ("SLURM_NTASKS", "", "number"), ("WORLD_SIZE", "x", "number")],
-)
-def test_a_rank_that_is_no_number_is_refused(name: str, value: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, value)
-    refused("fit", *TINY, says=[f"{name}={value!r} in the environment is not a {kind}", f"unset {name}"])
-
-
 @pytest.mark.parametrize("flags", [["--trainer.strategy=ddp"], ["--trainer.strategy=ddp_spawn"]])
 @pytest.mark.parametrize("moment", graded(slow=["run folder", "", "model", "a rank begins"]))
 def test_an_interrupt_before_training_ends_all_at_once(flags: list[str], moment: str, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, OneCycleLR, StepLR
 
-from lit_cifar.errors import ConfigError
 from lit_cifar.models import build_network
 from lit_cifar.models.fine_tuning import FineTuning, Frozen
 from lit_cifar.models.frozen import head_of, matching
@@ -45,22 +44,6 @@ class Plain(nn.Sequential):
 )
 def test_names_that_match_and_their_layers(patterns: list[str], parameters: set[str], norms: tuple[str, ...]) -> None:
     assert matching(Plain(), patterns) == (parameters, norms)
-
-
-@pytest.mark.parametrize(
-    ("patterns", "problem", "remedy"),
-    [
-        (["conv1"], "--model.fine_tuning.freeze=conv1 matches no parameter of TinyResNet", "conv1.*"),
-        (["conv1.*", "bn1.wieght"], "--model.fine_tuning.freeze=bn1.wieght matches no", "bn1.weight"),
-        (["*"], "--model.fine_tuning.freeze=* leaves nothing of TinyResNet to train", "name fewer"),
-    ],
-)
-def test_a_pattern_that_matches_nothing_or_all_is_refused(patterns: list[str], problem: str, remedy: str) -> None:
-    network = build_network("tiny", stem="imagenet", num_classes=10, image_size=32)
-    with pytest.raises(ConfigError) as error:
-        matching(network, patterns)
-    assert problem in error.value.problem
-    assert remedy in error.value.remedy
 
 
 def test_frozen_layers_stay_in_evaluation_mode() -> None:
@@ -110,28 +93,6 @@ def test_schedules_keep_the_ratio_and_the_other_rates(schedule: Any) -> None:
     alone, both = rates(), rates(fine_tuning=FineTuning(head_lr=0.4))
     assert [first for first, _ in both] == [rate for (rate,) in alone]
     assert [head for _, head in both] == pytest.approx([4 * rate for (rate,) in alone], rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--model.fine_tuning.unfreeze_at=1", ["but nothing is frozen", "add --model.fine_tuning.freeze"]),
-        ("--model.fine_tuning.head_lr=1 --model.optimizer=lit_cifar.MuonSGD", ["takes no parameter groups"]),
-        (
-            "--model.fine_tuning.head_lr=1 --model.lr_scheduler=CosineAnnealingLR --model.lr_scheduler.T_max=5 "
-            "--model.lr_scheduler.eta_min=0.01",
-            ["CosineAnnealingLR does not keep the ratio of --model.fine_tuning.head_lr", "leave out a floor"],
-        ),
-        (
-            "--model.fine_tuning.head_lr=1 --model.lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau "
-            "--model.lr_scheduler.min_lr=0.01",
-            ["ReduceLROnPlateau does not keep the ratio of --model.fine_tuning.head_lr", "min_lr"],
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused(flags: str, says: list[str], tmp_path: Path) -> None:
-    refused("fit", *TINY, *flags.split(), f"--run_dir={tmp_path / 'run'}", says=says)
-    assert not (tmp_path / "run").exists()
 
 
 def moved(before: dict[str, Any], after: dict[str, Any]) -> set[str]:

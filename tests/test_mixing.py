@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import TINY, end_of, launch, mode_flags, refused, run_here
+from commands import TINY, end_of, launch, mode_flags, run_here
 from test_exact_resume import EVERY_STEP, assert_same_end, stop_after
 from torch import Tensor
 from torch.nn import functional as F
@@ -184,22 +184,3 @@ def test_modes_compute_what_one_device_does(tmp_path: Path) -> None:
     """Also where the batch is divided among pipelines, replicas in one process and accumulation steps."""
     modes = ["--modes=dp,ddp_pp,fsdp2,tp", "--trainer.accumulate_grad_batches=2"]
     launch("verify", *modes, *MIXED, timeout_s=580)
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--data.mixing.mixup=-1", ["=-1 is the parameter of a Beta distribution", "--data.mixing.mixup=1.0"]),
-        ("--data.mixing.cutmix=inf", ["--data.mixing.cutmix=inf"]),
-        ("--data.balance.class_weights=[1,2]", ["2 factors for 10 classes", "disc plain"]),
-        ("--data.balance.class_weights=[1,-2]", ["[1.0, -2.0]", "balanced"]),
-        ("--data.balance.class_weights=equal", ["class_weights"]),
-        (
-            "--data.balance.draw_equally=true --data.balance.class_weights=balanced",
-            ["corrects rare classes twice", "leave one of the two out"],
-        ),
-        ("--data.balance.draw_equally=true --data.order.shuffle=false", ["draw_equally=true draws an order"]),
-    ],
-)
-def test_what_cannot_be_is_refused(flags: str, says: list[str], tmp_path: Path) -> None:
-    refused("fit", *TINY, *flags.split(), f"--run_dir={tmp_path / 'run'}", says=says)

@@ -102,7 +102,25 @@ REFUSED = {
     "--model.optimizer=LBFGS": ["computes a batch several times", "pass another --model.optimizer"],
     "--model.optimizer=qqq": ["--model.optimizer=qqq: there is no such class", "--help"],
     "--model.num_classes=11": ["synthetic has 10", "--model.num_classes=10"],
+    "--data.mixing.mixup=-1": ["=-1 is the parameter of a Beta distribution", "--data.mixing.mixup=1.0"],
+    "--data.mixing.cutmix=inf": ["--data.mixing.cutmix=inf"],
+    "--data.balance.class_weights=[1,2]": ["2 factors for 10 classes", "disc plain"],
+    "--data.balance.class_weights=[1,-2]": ["[1.0, -2.0]", "balanced"],
+    "--data.balance.class_weights=equal": ["class_weights"],
+    "--model.fine_tuning.freeze=conv1": ["freeze=conv1 matches no parameter of TinyResNet", "conv1.*"],
+    "--model.fine_tuning.freeze=['conv1.*','bn1.wieght']": ["freeze=bn1.wieght matches no", "bn1.weight"],
+    "--model.fine_tuning.freeze=*": ["freeze=* leaves nothing of TinyResNet to train", "name fewer"],
+    "--model.fine_tuning.unfreeze_at=1": ["but nothing is frozen", "add --model.fine_tuning.freeze"],
+    # Lightning disables Comet's experiment where it is to be offline. Comet need not be installed.
+    "--trainer.logger=CometLogger --trainer.logger.online=false": ["would record nothing", "offline"],
     # What does not go together.
+    "--data.balance.draw_equally=true --data.balance.class_weights=balanced": ["corrects rare classes twice"],
+    "--data.balance.draw_equally=true --data.order.shuffle=false": ["draw_equally=true draws an order"],
+    "--model.fine_tuning.head_lr=1 --model.optimizer=lit_cifar.MuonSGD": ["takes no parameter groups"],
+    "--model.fine_tuning.head_lr=1 --model.lr_scheduler=CosineAnnealingLR --model.lr_scheduler.T_max=5 "
+    "--model.lr_scheduler.eta_min=0.01": ["CosineAnnealingLR does not keep the ratio of", "leave out a floor"],
+    "--model.fine_tuning.head_lr=1 --model.lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau "
+    "--model.lr_scheduler.min_lr=0.01": ["ReduceLROnPlateau does not keep the ratio of", "min_lr"],
     "--trainer.strategy=ddp --trainer.devices=2 --trainer.sync_batchnorm=true --model.compile=true": [
         "cannot trace how --trainer.sync_batchnorm=true communicates"
     ],
@@ -123,6 +141,17 @@ OTHER_BITS = {
     "--trainer.accumulate_grad_batches=2": ["another order"],
     "--data.eval_batch_size=6": ["--data.eval_batch_size=6"],
     "--model.optimizer=lit_cifar.MuonSGD": ["whose bits depend on how many matrices a process has"],
+    "--trainer.strategy=LayerParallelStrategy --trainer.devices=2 --trainer.strategy.num_microbatches=2": [
+        "a part passes all stages before the next one"
+    ],
+    "--trainer.strategy=PipelineStrategy --trainer.devices=2 --trainer.strategy.num_microbatches=2": [
+        "num_microbatches=4, or leave it out"
+    ],
+    "--trainer.strategy=PipelineStrategy --trainer.devices=2 --trainer.strategy.schedule=ZBVZeroBubble": [
+        "in two pieces"
+    ],
+    "--trainer.strategy=ddp_pp --trainer.devices=8": ["pass --virtual_replicas=8"],
+    "--trainer.strategy=fsdp2 --trainer.devices=1": ["on one process does not reduce"],
 }
 REFUSED |= {f"--virtual_replicas=4 --data.eval_batch_size=8 {flags}": words for flags, words in OTHER_BITS.items()}
 # Whole commands.
@@ -182,6 +211,9 @@ def test_a_config_that_is_not_text_is_refused(content: bytes, tmp_path: Path) ->
         # As another rank than 0 the only process would write nothing.
         ({"RANK": "1"}, [], ["RANK=1 in the environment", "unset RANK"]),
         ({"LOCAL_RANK": "1"}, [], ["LOCAL_RANK=1 in the environment", "unset LOCAL_RANK"]),
+        ({"SLURM_PROCID": ""}, [], ["SLURM_PROCID='' in the environment is not a rank", "unset SLURM_PROCID"]),
+        ({"SLURM_NTASKS": ""}, [], ["SLURM_NTASKS='' in the environment is not a number", "unset SLURM_NTASKS"]),
+        ({"WORLD_SIZE": "x"}, [], ["WORLD_SIZE='x' in the environment is not a number", "unset WORLD_SIZE"]),
         # Processes that could not meet.
         ({"MASTER_PORT": "abc"}, mode_flags("ddp"), ["MASTER_PORT=abc", "export MASTER_PORT="]),
         ({"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}, mode_flags("ddp"), ["MASTER_PORT does not", "export"]),

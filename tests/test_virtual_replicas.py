@@ -5,7 +5,6 @@ import warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
@@ -19,10 +18,9 @@ from torch import Tensor, nn
 from lit_cifar import CIFAR10DataModule
 from lit_cifar.checkpoint import fingerprint
 from lit_cifar.errors import ConfigError
-from lit_cifar.mode import mode_of
 from lit_cifar.mode.tensors import squares
 from lit_cifar.reporting.environment import cpu_model
-from lit_cifar.strategies import LayerParallelStrategy, PipelineStrategy, parts
+from lit_cifar.strategies import parts
 from lit_cifar.strategies.parts import VirtualParts, _buckets
 from lit_cifar.strategies.virtual_replicas import VirtualReplicas, clip_in_order, squares_of_rows
 from lit_cifar.task.metrics import MeanLoss
@@ -118,23 +116,6 @@ def test_a_stage_without_gradients_takes_part_in_clipping() -> None:
     frozen = nn.Linear(3, 2)
     clip_in_order(torch.optim.SGD(frozen.parameters(), lr=1.0), 0.5, device=torch.device("cpu"))
     assert frozen.weight.grad is None
-
-
-@pytest.mark.parametrize(
-    ("strategy", "devices", "text"),
-    [
-        (LayerParallelStrategy(num_microbatches=2), 2, "a part passes all stages before the next one"),
-        (PipelineStrategy(num_microbatches=2), 2, r"num_microbatches=4, or leave it out"),
-        (PipelineStrategy(schedule="ZBVZeroBubble"), 2, "in two pieces"),
-        ("ddp_pp", 8, "pass --virtual_replicas=8"),
-        ("fsdp2", 1, "on one process does not reduce"),
-    ],
-)
-def test_a_mode_refuses_parts_that_it_cannot_have(strategy: Any, devices: int, text: str) -> None:
-    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **SILENT)
-    parts = VirtualParts(4, num_processes=mode_of(trainer.strategy).layout.data_parallel_size)
-    with pytest.raises(ConfigError, match=text):
-        trainer.strategy.use_virtual_parts(parts)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
