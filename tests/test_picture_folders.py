@@ -30,6 +30,14 @@ def make(root: Path, *folders: str) -> Path:
     return root
 
 
+def test_texts_in_classes_do_not_make_pictures_of_their_masks(tmp_path: Path) -> None:
+    make(tmp_path, "cat/images 1", "cat/masks 1", "dog/images 1", "dog/masks 1")
+    for name in ("cat/LICENSE", "dog/readme.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match="folders of the same names, images, masks"):
+        PictureFolders.of(tmp_path)
+
+
 def counts(root: Path) -> dict[Split, dict[str, int]]:
     folders = PictureFolders.of(root)
     found: dict[Split, dict[str, int]] = {}

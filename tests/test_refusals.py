@@ -199,10 +199,32 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
     assert {*tmp_path.rglob("*")} <= {tmp_path / "runs"}  # empty
 
 
-@pytest.mark.parametrize("content", [b"\x8d\xff\x00", b"trainer: {}\0"])
-def test_a_config_that_is_not_text_is_refused(content: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"\x8d\xff\x00", "not text"),
+        (b"trainer: {}\0", "config.yaml: "),
+        (b"model:\n\tarch: tiny", "line 2, column 1"),
+        (b"model:\n  lr_scheduler:", "pass --model.lr_scheduler=ConstantLR --model.lr_scheduler.factor=1 to keep"),
+        (b"- model\n- data", "config.yaml holds no settings"),
+        (b"data:\n  val_size: 8\n  val_size: 9", "config.yaml holds data.val_size again in line 3"),
+    ],
+)
+def test_a_config_without_settings_or_with_one_twice_is_refused(content: bytes, says: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
-    refused("fit", f"--config={tmp_path / 'config.yaml'}", says=["config"])
+    refused("fit", f"--config={tmp_path / 'config.yaml'}", says=[says])
+
+
+def test_sections_of_a_config_that_are_left_empty_change_nothing(tmp_path: Path) -> None:
+    """As where all of their lines are comments."""
+    text = "data:\n  balance:\n  # val_size: 9\n  order: ~\nfigures:\ntrainer: {callbacks: , max_steps: 2}\n"
+    texts = {"nothing.yaml": "# data: 1\n", "alone.yaml": "model:\n", "some.yaml": text}
+    for name, content in texts.items():
+        (tmp_path / name).write_text(content)
+    flags = [*TINY, *(f"--config={tmp_path / name}" for name in texts), "--print_config"]
+    settings, plain = (yaml.safe_load(run_here("fit", *each).stdout) for each in (flags, [*TINY, "--print_config"]))
+    assert settings["trainer"].pop("max_steps") != plain["trainer"].pop("max_steps")
+    assert settings == plain
 
 
 @pytest.mark.parametrize(

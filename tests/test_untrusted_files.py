@@ -7,6 +7,7 @@ file steer the terminal, the shell of who pastes a remedy, a spreadsheet, or Pil
 import copy
 import csv
 import json
+import math
 import os
 import pickle
 import re
@@ -269,6 +270,8 @@ OF_A_FIT = [
     (put(*FIRST, "momentum_buffer", value=torch.zeros(3)), "its optimizer_states.0.state.0.momentum_buffer is (3,)"),
     (put(*FIRST, "momentum_buffer", value=lambda held: held.fill_(torch.nan)), "its optimizer holds nan"),
     (without("optimizer_states", 0, "param_groups"), "its optimizer_states.0.param_groups is missing"),
+    (put("optimizer_states", 0, "param_groups", 0, "lr", value=math.nan), "its optimizer holds nan"),
+    (put("lr_schedulers", 0, "base_lrs", 0, value=math.nan), "its schedule holds nan"),
     (put("optimizer_states", 0, "param_groups", 0, "lr", value="x"), "its optimizer_states.0.param_groups.0.lr is 'x'"),
     (put("optimizer_states", 0, "param_groups", 0, "params", value=lambda held: held[::-1]), "numbers them otherwise"),
     (put("lr_schedulers", value=[]), "its lr_schedulers is []"),

@@ -3,6 +3,7 @@
 What a file says is part of a command to paste only if it is a number or one of our own names.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -124,6 +125,8 @@ def check_states(
         if callback.state_key in checkpoint["callbacks"]:
             _check_callback(checkpoint["callbacks"][callback.state_key], callback)
     check_content(checkpoint["lr_schedulers"], [scheduler.state_dict()], "lr_schedulers", partly=True)
+    if _holds_nan(checkpoint["lr_schedulers"]):
+        raise CheckpointError("the state of its schedule holds nan")
     with _trying("the schedule"):
         scheduler.load_state_dict(deepcopy(checkpoint["lr_schedulers"][0]))
     _check_state(checkpoint["optimizer_states"][0], optimizer, frozen=frozen, begun=checkpoint["global_step"] > 0)
@@ -159,8 +162,7 @@ def _check_state(found: dict[str, Any], optimizer: Optimizer, *, frozen: frozens
         if len(lacking) == len(wanted):
             raise CheckpointError(problem)
         rank_zero_warn(f"{problem}: none of them has had a gradient, or the file is not whole")
-    tensors = [each for state in found["state"].values() for each in state.values() if isinstance(each, Tensor)]
-    if any(each.is_floating_point() and bool(each.isnan().any()) for each in tensors):
+    if _holds_nan(found):
         raise CheckpointError("the state of its optimizer holds nan: it has diverged")
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
@@ -169,6 +171,14 @@ def _check_state(found: dict[str, Any], optimizer: Optimizer, *, frozen: frozens
             needed = ", ".join(sorted(more))
             problem = f"the optimizer's settings here need {needed} of each parameter, which its training did not keep"
             raise CheckpointError(problem, remedy=f"pass the --model.optimizer of its training, {_CONFIG}")
+
+
+def _holds_nan(held: Any) -> bool:
+    if isinstance(held, dict | list | tuple):
+        return any(map(_holds_nan, held.values() if isinstance(held, dict) else held))
+    if isinstance(held, Tensor):
+        return held.is_floating_point() and bool(held.isnan().any())
+    return isinstance(held, float) and math.isnan(held)
 
 
 def _after_a_step(optimizer: Optimizer, frozen: frozenset[Tensor]) -> dict[int, dict[str, Any]]:

@@ -67,6 +67,14 @@ class Parser(LightningArgumentParser):
             problem = f"--config={path} is not text: {error}"
             raise ConfigError(problem, remedy="pass a YAML file, e.g. --config=RUN/config.yaml") from error
 
+    def parse_string(self, content: str, path: Any = "", *args: Any, **kwargs: Any) -> Any:
+        """Parse settings like jsonargparse, which knows neither empty sections nor names that are there twice."""
+        from lit_cifar.cli.config_text import completed
+
+        names = [action.dest.split(".") for action in self._actions if not action.dest.endswith(".help")]
+        sections = {".".join(name[:depth]) for name in names for depth in range(1, len(name))}
+        return super().parse_string(completed(content, file=path, sections=sections), path, *args, **kwargs)
+
 
 @contextmanager
 def as_config_error() -> Iterator[None]:

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 
 from lit_cifar.data.dataset import Split
-from lit_cifar.data.picture_files import list_files
+from lit_cifar.data.picture_files import SUFFIXES, list_files
 from lit_cifar.errors import DataError, nearest, printable
 
 # The usual names of folders to train, validate and test on, in any case.
@@ -199,8 +199,8 @@ def _check_level(folder: Path, classes: dict[str, Path]) -> None:
         raise DataError(problem, remedy=f"make a folder of each class with its pictures, {folder}/CLASS/")
     inner = {name: _inner(path) for name, path in classes.items()}
     counted = Counter(name for names in inner.values() for name in names)
-    is_flat = any(entry.is_file() for path in classes.values() for entry in path.iterdir() if entry.name[0] != ".")
-    if len(counted) > 1 and all(inner.values()) and min(counted.values()) > 1 and not is_flat:
+    beside = {entry.suffix.lower() for path in classes.values() for entry in path.iterdir() if entry.name[0] != "."}
+    if len(counted) > 1 and all(inner.values()) and min(counted.values()) > 1 and not beside & SUFFIXES:
         named = ", ".join(sorted(counted)[:3])
         problem = f"each of {', '.join([*classes][:3])} holds folders of the same names, {named}, perhaps the classes"
         remedy = f"make a folder of each class, as {folder}/{min(counted)}/, with pictures and no folders in it"
