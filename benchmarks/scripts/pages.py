@@ -236,7 +236,6 @@ def on_one_h200() -> Values:
         "status": [
             [", ".join(f"`{name}`" for name in alike), "-" if split == "nothing" else "not run"]
             + [brief(max(largest(rows[name]) for name in alike)) for rows in (by_mode, on_cpu)]
-            + [split]
             for split, alike in splits.items()
         ]
     }
