@@ -28,6 +28,8 @@ TRANSFORMS = [
     "--data.augment.transforms+=torchvision.transforms.v2.TrivialAugmentWide",
     "--data.augment.transforms+=torchvision.transforms.v2.RandomErasing",
 ]
+MIXED = ["--data.mixing.mixup=0.4", "--data.mixing.cutmix=1.0"]
+MIXED += ["--data.balance.class_weights=[1,2,3,4,5,5,4,3,2,1]", "--data.balance.draw_equally=true"]
 FIT: dict[str, Any] = {"module": "lit_cifar", "preload": TRAINER}  # arguments of `ForkedRun`
 
 
@@ -100,6 +102,11 @@ def logged(run: Path) -> list[dict[str, str]]:
     """The rows of a run's `metrics.csv`, without their empty cells."""
     with (run / "metrics.csv").open(newline="") as file:
         return [{name: cell for name, cell in row.items() if cell} for row in csv.DictReader(file)]
+
+
+def losses(run: Path) -> list[float]:
+    """The mean of every epoch."""
+    return [float(row["train/loss"]) for row in logged(run) if "train/loss" in row]
 
 
 def mode_flags(mode: str, devices: int = 2, **arguments: object) -> list[str]:

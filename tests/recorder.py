@@ -11,7 +11,6 @@ import lightning as L
 import torch
 
 from lit_cifar.data import Batch
-from lit_cifar.reporting.run_folder import run_folder
 
 _NAMELESS = object()
 
@@ -68,20 +67,6 @@ class KeepFirstWeights(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         torch.save(pl_module.network.state_dict(), self.path)
-
-
-class RecordDrawn(L.Callback):
-    """Writes what a sweep draws to `drawn-rank<r>.json` in the run folder, as each process has it."""
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        folder = run_folder(trainer)
-        augmentation = trainer.datamodule.augmentation  # type: ignore[attr-defined]
-        drawn = {
-            "lr": trainer.optimizers[0].defaults["lr"],
-            "label_smoothing": pl_module.label_smoothing,
-            "padding": augmentation.padding,
-        }
-        (folder / f"drawn-rank{trainer.global_rank}.json").write_text(json.dumps(drawn))
 
 
 class Nudge(L.Callback):

@@ -1,4 +1,4 @@
-"""Fits of a few steps in this process, and what a run has lost."""
+"""Fits of a few steps in this process."""
 
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,3 @@ def fit(
     trainer = L.Trainer(default_root_dir=folder, **settings)
     trainer.fit(model, datamodule or data(), ckpt_path=resume)
     return trainer
-
-
-def losses(run: Path) -> list[float]:
-    """The mean of every epoch."""
-    header, *lines = [line.split(",") for line in (run / "metrics.csv").read_text().splitlines()]
-    column = header.index("train/loss")
-    return [float(line[column]) for line in lines if line[column]]

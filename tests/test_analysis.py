@@ -1,35 +1,18 @@
 """What the notebooks read from run folders and draw: mostly folders written by hand."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from commands import TINY, run_here
 
 from analysis.comparing_runs import paired, welch
-from analysis.interrupted_runs import learning_rates, read_step_log
-from analysis.run_frames import per_rank_frame, read_digests, read_metrics, read_per_rank
+from analysis.interrupted_runs import learning_rates
+from analysis.run_frames import per_rank_frame, read_metrics, read_per_rank
 from analysis.scaling import MIB, accuracy_over_time, read_memory, read_speed, time_to
-from analysis.stage_timeline import read_timeline
 from lit_cifar.errors import ConfigError
 from lit_cifar.reporting.evaluation_tables import write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount
-
-
-@pytest.mark.parametrize(
-    ("read", "text"),
-    [
-        (read_metrics, r"no metrics\.csv in the run folder .*\n.*lit_cifar fit"),
-        (read_digests, r"no weights\.sha256 in the run folder .*\n.*lit_cifar fit"),
-        (read_step_log, r"no steps_rank\*\.csv in"),
-        (read_memory, r"no memory-rank.*\n.*TrainingMemory"),
-        (read_timeline, r"no timeline\.json in the run folder .*\n.*timeline\.Timeline"),
-    ],
-)
-def test_a_missing_file_is_named_with_its_writer(read: Callable[[Path], object], text: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=text):
-        read(tmp_path)
 
 
 def test_metrics_have_one_row_for_each_step(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from commands import (
     last_checkpoint,
     launch,
     logged,
+    losses,
     mode_flags,
     own_network,
     refused,
@@ -36,7 +37,7 @@ from commands import (
 )
 from library_fits import Watch, ends_alike, make
 from lightning.pytorch import Callback, Trainer
-from short_fits import data, losses, short
+from short_fits import data, short
 from short_fits import fit as fit_script
 from threads import on_ranks
 from tiny_task import read_events
@@ -476,15 +477,6 @@ def test_a_schedule_by_epochs_and_a_longer_run(tmp_path: Path) -> None:
         assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
 
 
-def test_a_longer_run_with_the_default_schedule(tmp_path: Path) -> None:
-    """The rate has fallen to zero in the first plan; the second epoch takes it up in the plan over both."""
-    fit(tmp_path / "run", "--trainer.max_epochs=1", "--resume=auto")
-    with pytest.warns(UserWarning, match="total_steps=5; from optimizer step 5 on it has lr_scheduler.total_steps=10"):
-        fit(tmp_path / "run", "--resume=auto")
-    rates = [float(row["lr-NesterovSGD"]) for row in metrics(tmp_path / "run") if "lr-NesterovSGD" in row]
-    assert rates[5:] == pytest.approx([0.1 * (1 - fallen / 8) for fallen in range(3, 8)])
-
-
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_it_used(undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     fit(run, EVERY_STEP, *stop_after(4), status=143)
@@ -552,14 +544,21 @@ def assert_alike(run: Path, other: Path) -> None:
     assert losses(run)[-1] == pytest.approx(losses(other)[-1], rel=1e-6), run
 
 
-@pytest.mark.filterwarnings("ignore:the (training before had|schedule goes on)")
+@pytest.mark.filterwarnings("ignore:the training before had lr_scheduler.total_steps=5")
 def test_a_schedule_counts_the_steps_of_this_run_where_batches_are_others_from_an_epoch_on(tmp_path: Path) -> None:
-    """79 images are 5 steps an epoch, then 2: it stands behind 2 of 6 steps, and ends at 0, before `max_steps`."""
-    fit(tmp_path / "run", "--trainer.max_epochs=1", "--trainer.max_steps=1000")
+    """79 images are 5 steps an epoch, then 2: it stands behind 2 of 6 steps, and ends at 0, before `max_steps`.
+
+    The rate has fallen to zero in the first plan; the second epoch takes it up in the plan over all.
+    """
+    run = tmp_path / "run"
+    fit(run, "--trainer.max_epochs=1", "--trainer.max_steps=1000")
     more = ["--trainer.max_epochs=3", "--trainer.max_steps=1000", "--data.batch_size=40", "--resume=auto"]
-    fit(tmp_path / "run", *more)
-    schedule = last_checkpoint(tmp_path / "run")["lr_schedulers"][0]
+    with pytest.warns(UserWarning, match="the schedule goes on behind 2 steps of this run, not 5"):
+        fit(run, *more)
+    schedule = last_checkpoint(run)["lr_schedulers"][0]
     assert (schedule["total_steps"], schedule["last_epoch"], schedule["_last_lr"]) == (6, 6, [0.0])
+    rates = [float(row["lr-NesterovSGD"]) for row in metrics(run) if "lr-NesterovSGD" in row]
+    assert rates[5:] == pytest.approx([0.08, 0.06, 0.04, 0.02])  # after a step of warm-up
 
 
 class Validations(Callback):

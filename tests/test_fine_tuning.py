@@ -16,7 +16,6 @@ from lit_cifar.models.fine_tuning import FineTuning, Frozen
 from lit_cifar.models.frozen import head_of, matching
 from lit_cifar.task.module import LitResNet
 from lit_cifar.task.optim import WarmupDecay
-from lit_cifar.tools.verify.command import verify
 from lit_cifar.tools.verify.judge import frozen_problems
 
 # The first layers stay; the learning rate does not depend on the length of the run.
@@ -149,27 +148,3 @@ def test_what_is_frozen_and_moves_is_found_where_one_device_moves_it_too() -> No
     assert frozen_problems(record, settings) == []
     steps[2]["parameters"] = {"0.weight": torch.zeros(2)}
     assert frozen_problems(record, settings) == ["step 2: 0.weight is frozen, and has moved since step 1"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("modes", ["dp,ddp,ddp-sync", "mp-micro,pp", "fsdp2,tp", "ddp_spawn,ddp_flat"])
-@pytest.mark.parametrize(
-    "flags",
-    [
-        # A stage has nothing to train, or no gradients to clip.
-        [
-            "--model.fine_tuning.freeze=['conv1.*','bn1.*','layer1.*','layer2.*','layer3.*']",
-            "--trainer.gradient_clip_val=0.1",
-        ],
-        [
-            "--model.fine_tuning.freeze=['conv1.*','bn1.*','*.bn2.*']",
-            "--model.fine_tuning.unfreeze_at=1",
-            "--data.num_train=144",
-        ],
-    ],
-    ids=["frozen", "until epoch 1"],
-)
-def test_modes_equal_one_device(modes: str, flags: list[str]) -> None:
-    rows = verify(modes.split(","), args=[*flags, "--model.fine_tuning.head_lr=0.3"])
-    assert [(row.mode, row.problems) for row in rows if not row.passed] == []

@@ -42,34 +42,23 @@ PIXELS = torch.randint(0, 256, (40, 3, 32, 32), dtype=torch.uint8, generator=tor
 IMAGES = ImageSet(PIXELS, torch.arange(40) % 10, tuple("abcdefghij"))
 
 
-def test_mixed_batches_made_on_the_device_are_those_of_the_host() -> None:
-    """Also the part that one of two processes has, which makes the images of the other's."""
-    mixing, weights = Mixing(mixup=0.4, cutmix=1.0), torch.arange(1.0, 11.0)
-    for layout in (Layout(), Layout(data_parallel_size=2, data_parallel_rank=1)):
-        sampler = TrainSampler(num_samples=40, batch_size=4, layout=layout, seed=1, epoch=3)
-        there, here = (
-            list(BatchLoader(IMAGES.to(place), sampler, mixing=mixing, class_weights=weights.to(place)))
-            for place in (DEVICE, torch.device("cpu"))
-        )
-        for found, expected in zip(there, here, strict=True):
-            assert found.images.cpu().equal(expected.images)
-            assert found.labels.cpu().equal(expected.labels)
-            torch.testing.assert_close(found.soft_targets.cpu(), expected.soft_targets)
-
-
+@pytest.mark.parametrize("layout", [Layout(), Layout(data_parallel_size=2, data_parallel_rank=1)])
+@pytest.mark.parametrize("mixing", [None, Mixing(mixup=0.4, cutmix=1.0)])
 @pytest.mark.parametrize("options", [{}, {"resized_to": 24}])
-def test_batches_made_on_the_device_are_those_of_the_host(options: dict[str, Any]) -> None:
-    """The same bytes, with the largest keys."""
-    sampler = TrainSampler(num_samples=40, batch_size=16, layout=Layout(), epoch=3)
-    augmentation = Augmentation(seed=2**61, cutout=8, **options)
-    there = list(BatchLoader(IMAGES.to(DEVICE), sampler, augmentation=augmentation))
-    here = list(BatchLoader(IMAGES, sampler, augmentation=augmentation))
-    assert len(there) == len(here) == 3
+def test_batches_made_on_the_device_are_those_of_the_host(layout: Layout, mixing: Any, options: Any) -> None:
+    """The same bytes, with the largest keys; mixed, one of two processes makes the images of the other's too."""
+    sampler = TrainSampler(num_samples=40, batch_size=4, layout=layout, epoch=3)
+    settings = {"augmentation": Augmentation(seed=2**61, cutout=8, **options), "mixing": mixing}
+    weights = torch.arange(1.0, 11.0)
+    there = list(BatchLoader(IMAGES.to(DEVICE), sampler, **settings, class_weights=weights.to(DEVICE)))
+    here = list(BatchLoader(IMAGES, sampler, **settings, class_weights=weights))
+    assert len(there) == len(here) == 10
     for found, expected in zip(there, here, strict=True):
         assert found.weight == expected.weight
         for name in ("images", "labels", "ids"):
             assert getattr(found, name).device == DEVICE
             assert getattr(found, name).cpu().equal(getattr(expected, name))
+        torch.testing.assert_close(found.soft_targets.cpu(), expected.soft_targets)
 
 
 GHOST = "--model.ghost_batchnorm"

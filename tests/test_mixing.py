@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import TINY, end_of, launch, mode_flags, run_here
+from commands import MIXED, TINY, mode_flags, run_here
 from test_exact_resume import EVERY_STEP, assert_same_end, stop_after
 from torch import Tensor
 from torch.nn import functional as F
@@ -149,8 +149,6 @@ def test_classes_are_drawn_equally_often_and_their_samples_in_turn() -> None:
     assert not replace(sampler, seed=1).order().equal(orders[0])
 
 
-MIXED = ["--data.mixing.mixup=0.4", "--data.mixing.cutmix=1.0"]
-MIXED += ["--data.balance.class_weights=[1,2,3,4,5,5,4,3,2,1]", "--data.balance.draw_equally=true"]
 ALL = [*TINY, *MIXED, "--model.label_smoothing=0.1", "--trainer.max_epochs=2"]
 
 
@@ -166,21 +164,3 @@ def test_a_stopped_run_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
     *_, fewest, most = (whole / FILE_NAME).read_text().splitlines()[-1].split(",")
     assert fewest == "0"
     assert int(most) > 1
-
-
-@pytest.mark.slow
-def test_the_bits_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
-    ends = []
-    for ranks in (1, 2, 4):
-        mode = mode_flags("ddp", devices=ranks) if ranks > 1 else ["--trainer.devices=1"]
-        launch("fit", *ALL, *mode, "--virtual_replicas=4", f"--run_dir={tmp_path / str(ranks)}", ranks=ranks)
-        ends.append(end_of(tmp_path / str(ranks)))
-    assert ends[0] == ends[1] == ends[2]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_modes_compute_what_one_device_does(tmp_path: Path) -> None:
-    """Also where the batch is divided among pipelines, replicas in one process and accumulation steps."""
-    modes = ["--modes=dp,ddp_pp,fsdp2,tp", "--trainer.accumulate_grad_batches=2"]
-    launch("verify", *modes, *MIXED, timeout_s=580)

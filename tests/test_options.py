@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import TINY, launch, mode_flags, refused
-from short_fits import losses
+from commands import TINY, launch, losses, mode_flags, refused
 from verifying import TINY as CUT
 
 from lit_cifar.cli.main import CLI

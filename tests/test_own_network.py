@@ -120,29 +120,6 @@ def test_predictions_need_no_training_pictures(pictures: Path, tmp_path: Path) -
     refused("predict", *given, checkpoint, f"--run_dir={tmp_path / 'x'}", says=["class 1 is dog in the checkpoint"])
 
 
-def test_nothing_that_was_trained_on_is_validated_on(pictures: Path, tmp_path: Path) -> None:
-    """After a resume between two epochs, where the order may change."""
-    root, run = shutil.copytree(pictures, tmp_path / "pictures"), tmp_path / "run"
-    fitting = flags(root, own("Chain"), "--data.val_size=1", "--data.order.drop_last=true", "--trainer.max_steps=2")
-    fitting += [f"--run_dir={run}"]
-    run_here("fit", *fitting)
-    checkpoint = run / "checkpoints" / "last.ckpt"
-    leak = "images that the checkpoint was trained on would be validated on"
-
-    def said(*more: str) -> set[str]:
-        longer = ["--trainer.max_steps=4", "--resume=auto", *more]
-        evaluated = [f"--ckpt_path={checkpoint}", f"--run_dir={tmp_path / 'evaluated'}", *more]
-        return {refused("fit", *fitting, *longer, says=[leak]), refused("validate", *fitting, *evaluated, says=[leak])}
-
-    assert all("pass --data.seed=0" in each for each in said("--data.seed=1"))
-    shutil.copy(root / "cat" / "0.png", root / "cat" / "00.png")
-    assert all("put them back" in each for each in said())
-    (root / "cat" / "00.png").unlink()
-    with pytest.warns(UserWarning, match=r"lr_scheduler\.total_steps=2.*lr_scheduler\.total_steps=4"):
-        run_here("fit", *fitting, "--trainer.max_steps=4", "--resume=auto", "--data.batch_size=4")
-    assert last_checkpoint(run)["global_step"] == 4
-
-
 @pytest.mark.filterwarnings("ignore:the training before had lr_scheduler.total_steps")
 @pytest.mark.filterwarnings("ignore:1 of 18 files cannot be read as pictures and are left out")
 def test_a_picture_that_can_be_read_again_must_be_as_it_was(pictures: Path, tmp_path: Path) -> None:

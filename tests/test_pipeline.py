@@ -8,9 +8,8 @@ import lightning as L
 import pytest
 import torch.distributed as dist
 from checkpoints import assert_same_checkpoint
-from commands import TINY, callback, counts, last_checkpoint, launch, mode_flags, run_here
+from commands import TINY, callback, counts, last_checkpoint, launch, losses, mode_flags, run_here
 from lightning.pytorch.strategies import DDPStrategy
-from short_fits import losses
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from analysis.stage_timeline import bubble_formula, bubbles, read_timeline, replay

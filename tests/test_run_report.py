@@ -48,14 +48,11 @@ def test_environment_says_what_ran_and_not_where(tmp_path: Path) -> None:
     assert (tmp_path / "environment.json").read_text() == text, "that of the first stage stays"
     found = json.loads(text)
 
-    assert found["versions"]["torch"] == torch.__version__
-    assert found["versions"]["python"] == platform.python_version()
+    said = {"strategy": "single_device", "device": "cpu", "world_size": 1, "precision": "32-true", "data": "tiny"}
+    assert found.items() >= said.items()
+    assert found["versions"].items() >= {"torch": torch.__version__, "python": platform.python_version()}.items()
     assert {"lightning", "torchvision", "torchmetrics", "lit-cifar"} <= found["versions"].keys()
-    assert found["strategy"] == "single_device"
-    assert found["device"] == "cpu"
-    assert found["world_size"] == found["layout"]["data_parallel_size"] == 1
-    assert found["precision"] == "32-true"
-    assert found["data"] == "tiny"
+    assert found["layout"]["data_parallel_size"] == 1
     assert found["started"].endswith("+00:00")
     assert found["cpu"]["model"]
     assert platform.node() not in text

@@ -268,14 +268,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("step", "options"), [(0, {"max_epochs": 3}), (2, {}), (2, {"accumulate_grad_batches": 2})], ids=str
-)
-def test_a_resumed_run_has_the_same_digests(step: int, options: dict[str, Any], saved: Path, tmp_path: Path) -> None:
-    fit(tmp_path, resume=saved / f"{step}.ckpt", **options)
-    assert lines(tmp_path) == expected_lines(options.get("max_epochs", 2))[1:]
-
-
 def test_a_run_that_loses_samples_is_stopped(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads as if there were another process, or begins a resumed epoch anew."""
     iterate = TrainSampler.__iter__

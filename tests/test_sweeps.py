@@ -19,7 +19,6 @@ FLAGS = [
     *TINY,
     *mode_flags("ddp"),
     *["--data.num_train=512", "--data.val_size=256", "--data.batch_size=32", "--trainer.max_epochs=3"],
-    *callback("recorder.RecordDrawn"),
     *callback("stopping.SlowSteps", seconds=0.3),  # time to kill it in the middle of an epoch
 ]
 
@@ -93,14 +92,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
     return sweep
 
 
-def test_all_ranks_train_with_what_was_drawn_and_bad_trials_end_early(undisturbed: Sweep) -> None:
+def test_trials_differ_and_bad_ones_end_early(undisturbed: Sweep) -> None:
     trials = undisturbed.trials()
     states = [trial.state.name for trial in trials]
     assert states[0] == "COMPLETE"
     assert "PRUNED" in states[1:]
-    for trial in trials:
-        ranks = [undisturbed.sweep / f"trial-{trial.number}" / f"drawn-rank{rank}.json" for rank in (0, 1)]
-        assert [json.loads(path.read_text()) for path in ranks] == [trial.params] * 2
     assert len({json.dumps(trial.params) for trial in trials}) == 3
     assert "stopped by SIGTERM" in undisturbed.log.read_text()
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from checkpoints import assert_same_checkpoint
-from commands import TINY, callback, last_checkpoint, launch, mode_flags, run_here
+from commands import TINY, last_checkpoint, run_here
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from threads import on_ranks
 from torch import Tensor, nn
@@ -135,14 +134,6 @@ def test_on_a_gpu_kernels_must_have_the_same_bits_each_time(
     assert refused is None or refused.value.remedy == remedy
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of one device."""
-    run = tmp_path_factory.mktemp("alone") / "run"
-    run_here("fit", *FLAGS, f"--run_dir={run}")
-    return run
-
-
 @pytest.mark.slow
 def test_every_part_of_a_scaled_loss_has_its_share_in_the_gradient(tmp_path: Path) -> None:
     """In 16-mixed, which torch has on the CPU as well, but Lightning not; the momentum of the first step."""
@@ -158,17 +149,6 @@ def test_every_part_of_a_scaled_loss_has_its_share_in_the_gradient(tmp_path: Pat
     assert float((of_scaled - plain).norm() / plain.norm()) < 0.3  # without it 0.6, in float16 0.13
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_processes(alone: Path, tmp_path: Path) -> None:
-    """It fails in the middle of the epoch on two processes, and is resumed on four."""
-    run = tmp_path / "run"
-    saving = ["fit", *FLAGS, "--last_checkpoint.every_n_steps=2", f"--run_dir={run}"]
-    failing = callback("recorder.FailOn", rank=1, step=2)
-    assert launch(*saving, *mode_flags("ddp"), *failing, ranks=2, check=False).status == 1
-    launch(*saving, *mode_flags("ddp", 4), "--resume=auto", ranks=4)
-    assert_same_checkpoint(last_checkpoint(run), last_checkpoint(alone), tolerance=0)
-
-
 def resumed(run: Path, *flags: str) -> list[str]:
     """The warnings of a resumed run about its bits."""
     command = ["fit", *FLAGS, "--trainer.max_epochs=2", *flags, f"--run_dir={run}", "--resume=auto"]
@@ -178,14 +158,14 @@ def resumed(run: Path, *flags: str) -> list[str]:
     return [str(warning.message) for warning in caught if "the bits of this training" in str(warning.message)]
 
 
-def test_a_run_that_resumes_elsewhere_is_told(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("same", "other"):
-        shutil.copytree(alone, tmp_path / name)
+def test_a_run_that_resumes_elsewhere_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_here("fit", *FLAGS, f"--run_dir={tmp_path / 'same'}")
+    for name in ("other", "without"):
+        shutil.copytree(tmp_path / "same", tmp_path / name)
     assert resumed(tmp_path / "same") == []
     monkeypatch.setattr(fingerprint, "cpu_model", lambda: "another processor")
     (warning,) = resumed(tmp_path / "other")
     assert warning.splitlines()[1:] == [f"  processor: {cpu_model()} before, another processor now"]
     monkeypatch.undo()
-    shutil.copytree(alone, tmp_path / "without")
     (warning,) = resumed(tmp_path / "without", "--virtual_replicas=null")
     assert warning.splitlines()[1:] == ["  virtual replicas: 4 before, none now"]
