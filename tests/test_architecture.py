@@ -133,11 +133,13 @@ def test_an_image_from_the_disk_to_the_loss(tmp_path: Path, monkeypatch: pytest.
     assert_in_order("An image, from the disk to the loss", tmp_path / "calls")
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_strategy_to_the_first_optimizer_step(tmp_path: Path) -> None:
     """In one process that holds two stages: the same calls as in two processes with one each."""
     flags = mode_flags("PipelineStrategy", 1, schedule="Interleaved1F1B", num_microbatches=2)
-    flags += ["--trainer.num_sanity_val_steps=0", f"--run_dir={tmp_path / 'run'}"]
-    launch("fit", *TINY, *flags, *tracing(tmp_path))
+    flags += ["--trainer.max_steps=1", "--trainer.num_sanity_val_steps=0", f"--run_dir={tmp_path / 'run'}"]
+    with traced(tmp_path / "calls"):
+        run_here("fit", *TINY, *flags)
     assert_in_order("`--trainer.strategy=pp`, to the first optimizer step", tmp_path / "calls")
 
 

@@ -445,12 +445,13 @@ WATCHDOG = [f"lit_cifar.checks.watchdog{name}" for name in ("", ".callback")]
 SELDOM = ("lit_cifar.checkpoint.pretrained",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "rooms", "loaded"),
-    graded(
+    [
         ([], ("lit_cifar.strategies", "lit_cifar.checks.watchdog", *SELDOM), WATCHDOG),
-        slow=[(mode_flags("ddp"), ("lit_cifar.checks.relations",), [])],
-    ),
+        (mode_flags("ddp"), ("lit_cifar.checks.relations",), []),
+    ],
 )
 def test_fit_imports_what_it_needs(flags: list[str], rooms: tuple[str, ...], loaded: list[str], tmp_path: Path) -> None:
     """On one device no strategy and no monitor; on two no relations."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import unsound_copies
-from commands import launch, run_here
+from commands import run_here
 from documents import ROOT
 from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
@@ -126,7 +126,7 @@ def test_the_page_begins_with_what_is_wrong_and_what_mends_it() -> None:
 
 def test_this_machine_is_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    result = launch("doctor", "--json", tmp_path / "found.json")
+    result = run_here("doctor", "--json", tmp_path / "found.json")
     lines = [line.rstrip() for line in result.stdout.splitlines()]
     assert "Fit: no fault was found, and 10 modes run here" in lines
     assert max(map(len, lines)) <= 120

@@ -18,6 +18,7 @@ from lit_cifar.checks.watchdog.monitor import BEAT_S
 from lit_cifar.launch.forked import ForkedRun
 
 LONG = ["--trainer.max_epochs=1000", "--trainer.check_val_every_n_epoch=1000"]
+LONG += callback("stopping.SlowSteps", seconds=0.1)  # which leaves the processor to others
 MODES = {mode: mode_flags(mode) for mode in ("ddp", "ddp_spawn", "pp")}
 MODES["ddp_pp"] = mode_flags("PipelineStrategy", 4, num_stages=2)
 

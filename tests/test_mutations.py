@@ -57,6 +57,7 @@ def test_every_mode_has_mistakes_of_its_own() -> None:
     assert len(BY_NAME) == len(OF_MODES) + len(OF_PARTS) + len(OF_FILES), "each has a name of its own"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_path")
 @pytest.mark.timeout(900)
 def test_a_planted_mistake_is_caught_and_its_absence_passes() -> None:

@@ -63,11 +63,9 @@ def test_the_page_has_the_loop_and_the_difference_and_a_line_for_each_mistake() 
         changed(with_calls(EIGHT), *mistake)
 
 
+@SLOW
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("processes", "ends"),
-    [(1, [3]), *(pytest.param(*case, marks=SLOW) for case in ((1, [1, 3]), (2, [3]), (2, [2, 3]), (8, [1, 3])))],
-)
+@pytest.mark.parametrize(("processes", "ends"), [(1, [1, 3]), (2, [3]), (2, [2, 3]), (8, [1, 3])])
 def test_processes_train_what_one_device_does(processes: int, ends: list[int], tmp_path: Path) -> None:
     one = trained(tmp_path, "python", ONE, 3)
     others = trained(tmp_path, f"torchrun --standalone --nproc-per-node={processes}", EIGHT, *ends)

@@ -57,15 +57,15 @@ def own(name: str) -> list[str]:
 
 
 CASES = {
-    "clipped and accumulated": Case("dp mp-micro pp", [*TINY, *CUT]),
+    "clipped and accumulated": Case("dp mp-micro pp tp", [*TINY, *CUT]),
     "two devices in each process": Case("ddp_mp", [*TINY, *CUT], devices=4),
-    "a transformer": Case("tp", ["--model.arch=vit_micro"]),
     "a network of one's own": Case("fsdp2", own("Opaque")),
     "random masks": Case("mp", [*own("Drawing"), "--model.network.num_classes=2"]),
     "bits, random masks": Case("dp ddp pp", DRAWING),
 }
 SLOW = {
     "bits, transforms": Case("dp ddp pp", [*TINY, *BITS, *TRANSFORMS]),
+    "a transformer": Case("tp", ["--model.arch=vit_micro"]),
     "bottlenecks": Case("tp", ["--model.arch=tiny_bottleneck"]),
     "bits in bfloat16": Case("dp ddp ddp_spawn mp ddp_mp pp ddp_pp fsdp2", [*TINY, *BITS, *BFLOAT16], devices=4),
     "bits in bfloat16 on two devices": Case("ddp fsdp2", [*TINY, *BITS, *BFLOAT16]),

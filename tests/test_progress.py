@@ -109,7 +109,8 @@ def test_a_log_has_a_line_a_minute(tmp_path: Path, clock: SimpleNamespace, capsy
 def test_rank_0_may_ask_for_the_means_of_an_epoch_alone(asked: str, tmp_path: Path) -> None:
     """It would wait for the others, which go on to what comes next."""
     shown = [flag for flag in TINY if "progress_bar" not in flag]
-    launch("fit", *shown, *callback(asked), *mode_flags("ddp"), f"--run_dir={tmp_path / 'run'}", timeout_s=60)
+    flags = [*shown, *callback(asked), *mode_flags("ddp"), f"--run_dir={tmp_path / 'run'}"]
+    launch("fit", *flags, timeout_s=60, ranks=2)
 
 
 def measured(folder: Path, clock: SimpleNamespace, **settings: Any) -> list[tuple[int, float]]:

@@ -316,7 +316,7 @@ def test_all_devices_are_several_ranks(strategy: str, devices: Any, ranks: int) 
     assert watched.trace.script.ranks == ranks
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [([], "pass"), (["--forget-schedule"], "fail")])
+@pytest.mark.parametrize(("arguments", "expected"), graded((["--forget-schedule"], "fail"), slow=[([], "pass")]))
 def test_the_example_resumes_as_its_page_says(arguments: list[str], expected: str, verdicts: Verdicts) -> None:
     script = (Path(__file__).parents[1] / "examples" / "relate_a_training.py").read_text()
     _, *found = verdicts(script, *arguments, only="resume")
@@ -441,13 +441,8 @@ QUICK = [
         "ranks,accumulation,scale",
         EQUAL | DRAWING | {"accumulation": "pass", "scale of the loss": "pass"},
     ),
-    ("NOISY", "one number for all", "accumulation", {"accumulation": "abstain"}),
     ("NOISY", "only own part", "ranks", EQUAL | DRAWING | {"evaluation on 2 ranks": "fail"}),
-    ("PADDED", "", "resume,accumulation", resumed({5: "pass", 11: "pass"}) | {"accumulation": "pass"}),
-    ("SHORT", "window of fewer", "accumulation", {"accumulation": "fail"}),
-    ("PAIR", "", "accumulation", {"accumulation": "pass"}),
     ("TAILS", "by all of a window", "accumulation", {"accumulation": "fail"}),
-    ("TAILS", "no bug, but by hand", "resume,accumulation", resumed({2: "pass", 4: "pass"}) | {"accumulation": "pass"}),
 ]
 SLOW = [
     ("PLAIN", "dropout stays on", "evaluation", {"evaluation": "note"}),
@@ -458,6 +453,7 @@ SLOW = [
     ("PLAIN", "frozen not saved", "resume", resumed({2: "note", 4: "note"})),
     ("PLAIN", "cannot resume", "resume", resumed({2: "fail", 4: "fail"})),
     ("PLAIN", "no bug, but microbatches of each batch", "accumulation", {"accumulation": "pass"}),
+    ("NOISY", "one number for all", "accumulation", {"accumulation": "abstain"}),
     ("NOISY", "clipped while scaled", "scale", {"scale of the loss": "fail"}),
     ("NOISY", "last samples left out", "evaluation", {"evaluation": "pass", "samples of evaluation": "note"}),
     ("NOISY", "needs two processes", "scale", {"scale of the loss": "pass"}),
@@ -465,10 +461,14 @@ SLOW = [
     ("AGAIN", "repeats", "resume", resumed({9: "fail", 19: "fail"})),
     ("AGAIN", "", "evaluation", {"evaluation": "pass"}),
     ("AGAIN", "sum of means", "evaluation", {"evaluation": "fail"}),
+    ("PADDED", "", "resume,accumulation", resumed({5: "pass", 11: "pass"}) | {"accumulation": "pass"}),
     ("PADDED", "gradients forgotten", "resume", resumed({5: "fail", 11: "pass"})),
     ("PADDED", "parts of one weight", "accumulation", {"accumulation": "fail"}),
     ("SHORT", "", "accumulation", {"accumulation": "pass"}),
+    ("SHORT", "window of fewer", "accumulation", {"accumulation": "fail"}),
+    ("PAIR", "", "accumulation", {"accumulation": "pass"}),
     ("PAIR", "not divided", "accumulation", {"accumulation": "fail"}),
+    ("TAILS", "no bug, but by hand", "resume,accumulation", resumed({2: "pass", 4: "pass"}) | {"accumulation": "pass"}),
     ("TAILS", "", "resume,accumulation", resumed({2: "pass", 4: "pass"}) | {"accumulation": "pass"}),
     ("TAILS", "no bug, but the rest is left out", "accumulation", {"accumulation": "note"}),
     ("TAILS", "a batch of fewer", "accumulation", {"accumulation": "note"}),

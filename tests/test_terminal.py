@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import TINY, launch, mode_flags, run_here
+from commands import TINY, graded, launch, mode_flags, run_here
 
 from lit_cifar.cli.help import COMMON
 
@@ -16,7 +16,7 @@ OURS = ("model ", "data ", "batch ", "mode ", "split ", "epoch ", "result ", "ru
 OURS += ("length ", "note ", "test it ")
 
 
-@pytest.mark.parametrize("mode", ["single", "ddp", pytest.param("ddp_spawn", marks=pytest.mark.slow), "pp"])
+@pytest.mark.parametrize("mode", graded("single", "pp", slow=["ddp", "ddp_spawn"]))
 def test_fit_prints_our_lines_and_none_of_lightning(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own, in those that Lightning starts or spawns, and in those of torchrun; on a login node of
     SLURM too.
