@@ -1,14 +1,16 @@
 """`doctor` and `modes`: each planted fault is found and named, a machine without one passes, every mode has its row."""
 
 import json
+import multiprocessing
 import shlex
+import time
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import unsound_copies
 from commands import run_here
 from documents import ROOT
 from lightning.pytorch.strategies import StrategyRegistry
@@ -29,13 +31,24 @@ from lit_cifar.tools.doctor.modes import ModeRow, cores_and_gpus, mode_table
 
 CPU = torch.device("cpu")
 
-# Copies.
+
+def lose(devices: Sequence[torch.device]) -> dict[tuple[str, str], str]:
+    return {("cuda:1", "cuda:0"): "of a copy of 4,096 bytes 8 did not arrive"}
+
+
+def fail(devices: Sequence[torch.device]) -> None:
+    raise RuntimeError("CUDA error: unknown\nmore")
+
+
+def hang(devices: Sequence[torch.device]) -> None:
+    time.sleep(600)
+
 
 LOST = "Copies between devices do not arrive (cuda:1 to cuda:0): of a copy of 4,096 bytes 8 did not arrive."
 COPIES: dict[Any, tuple[float, str]] = {  # what copies do, the time that they have, and what is said
-    unsound_copies.lose: (100, LOST),
-    unsound_copies.fail: (100, "Copies between devices could not be tried: CUDA error: unknown."),
-    unsound_copies.hang: (0.1, "Copies between devices could not be tried: no end within 0.1 s."),
+    lose: (100, LOST),
+    fail: (100, "Copies between devices could not be tried: CUDA error: unknown."),
+    hang: (0.1, "Copies between devices could not be tried: no end within 0.1 s."),
 }
 
 
@@ -45,6 +58,8 @@ def test_copies_that_do_not_arrive_or_do_not_end(copies: Any, monkeypatch: pytes
     timeout_s, problem = COPIES[copies]
     monkeypatch.setattr(command, "copy_faults", copies)
     monkeypatch.setattr(command, "_TIMEOUT_S", timeout_s)
+    fork = multiprocessing.get_context("fork")  # whose processes need no imports
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: fork)
     (finding,) = check_copies([CPU, CPU]).findings
     assert finding.problem.startswith(problem)
     assert finding.modes == COPY_MODES
@@ -53,9 +68,6 @@ def test_copies_that_do_not_arrive_or_do_not_end(copies: Any, monkeypatch: pytes
 def test_copies_that_arrive() -> None:
     assert check_copies([CPU, CPU]) == Check("copies", "all of 2 ordered pairs of GPUs copied every byte")
     assert check_copies([CPU]).seen == "not tried: that needs two GPUs, and torch sees 1"
-
-
-# Verdicts, page and command.
 
 
 NAMES = ["single", "dp", "ddp", "ddp_spawn", "mp", "ddp_mp", "pp", "ddp_pp", "fsdp2", "tp"]

@@ -94,6 +94,7 @@ def batches(**settings: Any) -> list[Batch]:
     return list(train)
 
 
+@pytest.mark.xdist_group("test_workers")  # where the fork server is
 @pytest.mark.parametrize("settings", [{}, {"mixing": Mixing(mixup=1.0)}])
 def test_workers_make_the_same_batches(settings: dict[str, Any]) -> None:
     augment = Augment(transforms=[v2.TrivialAugmentWide(), DrawsEverywhere()])

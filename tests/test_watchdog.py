@@ -492,6 +492,7 @@ def test_only_a_copy_of_a_rank_follows_it(is_copy: bool, monkeypatch: pytest.Mon
     assert launched_by_lightning(cast(Any, SimpleNamespace(strategy=strategy, local_rank=1))) == is_copy
 
 
+@pytest.mark.xdist_group("test_workers")  # where the fork server is
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_a_process_whose_starter_lives_goes_on(method: str) -> None:
     """The kernel's parent of the last is a fork server."""
