@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from commands import TINY, run_here
 from lightning.pytorch.utilities import rank_zero_only
 from processes import adopt_orphans, children
 
@@ -81,6 +83,14 @@ def nothing_is_left_behind() -> Iterator[None]:
     assert not left, f"processes are left running: {named}"
     assert not altered, f"left as the test has set them: {altered}"
     assert left_rank == rank, f"later tests would take this process for rank {left_rank}"
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a training of five steps, which no test changes."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    run_here("fit", *TINY, f"--run_dir={run}")
+    return run
 
 
 @pytest.fixture

@@ -33,14 +33,6 @@ from lit_cifar.task.callbacks import skip_idle_hooks
 from lit_cifar.tools.commands import COMMANDS
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of a short training."""
-    run = tmp_path_factory.mktemp("runs") / "trained"
-    run_here("fit", *TINY, f"--run_dir={run}")
-    return run
-
-
 def pipe_without_a_reader() -> TextIO:
     reader, writer = os.pipe()
     os.close(reader)

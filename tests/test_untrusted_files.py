@@ -207,14 +207,6 @@ def test_a_remedy_is_quoted_for_the_shell(tmp_path: Path) -> None:
         assert last.partition("=")[2].startswith(str(folder))
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of five steps."""
-    run = tmp_path_factory.mktemp("trained") / "run"
-    run_here("fit", *TINY, f"--run_dir={run}")
-    return run
-
-
 def put(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
     """Replaces an entry of a checkpoint; a function makes the value of the old one."""
 
