@@ -1,5 +1,6 @@
 """`fsdp2`, `tp` and both: processes that hold parts of every parameter train what one device trains."""
 
+from collections.abc import Iterable
 from copy import deepcopy
 from functools import partial
 from itertools import chain
@@ -13,7 +14,6 @@ import torch
 import torch.distributed as dist
 from checkpoints import assert_same_checkpoint
 from commands import TINY, last_checkpoint, launch, mode_flags, run_here
-from device_bytes import DEVICE, DeviceBytes
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from own_networks import LayerScale, Standardised
@@ -31,8 +31,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.mode.tensors import local_part
 from lit_cifar.models import build_network
 from lit_cifar.models.blocks import blocks_of
-from lit_cifar.strategies import ShardedStrategy, fsdp2, tp
-from lit_cifar.strategies.mesh import make_mesh
+from lit_cifar.strategies import ShardedStrategy, fsdp2, mesh, tp
 from lit_cifar.strategies.state_dicts import local_slice
 from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 from lit_cifar.tools.modes import SILENT
@@ -196,22 +195,32 @@ def test_backward_computes_in_the_types_of_forward(strategy: str, tmp_path: Path
 
 @pytest.mark.parametrize("sizes", [{}, {"data_parallel_size": 1, "tensor_parallel_size": None}], ids=["fsdp2", "tp"])
 def test_a_device_never_holds_more_than_its_parts_and_a_block(sizes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the first of 8 processes, of which there is no other."""
+    """As the first of 8 processes, of which there is no other: a block is moved at a time, and parts of it stay."""
+    moved: list[int] = []
+
+    def note(tensors: Iterable[Tensor], *where: Any) -> None:
+        tensors = [*tensors]
+        moved.append(sum(tensor.nbytes for tensor in tensors))
+        mesh.move_and_broadcast(tensors, *where)
+
+    for module in (fsdp2, tp):
+        monkeypatch.setattr(module, "move_and_broadcast", note)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    strategy = ShardedStrategy(**sizes)
-    monkeypatch.setattr(ShardedStrategy, "root_device", DEVICE)
-    strategy.mesh = make_mesh("cpu", model_size=8 if sizes else 1, timeout=None)
-    model = LitResNet("resnet10")
+    strategy, model = ShardedStrategy(**sizes), LitResNet("resnet10")
+    monkeypatch.setattr(ShardedStrategy, "root_device", torch.device("cpu"))
+    strategy.mesh = mesh.make_mesh("cpu", model_size=8 if sizes else 1, timeout=None)
     strategy.model = strategy._lightning_module = model
     whole, *blocks = (
         sum(tensor.nbytes for tensor in chain(module.parameters(), module.buffers()))
         for module in (model.network, *(blocks_of(model.network) or {}).values())
     )
-    with DeviceBytes() as device:
+    with monkeypatch.context() as patch:
+        patch.setattr(model.network, "_apply", pytest.fail)  # the whole is not moved with the rest
         strategy.model_to_device()
-        strategy.make_forward_fn(model.network)
-    assert whole / 8 < device.held < whole / 3
-    assert device.peak <= device.held + max(blocks) < whole
+    strategy.make_forward_fn(model.network)
+    held = [local_part(tensor) for tensor in chain(model.network.parameters(), model.network.buffers())]
+    assert whole / 8 < sum(tensor.untyped_storage().nbytes() for tensor in held) < whole / 3
+    assert max(moved) <= max(blocks) < sum(moved) == whole
 
 
 @pytest.mark.parametrize(
