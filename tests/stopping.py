@@ -29,10 +29,11 @@ class EndAfter(L.Callback):
     """Ends the training when it has taken `step` optimizer steps, or more."""
 
     def __init__(self, step: int) -> None:
-        self.step = step
+        self.end, self.taken = step, 0
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.should_stop = trainer.should_stop or trainer.global_step >= self.step
+        self.taken += 1
+        trainer.should_stop = trainer.should_stop or trainer.global_step >= self.end
 
 
 class NotANumber(L.Callback):

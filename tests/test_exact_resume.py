@@ -372,6 +372,13 @@ def test_a_decision_to_stop_holds_until_its_settings_change(
     assert f"ended after {5 * epochs} optimizer steps by EarlyStopping; to go on" in caplog.messages[-1]
 
 
+def test_a_users_callback_that_has_ended_a_training_is_known_by_its_arguments(tmp_path: Path) -> None:
+    """Whatever it calls them, and whatever it counts."""
+    for step, reached in ((2, 2), (2, 2), (4, 4)):
+        fit(tmp_path, *callback("stopping.EndAfter", step=step), *CONSTANT, "--resume=auto")
+        assert last_checkpoint(tmp_path)["global_step"] == reached
+
+
 def test_a_resumed_run_says_how_much_time_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, flags = tmp_path / "run", ["--resume=auto", *CONSTANT]
     fit(run, *flags, "--trainer.max_epochs=1", "--trainer.max_time=01:00:00:00")

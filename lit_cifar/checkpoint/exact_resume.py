@@ -137,10 +137,12 @@ class ExactResume(Callback):
         # Counts of an epoch within which the training ends: Lightning forgets them before the last checkpoint.
         self._counts: dict[str, dict[str, Tensor]] | None = None
         self._patience: dict[str, Any] = {}  # states before that end, at which EarlyStopping counts an epoch too many
+        self._made: dict[int, dict[str, Any]] = {}  # attributes of the callbacks before the fit, by their ids
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let the end of a training keep its weights, over which Lightning copies their average."""
         if stage == "fit":
+            self._made = {id(each): {**vars(each)} for each in _callbacks(trainer)}
             self._trained, self._counts, self._patience = None, None, {}
             for average in _callbacks(trainer, WeightAveraging):
                 average._copy_average_to_current = partial(self._end, average)
@@ -154,7 +156,8 @@ class ExactResume(Callback):
         """Write position, counts, and the logs, which belong to a checkpoint, to the disk."""
         if self._trained is not None:
             checkpoint[AVERAGED] = self._trained
-        checkpoint[STOPPED] = [_limits(trainer), *map(_settings, _deciders(trainer))] if trainer.should_stop else None
+        stopped = [_limits(trainer), *map(self._settings, _deciders(trainer))]
+        checkpoint[STOPPED] = stopped if trainer.should_stop else None
         for logger in trainer.loggers:
             logger.save()
         position = Position.reached_by(trainer)
@@ -169,7 +172,7 @@ class ExactResume(Callback):
         """Resume a fit at the position. A checkpoint without one is left to Lightning."""
         if trainer.state.fn != TrainerFn.FITTING or POSITION not in checkpoint:
             return
-        stopped, now = checkpoint.get(STOPPED), [_limits(trainer), *map(_settings, _callbacks(trainer))]
+        stopped, now = checkpoint.get(STOPPED), [_limits(trainer), *map(self._settings, _callbacks(trainer))]
         # What has decided to end the training would decide so again, unless its settings are other ones.
         trainer.should_stop = stopped is not None and all(settings in now for settings in stopped)
         for stopping in _callbacks(trainer, EarlyStopping):
@@ -227,6 +230,15 @@ class ExactResume(Callback):
             flags = " ".join(f"--trainer.{name}={value}" for name, value in _limits(trainer).items())
             rank_zero_info(f"nothing is left to train with {flags}; to go on, resume with more")
 
+    def _settings(self, callback: Callback) -> dict[str, Any]:
+        """The class of `callback`, and its simple arguments, or attributes if it does not keep all by their names."""
+        own, names = vars(callback), signature(type(callback)).parameters
+        kept = {name: own.get(name, own.get(f"_{name}")) for name in names}
+        if any(name not in own and f"_{name}" not in own for name in names):
+            kept = self._made.get(id(callback), own)
+        simple = {name: value for name, value in kept.items() if isinstance(value, int | float | str)}
+        return {"class_path": class_path(callback)} | simple
+
     def _correct_step(self, trainer: Trainer) -> None:
         if self._resumed is not None:
             trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
@@ -249,14 +261,6 @@ def _deciders(trainer: Trainer) -> list[Callback]:
     found += [each for each in _callbacks(trainer, EarlyStopping) if each.stopping_reason_message is not None]
     own = ("lightning", "lit_cifar")
     return found or [each for each in _callbacks(trainer) if type(each).__module__.partition(".")[0] not in own]
-
-
-def _settings(callback: Callback) -> dict[str, Any]:
-    """The class of `callback`, and what it keeps of its constructor's arguments, of those that are simple."""
-    names = signature(type(callback)).parameters
-    kept = {name: vars(callback).get(name, vars(callback).get(f"_{name}")) for name in names}
-    simple = {name: value for name, value in kept.items() if isinstance(value, int | float | str)}
-    return {"class_path": class_path(callback)} | simple
 
 
 def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
