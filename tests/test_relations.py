@@ -34,7 +34,7 @@ from lit_cifar.checks.relations.batches import (
 )
 from lit_cifar.checks.relations.flags import Flag, by_knob
 from lit_cifar.checks.relations.generators import Draws
-from lit_cifar.checks.relations.in_lightning import _settings
+from lit_cifar.checks.relations.in_lightning import InLightning
 from lit_cifar.checks.relations.interruption import Written
 from lit_cifar.checks.relations.judging import RELATIONS, _in_windows, judged
 from lit_cifar.checks.relations.loaders import Loaders, is_divided
@@ -312,7 +312,7 @@ def test_a_right_training_holds_every_relation_and_may_write_beside_itself(outco
 )
 def test_all_devices_are_several_ranks(strategy: str, devices: Any, ranks: int) -> None:
     watched: Any = SimpleNamespace(plan=RunPlan(), trace=Trace())
-    _settings(watched, {"strategy": strategy, "devices": devices})
+    InLightning(watched).settings({"strategy": strategy, "devices": devices})
     assert watched.trace.script.ranks == ranks
 
 
@@ -331,15 +331,15 @@ def test_flags_of_click_are_seen_with_their_values(tmp_path: Path) -> None:
     (user / "train.py").write_text(relation_scripts.CLICK)
     words = ("--batch-size", "7")
     own = Runs(Target(program="train.py", arguments=words, folder=str(user)), RunPlan(), tmp_path, limit_s=60).own()
-    assert own.script.flags == {"-b": Flag(("-b", "--batch-size"), 7, 4, "int")}
+    assert own.script.flags == {"-b": Flag(("-b", "--batch-size"), 7, "int")}
     assert own.script.flags["-b"].given(7) == words
     assert len(own.samples[0]) == 7
 
 
 def test_a_flag_is_given_as_its_parser_takes_it() -> None:
-    flag = Flag(("-n", "--no-amp"), False, False, "bool", takes_value=False)
+    flag = Flag(("-n", "--no-amp"), False, "bool", takes_value=False)
     assert (flag.names, flag.given(True)) == (["n", "no_amp"], ("--no-amp",))
-    of_hydra = Flag(("data.batch_size=",), 4, 4, "int")
+    of_hydra = Flag(("data.batch_size=",), 4, "int")
     assert (of_hydra.names, of_hydra.given(7)) == (["batch_size"], ("data.batch_size=7",))
 
 
@@ -360,7 +360,7 @@ def test_a_flag_is_given_as_its_parser_takes_it() -> None:
 def test_a_flag_means_a_knob_by_its_name_and_type(
     word: str, value: Any, said: dict[str, str], knob: str | None
 ) -> None:
-    flag = Flag((word,), value, value, type(value).__name__)
+    flag = Flag((word,), value, type(value).__name__)
     assert by_knob({word: flag}, said) == ({knob: flag} if knob else {})
 
 
@@ -523,7 +523,7 @@ def test_a_plain_script_is_resumed_by_its_own_means(
 )
 def test_a_flag_resumes_by_its_name_and_type(word: str, kind: str, takes_value: bool, expected: list[str]) -> None:
     written = Written(8, 8, ["out/a", "out/b"])
-    ways = guessed({word: Flag((word,), None, None, kind, takes_value)}, written)
+    ways = guessed({word: Flag((word,), None, kind, takes_value)}, written)
     assert [" ".join(way.given(written)) for way in ways] == ["", *expected]
 
 

@@ -6,33 +6,32 @@ import pickle
 import runpy
 import sys
 import tempfile
+from contextlib import suppress
+from ctypes import CDLL
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed
 import torch.multiprocessing
 
-from lit_cifar.checks.relations import calls, in_lightning
+from lit_cifar.checks.relations import calls, flags, generators, made_data, mirror, notebooks, told
 from lit_cifar.checks.relations.crashes import note_error
-from lit_cifar.checks.relations.flags import watch_parsers
-from lit_cifar.checks.relations.generators import draw_by_sample, make_quiet, seed_all
+from lit_cifar.checks.relations.in_lightning import InLightning
 from lit_cifar.checks.relations.interruption import GoOn
 from lit_cifar.checks.relations.loaders import Loaders
-from lit_cifar.checks.relations.made_data import Made, make_data, misses_data
-from lit_cifar.checks.relations.mirror import MIRROR, carry_over
-from lit_cifar.checks.relations.notebooks import SUFFIX, code_of
 from lit_cifar.checks.relations.own_devices import follow_devices, have_devices
 from lit_cifar.checks.relations.own_files import Guard
-from lit_cifar.checks.relations.own_processes import end_processes, keep_processes
-from lit_cifar.checks.relations.patching import patched
+from lit_cifar.checks.relations.patching import before, patched
 from lit_cifar.checks.relations.plan import Target
 from lit_cifar.checks.relations.switches import set_switches
 from lit_cifar.checks.relations.terminal import give_terminal
-from lit_cifar.checks.relations.told import listen
 from lit_cifar.checks.relations.watching import Ended, Watched
 from lit_cifar.checks.relations.workers import ReadWithWorkers
+
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(plan_file: str) -> None:
@@ -41,8 +40,9 @@ def main(plan_file: str) -> None:
     folder = Path(plan_file).parent / str(rank)
     os.chdir(target.folder)
     if (go_on := plan.asked(GoOn)) and go_on.files:
-        carry_over(Path(go_on.checkpoint, MIRROR), folder.parent / MIRROR)
-    keep_processes()
+        mirror.carry_over(Path(go_on.checkpoint, mirror.MIRROR), folder.parent / mirror.MIRROR)
+    # Whatever this process starts stays one of its children, also when the one between them ends.
+    CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     watched = Watched(plan, folder, rank)
     loaders = Loaders(watched)
     watched.trace.script.said = dict(target.flags)
@@ -50,14 +50,16 @@ def main(plan_file: str) -> None:
         _prepare(watched, loaders)
         _run(target, watched, loaders)
     except BaseException as error:
-        note_error(watched.trace.end, error, folder.parent / MIRROR)
-        watched.trace.end.wants_data = misses_data(error)
+        note_error(watched.trace.end, error, folder.parent / mirror.MIRROR)
+        watched.trace.end.wants_data = made_data.misses_data(error)
     file = folder / "trace"
     file.with_suffix(".part").write_bytes(pickle.dumps(watched.trace))
     file.with_suffix(".part").rename(file)
     sys.stdout.flush()
-    end_processes()
-    # A training that was ended may have threads that wait for it. An error ends the other ranks too.
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            process.kill()
+    # A training that was ended may have threads and processes that wait for it. An error ends the other ranks too.
     os._exit(bool(watched.trace.end.error))
 
 
@@ -66,8 +68,7 @@ def _prepare(watched: Watched, loaders: Loaders) -> None:
     multiprocessing.set_start_method(None, force=True)  # the fork server's own would hold for loaders' workers
     temporary = watched.folder / "temporary"
     temporary.mkdir()
-    places = dict.fromkeys(("TMPDIR", "TORCHINDUCTOR_CACHE_DIR"), str(temporary))
-    os.environ |= places
+    os.environ |= dict.fromkeys(("TMPDIR", "TORCHINDUCTOR_CACHE_DIR"), str(temporary))
     if not plan.on_own_devices:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # else it trains alone on each rank
     os.environ.pop("MLFLOW_TRACKING_URI", None)  # its own folder, in place of a server
@@ -75,19 +76,19 @@ def _prepare(watched: Watched, loaders: Loaders) -> None:
     give_terminal(watched.trace.end)
     watched.patch()
     loaders.patch()
-    in_lightning.patch(watched)
-    watch_parsers(lambda flag: watched.trace.script.flags.update({flag.words[0]: flag}))
-    listen(watched.hear)
+    InLightning(watched).patch()
+    flags.watch_parsers(lambda flag: watched.trace.script.flags.update({flag.words[0]: flag}))
+    told.listen(watched.hear)
     if plan.made_data:
-        make_data(watched.trace.part(Made))
+        made_data.make_data(watched.trace.part(made_data.Made))
     if plan.on_own_devices:
         follow_devices(plan, watched.trace)
     _join(watched)
     set_switches(plan, watched.trace)
     if plan.quiet:
-        make_quiet(watched.trace.remarks.add)
-    draw_by_sample(watched.draws.key, watched.drawn_apart)
-    seed_all("start", plan.seed, watched.rank)
+        generators.make_quiet(watched.trace.remarks.add)
+    watched.draws.patch(watched.drawn_apart)
+    generators.seed_all("start", plan.seed, watched.rank)
     calls.session = watched
     Guard(watched.folder.parent, watched.trace.end.outside).start()
 
@@ -103,9 +104,9 @@ def _run(target: Target, watched: Watched, loaders: Loaders) -> None:
             sys.path.insert(0, str(script.parent))
             main = sys.modules["__main__"] = ModuleType("__main__")  # its classes are needed after its end
             main.__file__ = str(script)
-            if script.suffix == SUFFIX:
+            if script.suffix == notebooks.SUFFIX:
                 vars(main)["display"] = print
-            for code in code_of(script):
+            for code in notebooks.code_of(script):
                 exec(code, vars(main))
     except Ended:
         pass
@@ -122,13 +123,12 @@ def _join(watched: Watched) -> None:
     ranks = watched.plan.ranks
     address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
 
-    def join(make: Any, *args: Any, **settings: Any) -> None:
+    def join(make: Any, backend: str | None = None, *_: Any, **__: Any) -> None:
         watched.trace.script.is_distributed = True
         os.environ.update(address)
         alone = {"store": torch.distributed.HashStore()} if ranks == 1 else {}  # type: ignore[attr-defined]
         is_own = watched.plan.on_own_devices and have_devices(ranks)
-        backend = (args[0] if args else settings.get("backend")) if is_own else "gloo"
-        make(backend, rank=watched.rank, world_size=ranks, **alone)
+        make(backend if is_own else "gloo", rank=watched.rank, world_size=ranks, **alone)
 
     def call_here(_: Any, fn: Any, args: tuple[Any, ...] = (), nprocs: int = 1, *_how: Any, **how: Any) -> None:
         """Every process of the run is one of those that the script would start."""
@@ -136,13 +136,12 @@ def _join(watched: Watched) -> None:
         is_told = bool(args) and type(args[0]) is int and args[0] == nprocs  # as by custom the first says how many
         fn(watched.rank, *((ranks, *args[1:]) if is_told else args))
 
-    def leave(destroy: Any, *args: Any, **settings: Any) -> None:
+    def leave(*_: Any, **__: Any) -> None:
         if watched.trace.norms:
             watched.finish()  # while ranks can still gather what they divide
-        destroy(*args, **settings)
 
     patched(torch.distributed, "init_process_group", join)
-    patched(torch.distributed, "destroy_process_group", leave)
+    patched(torch.distributed, "destroy_process_group", before(leave))
     for name in ("spawn", "start_processes"):
         patched(torch.multiprocessing, name, call_here)
 

@@ -3,8 +3,9 @@
 import hashlib
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_cifar.checks.relations.patching import after, patched, when_imported
+from lit_cifar.checks.relations.patching import after, patched
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.ranks import Drawn
 from lit_cifar.checks.relations.remarks import IN_STEP, OF_BATCH
@@ -53,8 +54,7 @@ class Draws:
 
     def follow_call(self) -> None:
         """From now on a module is trained, perhaps without a batch of a loader."""
-        if self._before is None:
-            self._before = states()
+        self._before = self._before or states()
 
     def stop(self) -> None:
         self._before = self._samples = None
@@ -70,68 +70,52 @@ class Draws:
             self._trace.remarks.add(IN_STEP)
             self._trace.part(Drawn).states.add(zlib.crc32(repr(used).encode()))
 
-    def key(self) -> tuple[int, list[int]] | None:
-        """What a random number for each sample of this batch follows from: the step, the draw, and the sample."""
-        if self._samples is None:
-            return None
-        self._count += 1
-        return hash((self._trace.steps, self._count)), self._samples
+    def patch(self, remark: Callable[[], None]) -> None:
+        """Let what torch draws for the samples of a batch be a function of each sample, however batches are divided.
 
+        Where samples are not given, or dimension 0 has another length, a draw stays as it is; `remark` is called if its
+        generator is the script's own.
+        """
 
-def draw_by_sample(key: Callable[[], tuple[int, Sequence[int]] | None], remark: Callable[[], None]) -> None:
-    """Let what torch draws for the samples of a batch be a function of each sample, however batches are divided.
-
-    `key` gives a number, another for each call, and digests of the batch's samples. Without them, and where dimension 0
-    has another length, a draw stays as it is; `remark` is called where its generator is the script's own.
-    """
-
-    def rows(draw: Any, like: Tensor) -> Tensor | None:
-        found = key()
-        if found is None or not like.dim() or len(like) != len(found[1]):
-            return None
-        number, samples = found
-        made = [torch.Generator().manual_seed(hash((number, sample)) % 2**63) for sample in samples]
-        return torch.stack([draw(like.shape[1:], generator=of_row, dtype=torch.float64) for of_row in made])
-
-    def by_rows(draw: Any, finish: Callable[..., Tensor]) -> Callable[..., Any]:
-        def drawn(own: Any, *args: Any, **settings: Any) -> Any:
+        def drawn(draw: Any, *args: Any, **settings: Any) -> Any:
             before = torch.get_rng_state()
-            as_it_is = own(*args, **settings)
-            if (of_rows := rows(draw, as_it_is)) is None:
+            found: Tensor = draw(*args, **settings)
+            self._count += 1
+            samples = self._samples or []
+            if not samples or not found.dim() or len(found) != len(samples):
                 if settings.get("generator") is not None:
                     remark()
-                return as_it_is
-            torch.set_rng_state(before)
+                return found
+            generator = torch.cuda.default_generators[found.device.index] if found.is_cuda else torch.default_generator
+            state = generator.get_state() if found.is_cuda else before
             with torch.no_grad():
-                return as_it_is.copy_(finish(of_rows, *args, **settings))
+                for place, sample in enumerate(samples):
+                    generator.manual_seed(hash((self._trace.steps, self._count, sample)) % 2**63)
+                    of_row = {name: _of_row(value, place, found) for name, value in settings.items()}
+                    found[place] = draw(*(_of_row(value, place, found) for value in args), **of_row)[0]
+            generator.set_state(state)
+            return found
 
-        return drawn
+        def of_sizes(draw: Any, *sizes: Any, **settings: Any) -> Any:
+            """Take the sizes as one argument, as the other functions do."""
+            is_one = not sizes or isinstance(sizes[0], tuple | list)
+            return drawn(draw, *(sizes if is_one else [sizes]), **settings)
 
-    normal, uniform = torch.randn, torch.rand
-    for name in ("randn", "randn_like"):
-        patched(torch, name, by_rows(normal, lambda of_rows, *_, **__: of_rows))
-    for name in ("rand", "rand_like"):
-        patched(torch, name, by_rows(uniform, lambda of_rows, *_, **__: of_rows))
-    patched(torch, "randint", by_rows(uniform, _whole_numbers))
-    patched(torch, "normal", by_rows(normal, _normal))
-    patched(torch, "bernoulli", by_rows(uniform, lambda of_rows, chance, *_, **__: of_rows < chance))
-    patched(Tensor, "normal_", by_rows(normal, lambda of_rows, _, *args, **own: _normal(of_rows, *args, **own)))
-    patched(Tensor, "uniform_", by_rows(uniform, _between))
-
-
-def _whole_numbers(of_rows: Tensor, *args: Any, **settings: Any) -> Tensor:
-    numbers = [value for value in (*args, settings.get("low"), settings.get("high")) if isinstance(value, int)]
-    low, high = numbers if len(numbers) > 1 else (0, *numbers)
-    return (of_rows * (high - low)).floor() + low
+        for name in ("rand", "randn"):
+            patched(torch, name, of_sizes)
+        for name in ("rand_like", "randn_like", "randint", "normal", "bernoulli"):
+            patched(torch, name, drawn)
+        for name in ("normal_", "uniform_"):
+            patched(Tensor, name, drawn)
 
 
-def _normal(of_rows: Tensor, mean: Any = 0.0, std: Any = 1.0, *_: Any, **__: Any) -> Any:
-    return of_rows * std + mean
-
-
-def _between(of_rows: Tensor, _: Tensor, low: float = 0.0, high: float = 1.0, **settings: float) -> Tensor:
-    low, high = settings.get("from", low), settings.get("to", high)
-    return of_rows * (high - low) + low
+def _of_row(value: Any, place: int, whole: Tensor) -> Any:
+    """An argument of a function that draws, for one row of what it has drawn."""
+    if isinstance(value, Tensor):
+        return value[place : place + 1] if value.dim() == whole.dim() and len(value) > 1 else value
+    if isinstance(value, torch.Generator):
+        return None
+    return (1, *value[1:]) if isinstance(value, tuple | list) else value
 
 
 def make_quiet(remark: Callable[[str], None]) -> None:
@@ -146,29 +130,20 @@ def make_quiet(remark: Callable[[str], None]) -> None:
     patched(nn.SyncBatchNorm, "forward", lambda _, *args, **own: nn.BatchNorm1d.forward(*args, **own))
     # accelerate advances a schedule once for each process, as each adds to the global batch.
     once = after(lambda schedule: setattr(schedule, "split_batches", True))
-    when_imported("accelerate.scheduler", lambda module: patched(module.AcceleratedScheduler, "__init__", once))
+    patched("accelerate.scheduler:AcceleratedScheduler", "__init__", once)
 
 
 def _without_dropout(attention: Any, *args: Any, dropout_p: float = 0.0, **settings: Any) -> Any:
-    return attention(*args[:4], **settings)
+    return attention(*args[:4], *(0.0 for _ in args[4:5]), *args[5:], **settings)
 
 
-def _by_running_statistics(
-    remark: Callable[[str], None],
-    norm: Any,
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    of_batch = training and running_mean is None
+def _by_running_statistics(remark: Callable[[str], None], norm: Any, *args: Any, **settings: Any) -> Any:
+    given = signature(norm).bind(*args, **settings)
+    of_batch = given.arguments.get("training", False) and given.arguments["running_mean"] is None
     if of_batch:
         remark(OF_BATCH)
-    return norm(input, running_mean, running_var, weight, bias, of_batch, momentum, eps)
+    given.arguments["training"] = of_batch
+    return norm(*given.args, **given.kwargs)
 
 
 def turn_dropout_off(module: nn.Module) -> None:

@@ -10,14 +10,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from lightning.fabric.utilities.data import sized_len
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils import data
+from torch.utils.data import DataLoader, IterableDataset
 
 from lit_cifar import internals
 from lit_cifar.checks.relations.batches import (
@@ -36,6 +30,7 @@ from lit_cifar.checks.relations.remarks import UNDIVIDED, UNDIVIDED_EVALUATION
 from lit_cifar.checks.relations.watching import Watched
 from lit_cifar.checks.relations.workers import ByWorkers, Order, Orders, read_with_workers
 
+_DRAWN = (data.RandomSampler, data.WeightedRandomSampler, data.DistributedSampler)
 _FEW = 4  # tensors of a batch; more may be its samples
 
 
@@ -44,9 +39,10 @@ class Loaders:
 
     def __init__(self, watched: Watched) -> None:
         self._watched, self._plan, self._trace = watched, watched.plan, watched.trace
-        self._datasets: list[Any] = []  # in the order in which loaders were made; Lightning makes a loader once more
+        # By its identity, which it keeps, a data set and its number: Lightning makes a loader once more.
+        self._datasets: dict[int, tuple[int, Any]] = {}
         self._is_read_again = False
-        self._trained: list[Any] = []
+        self._trained: dict[int, Any] = {}  # loaders, by the numbers of their data sets
         # Of a sampler: its last order, and the number of steps before it.
         self._last = WeakKeyDictionary[Any, tuple[Order, int]]()
         self._asked: int | None = None  # number of samples of the batch that was fetched last
@@ -56,9 +52,9 @@ class Loaders:
         patched(DataLoader, "__init__", self._make)
         patched(DataLoader, "__iter__", self._iterate)
         patched(DataLoader, "__len__", self._length)
-        patched(BatchSampler, "__iter__", self._ordered)
+        patched(data.BatchSampler, "__iter__", self._ordered)
         patched(internals.BaseDataLoaderIter, "_next_index", self._ask)
-        patched(torch.utils.data, "get_worker_info", self._worker)
+        patched(data, "get_worker_info", self._worker)
 
     def _make(self, make: Any, loader: Any, *args: Any, **settings: Any) -> None:
         make(loader, *args, **settings)
@@ -68,26 +64,23 @@ class Loaders:
             alone = {"num_workers": 0, "timeout": 0, "prefetch_factor": None, "persistent_workers": False}
             vars(loader).update(alone)
             loader.multiprocessing_context = None
-        if self._number(loader) is None:
-            self._datasets.append(loader.dataset)
+        self._number(loader)
 
     def _worker(self, own: Any) -> Any:
         """A script that has workers may not expect to be without: it has one, this process."""
         alone = SimpleNamespace(id=0, num_workers=1, seed=torch.initial_seed(), dataset=None)
         return own() or (alone if self._trace.script.has_workers else None)
 
-    def _number(self, loader: Any) -> int | None:
-        return next((number for number, own in enumerate(self._datasets) if own is loader.dataset), None)
+    def _number(self, loader: Any) -> int:
+        return self._datasets.setdefault(id(loader.dataset), (len(self._datasets), loader.dataset))[0]
 
     def _iterate(self, own: Any, loader: Any) -> Any:
         if _goes_on(loader):  # its constructor begins it
             _give_epochs(loader)
-            return own(loader)
-        if self._is_read_again:
-            return own(loader)
-        if self._watched.phase() == "train":
-            return self._training(loader, own)
-        return self._evaluated(loader, own(loader))
+        elif not self._is_read_again:
+            is_training = self._watched.phase() == "train"
+            return self._training(loader, own) if is_training else self._evaluated(loader, own(loader))
+        return own(loader)
 
     def _ask(self, ask: Any, iterator: Any) -> Any:
         index = ask(iterator)
@@ -109,8 +102,7 @@ class Loaders:
         last, steps = self._last.get(sampler, (None, -1))
         if steps == self._trace.steps:  # the script has only looked at the last one
             orders.seen = [one for one in orders.seen if one is not last]
-        is_drawn = isinstance(sampler.sampler, RandomSampler | WeightedRandomSampler | DistributedSampler)
-        order = Order(len(sampler.sampler), is_drawn)
+        order = Order(len(sampler.sampler), isinstance(sampler.sampler, _DRAWN))
         self._last[sampler] = order, self._trace.steps
         orders.seen.append(order)
         for batch in own(sampler):
@@ -120,39 +112,34 @@ class Loaders:
     def _length(self, length: Any, loader: Any) -> int:
         if self._watched.phase() == "evaluate" and self._watched.evaluation_batch is not None:
             return sum(1 for _ in loader)
-        imposed, number = self._plan.imposed, self._number(loader) or 0
-        if imposed and (own := dict(imposed.lengths).get(number)) is not None:
+        imposed = self._plan.imposed
+        if imposed and (own := dict(imposed.lengths).get(self._number(loader))) is not None:
             return -(-own // imposed.window) * imposed.parts
-        return min(
-            int(length(loader)), self._plan.limits.batches if self._watched.phase() == "train" else self._plan.evaluated
-        )
+        most = self._plan.limits.batches if self._watched.phase() == "train" else self._plan.evaluated
+        return min(int(length(loader)), most)
 
     def _training(self, loader: Any, iterate: Any) -> Iterator[Any]:
-        if not any(loader.dataset is other.dataset for other in self._trained):
-            self._trained.append(loader)
-        reading = self._trace.reading
-        epoch = len(reading.epochs)
+        number, part, reading = self._number(loader), self._trace.script.batches, self._trace.reading
+        self._trained.setdefault(number, loader)
         reading.epochs.append(0)
         with suppress(TypeError):  # of a stream
-            number, part = self._number(loader) or 0, self._trace.script.batches
             reading.lengths[number] = read = len(loader)
             own = self._length_of(loader)
-            own = min(own, int(part if isinstance(part, int) else part * own))
+            own = min(own, part if isinstance(part, int) else int(part * own))
             if not self._plan.imposed and own > read:
                 reading.cut[number] = own
         self._watched.seed("order")
         batches = iterate(loader)  # which draws a number, of the generator that may make the model next
-        if self._plan.imposed:
-            return self._followed(loader, epoch, imposed_batches(self._plan.imposed, epoch, self._watched.rank))
         # A plain loop over a stream may read more than an epoch, and ends with its steps.
         is_endless = isinstance(loader.dataset, IterableDataset) and not self._trace.script.is_lightning
         most = None if is_endless else self._plan.limits.batches
-        return self._followed(loader, epoch, self._fetched(islice(batches, most)))
+        return self._followed(loader, len(reading.epochs) - 1, self._fetched(islice(batches, most)))
 
     def _followed(self, loader: Any, epoch: int, batches: Iterator[Any]) -> Iterator[Any]:
-        for number, batch in enumerate(batches):
+        imposed = self._plan.imposed
+        for number, batch in enumerate(imposed_batches(imposed, epoch, self._watched.rank) if imposed else batches):
             self._watched.continues()
-            if not number and not self._plan.imposed and not is_divided(loader, batch, self._asked):
+            if not number and not imposed and not is_divided(loader, batch, self._asked):
                 self._trace.remarks.add(UNDIVIDED)
             if self._plan.record:
                 folder = self._watched.folder / "batches" / str(epoch)
@@ -185,7 +172,7 @@ class Loaders:
     def read_again(self) -> None:
         """Read the loaders that trained once more, with workers of their own."""
         self._is_read_again = True
-        for loader in self._trained[:3]:
+        for loader in [*self._trained.values()][:3]:
             read_with_workers(loader, self._trace.part(ByWorkers))
 
 
@@ -193,7 +180,7 @@ def _goes_on(loader: Any) -> bool:
     """Whether its epochs are parts of one iteration without an end, as of timm's `MultiEpochsDataLoader`."""
     has_own = type(loader).__iter__ is not DataLoader.__iter__
     repeated = getattr(loader.batch_sampler, "sampler", None)
-    return has_own and isinstance(repeated, BatchSampler) and sized_len(loader.batch_sampler) is None
+    return has_own and isinstance(repeated, data.BatchSampler) and sized_len(loader.batch_sampler) is None
 
 
 def _give_epochs(loader: Any) -> None:
@@ -216,9 +203,8 @@ def is_divided(loader: Any, batch: Any, asked: int | None) -> bool:
 
 def imposed_batches(imposed: Imposed, epoch: int, rank: int) -> Iterator[Any]:
     """The batches of an epoch of the run whose ranks have their folders in `imposed.folder`."""
-    number = str(imposed.first_epoch + epoch)
     ranks = range(imposed.ranks) if imposed.ranks else [rank]
-    folders = [Path(imposed.folder, str(of_rank), "batches", number) for of_rank in ranks]
+    folders = [Path(imposed.folder, f"{of_rank}/batches/{imposed.first_epoch + epoch}") for of_rank in ranks]
     names = sorted(set.intersection(*({file.name for file in folder.glob("*.pt")} for folder in folders)))
     names = names[imposed.skip :] if epoch == 0 else names
     for start in range(0, len(names), imposed.window):

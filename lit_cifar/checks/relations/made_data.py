@@ -6,20 +6,17 @@ They are the same in each process, and nothing is downloaded. All other data set
 import inspect
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
-from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from PIL import Image
 
-from lit_cifar.checks.relations.patching import patched, when_imported
+from lit_cifar.checks.relations.patching import patched
 
 _TO_TRAIN, _TO_TEST = 300, 150  # samples: more than most batches, and the last one is shorter, as with most real data
 _TESTS = ("val", "test", "eval", "dev")  # begin the names of parts that are not trained
@@ -32,7 +29,7 @@ _IN_MEMORY = {
     "STL10": (96, 3, True, "labels"),
 }
 _MADE = {*_IN_MEMORY, "ImageFolder", "ImageNet"}
-# Columns of texts, and the number of classes of the column `label`, of data sets of Hugging Face.
+# Columns of texts, and the number of classes of the column `label`, of data sets of Hugging Face. Others have both.
 _COLUMNS = {"wikitext": (["text"], 0), "ag_news": (["text"], 4), "glue/sst2": (["sentence"], 2)}
 _COLUMNS |= dict.fromkeys(("glue/mrpc", "glue/rte"), (["sentence1", "sentence2"], 2))
 _WORDS = ["the", "made", "words", "of", "a", "text", "that", "nobody", "reads", "to", "learn", "from", "it"]
@@ -48,8 +45,11 @@ class Made:
 def make_data(made: Made) -> None:
     """Let the script have made samples where it asks for known data sets."""
     patched(torch.utils.data, "random_split", partial(_split, made))
-    when_imported("torchvision.datasets", partial(_in_torchvision, made))
-    when_imported("datasets", partial(_in_hugging_face, made))
+    for name in _IN_MEMORY:
+        patched(f"torchvision.datasets:{name}", "__init__", partial(_make_in_memory, made, name))
+    patched("torchvision.datasets:ImageNet", "__init__", _make_imagenet)
+    patched("torchvision.datasets:ImageFolder", "__init__", partial(_make_folder, made))
+    patched("datasets", "load_dataset", partial(_load, made))
 
 
 def misses_data(error: BaseException | None) -> bool:
@@ -86,32 +86,26 @@ def picture(label: int, number: int, *, size: int, channels: int = 3) -> np.ndar
     return (of_class + noise.integers(0, 64, (size, size, channels))).astype(np.uint8)
 
 
-def _in_torchvision(made: Made, module: ModuleType) -> None:
-    for name in _IN_MEMORY:
-        patched(getattr(module, name), "__init__", partial(_make_in_memory, made, module, name))
-    patched(module.ImageNet, "__init__", partial(_make_imagenet, module))
-    patched(module.ImageFolder, "__init__", partial(_make_folder, made))
+def _make_in_memory(made: Made, name: str, make: Any, own: Any, *args: Any, **given: Any) -> None:
+    from torchvision import datasets  # which the script has imported
 
-
-def _make_in_memory(made: Made, module: ModuleType, name: str, make: Any, own: Any, *args: Any, **given: Any) -> None:
     made.names[f"torchvision.datasets.{type(own).__name__}"] = None
     bound = inspect.signature(make).bind(own, *args, **given)
     bound.apply_defaults()
     arguments = bound.arguments
-    module.VisionDataset.__init__(
-        own, arguments["root"], transform=arguments["transform"], target_transform=arguments["target_transform"]
-    )
+    common = {name: arguments[name] for name in ("root", "transform", "target_transform")}
+    datasets.VisionDataset.__init__(own, **common)
     vars(own).update({name: arguments[name] for name in ("train", "split") if name in arguments})
     numbers = _numbers("test" if arguments.get("train") is False else arguments.get("split", "train"))
     size, channels, are_first, labels = _IN_MEMORY[name]
-    classes = range(100 if isinstance(own, module.CIFAR100) else 10)
-    if isinstance(own, module.EMNIST):
+    classes = range(100 if isinstance(own, datasets.CIFAR100) else 10)
+    if isinstance(own, datasets.EMNIST):
         classes = range(own.split == "letters", len(own.classes_split_dict[own.split]))
     targets = np.array([classes[number % len(classes)] for number in numbers])
     data = np.stack([picture(*pair, size=size, channels=channels) for pair in zip(targets, numbers, strict=True)])
     if name == "MNIST":
         own.data, own.targets = torch.from_numpy(data.squeeze(-1)), torch.from_numpy(targets)
-        if isinstance(own, module.QMNIST):
+        if isinstance(own, datasets.QMNIST):
             own.targets = own.targets[:, None].repeat(1, 8)
         return
     if name == "STL10" and "unlabeled" in own.split:
@@ -122,9 +116,11 @@ def _make_in_memory(made: Made, module: ModuleType, name: str, make: Any, own: A
     own.class_to_idx = {name: number for number, name in enumerate(own.classes)}
 
 
-def _make_imagenet(module: ModuleType, _: Any, own: Any, root: Any, split: str = "train", **given: Any) -> None:
+def _make_imagenet(_: Any, own: Any, root: Any, split: str = "train", **given: Any) -> None:
+    from torchvision import datasets
+
     names = [f"n{number:08d}" for number in range(1000)]
-    module.ImageFolder.__init__(own, Path(root, split), **given, names=names, allow_empty=True)
+    datasets.ImageFolder.__init__(own, Path(root, split), **given, names=names, allow_empty=True)
     own.root, own.split, own.wnids, own.wnid_to_idx = root, split, own.classes, own.class_to_idx
     own.classes = [(name,) for name in names]
 
@@ -144,23 +140,29 @@ def _make_folder(made: Made, make: Any, own: Any, root: Any, *args: Any, names: 
     own.root = root
 
 
-def _in_hugging_face(made: Made, module: ModuleType) -> None:
-    if module.load_dataset.__module__ == "datasets.load":  # not a script's own module of this name
-        patched(module, "load_dataset", partial(_load, made, module))
-
-
-def _load(made: Made, module: ModuleType, load: Any, *args: Any, **given: Any) -> Any:
+def _load(made: Made, load: Any, *args: Any, **given: Any) -> Any:
+    if load.__module__ != "datasets.load":  # of a script's own module of this name
+        return load(*args, **given)
     arguments = inspect.signature(load).bind(*args, **given).arguments
-    path, name, split = arguments["path"], arguments.get("name"), arguments.get("split")
     if _files(arguments):
         return load(*args, **given)
+    import datasets  # which the script has imported
+
+    path, name, split = arguments["path"], arguments.get("name"), arguments.get("split")
     made.names["/".join(filter(None, ("load_dataset of " + path, name)))] = None
-    features = arguments.get("features") or _features(module, path, name)
-    parts = ["train", "validation", "test"] if split is None else [str(split)]
-    rows = {part: _rows(module, features, _numbers(part)) for part in parts}
-    if arguments.get("streaming"):
-        rows = {part: own.to_iterable_dataset() for part, own in rows.items()}
-    return module.DatasetDict(rows) if split is None else rows[str(split)]
+    texts, classes = _COLUMNS.get(f"{path}/{name}") or _COLUMNS.get(path) or (["text"], 2)
+    label = {"label": datasets.ClassLabel(num_classes=classes)} if classes else {}
+    features = datasets.Features(dict.fromkeys(texts, datasets.Value("string")) | label)
+
+    def rows(part: str) -> Any:
+        numbers = _numbers(part)
+        columns = {column: [_text(number, place) for number in numbers] for place, column in enumerate(texts)}
+        labels = {column: [number % classes for number in numbers] for column in label}
+        data = datasets.Dataset.from_dict(columns | labels, features=features)
+        return data.to_iterable_dataset() if arguments.get("streaming") else data
+
+    parts = ("train", "validation", "test")
+    return datasets.DatasetDict({part: rows(part) for part in parts}) if split is None else rows(str(split))
 
 
 def _files(arguments: Mapping[str, Any]) -> Any:
@@ -168,34 +170,6 @@ def _files(arguments: Mapping[str, Any]) -> Any:
     return arguments.get("data_files") or arguments.get("data_dir") or Path(arguments["path"]).exists()
 
 
-def _features(module: ModuleType, path: str, name: str | None) -> Any:
-    """Those of the data set, if a cache knows them, or a table here; else a text and a label of two classes."""
-    settings = ("datasets.config", "huggingface_hub.constants")
-    offline, also = (mock.patch(f"{owner}.HF_HUB_OFFLINE", True) for owner in settings)
-    with suppress(Exception), offline, also:  # such as that it is not in the cache
-        if known := module.load_dataset_builder(path, name).info.features:
-            return known
-    columns, classes = _COLUMNS.get(f"{path}/{name}") or _COLUMNS.get(path) or (["text"], 2)
-    label = {"label": module.ClassLabel(num_classes=classes)} if classes else {}
-    return module.Features(dict.fromkeys(columns, module.Value("string")) | label)
-
-
-def _rows(module: ModuleType, features: Any, numbers: range) -> Any:
-    columns = {
-        name: [_value(module, own, number, place) for number in numbers]
-        for place, (name, own) in enumerate(features.items())
-    }
-    return module.Dataset.from_dict(columns, features=features)
-
-
-def _value(module: ModuleType, feature: Any, number: int, place: int) -> Any:
+def _text(number: int, place: int) -> str:
     draws = np.random.default_rng([number, place])
-    if isinstance(feature, module.ClassLabel):
-        return number % feature.num_classes
-    if isinstance(feature, module.Image):
-        return Image.fromarray(picture(0, number, size=_LARGE))
-    if isinstance(feature, module.Value) and feature.dtype == "string":
-        return " ".join(draws.choice(_WORDS, draws.integers(20, 60)))
-    if isinstance(feature, module.Value) and feature.dtype.startswith(("int", "float", "bool")):
-        return int(draws.integers(0, 2 if feature.dtype == "bool" else 100))
-    raise NotImplementedError(f"no values are made of the feature {feature}")
+    return " ".join(draws.choice(_WORDS, draws.integers(20, 60)))

@@ -29,15 +29,12 @@ def mirror(place: Path, folders: Sequence[Path]) -> None:
     """
     roots = [root_of(folder) for folder in folders]
     spine = {part for folder in folders for part in (folder, *folder.parents)}  # which are made whatever their size
-    for folder in sorted(spine):
+    for folder in folders:
         _at(place, folder).mkdir(parents=True, exist_ok=True)
-    left, done = _MOST, set[Path]()
-    waiting = deque([*folders, *roots, *sorted(spine)])  # what is nearest first
+    left = _MOST
+    waiting = deque(dict.fromkeys([*folders, *roots, *sorted(spine)]))  # what is nearest first
     while waiting:
         folder = waiting.popleft()
-        if folder in done:
-            continue
-        done.add(folder)
         is_own = any(folder.is_relative_to(root) for root in roots) and not _is_shared(folder)
         entries = _entries(folder, None if folder in folders else _MOST + 1)
         has_room = is_own and len(entries) <= left
@@ -49,7 +46,7 @@ def mirror(place: Path, folders: Sequence[Path]) -> None:
         for entry in entries:
             if entry in spine:
                 continue
-            if has_room and _is_folder(entry):
+            if has_room and entry.is_dir() and not entry.is_symlink() and entry.name not in _LINKED:
                 waiting.append(entry)
             elif (has_room or folder in folders) and entry.suffix == ".py" and entry.is_file():
                 shutil.copyfile(entry, _at(place, entry))  # it may ask where it is, behind links too
@@ -97,11 +94,6 @@ def _at(place: Path, path: Path) -> Path:
 
 def _is_shared(folder: Path) -> bool:
     return any(Path(place).is_relative_to(folder) for place in (Path.home(), tempfile.gettempdir()))
-
-
-def _is_folder(path: Path) -> bool:
-    is_linked = path.is_symlink() or path.name in _LINKED or (path / "pyvenv.cfg").exists()
-    return path.is_dir() and not is_linked
 
 
 def _entries(folder: Path, most: int | None) -> list[Path]:

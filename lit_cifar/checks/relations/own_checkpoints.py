@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lit_cifar.checks.relations.interruption import Checkpoints, GoOn, StopAt, Written
 from lit_cifar.checks.relations.parts import TrainedParts
-from lit_cifar.checks.relations.patching import patched, when_imported
+from lit_cifar.checks.relations.patching import before, patched
 from lit_cifar.checks.relations.plan import RunPlan, Trace
 from lit_cifar.checks.relations.trained import digest_of, owned_by
 
@@ -35,8 +35,8 @@ class Writes:
         self._now: Written | None = None  # what is being written, of which the next is known
 
     def patch(self) -> None:
-        patched(torch, "save", self._save)
-        when_imported("safetensors.torch", lambda module: patched(module, "save_file", self._save))
+        for owner, name in ((torch, "save"), ("safetensors.torch", "save_file")):
+            patched(owner, name, before(self._note))
         sys.addaudithook(self._audit)
 
     @property
@@ -61,13 +61,11 @@ class Writes:
         if now.held.get("weights", 0.0) >= _ENOUGH:
             self._noted.written.append(now)
 
-    def _save(self, save: Any, *args: Any, **settings: Any) -> Any:
-        if self._trace.steps and not self._trace.script.is_lightning:
-            self._note(*(*args, *settings.values())[:2])
-        return save(*args, **settings)
-
-    def _note(self, obj: Any, file: Any) -> None:
-        """Note what an object holds that is about to be written, to this file or to one that is opened later."""
+    def _note(self, *args: Any, **settings: Any) -> None:
+        """Note what an object holds that is about to be written, to the file behind it or one that is opened later."""
+        if not self._trace.steps or self._trace.script.is_lightning:
+            return
+        obj, file, *_ = *args, *settings.values()
         place = (self._trace.steps, self._trace.reading.batches)
         if self._now is None:
             self._now = Written(*place)
@@ -77,7 +75,7 @@ class Writes:
         live = [_numbers(schedule.state_dict()) for schedule in self._parts.schedules]
         for part in _parts_of(obj):
             if isinstance(part, Tensor):
-                self._digests |= _sizes([part]).keys()
+                self._digests.add(digest_of(part))
             elif isinstance(part, Mapping):
                 numbers = _numbers(part)
                 self._schedules |= {number for number, own in enumerate(live) if own.items() <= numbers.items()}

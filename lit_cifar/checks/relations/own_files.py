@@ -20,9 +20,10 @@ import torch
 
 from lit_cifar.checks.relations.landlock import write_only_below
 from lit_cifar.checks.relations.mirror import MIRROR
-from lit_cifar.checks.relations.patching import patched, when_imported
+from lit_cifar.checks.relations.patching import before, patched
 
 _CHANGES = {  # which arguments name what is changed
+    "os.mkdir": (0,),
     "os.remove": (0,),
     "os.rename": (0, 1),
     "os.rmdir": (0,),
@@ -49,36 +50,34 @@ class Guard:
         write_only_below(self._allowed)
         sys.addaudithook(self._audit)
         for name in ("safetensors.torch", "safetensors.numpy"):
-            when_imported(name, lambda module: patched(module, "serialize_file", self._save))
-        patched(torch, "save", self._save)
-        patched(torch.jit.RecursiveScriptModule, "save", self._save)  # type: ignore[attr-defined]
+            patched(name, "serialize_file", before(self._save))
+        patched(torch, "save", before(self._save))
+        patched(torch.jit.RecursiveScriptModule, "save", before(self._save))  # type: ignore[attr-defined]
 
-    def _save(self, save: Any, obj: Any, f: Any, *args: Any, **settings: Any) -> None:
+    def _save(self, obj: Any, f: Any, *_: Any, **__: Any) -> None:
         if isinstance(f, str | os.PathLike):  # it is opened by no Python
             self._before_writing(os.fspath(f), begins_empty=True)
-        save(obj, f, *args, **settings)
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(args[0], str | os.PathLike):
             flags = args[2] if isinstance(args[2], int) else 0  # of a `mode` too
             if flags & (os.O_WRONLY | os.O_RDWR):
                 self._before_writing(os.fspath(args[0]), begins_empty=bool(flags & os.O_TRUNC))
-        elif event == "os.mkdir" and isinstance(args[0], str) and not os.path.lexists(args[0]):
-            self._check(args[0], Path(args[0]).absolute().resolve(), folder=args[0])
         elif event in _WRITES and isinstance(args[0], str | bytes | os.PathLike):
             name = os.fsdecode(args[0])
             if not (name.startswith("file:") and "mode=ro" in name):  # a URI of SQLite's
                 uri = re.match(r"file:(?://[^/]*)?([^?#]*)", name)
                 self._before_writing(unquote(uri[1]) if uri else name)
         for place in _CHANGES.get(event, ()):
-            if isinstance(args[place], str | os.PathLike):
+            is_named = isinstance(args[place], str | os.PathLike)
+            if is_named and not (event == "os.mkdir" and os.path.lexists(args[place])):
                 path = Path(args[place]).absolute()
-                self._check(str(path), path.parent.resolve() / path.name)
+                self._check(path, path.parent.resolve() / path.name)
 
     def _before_writing(self, name: str, *, begins_empty: bool = False) -> None:
         path = Path(name).absolute()
         if not (path.is_symlink() and path.parent.resolve().is_relative_to(self._own.resolve())):
-            self._check(str(path), path.resolve())
+            self._check(path, path.resolve())
             return
         with self._of_threads:
             lockf(self._of_ranks, LOCK_EX)
@@ -91,7 +90,7 @@ class Guard:
     def _own_copy(self, path: Path, source: Path, *, begins_empty: bool) -> None:
         needs_copy = source.is_file() and not begins_empty
         if source.is_dir() or (needs_copy and source.stat().st_size > _LARGEST_COPY):
-            self._check(str(path), source)
+            self._check(path, source)
         elif needs_copy:
             copy = self._own / f"copy-{os.getpid()}"
             shutil.copyfile(source, copy)
@@ -99,7 +98,8 @@ class Guard:
         else:
             path.unlink()
 
-    def _check(self, name: str, path: Path, *, folder: str = "") -> None:
-        if not any(path.is_relative_to(place) for place in self._allowed):
-            self._outside.append((folder or str(Path(name).parent)).removeprefix(str(self._own / MIRROR)))
-            raise PermissionError(f"{name} is outside of the folder of this run")
+    def _check(self, path: Path, place: Path) -> None:
+        """Refuse a path if the place that it leads to is none of those of this run."""
+        if not any(place.is_relative_to(allowed) for allowed in self._allowed):
+            self._outside.append(str(path.parent).removeprefix(str(self._own / MIRROR)))
+            raise PermissionError(f"{path} is outside of the folder of this run")

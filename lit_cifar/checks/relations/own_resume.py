@@ -61,7 +61,7 @@ def guessed(flags: dict[str, Flag], written: Written) -> Iterator[Way]:
             continue
         if not flag.takes_value or flag.kind == "bool":
             yield Way(flag.given(True))
-        elif flag.kind not in ("int", "float") and not flag.choices:
+        elif flag.kind not in ("int", "float"):
             yield from (Way(flag.given(CHECKPOINT), number) for number in range(len(_names(written))))
 
 

@@ -10,9 +10,18 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+_waiting: dict[str, list[Callable[[ModuleType], object]]] = {}  # what to call with modules that are not imported yet
+
 
 def patched(owner: Any, name: str, other: Callable[..., Any]) -> None:
-    """Call `other` in place of `owner.name`, which it gets before the arguments. Lightning reads the old signature."""
+    """Call `other` in place of `owner.name`, which it gets before the arguments. Lightning reads the old signature.
+
+    An owner in words is a module, or such as "click.core:Command" a class in it, which the script may import later.
+    """
+    if isinstance(owner, str):
+        module, _, kind = owner.partition(":")
+        _when_imported(module, lambda found: patched(getattr(found, kind) if kind else found, name, other))
+        return
     own = getattr(owner, name)
 
     @wraps(own)
@@ -20,6 +29,16 @@ def patched(owner: Any, name: str, other: Callable[..., Any]) -> None:
         return other(own, *args, **settings)
 
     setattr(owner, name, called)
+
+
+def before(note: Callable[..., object]) -> Callable[..., Any]:
+    """For any function: call `note` with its arguments, then the function itself."""
+
+    def noted(own: Any, *args: Any, **settings: Any) -> Any:
+        note(*args, **settings)
+        return own(*args, **settings)
+
+    return noted
 
 
 def after(note: Callable[[Any], object]) -> Callable[..., Any]:
@@ -34,36 +53,29 @@ def after(note: Callable[[Any], object]) -> Callable[..., Any]:
 
 
 class _AfterImport(MetaPathFinder):
-    """Calls functions with modules as soon as they are imported."""
-
-    def __init__(self) -> None:
-        self.waiting: dict[str, list[Callable[[ModuleType], object]]] = {}
+    """Finds a module as it is found without it, and lets what waits for the module be called with it."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        calls = self.waiting.pop(fullname, [])
+        calls = _waiting.pop(fullname, [])
         spec = find_spec(fullname) if calls else None
         if spec is None or spec.loader is None:
             return None
-        execute = spec.loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
+        def execute(own: Any, module: ModuleType) -> None:
+            own(module)
             for call in calls:
                 with suppress(AttributeError):  # of a module of the script's own that has the same name
                     call(module)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        patched(spec.loader, "exec_module", execute)
         return spec
 
 
-_after_import = _AfterImport()
-
-
-def when_imported(name: str, call: Callable[[ModuleType], object]) -> None:
+def _when_imported(name: str, call: Callable[[ModuleType], object]) -> None:
     """Call a function with this module as soon as the script has imported it, or now."""
     if name in sys.modules:
         call(sys.modules[name])
         return
-    _after_import.waiting.setdefault(name, []).append(call)
-    if _after_import not in sys.meta_path:
-        sys.meta_path.insert(0, _after_import)
+    if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())
+    _waiting.setdefault(name, []).append(call)

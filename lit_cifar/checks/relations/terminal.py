@@ -4,10 +4,9 @@ import os
 import sys
 import termios
 from contextlib import suppress
-from io import TextIOWrapper
 from typing import Any
 
-from lit_cifar.checks.relations.patching import patched
+from lit_cifar.checks.relations.patching import before, patched
 from lit_cifar.checks.relations.plan import End
 
 _SIZE = (24, 80)  # lines and columns
@@ -24,8 +23,12 @@ def give_terminal(end: End) -> None:
         settings[6][termios.VMIN] = settings[6][termios.VTIME] = 0  # a reader does not wait
         termios.tcsetattr(inside, termios.TCSANOW, settings)
         os.dup2(inside, 0)
-    sys.stdin = _Nobody(os.fdopen(0, "rb", closefd=False))
-    sys.stdin.end = end
+
+    def note_reading(*_: Any) -> None:
+        end.asks = True
+
+    sys.stdin = os.fdopen(0, closefd=False)
+    patched(sys.stdin, "readline", before(note_reading))  # which `input` calls too
     patched(os, "get_terminal_size", _size)
 
 
@@ -33,13 +36,3 @@ def _size(own: Any, *args: Any) -> Any:
     with suppress(OSError):
         return own(*args)
     return os.terminal_size(_SIZE[::-1])
-
-
-class _Nobody(TextIOWrapper):
-    """Notes that the script reads its standard input, such as by `input`."""
-
-    end: End
-
-    def readline(self, *args: Any) -> str:  # type: ignore[override]
-        self.end.asks = True
-        return super().readline(*args)

@@ -1,14 +1,14 @@
 """Numbers that a script tells: to `report`, TensorBoard, wandb, mlflow, accelerate, transformers and torchmetrics."""
 
+import sys
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
-from types import ModuleType
 from typing import Any, TypeAlias
 
 from lit_cifar.checks.compare import difference
-from lit_cifar.checks.relations.patching import after, patched, when_imported
+from lit_cifar.checks.relations.patching import after, patched
 from lit_cifar.checks.relations.plan import Trace
 
 SCORES = ("score", "rescored")
@@ -54,11 +54,13 @@ def apart(one: Trace, other: Trace, limit: float) -> set[str]:
 def listen(hear: Hear) -> None:
     """Call `hear` with all that is told from now on. Neither wandb nor mlflow sends it anywhere."""
     for (module, owner), names in _METHODS.items():
-        when_imported(module, partial(_follow_methods, hear, owner, names))
-    when_imported("wandb", lambda module: patched(module, "init", partial(_init_wandb, hear, module)))
-    when_imported("mlflow", partial(_follow_mlflow, hear))
-    follow_metric = after(partial(_follow_metric, hear))
-    when_imported("torchmetrics.metric", lambda module: patched(module.Metric, "__init__", follow_metric))
+        for name in names:
+            patched(f"{module}:{owner}", name, _hearing(hear, owner, 1))
+    patched("wandb", "init", partial(_init_wandb, hear))
+    for name in ("log_metric", "log_metrics"):
+        patched("mlflow", name, _hearing(hear, "mlflow", 0))
+    patched("mlflow", "set_tracking_uri", lambda *_, **__: None)
+    patched("torchmetrics.metric:Metric", "__init__", after(partial(_follow_metric, hear)))
 
 
 def _hearing(hear: Hear, who: str, place: int) -> Callable[..., Any]:
@@ -69,32 +71,19 @@ def _hearing(hear: Hear, who: str, place: int) -> Callable[..., Any]:
         bound = signature(own).bind(*args, **settings)  # in the order of its parameters
         what, *more = [*bound.args, *bound.kwargs.values()][place:]
         if not isinstance(what, Mapping):
-            values = more[0]
-            what = (
-                {f"{what}/{name}": values[name] for name in values} if isinstance(values, Mapping) else {what: values}
-            )
+            values = more[0] if isinstance(more[0], Mapping) else {"": more[0]}
+            what = {f"{what}/{name}".rstrip("/"): value for name, value in values.items()}
         hear(who, what)
         return result
 
     return called
 
 
-def _follow_methods(hear: Hear, owner: str, names: tuple[str, ...], module: ModuleType) -> None:
-    for name in names:
-        patched(vars(module)[owner], name, _hearing(hear, owner, 1))
-
-
-def _init_wandb(hear: Hear, module: Any, init: Any, *args: Any, **settings: Any) -> Any:
+def _init_wandb(hear: Hear, init: Any, *args: Any, **settings: Any) -> Any:
     run = init(*args, **settings | {"mode": "disabled"})
     patched(run, "log", _hearing(hear, "wandb", 0))
-    module.log = run.log
+    sys.modules["wandb"].log = run.log  # type: ignore[attr-defined]
     return run
-
-
-def _follow_mlflow(hear: Hear, module: Any) -> None:
-    for name in ("log_metric", "log_metrics"):
-        patched(module, name, _hearing(hear, "mlflow", 0))
-    patched(module, "set_tracking_uri", lambda *_, **__: None)
 
 
 def _follow_metric(hear: Hear, metric: Any) -> None:
