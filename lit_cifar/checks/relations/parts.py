@@ -1,43 +1,53 @@
-"""The parts of a training that a process holds, found as they are made or called."""
+"""The parts of a training that a process holds, found as they are made or called, and their state by name."""
 
 import gc
+import re
 import weakref
-from collections.abc import Container
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from lit_cifar.checks.relations.interruption import GoOn
-from lit_cifar.checks.relations.patching import after, patched
-from lit_cifar.checks.relations.snapshot import BESIDE, snapshot
+from lit_cifar.checks.relations.patching import after, before, patched
+from lit_cifar.checks.tensors import dense, whole
+
+BESIDE = "kept/beside "  # begins the names of averages and modules that are called without gradients
+_WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module)(?=\.)")
+_DEEPEST, _LONGEST = 3, 300  # of the objects that a script keeps
+_FOREIGN = ("torch", "lightning", "torchmetrics", "numpy", "builtins", "functools", "collections", "pathlib", "logging")
 
 
 class TrainedParts:
-    """Trained modules, optimizers and schedules, and what the script has beside them."""
+    """Trained modules, optimizers and schedules, and what the script has beside them.
 
-    def __init__(self, go_on: GoOn | None) -> None:
+    A run that goes on from a checkpoint has its path, and the parameters, by the order of their making, to spoil before
+    it is loaded: the same seed would otherwise hide that the checkpoint does not hold them.
+    """
+
+    def __init__(self, checkpoint: str | None, to_spoil: Iterable[int]) -> None:
         self.roots: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.schedules: list[LRScheduler] = []
         self.kept: dict[str, Any] = {}
-        self._beside: list[weakref.ref[nn.Module]] = []
+        self._beside = weakref.WeakKeyDictionary[nn.Module, None]()  # such as averages, as long as the script has them
         self._made: list[weakref.ref[nn.Parameter]] = []  # in the order of their making
-        self._go_on, self.to_spoil = go_on, set(go_on.redrawn if go_on else ())
+        self._checkpoint, self.to_spoil = checkpoint, {*to_spoil}
 
     def patch(self) -> None:
         patched(Optimizer, "__init__", after(self.optimizers.append))
         patched(LRScheduler, "__init__", after(self.schedules.append))
-        patched(GradScaler, "__init__", after(self.keep_scaler))
+        patched(GradScaler, "__init__", after(self._keep_scaler))
         patched(AveragedModel, "update_parameters", after(self.keep_beside))
         register_module_parameter_registration_hook(lambda module, name, own: self._made.append(weakref.ref(own)))
-        patched(nn.Module, "load_state_dict", self._load_state)
-        patched(torch, "load", self._load_file)
+        patched(nn.Module, "load_state_dict", before(lambda module, *_, **__: self._spoil(module.parameters())))
+        patched(torch, "load", before(self._spoil_by_file))
 
     @property
     def made(self) -> list[nn.Parameter | None]:
@@ -50,52 +60,113 @@ class TrainedParts:
     def add_root(self, module: nn.Module) -> None:
         """Add a trained module. One that begins again in the same process has given up its first model: forget that."""
         all_held: list[list[Any]] = [self.roots, self.optimizers, self.schedules]
-        seen = [[weakref.ref(one) for one in held] for held in all_held]
-        modules = {name: weakref.ref(value) for name, value in self.kept.items() if isinstance(value, nn.Module)}
+        alive = [weakref.WeakValueDictionary(enumerate(held)) for held in all_held]
+        modules = weakref.WeakValueDictionary({name: it for name, it in self.kept.items() if isinstance(it, nn.Module)})
+        self.kept = {name: value for name, value in self.kept.items() if name not in modules}
         for held in all_held:
             held.clear()
-        for name in modules:
-            del self.kept[name]
         gc.collect()
-        for held, before in zip(all_held, seen, strict=True):
-            held += [one for own in before if (one := own()) is not None]
-        self.kept |= {name: one for name, own in modules.items() if (one := own()) is not None}
+        for held, own in zip(all_held, alive, strict=True):
+            held += own.values()
+        self.kept |= modules
         self.roots.append(module)
 
     def keep_beside(self, module: nn.Module) -> None:
-        """Keep a module, such as an average, as long as the script does."""
-        if not any(module is other() for other in self._beside):
-            self._beside.append(weakref.ref(module))
+        self._beside[module] = None
 
-    def keep_scaler(self, scaler: GradScaler) -> None:
+    def _keep_scaler(self, scaler: GradScaler) -> None:
         self.kept[f"scaler {sum(name.startswith('scaler ') for name in self.kept)}"] = scaler
 
-    def snapshot(self) -> dict[str, Any]:
-        places = {id(one): place for place, one in enumerate(self.made)}
-        roots = sorted(self.roots, key=lambda root: min(places.get(id(p), len(places)) for p in root.parameters()))
-        trained = {id(parameter) for root in self.roots for parameter in root.parameters()}
-        alive = [one for own in self._beside if (one := own()) is not None]
-        alive = [one for one in alive if trained.isdisjoint(map(id, one.parameters()))]
-        beside = {f"{BESIDE.partition('/')[2]}{number}": one for number, one in enumerate(alive)}
-        return snapshot(roots, self.optimizers, self.schedules, self.kept | beside)
-
-    # Parameters that are drawn are changed before a checkpoint is loaded: the same seed would otherwise hide that the
-    # checkpoint does not hold them.
-    def _load_state(self, load: Any, module: nn.Module, *args: Any, **settings: Any) -> Any:
-        self._spoil({id(parameter) for parameter in module.parameters()})
-        return load(module, *args, **settings)
-
-    def _load_file(self, load: Any, f: Any, *args: Any, **settings: Any) -> Any:
-        if self._go_on and str(f).startswith(self._go_on.checkpoint):
+    def _spoil_by_file(self, f: Any, *_: Any, **__: Any) -> None:
+        if self._checkpoint and str(f).startswith(self._checkpoint):
             self.spoil_all()
-        return load(f, *args, **settings)
 
     def spoil_all(self) -> None:
-        self._spoil(set(map(id, self.made)))
+        self._spoil(self.made)
 
-    def _spoil(self, ids: Container[int]) -> None:
-        for place, parameter in enumerate(self.made if self.to_spoil else ()):
+    def _spoil(self, parameters: Iterable[nn.Parameter | None]) -> None:
+        ids = {*map(id, parameters)} if self.to_spoil else set()
+        for place, parameter in enumerate(self.made if ids else ()):
             if parameter is not None and place in self.to_spoil and id(parameter) in ids:
                 self.to_spoil.remove(place)
                 with torch.no_grad():
                     parameter.mul_(1.5).add_(0.01)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Copies of all tensors and numbers by name. All ranks must call this, as they may divide a tensor."""
+        places = {id(one): place for place, one in enumerate(self.made)}
+        roots = sorted(self.roots, key=lambda root: min(places.get(id(p), len(places)) for p in root.parameters()))
+        found: dict[str, Any] = {}
+        names: dict[int, str] = {}  # of trained parameters
+        for prefix, root in _numbered(outermost(roots)):
+            for name, parameter in root.named_parameters():
+                names[id(parameter)] = prefix + _plain(name)
+                _add(found, f"weights/{prefix}{_plain(name)}", parameter)
+            for name, buffer in root.named_buffers():
+                _add(found, f"buffers/{prefix}{_plain(name)}", buffer)
+        for prefix, optimizer in _numbered(self.optimizers):
+            _add_optimizer(found, optimizer, prefix, names)
+        for number, schedule in enumerate(self.schedules):
+            _add(found, f"schedule/{number}", schedule.state_dict())
+        for name, value in self.kept.items():
+            _add(found, f"kept/{name}", value)
+        alive = [one for one in self._beside if names.keys().isdisjoint(map(id, one.parameters()))]
+        for number, module in enumerate(alive):
+            _add(found, f"{BESIDE}{number}", module)
+        return found
+
+
+def outermost(roots: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those that are no part of another."""
+    parts = {id(part) for root in roots for part in [*root.modules()][1:]}
+    return [root for root in roots if id(root) not in parts]
+
+
+def _numbered(parts: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Each with what its names begin with, which is nothing for the first."""
+    return ((f"{number}." if number else "", part) for number, part in enumerate(parts))
+
+
+def _plain(name: str) -> str:
+    """A name as it is without wrappers."""
+    return _WRAPPERS.sub("", name).lstrip(".")
+
+
+def _add_optimizer(found: dict[str, Any], optimizer: Optimizer, prefix: str, names: Mapping[int, str]) -> None:
+    for group_number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            name = prefix + names.get(id(parameter), f"group {group_number}.{place}")
+            for what, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor | Real):
+                    _add(found, f"optimizer/{name}.{what}", value)
+            numbers = {what: value for what, value in group.items() if type(value) in (int, float)}
+            _add(found, f"settings/{name}", numbers)
+
+
+def _add(found: dict[str, Any], name: str, value: Any, depth: int = 0) -> None:
+    """Add copies of the tensors and numbers inside an object, a few levels deep."""
+    if isinstance(value, Tensor):
+        if value.layout is torch.sparse_coo:  # as a whole it may not fit into the memory
+            sparse = value.detach().coalesce()
+            _add(found, name, {"indices": sparse.indices(), "values": sparse.values()})
+        elif not value.is_meta:  # such as weights that another process trains
+            found[name] = dense(whole(value.detach())).cpu().clone()
+    elif isinstance(value, Real):
+        found[name] = float(value)
+    elif isinstance(value, nn.Module):
+        for own, tensor in (*value.named_parameters(), *value.named_buffers()):
+            _add(found, f"{name}.{_plain(own)}", tensor)
+    elif depth <= _DEEPEST:
+        for own, part in _inside(value):
+            _add(found, f"{name}.{own}", part, depth + 1)
+
+
+def _inside(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, list | tuple):
+        return enumerate(value) if len(value) < _LONGEST else ()
+    if isinstance(value, GradScaler):
+        return _inside(value.state_dict())
+    is_foreign = type(value).__module__.split(".")[0] in _FOREIGN or not hasattr(value, "__dict__")
+    return () if is_foreign else ((name, part) for name, part in vars(value).items() if not name.startswith("__"))

@@ -18,8 +18,8 @@ import torch
 from lit_cifar.checks.compare import Difference, difference, differences
 from lit_cifar.checks.relations.crashes import in_words, is_final, remedy
 from lit_cifar.checks.relations.mirror import MIRROR, folders_of, mirror, mirrored
+from lit_cifar.checks.relations.parts import BESIDE
 from lit_cifar.checks.relations.plan import End, Imposed, RunPlan, Target, Trace
-from lit_cifar.checks.relations.snapshot import BESIDE
 from lit_cifar.checks.verdict import Verdict
 from lit_cifar.launch.runs import EndedRun, run
 

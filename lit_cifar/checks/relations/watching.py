@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -16,11 +17,10 @@ from lit_cifar.checks.relations.evaluation import EvaluateInBatches
 from lit_cifar.checks.relations.generators import Draws, seed_all, states, turn_dropout_off
 from lit_cifar.checks.relations.interruption import CHECKPOINT, Checkpoints, GoOn, StopAt
 from lit_cifar.checks.relations.own_checkpoints import Writes
-from lit_cifar.checks.relations.parts import TrainedParts
+from lit_cifar.checks.relations.parts import TrainedParts, outermost
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import RunPlan, Trace
 from lit_cifar.checks.relations.remarks import BESIDE_EVALUATION, BY_HAND, IN_EVALUATION, IN_MODEL, IN_STEP, PARTS
-from lit_cifar.checks.relations.snapshot import outermost
 from lit_cifar.checks.relations.switches import in_double
 from lit_cifar.checks.relations.told import Told
 from lit_cifar.checks.relations.trained import Observer, owned_by
@@ -40,7 +40,8 @@ class Watched:
         self.stop, self.go_on = plan.asked(StopAt), plan.asked(GoOn)
         self.steps_before = self.go_on.steps_before if self.go_on else 0  # of the run that this one goes on from
         self.most_steps = plan.limits.steps - self.steps_before
-        self.parts, self.draws = TrainedParts(self.go_on), Draws(self.trace)
+        go_on = (self.go_on.checkpoint, self.go_on.redrawn) if self.go_on else (None, ())
+        self.parts, self.draws = TrainedParts(*go_on), Draws(self.trace)
         self._observer = Observer(self.trace, self.parts)
         self._writes = Writes(plan, self.trace, self.parts, self.has_saved)
         self.phase: Callable[[], str] = self._own_phase
@@ -112,11 +113,8 @@ class Watched:
 
     def _as_it_is(self, evaluate: Any, *args: Any, **settings: Any) -> Any:
         """For what reads data without a gradient and is no evaluation: its batches stay as they are."""
-        size, self.evaluation_batch = self.evaluation_batch, None
-        try:
+        with mock.patch.object(self, "evaluation_batch", None):
             return evaluate(*args, **settings)
-        finally:
-            self.evaluation_batch = size
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self.trace.first and all(group.get("lr") == 0 for group in optimizer.param_groups):
@@ -245,11 +243,10 @@ class Watched:
 
 
 def _numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
-    return {printable(str(name)): float(value) for name, value in values.items() if _is_number(value)}
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it is one real number: Python's, NumPy's, or a tensor of one, such as a metric computes."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and not value.is_complex() and not value.is_meta
-    return isinstance(value, Real)
+    """Those that are one real number: Python's, NumPy's, or a tensor of one, such as a metric computes."""
+    found = {}
+    for name, value in values.items():
+        is_one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex() and not value.is_meta
+        if is_one or isinstance(value, Real):
+            found[printable(str(name))] = float(value)
+    return found
