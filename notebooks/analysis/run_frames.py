@@ -49,7 +49,7 @@ def read_per_rank(run: str | Path, *, split: str) -> pd.DataFrame:
 
     Returns:
         Columns split, rank ("0", "1", ..., "all"), correct, total, accuracy, low and high (95 % interval), deviates
-        (differs from the other ranks beyond chance; see `lit_cifar.reporting.rank_deviation.deviates`).
+        (differs from the other ranks beyond chance; see `lit_cifar.reporting.rank_statistics.deviates`).
 
     Raises:
         ConfigError: If the folder has no such file, or it has no such split.
