@@ -3,12 +3,14 @@
 The table is for this release alone.
 """
 
-import re
-from collections.abc import Sequence
-from itertools import takewhile
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import pairwise, takewhile
+from pathlib import Path
+from typing import Any
 
 from lit_cifar.errors import ConfigError
+from lit_cifar.reporting.run_folder import read_settings
 
 # By command, by flag (which is a setting of a YAML file too, with all below it), by a command's own flag or one of its
 # values, or by class.
@@ -32,88 +34,77 @@ INSTEAD: dict[str, str] = {
     "export": "torch.export and torch.onnx: docs/data-and-networks.md has the lines",
     "report": "tensorboard --logdir runs, or the notebooks",
     # Data.
-    "--data.augment.policy": "--data.augment.transforms+=torchvision.transforms.v2.TrivialAugmentWide",
-    "--data.augment.num_ops": "--data.augment.transforms+=torchvision.transforms.v2.RandAugment",
-    "--data.augment.magnitude": "--data.augment.transforms+=torchvision.transforms.v2.RandAugment",
-    "--data.augment.jitter": "--data.augment.transforms+=torchvision.transforms.v2.ColorJitter",
-    "--data.augment.hue": "--data.augment.transforms+=torchvision.transforms.v2.ColorJitter",
-    "--data.augment.erasing": "--data.augment.transforms+=torchvision.transforms.v2.RandomErasing",
     "--data.augment.small_epochs": "leave it out",
     "--data.augment.small_size": "leave it out",
     "--data.pictures.decode": "--data.pictures.memory_gb=0 to decode in each epoch, or leave it out",
     "--data.pictures.num_workers": "--data.num_workers",
     "--data.pictures.cache_dir": "leave it out: pictures are decoded into the memory",
     "--data.pictures.cache_limit_gb": "--data.pictures.memory_gb",
-    "--data.mixup": "--data.mixing.mixup",
-    "--data.cutmix": "--data.mixing.cutmix",
     "--data.class_weights": "--data.balance.class_weights",
     "--data.balanced": "--data.balance.draw_equally",
-    "--data.shuffle": "--data.order.shuffle",
     "--data.frozen_order": "--data.order.frozen",
-    "--data.drop_last": "--data.order.drop_last",
-    "--data.pad_eval": "--data.order.pad_eval",
     # Training, checkpoints and ranks.
     "--last_checkpoint.sharded": "fsdp2 writes one file, which every mode reads",
     "--max_restarts": "torchrun --max-restarts=3 --nproc-per-node=2 -m lit_cifar fit --resume=auto --run_dir=FOLDER",
-    "--model.weights": "--model.fine_tuning.weights",
-    "--model.freeze": "--model.fine_tuning.freeze",
-    "--model.unfreeze_at": "--model.fine_tuning.unfreeze_at",
-    "--model.head_lr": "--model.fine_tuning.head_lr",
     "--model.lr_scaling": "--model.rate_scaling.rule",
     "--model.base_batch_size": "--model.rate_scaling.base_batch_size",
     "--model.recompute": "--trainer.accumulate_grad_batches or --trainer.precision=bf16-mixed take less memory",
 }
-# Settings of groups that files may still have where they were before there were groups.
-_OF_AUGMENT = (
-    "padding reflect alternate_flips policy num_ops magnitude jitter hue erasing cutout small_epochs small_size"
-)
-_OF_PICTURES = "decoded_size decode cache_dir cache_limit_gb skip_unreadable"
-for _group, _names in {"augment": _OF_AUGMENT, "pictures": _OF_PICTURES}.items():
-    for _name in _names.split():
-        _flag = f"--data.{_group}.{_name}"
-        INSTEAD[f"--data.{_name}"] = INSTEAD.get(_flag, _flag)
+# Settings that stand in a group now.
+_MOVED = {
+    "--data.augment": "padding reflect alternate_flips cutout",
+    "--data.pictures": "decoded_size skip_unreadable",
+    "--data.mixing": "mixup cutmix",
+    "--data.order": "shuffle drop_last pad_eval",
+    "--model.fine_tuning": "weights freeze unfreeze_at head_lr",
+}
+# Augmentations of before, by what does the same in `torchvision.transforms.v2`.
+_TRANSFORMS = {
+    "TrivialAugmentWide": "policy",
+    "RandAugment": "num_ops magnitude",
+    "ColorJitter": "jitter hue",
+    "RandomErasing": "erasing",
+}
+for _group, _names in _MOVED.items():
+    INSTEAD |= {f"{_group.rpartition('.')[0]}.{_name}": f"{_group}.{_name}" for _name in _names.split()}
+for _kind, _names in _TRANSFORMS.items():
+    _flag = f"--data.augment.transforms+=torchvision.transforms.v2.{_kind}"
+    INSTEAD |= {f"--data.augment.{_name}": _flag for _name in _names.split()}
+# What has gone from these groups, files of before them have at the data itself.
+for _name in [name for name in INSTEAD if name.startswith(("--data.augment.", "--data.pictures."))]:
+    if (_flag := f"--data.{_name.rpartition('.')[2]}") != INSTEAD[_name]:
+        INSTEAD[_flag] = INSTEAD[_name]
 
 
 def refuse_words(words: Sequence[str]) -> None:
-    """Raise a `ConfigError` for a word of the command line that names what has gone."""
+    """Raise a `ConfigError` for what has gone and these words, or a file that they name, ask for."""
     command = words[0] if words else ""
-    for word in takewhile(lambda word: word != "--", words[1:]):  # behind it are the flags of a user's own script
-        flag, _, value = word.partition("=")
-        _refuse_setting(flag.rstrip("+"), command=command)
-        for key in (f"{command} {flag}={one}" for one in value.split(",")):
-            if key in INSTEAD:
-                _refuse(key)
-        if flag.rstrip("+") == "--trainer.callbacks":
-            _refuse_class(value)
+    for flag, value in _given(words):
+        parts = flag.split(".")
+        names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+        names += [f"{command} {name}" for name in names] + [f"{command} {flag}={one}" for one in value.split(",")]
+        if flag.removesuffix(".class_path") == "--trainer.callbacks":
+            names += [name for name in INSTEAD if "." in name and value in (name, name.rpartition(".")[2])]
+        for name in names:
+            if name in INSTEAD:
+                raise ConfigError(f"{name} has gone", remedy=f"instead: {INSTEAD[name]}")
 
 
-def refuse_named(message: str) -> None:
-    """Raise a `ConfigError` if a setting or class has gone that jsonargparse's `message` says there is not."""
-    unknown = re.search(
-        r"does not accept option '([\w.]+)'|Parser key \"([\w.]+)\".*Option '(\w+)' is not accepted", message, re.DOTALL
-    )
-    if unknown is not None:
-        name = ".".join(filter(None, unknown.groups()))
-        _refuse_setting(f"--{name}")
-        _refuse_setting(f"--{name.partition('.')[2]}")  # below the name of a command
-    if unfit := re.search(r"Problem with given class_path '([\w.]+)'", message):
-        _refuse_class(unfit[1])
+def _given(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each flag with its value, and each setting of a file as if it were a flag."""
+    own = [*takewhile(lambda word: word != "--", words)]  # behind it are the flags of a user's own script
+    for word, following in pairwise([*own, ""]):
+        flag, has_value, value = word.partition("=")
+        yield flag.rstrip("+"), value
+        file = Path(value if has_value else following)
+        if flag in ("--config", "-c") and file.is_file():
+            with suppress(ConfigError):  # the parser says it
+                settings = read_settings(file)
+                yield from _settings(settings.get(words[0], settings), "--")
 
 
-def _refuse_setting(flag: str, *, command: str = "") -> None:
-    parts = flag.split(".")
-    for length in range(len(parts), 0, -1):
-        name = ".".join(parts[:length])
-        for key in (f"{command} {name}", name):
-            if key in INSTEAD:
-                _refuse(key)
-
-
-def _refuse_class(value: str) -> None:
-    for name in INSTEAD:
-        if not name.startswith("--") and "." in name and value in (name, name.rpartition(".")[2]):
-            _refuse(name)
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ConfigError(f"{name} has gone", remedy=f"instead: {INSTEAD[name]}")
+def _settings(content: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    for name, value in content.items() if isinstance(content, dict) else ():
+        yield f"{prefix}{name}", value if isinstance(value, str) else ""
+        for inner in value if isinstance(value, list) else [value]:
+            yield from _settings(inner, f"{prefix}{name}.")

@@ -40,24 +40,16 @@ from lit_cifar.launch.signals import handlers_put_back, signals_to_spawned
 from lit_cifar.launch.world_size import as_list, check_processes, resolve_world_size
 from lit_cifar.models import DEFAULT_ARCH
 from lit_cifar.models.precision import choose_fast
+from lit_cifar.reporting import run_folder
 from lit_cifar.reporting.figures import EvaluationFigures
 from lit_cifar.reporting.loggers import logger_below, run_loggers
 from lit_cifar.reporting.output import outlast_streams, without_banners
 from lit_cifar.reporting.progress import EpochLines, StepBar
-from lit_cifar.reporting.run_folder import (
-    CONFIG,
-    RunLock,
-    SavedConfig,
-    check_saved_config,
-    create_run_folder,
-    lock_run_folder,
-    process_rank,
-    read_config,
-)
+from lit_cifar.reporting.run_folder import CONFIG, RunLock, SavedConfig, process_rank
 from lit_cifar.reporting.run_report import RunReport
 from lit_cifar.task.callbacks import NoProfiler, default_callbacks, place, skip_idle_hooks
 from lit_cifar.task.module import LitResNet
-from lit_cifar.tools.commands import COMMANDS
+from lit_cifar.tools import commands
 
 # Words by which a command or a file may ask for one of our strategies; `ddp` and `ddp_spawn` are Lightning's.
 MAY_NAME_STRATEGY = re.compile(r"strategy(?!=ddp(_spawn)?$)|config|^-c|^--trainer(=|$)", flags=re.IGNORECASE)
@@ -81,12 +73,12 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _run(words: list[str]) -> None:
     answer(words)
-    if words[0] in COMMANDS:
+    if words[0] in commands.COMMANDS:
         from lit_cifar.cli.gone import refuse_words
 
         refuse_words(words)
         startup.raise_at_interrupt()  # they end the processes that they have started
-        raise SystemExit(COMMANDS[words[0]](words[1:]))
+        raise SystemExit(commands.run(words[0], words[1:]))
     if "SLURM_STEP_NUM_TASKS" in os.environ:  # a task of `srun` is then what torchrun would have started
         from lit_cifar.launch.torchrun import task_variables
 
@@ -152,6 +144,7 @@ class CLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse `args`; Lightning's own step warns when a test or a notebook passes some."""
+        cast(Parser, parser).words = self._words
         self.config = parser.parse_args(args)
         expand_paths(vars(self._arguments))
         check_bounds(self._arguments)
@@ -174,7 +167,7 @@ class CLI(LightningCLI):
         which have no meaning here: each command has its run folder.
         """
         if self._arguments.resume is not None and self._arguments.run_dir is not None:
-            lock_run_folder(self._arguments.run_dir, self._lock)
+            run_folder.lock_run_folder(self._arguments.run_dir, self._lock)
         if self._subcommand == "fit" and self._arguments.resume is self._arguments.ckpt_path is None:
             self._start = Start()
         else:
@@ -198,7 +191,7 @@ class CLI(LightningCLI):
         model.num_classes, model.image_size = len(source.classes), source.image_size
         if self._arguments.autotune:
             run_dir = self._arguments.run_dir if self._arguments.resume and self._arguments.ckpt_path else None
-            before = read_config(Path(run_dir)) if run_dir and Path(run_dir, CONFIG).exists() else {}
+            before = run_folder.read_config(Path(run_dir)) if run_dir and Path(run_dir, CONFIG).exists() else {}
             choose_fast(self._arguments, before=before)
 
     def instantiate_classes(self) -> None:
@@ -295,7 +288,7 @@ class CLI(LightningCLI):
         if self._arguments.ckpt_path is None or self._start.has_weights_alone:
             check_unasked_resume(self.trainer, trains=subcommand == "fit")
         if not self._arguments.trainer.fast_dev_run:
-            check_saved_config(self._parser(subcommand), self._arguments)
+            run_folder.check_saved_config(self._parser(subcommand), self._arguments)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
@@ -308,7 +301,7 @@ class CLI(LightningCLI):
             self._keep_apart(Path(self._arguments.run_dir))
         mode, resume = str(self._arguments.trainer.strategy), self._arguments.resume is not None
         label = self._subcommand if mode == "auto" or not mode.isidentifier() else f"{self._subcommand}-{mode}"
-        folder = create_run_folder(self._arguments.run_dir, label=label, lock=self._lock, resume=resume)
+        folder = run_folder.create_run_folder(self._arguments.run_dir, label=label, lock=self._lock, resume=resume)
         self._keep_apart(folder)
         saved = next(c for c in self.trainer.callbacks if isinstance(c, SavedConfig))  # type: ignore[attr-defined]
         try:
@@ -336,5 +329,4 @@ class CLI(LightningCLI):
             callback.dirpath = str(callback.dirpath or ours / name)
             if Path(callback.dirpath, callback.filename or "x").parent.resolve() == ours.resolve():
                 problem = f"{name} would write into {ours}, where the run keeps what it resumes from"
-                remedy = "leave out its dirpath, for a folder of its own there, and any folder in its filename"
-                raise ConfigError(problem, remedy=remedy)
+                raise ConfigError(problem, remedy="leave out its dirpath, and any folder in its filename")

@@ -2,9 +2,10 @@
 
 import signal
 import sys
-from argparse import SUPPRESS, ArgumentParser, _HelpAction
+from argparse import SUPPRESS, _HelpAction
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,8 +14,6 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lit_cifar.cli.overview import PROGRAM
 from lit_cifar.errors import ConfigError, SaveError, printable
 from lit_cifar.reporting.run_folder import process_rank
-
-_MAX_LINES = 5
 
 
 class HelpAction(_HelpAction):
@@ -46,26 +45,20 @@ class Parser(LightningArgumentParser):
         if not self.exit_on_error:
             super().error(message, ex)
         from lit_cifar.cli.explanations import explained
-        from lit_cifar.cli.gone import refuse_named, refuse_words
+        from lit_cifar.cli.gone import refuse_words
 
         refuse_words(self.words)
-        refuse_named(message)
-        known = [flag for parser in (self, *self._commands()) for flag in parser._option_string_actions]
+        commands = [action.choices.values() for action in self._actions if isinstance(action.choices, dict)]
+        known = [flag for parser in chain([self], *commands) for flag in parser._option_string_actions]
         problem, remedy = explained(message, known=known, program=_program())
         refuse(problem, remedy=remedy)
-
-    def _commands(self) -> Iterator[ArgumentParser]:
-        """The parsers of the commands below this one."""
-        for action in self._actions:
-            yield from action.choices.values() if isinstance(action.choices, dict) else ()
 
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         """Parse a file like jsonargparse, with a short error if it is not text."""
         try:
             return super().parse_path(path, *args, **kwargs)
         except UnicodeDecodeError as error:
-            problem = f"--config={path} is not text: {error}"
-            raise ConfigError(problem, remedy="pass a YAML file, e.g. --config=RUN/config.yaml") from error
+            raise ConfigError(f"--config={path} is not text: {error}", remedy="pass a YAML file") from error
 
     def parse_string(self, content: str, path: Any = "", *args: Any, **kwargs: Any) -> Any:
         """Parse settings like jsonargparse, which knows neither empty sections nor names that are there twice."""
@@ -121,7 +114,7 @@ def refuse(message: str, *, remedy: str | None = None, status: int = 2) -> NoRet
     rank = f"[rank {process_rank()}] " if process_rank() else ""
     lines = [line.strip()[:300] for line in printable(message, lines=True).split("\n") if line.strip()]
     last = [] if remedy is None else [printable(remedy, lines=True)]
-    shown = lines[: _MAX_LINES - len(last)] + last
+    shown = lines[: 5 - len(last)] + last
     print(f"{rank}lit_cifar: error: " + "\n  ".join(shown), file=sys.stderr, flush=True)
     raise SystemExit(status)
 

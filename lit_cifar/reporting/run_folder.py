@@ -24,7 +24,6 @@ from lit_cifar.reporting.files import make_folder, sync
 
 LOCK, CONFIG = ".lock", "config.yaml"
 _MOST_BYTES = 2**20  # of the settings of a run
-_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunLock:
@@ -42,8 +41,18 @@ class RunLock:
         if self._descriptor is not None:
             return
         _check_links(folder)
-        self._descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        _lock(self._descriptor, folder / LOCK)
+        path = folder / LOCK
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = printable(os.read(self._descriptor, 200).decode(errors="replace")) or "another process"
+            remedy = f"wait for its end, or end it; if that machine is gone: rm {shlex.quote(str(path))}"
+            raise ConfigError(f"the run folder {folder} is in use by {holder}", remedy=remedy) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            rank_zero_warn(f"the file system of {folder} has no locks: let no other process write to this folder")
         text = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}"
         os.ftruncate(self._descriptor, 0)
         os.write(self._descriptor, text.encode())
@@ -71,20 +80,6 @@ def _check_links(folder: Path) -> None:
         folders[:] = [name for name in folders if Path(parent, name) != folder / "wandb"]
 
 
-def _lock(descriptor: int, path: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = printable(os.read(descriptor, 200).decode(errors="replace")) or "another process"
-        problem = f"the run folder {path.parent} is in use by {holder}"
-        remedy = f"wait for its end, or end it; if that machine is gone: rm {shlex.quote(str(path))}"
-        raise ConfigError(problem, remedy=remedy) from None
-    except OSError as error:
-        if error.errno not in _WITHOUT_LOCKS:
-            raise
-        rank_zero_warn(f"the file system of {path.parent} has no locks: let no other process write to this folder")
-
-
 def create_run_folder(run_dir: str | None, *, label: str, lock: RunLock, resume: bool = False) -> Path:
     """Make the folder of a run and lock it, on rank 0; other ranks get a path that nothing is written to.
 
@@ -99,9 +94,8 @@ def create_run_folder(run_dir: str | None, *, label: str, lock: RunLock, resume:
             folder = _make_unused(folder)
         make_folder(folder)
         if not resume and any(path.name != LOCK for path in folder.iterdir()):
-            problem = f"the run folder {folder} is not empty, and a new run needs an empty one"
-            remedy = "choose another, e.g. " + shlex.quote(f"--run_dir={next(_names(folder))}")
-            raise ConfigError(problem, remedy=remedy)
+            other = shlex.quote(f"--run_dir={next(_names(folder))}")
+            raise ConfigError(f"the run folder {folder} is not empty, as a new run's is", remedy=f"pass {other}")
         lock.take(folder)
     return folder
 
@@ -138,11 +132,15 @@ def file_in(folder: Path, name: str, *, remedy: str) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The settings in a run folder; a `ConfigError` for a file that they cannot be in, such as one that grows.
+    """The settings in a run folder."""
+    return read_settings(file_in(folder, CONFIG, remedy="name the folder of a run"))
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings in a file; a `ConfigError` for one that they cannot be in, such as one that grows.
 
     A run repeats no part by its name: 250 characters can name one a billion times.
     """
-    path = file_in(folder, CONFIG, remedy="name the folder of a run")
     try:
         text = path.read_text() if path.stat().st_size <= _MOST_BYTES else ""
         repeats = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader))
