@@ -12,15 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lit_cifar.checkpoint.atomic import (
-    LAST,
-    best_of,
-    carried_hash,
-    content_hash,
-    newest_valid,
-    read_checked,
-    verify_checkpoint,
-)
+from lit_cifar.checkpoint import atomic
 from lit_cifar.checkpoint.content import check_content
 from lit_cifar.checkpoint.exact_resume import Position, StartingPoint, check_counts
 from lit_cifar.checkpoint.format import AVERAGED, SETTINGS, TrainedOn, holds_training, is_own, naming, read_checkpoint
@@ -43,7 +35,7 @@ def spelled_out(words: list[str]) -> list[str]:
         return words
     command, folder, *flags = words
     folder = expanded(folder, given=folder)
-    checkpoint = best_of(Path(folder))
+    checkpoint = atomic.best_of(Path(folder))
     read_config(Path(folder))  # refuses a file that would take all memory, or time
     return [command, f"--config={Path(folder, CONFIG)}", f"--ckpt_path={checkpoint}", *flags]
 
@@ -70,17 +62,16 @@ class StartingCheckpoint(Start):
                 self._content = self._read(path, resumes=config.resume is not None)
         elif not self._fits:
             problem = f"{subcommand} needs a checkpoint: without one the network is untrained"
-            remedy = f"name a run: python -m lit_cifar {subcommand} RUN_FOLDER, or pass --ckpt_path=FILE"
-            raise CheckpointError(problem, remedy=remedy)
+            raise CheckpointError(problem, remedy=f"{subcommand} RUN_FOLDER, or pass --ckpt_path=FILE")
 
     def _read(self, path: Path, *, resumes: bool) -> dict[str, Any]:
-        read = read_checked if process_rank() == 0 else read_checkpoint  # one rank need read all of it
+        read = atomic.read_checked if process_rank() == 0 else read_checkpoint  # one rank need read all of it
         content = read(path, mapped=True)
         step = content.get("global_step")
         at = f" after {step} optimizer steps" if isinstance(step, int) else ""
-        last = path.with_name(LAST)
-        newest = carried_hash(last) if resumes and last.is_file() else None
-        self.point = StartingPoint(carried_hash(path) or content_hash(path), f"{path}{at}", newest)
+        last = path.with_name(atomic.LAST)
+        newest = atomic.carried_hash(last) if resumes and last.is_file() else None
+        self.point = StartingPoint(atomic.carried_hash(path) or atomic.content_hash(path), f"{path}{at}", newest)
         own = is_own(content)
         self.has_weights_alone = not own or (self._fits and not holds_training(content))
         if own and self._subcommand in ("fit", "validate"):
@@ -114,7 +105,12 @@ class StartingCheckpoint(Start):
             super().check(module, data, trainer)
             return
         if self._fits and module.weights is not None:
-            self._leave_out_weights(module)
+            path, flag = self._config.ckpt_path, f"--model.fine_tuning.weights={module.weights}"
+            if self.has_weights_alone:
+                problem = f"{flag}, and --ckpt_path={path} holds weights alone: a training starts from one file"
+                raise ConfigError(problem, remedy="leave one of the two out")
+            module.weights = None
+            rank_zero_info(f"{flag} is not read: the training goes on with the weights in {path}")
         with _blaming_damage(self._config.ckpt_path), naming(self._config.ckpt_path):
             self._compare(content, module, data, trainer)
 
@@ -138,22 +134,13 @@ class StartingCheckpoint(Start):
                 if self._order.get("dataset") == now["dataset"]:  # else none of these was seen
                     rank_zero_warn(f"{error.problem}. They are not new to the weights, so that val/acc says too much")
 
-    def _leave_out_weights(self, module: LitResNet) -> None:
-        """Do without the weights that the model was given, if a training goes on with its own."""
-        path, flag = self._config.ckpt_path, f"--model.fine_tuning.weights={module.weights}"
-        if self.has_weights_alone:
-            problem = f"{flag}, and --ckpt_path={path} holds weights alone: a training starts from one file"
-            raise ConfigError(problem, remedy="leave one of the two out")
-        module.weights = None
-        rank_zero_info(f"{flag} is not read: the training goes on with the weights in {path}")
-
     def _compare(self, content: dict[str, Any], module: LitResNet, data: CIFAR10DataModule, trainer: Trainer) -> None:
         from lit_cifar.checkpoint import compatibility
 
         if self.has_weights_alone:
             from lit_cifar.checkpoint.pretrained import take_weights
 
-            content = read_checked(Path(self._config.ckpt_path))
+            content = atomic.read_checked(Path(self._config.ckpt_path))
             summary = take_weights(module.network, content, num_classes=len(data.classes) if self._fits else None)
             rank_zero_info(f"{self._config.ckpt_path}: {summary}")
             self._check_finite(module.network, module.network.state_dict())
@@ -210,7 +197,7 @@ def _blaming_damage(path: str | Path) -> Iterator[None]:
     try:
         yield
     except ConfigError:
-        verify_checkpoint(Path(path), needs_hash=False)
+        atomic.verify_checkpoint(Path(path), needs_hash=False)
         raise
 
 
@@ -220,8 +207,7 @@ def _check_length(position: Position, trainer: Namespace) -> None:
     for name, done in {"max_epochs": begun, "max_steps": position.global_step}.items():
         if trainer[name] is not None and 0 <= trainer[name] < done:
             problem = f"--trainer.{name}={trainer[name]}, and the training that it continues has begun {done} already"
-            remedy = f"pass --trainer.{name}={done} or more, or test the checkpoint as it is"
-            raise CheckpointError(problem, remedy=remedy)
+            raise CheckpointError(problem, remedy=f"pass --trainer.{name}={done} or more, or test the checkpoint")
 
 
 def _newest(subcommand: str, config: Namespace) -> tuple[str | None, list[str]]:
@@ -229,17 +215,17 @@ def _newest(subcommand: str, config: Namespace) -> tuple[str | None, list[str]]:
 
     If all were refused, rank 0 raises. The other ranks report what they have seen when the processes have met.
     """
-    flags, named = f"--resume={config.resume}", f"--ckpt_path={config.ckpt_path} names one"
+    flags = f"--resume={config.resume}"
     if subcommand != "fit":
         raise ConfigError(f"{flags} resumes a training, and this is {subcommand}", remedy="leave it out")
     if config.run_dir is None:
         raise ConfigError(f"{flags} must know which run to resume", remedy="pass --run_dir=RUN_FOLDER")
     if config.ckpt_path is not None:
-        raise ConfigError(f"{flags} takes the newest checkpoint, and {named}", remedy="leave one of the two out")
-    path, refused = newest_valid(Path(config.run_dir) / "checkpoints", whole=process_rank() == 0)
+        problem = f"{flags} takes the newest checkpoint, and --ckpt_path={config.ckpt_path} names one"
+        raise ConfigError(problem, remedy="leave one of the two out")
+    path, refused = atomic.newest_valid(Path(config.run_dir) / "checkpoints", whole=process_rank() == 0)
     if refused and path is None and process_rank() == 0:
-        remedy = "restore one of them, or start a new run in another folder: --run_dir=FOLDER"
-        raise CheckpointError("\n".join(refused), remedy=remedy)
+        raise CheckpointError("\n".join(refused), remedy="restore one, or start a new run: --run_dir=FOLDER")
     for problem in refused:
         rank_zero_warn(f"{flags} skips a checkpoint: {problem}")
     rank_zero_info(f"{flags}: " + (f"resuming from {path}" if path else f"starting a new run in {config.run_dir}"))

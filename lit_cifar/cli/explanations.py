@@ -20,18 +20,9 @@ from lit_cifar.data.options import Augment
 from lit_cifar.errors import nearest
 from lit_cifar.mode.table import MODES
 
-_ARGUMENT_OF_NAME = re.compile(  # a part of jsonargparse's message
-    r"""key "trainer\.strategy":.* import path string: (\S+)\n.*NestedArg\(key='(.+?)', val=(.*)\)""",
-    flags=re.DOTALL,
-)
-
 # The base of the classes that an option takes, and types in words.
-_BASES: dict[str, type[Any]] = {
-    "model.optimizer": Optimizer,
-    "model.lr_scheduler": LRScheduler,
-    "trainer.callbacks": Callback,
-    "trainer.logger": Logger,
-}
+_BASES: dict[str, type[Any]] = {"model.optimizer": Optimizer, "model.lr_scheduler": LRScheduler}
+_BASES |= {"trainer.callbacks": Callback, "trainer.logger": Logger}
 _TYPES = {
     "int": "a whole number",
     "float": "a number",
@@ -44,9 +35,12 @@ _TYPES = {
 
 def explained(message: str, *, known: Iterable[str], program: str) -> tuple[str, str]:
     """The problem of which jsonargparse's `message` is, and a remedy; `known` are the flags of `program`."""
-    if found := _ARGUMENT_OF_NAME.search(message):
+    with_argument = r"""key "trainer\.strategy":.* import path string: (\S+)\n.*NestedArg\(key='(.+?)', val=(.*)\)"""
+    if found := re.search(with_argument, message, flags=re.DOTALL):
         return _of_arguments_of_name(*found.groups())
-    problem, guess = _of_value(_without_alternatives(message))
+    key, _, rest = message.partition("\n")  # of an option of several types only the one that was meant matters
+    _, has_types, meant_type = rest.partition("- Problem with given class_path ")
+    problem, guess = _of_value(f"{key} {meant_type.rpartition('Given value type')[0]}" if has_types else message)
     # Flags once one of their group, or of the default optimizer, is given.
     settings = [f"--data.augment.{field.name}" for field in fields(Augment)]
     settings += [f"--model.optimizer.{name}" for name in ("lr", "momentum", "weight_decay")]
@@ -56,8 +50,7 @@ def explained(message: str, *, known: Iterable[str], program: str) -> tuple[str,
         meant = _meant(f"--{found[1]}", [*settings, *known])
         guess = meant and meant.removeprefix("--")
     guess = _open_argument(problem) or guess
-    help = f"see {program} --help"
-    return problem, help if guess is None else f"did you mean {guess}? {help}"
+    return problem, f"did you mean {guess}? see {program} --help" if guess else f"see {program} --help"
 
 
 def _meant(flag: str, known: Sequence[str]) -> str | None:
@@ -100,18 +93,10 @@ def _open_argument(message: str) -> str | None:
     if found is None:
         return None
     parameters = inspect.signature(resolve_name(found[2])).parameters.values()
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    if takes_any:
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return f"--{found[1]}.dict_kwargs.{found[3]}"
     meant = nearest(found[3], [parameter.name for parameter in parameters])
     return None if meant is None else f"--{found[1]}.{meant}"
-
-
-def _without_alternatives(message: str) -> str:
-    """A message about an option of several types, reduced to the type that was meant."""
-    key, _, rest = message.partition("\n")
-    _, found, meant = rest.partition("- Problem with given class_path ")
-    return f"{key} {meant.rpartition('Given value type')[0]}" if found else message
 
 
 def _of_value(message: str) -> tuple[str, str | None]:

@@ -19,15 +19,13 @@ _RUN = ("config", "run_dir", "seed_everything")
 _WHERE = ("trainer.accelerator", "trainer.strategy", "trainer.devices", "trainer.num_nodes", "trainer.precision")
 _DATA = ("data.dataset", "data.root", "data.image_size", "data.batch_size")
 _NETWORK = ("model.arch", "model.stem", "model.network")
+_OPTIMIZATION = ("model.optimizer", "model.lr_scheduler", "model.rate_scaling.rule")
 _EVALUATION = {"run": (*_RUN, "ckpt_path"), "network": _NETWORK, "data": (*_DATA, "data.val_size"), "devices": _WHERE}
 COMMON: dict[str, dict[str, tuple[str, ...]]] = {
     "fit": {
         "run": (*_RUN, "resume", "ckpt_path"),
         "network": _NETWORK,
-        "optimization": (
-            *("model.optimizer", "model.lr_scheduler", "model.rate_scaling.rule"),
-            *("trainer.max_epochs", "trainer.accumulate_grad_batches"),
-        ),
+        "optimization": (*_OPTIMIZATION, "trainer.max_epochs", "trainer.accumulate_grad_batches"),
         "data": _DATA,
         "devices": (*_WHERE, "trainer.sync_batchnorm", "virtual_replicas", "autotune"),
     },
@@ -85,10 +83,8 @@ def short_help(parser: ArgumentParser, groups: Mapping[str, tuple[str, ...]]) ->
             formatter.start_section(title)
             formatter.add_arguments([actions[name] for name in names if name in actions])
             formatter.end_section()
-        formatter.add_text(
-            f"These are the flags that most runs need. `{program} --help=all` shows every flag; with --print_config "
-            "the command prints the configuration that it would use, and exits."
-        )
+        every = f"These are the flags that most runs need. `{program} --help=all` shows every flag; with --print_config"
+        formatter.add_text(f"{every} the command prints the configuration that it would use, and exits.")
         return formatter.format_help().rstrip()
 
 

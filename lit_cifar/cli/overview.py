@@ -23,18 +23,10 @@ _COMMANDS = {
         "relations": "Run your own script in pairs that must train the same model.",
         "doctor": "Whether this machine is fit to train in parallel.",
     },
-    "inspect": {
-        "modes": "Which modes run on this machine, and how to start them.",
-    },
+    "inspect": {"modes": "Which modes run on this machine, and how to start them."},
 }
-_COUNTS = (
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "SLURM_NTASKS",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_STEP_NUM_NODES",
-    "SLURM_NODEID",
-)
+_COUNTS = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_COUNTS += ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_NODEID")
 _EXAMPLES = (
     "fit --data.root=data --trainer.strategy=ddp --trainer.devices=2",
     "test runs/FOLDER",
@@ -63,8 +55,7 @@ def answer(words: Sequence[str]) -> None:
     if first in gone.INSTEAD:
         _refuse(f"the command {first} has gone", f"instead: {gone.INSTEAD[first]}")
     problem = f"there is no command {first}" if words else "a command is missing"
-    meant = nearest(first, known)
-    guess = f"did you mean {meant}? " if meant else ""
+    guess = f"did you mean {meant}? " if (meant := nearest(first, known)) else ""
     _refuse(f"{problem}; choose from {', '.join(known)}", f"{guess}see {PROGRAM} --help")
 
 

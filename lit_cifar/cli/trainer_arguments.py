@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from collections.abc import Iterator
 
 import torch
 from jsonargparse import Namespace
@@ -33,34 +34,35 @@ def check_bounds(arguments: Namespace) -> None:
 
 def check_arguments(trainer: Namespace, *, trains: bool) -> None:
     """Refuse arguments of the Trainer by which it would not train, log or save, or would write to another folder."""
-    if trainer.default_root_dir is not None:
-        folder = trainer.default_root_dir
-        problem = f"--trainer.default_root_dir={folder} has no effect: everything goes to the run folder"
-        raise ConfigError(problem, remedy="pass " + shlex.quote(f"--run_dir={folder}"))
+    for name, problem, remedy in _refused(trainer, trains=trains):
+        given = str(trainer[name]).lower() if isinstance(trainer[name], bool) else trainer[name]
+        raise ConfigError(f"--trainer.{name}={given}{problem}", remedy=remedy)
+
+
+def _refused(trainer: Namespace, *, trains: bool) -> Iterator[tuple[str, str, str]]:
+    """The name of each, what is said behind its value, and a remedy."""
+    if (folder := trainer.default_root_dir) is not None:
+        remedy = "pass " + shlex.quote(f"--run_dir={folder}")
+        yield "default_root_dir", " has no effect: everything goes to the run folder", remedy
     if trainer.accelerator in ("gpu", "cuda") and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
-        problem = f"--trainer.accelerator={trainer.accelerator}, and torch {torch.__version__} finds no GPU here"
         remedy = "pass --trainer.accelerator=cpu; `nvidia-smi` and `python -m torch.utils.collect_env` say why"
-        raise ConfigError(problem, remedy=remedy)
+        yield "accelerator", f", and torch {torch.__version__} finds no GPU here", remedy
     if str(trainer.devices) in ("0", "[]"):
-        problem = f"--trainer.devices={trainer.devices} is no device to train on"
-        remedy = "leave it out, or pass a number: --trainer.devices=2; for no GPU pass --trainer.accelerator=cpu"
-        raise ConfigError(problem, remedy=remedy)
+        remedy = "pass a number, such as --trainer.devices=2; for no GPU pass --trainer.accelerator=cpu"
+        yield "devices", " is no device to train on", remedy
     for name in ("limit_train_batches", "max_epochs", "max_steps"):
         if trains and trainer[name] == 0:
-            raise ConfigError(f"--trainer.{name}=0 would train nothing", remedy=f"leave it out, or pass another {name}")
+            yield name, " would train nothing", f"leave it out, or pass another {name}"
     for least, most in (("min_epochs", "max_epochs"), ("min_steps", "max_steps")):
         if trains and trainer[least] and trainer[most] not in (None, -1) and trainer[least] > trainer[most]:
-            problem = f"--trainer.{least}={trainer[least]} is more than {most}={trainer[most]}, which ends the run"
-            raise ConfigError(problem, remedy=f"pass --trainer.{most}={trainer[least]}, or leave out {least}")
+            remedy = f"pass --trainer.{most}={trainer[least]}, or leave out {least}"
+            yield least, f" is more than {most}={trainer[most]}, which ends the run", remedy
     if trainer.val_check_interval == 0:
-        problem = "--trainer.val_check_interval=0 is no interval"
-        raise ConfigError(problem, remedy="pass --trainer.val_check_interval=1.0 to validate after each epoch")
+        yield "val_check_interval", " is no interval", "pass --trainer.val_check_interval=1.0 for each epoch's end"
     if trains and not isinstance(trainer.val_check_interval, int | float | None):
-        problem = "by the clock, a validation comes elsewhere in each process, and when a run is repeated"
-        remedy = "pass a number of batches, or a share of them: --trainer.val_check_interval=0.5"
-        raise ConfigError(f"--trainer.val_check_interval={trainer.val_check_interval}: {problem}", remedy=remedy)
+        problem = ": by the clock, a validation comes elsewhere in each process, and when a run is repeated"
+        yield "val_check_interval", problem, "pass a number of batches, or a share of them, such as 0.5"
     for name, refused in (("logger", (False, [])), ("enable_checkpointing", (False,)), ("barebones", (True,))):
         if trainer[name] in refused:
-            problem = f"--trainer.{name}={str(trainer[name]).lower()}: every run writes logs and checkpoints"
             remedy = "leave it out; --trainer.fast_dev_run=N runs a few steps and writes nothing"
-            raise ConfigError(problem, remedy=remedy)
+            yield name, ": every run writes logs and checkpoints", remedy

@@ -1,11 +1,10 @@
 """Commands beside Lightning's fit, validate, test and predict: they start processes of their own, or none."""
 
 import sys
-from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 
-_MODULES = {
+# The module of each, whose `main` takes what follows the name on the command line and returns the exit status.
+COMMANDS = {
     "doctor": "doctor.command",
     "modes": "doctor.modes",
     "ray": "ray",
@@ -14,15 +13,10 @@ _MODULES = {
 }
 
 
-def _run(module: str, words: list[str]) -> int:
-    """Import the command's module, which takes the others some tenths of a second, and run it; 130 after Ctrl-C."""
+def run(name: str, words: list[str]) -> int:
+    """Run a command, whose import takes the others some tenths of a second; 130 after Ctrl-C."""
     try:
-        status: int = import_module(f"lit_cifar.tools.{module}").main(words)
+        return int(import_module(f"lit_cifar.tools.{COMMANDS[name]}").main(words))
     except KeyboardInterrupt:
         print("interrupted; every process was ended", file=sys.stderr)
         return 130
-    return status
-
-
-# Each takes what follows its name on the command line and returns the exit status.
-COMMANDS: dict[str, Callable[[list[str]], int]] = {name: partial(_run, module) for name, module in _MODULES.items()}
