@@ -47,8 +47,8 @@ def address_of(interface: str) -> str:
 
 
 def _known() -> str:
-    found = {name: address for name, address in addresses().items() if address != LOOPBACK}
-    return ", ".join(f"{name} ({address})" for name, address in found.items()) or "none but the loopback interface"
+    found = [f"{name} ({address})" for name, address in addresses().items() if address != LOOPBACK]
+    return ", ".join(found) or "none but the loopback interface"
 
 
 def addresses() -> dict[str, str]:

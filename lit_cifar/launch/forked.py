@@ -33,7 +33,7 @@ from lit_cifar.launch.node import reserved_port
 
 # Seconds in which the other ranks of a run must end, once one has failed: the same as under Lightning's launcher.
 _FAREWELL_S = 5.0
-_LONGEST_FOLDER = 70  # characters of the temporary folder; multiprocessing adds a folder and the name of the socket
+_LONGEST_FOLDER = 70  # characters; with a folder and a name the path of a server's socket may have 107
 _starting = threading.Lock()
 _servers: dict[tuple[str, ...], forkserver.ForkServer] = {}
 
@@ -122,36 +122,21 @@ def start_forked(
 ) -> ForkServerProcess:
     """A new process that calls `target(*args)`, forked from one that has imported `preload`."""
     process = multiprocessing.get_context("forkserver").Process(target=target, args=args)
-    with _starting, _short_temporary_folder():
-        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-        connect = forkserver.connect_to_new_process
-        forkserver.connect_to_new_process = _server(tuple(preload)).connect_to_new_process
-        try:  # otherwise the new process would import this one's program
+    imports = tuple(preload)
+    with _starting:
+        if imports not in _servers:  # multiprocessing's own has the imports of whoever was first to ask for a process
+            _servers[imports] = forkserver.ForkServer()
+            _servers[imports].set_forkserver_preload([__name__, *imports])
+        connect, folder, main = forkserver.connect_to_new_process, tempfile.tempdir, sys.modules["__main__"]
+        forkserver.connect_to_new_process = _servers[imports].connect_to_new_process
+        if len(tempfile.gettempdir()) > _LONGEST_FOLDER:
+            tempfile.tempdir = "/tmp"
+        sys.modules["__main__"] = ModuleType("__main__")  # else the new process would import this one's program
+        try:
             process.start()
         finally:
-            sys.modules["__main__"] = main
-            forkserver.connect_to_new_process = connect
+            forkserver.connect_to_new_process, tempfile.tempdir, sys.modules["__main__"] = connect, folder, main
     return process
-
-
-def _server(preload: tuple[str, ...]) -> forkserver.ForkServer:
-    """A fork server with these imports: multiprocessing's own has those of whoever was first to ask for a process."""
-    if preload not in _servers:
-        _servers[preload] = forkserver.ForkServer()
-        _servers[preload].set_forkserver_preload([__name__, *preload])
-    return _servers[preload]
-
-
-@contextmanager
-def _short_temporary_folder() -> Iterator[None]:
-    """Use a temporary folder with a short name: the path of the fork server's socket has at most 107 characters."""
-    own = tempfile.tempdir
-    if len(tempfile.gettempdir()) > _LONGEST_FOLDER:
-        tempfile.tempdir = "/tmp"
-    try:
-        yield
-    finally:
-        tempfile.tempdir = own
 
 
 @contextmanager

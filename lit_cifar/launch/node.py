@@ -15,8 +15,6 @@ from lit_cifar.launch.addresses import address_of, loopback_interface, named_int
 from lit_cifar.launch.startup import die_with_parent
 from lit_cifar.launch.torchrun import torchrun_variables
 
-_PIPE_BYTES = 2**20
-
 
 class NodeProcesses:
     """Starts processes, hands over their output, and ends them; they never outlive the thread that starts them."""
@@ -53,8 +51,7 @@ class NodeProcesses:
 
     def poll(self) -> tuple[list[int | None], list[bytes]]:
         """The exit status of each process, None while it runs; and new text on stdout and on stderr."""
-        statuses = [process.poll() for process in self._processes]
-        return statuses, [_new(pipe) for pipe in self._pipes]
+        return [process.poll() for process in self._processes], [_new(pipe) for pipe in self._pipes]
 
     def signal(self, number: int) -> None:
         for process in self._processes:
@@ -72,6 +69,6 @@ def reserved_port(address: str) -> Iterator[int]:
 
 def _new(pipe: int) -> bytes:
     try:
-        return os.read(pipe, _PIPE_BYTES)
+        return os.read(pipe, 2**20)
     except BlockingIOError:
         return b""

@@ -25,8 +25,6 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError, one_line
 from lit_cifar.launch.addresses import LOOPBACK, listen_only_on, loopback_interface
 
-_LAST_PORT = 65535
-
 
 class LocalEnvironment(LightningEnvironment):
     """Processes that Lightning starts on this machine; the one that starts them keeps the store."""
@@ -63,8 +61,7 @@ class LocalEnvironment(LightningEnvironment):
         self._timeout = default_pg_timeout if timeout is None else timeout
         if not given_port() and self.creates_processes_externally:
             problem = f"LOCAL_RANK={self.local_rank()} in the environment, but MASTER_PORT does not say where to meet"
-            remedy = "unset LOCAL_RANK RANK WORLD_SIZE, or export MASTER_PORT=29500 for all of them"
-            raise ConfigError(problem, remedy=remedy)
+            raise ConfigError(problem, remedy="unset LOCAL_RANK RANK WORLD_SIZE, or export MASTER_PORT=29500 for all")
 
     def _open(self) -> int:
         wanted = given_port()
@@ -111,16 +108,14 @@ def open_store(address: str, *, port: int = 0, only_there: bool = False) -> TCPS
     except OSError as error:
         if only_there:
             problem = f"the processes cannot meet at {address}:{port}: {error.strerror}"
-            remedy = "start them again, with another MASTER_PORT if you have set one"
-            raise ConfigError(problem, remedy=remedy) from error
+            raise ConfigError(problem, remedy="start them again, with another MASTER_PORT if one is set") from error
         listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
     # Multi-tenant: the TCPStore that torch will make for rank 0 in this process takes this one's server.
     server = listener.detach()
+    how = {"is_master": True, "wait_for_workers": False, "multi_tenant": True, "master_listen_fd": server}
     try:
-        return TCPStore(
-            address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=server
-        )
+        return TCPStore(address, port, **how)
     except DistNetworkError as error:
         problem = f"the processes cannot meet at {address}: {one_line(error)[:150]}"
         raise ConfigError(problem, remedy="start its network interface, as by `ip link set lo up`") from error
@@ -129,7 +124,7 @@ def open_store(address: str, *, port: int = 0, only_there: bool = False) -> TCPS
 def given_port() -> int:
     """The port in `MASTER_PORT`; 0 if it is not set."""
     text = os.environ.get("MASTER_PORT", "0")
-    if not text.isdecimal() or int(text) > _LAST_PORT:
+    if not text.isdecimal() or int(text) > 65535:
         problem = f"MASTER_PORT={text} in the environment is not a port"
         raise ConfigError(problem, remedy="unset MASTER_PORT, or export MASTER_PORT=29500")
     return int(text)

@@ -125,13 +125,10 @@ def end_together(trainer: Trainer, message: str, *, status: int) -> NoReturn:
 def launched_by_lightning(trainer: Trainer) -> bool:
     """Whether Lightning's launcher has started this process as a copy of the user's, and not the user's shell."""
     strategy = trainer.strategy
-    return (
-        isinstance(strategy, ParallelStrategy)
-        and isinstance(strategy.launcher, internals.SubprocessScriptLauncher)
-        and isinstance(strategy.cluster_environment, LightningEnvironment)
-        and trainer.local_rank > 0
-        and startup.STARTED_BY_COPY
-    )
+    if not isinstance(strategy, ParallelStrategy) or not isinstance(strategy.cluster_environment, LightningEnvironment):
+        return False
+    is_copied = isinstance(strategy.launcher, internals.SubprocessScriptLauncher) and startup.STARTED_BY_COPY
+    return is_copied and trainer.local_rank > 0
 
 
 def flush_streams() -> None:

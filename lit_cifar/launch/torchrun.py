@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
 SRUN = "srun"  # in place of torchrun's name of a run
-_FIRST_PORT, _NUM_PORTS = 20_000, 10_000  # below those that Linux gives to clients
 
 
 def is_task() -> bool:
@@ -34,7 +33,8 @@ def task_variables(slurm: Mapping[str, str]) -> dict[str, str]:
     if num_tasks == "1" or "TORCHELASTIC_RUN_ID" in slurm:
         return {}
     first = SLURMEnvironment.resolve_root_node_address(slurm["SLURM_STEP_NODELIST"])
-    port = _FIRST_PORT + (10 * int(slurm["SLURM_JOB_ID"]) + int(slurm["SLURM_STEP_ID"])) % _NUM_PORTS
+    # Below the ports that Linux gives to clients.
+    port = 20_000 + (10 * int(slurm["SLURM_JOB_ID"]) + int(slurm["SLURM_STEP_ID"])) % 10_000
     node = int(slurm["SLURM_NODEID"])
     variables = torchrun_variables(
         (slurm.get("MASTER_ADDR") or first, int(slurm.get("MASTER_PORT") or port)),

@@ -49,8 +49,8 @@ class TorchrunEnvironment(TorchElasticEnvironment):
 
     def _meet(self) -> tuple[str, int]:
         if self._place is None:
-            shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            self._place = self._through_agent() if shared else self._at_chosen_port()
+            is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            self._place = self._through_agent() if is_shared else self._at_chosen_port()
         return self._place
 
     def _through_agent(self) -> tuple[str, int]:
@@ -97,9 +97,7 @@ def _is_kept(address: str, port: int, token: str) -> bool:
     try:
         # The first attempt is without torch, whose client prints a stack for each attempt that fails.
         socket.create_connection((address, port), timeout=1).close()
-        timeout = timedelta(seconds=5)
-        store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        return store.check([token])
+        return TCPStore(address, port, wait_for_workers=False, timeout=timedelta(seconds=5)).check([token])
     except (OSError, DistError):
         return False
 

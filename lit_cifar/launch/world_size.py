@@ -21,8 +21,6 @@ from lit_cifar.launch.rendezvous import LocalEnvironment
 from lit_cifar.launch.startup import RANKS
 from lit_cifar.mode import mode_of
 
-_UNSET = ("auto", 1, "1")
-
 
 def resolve_world_size(config: dict[str, Any]) -> None:
     """Take `devices` and `num_nodes` from torchrun, if it started this process, and say where processes meet.
@@ -64,8 +62,7 @@ def _follow_torchrun(config: dict[str, Any], strategy: Strategy | None) -> None:
     mode, launcher = mode_of(strategy), launcher_name()
     if mode.start_method != "popen":
         problem = f"--trainer.strategy={config['strategy']} starts processes itself, and {launcher} has done so already"
-        remedy = f"pass --trainer.strategy=ddp, or start it with python in place of {launcher}"
-        raise ConfigError(problem, remedy=remedy)
+        raise ConfigError(problem, remedy="pass --trainer.strategy=ddp, or start it with python")
     processes, machines, total = (int(os.environ[f"{name}WORLD_SIZE"]) for name in ("LOCAL_", "GROUP_", ""))
     if processes * machines != total:
         problem = f"{total} processes on {machines} machines, but {processes} on this one: each must have equally many"
@@ -86,7 +83,7 @@ def _made(strategy: Any) -> Strategy | None:
 
 def _follow(config: dict[str, Any], name: str, value: int, *, launcher: str, started: str) -> None:
     given = config[name]
-    if given in _UNSET:
+    if given in ("auto", 1, "1"):
         config[name] = value
     elif _count(given) not in (None, value):
         problem = f"--trainer.{name}={given}, but {launcher} started {started}, which makes {value}"
@@ -108,29 +105,20 @@ def cluster_environment(*, num_nodes: int = 1) -> ClusterEnvironment:
         from lit_cifar.launch.torchrun_rendezvous import TorchrunEnvironment
 
         return TorchrunEnvironment()
-    num_tasks = _num_cluster_tasks()
+    others = (kind for kind in (LSFEnvironment, MPIEnvironment) if kind.detect())
+    num_tasks = max((kind().world_size() for kind in others), default=1)
+    if SLURMEnvironment.detect():
+        num_tasks = int(os.environ["SLURM_NTASKS"])  # Lightning's class might refuse the job
     if num_tasks > 1:
-        raise ConfigError(
-            f"a cluster has {num_tasks} tasks for this job, and this process does not train together with others",
-            remedy="srun python -m lit_cifar fit, a task for each device; or configs/cluster/slurm.sh; for one process "
-            "srun --ntasks=1; in a shell of salloc's: export SLURM_JOB_NAME=bash",
-        )
+        problem = f"a cluster has {num_tasks} tasks for this job, and this process does not train together with others"
+        alone = "for one process srun --ntasks=1; in a shell of salloc's: export SLURM_JOB_NAME=bash"
+        raise ConfigError(problem, remedy=f"srun python -m lit_cifar fit, or configs/cluster/slurm.sh; {alone}")
     if num_nodes > 1:
         problem = f"--trainer.num_nodes={num_nodes}, but the processes were not started by torchrun"
         raise ConfigError(problem, remedy="start torchrun on each machine: see configs/cluster/torchrun.sh")
     return LocalEnvironment()
 
 
-def _num_cluster_tasks() -> int:
-    """Number of tasks of a scheduler's job; 1 without a scheduler."""
-    if SLURMEnvironment.detect():
-        return int(os.environ["SLURM_NTASKS"])  # Lightning's class might refuse the job
-    others = (kind for kind in (LSFEnvironment, MPIEnvironment) if kind.detect())
-    return max((kind().world_size() for kind in others), default=1)
-
-
 def as_list(plugins: Any) -> list[Any]:
     """A Trainer's `plugins` as a new list: they may be none, one or several."""
-    if plugins is None:
-        return []
-    return list(plugins) if isinstance(plugins, list | tuple) else [plugins]
+    return [] if plugins is None else list(plugins) if isinstance(plugins, list | tuple) else [plugins]
