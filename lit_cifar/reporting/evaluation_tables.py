@@ -20,8 +20,6 @@ from lit_cifar.reporting.run_folder import run_folder
 
 Split = Literal["val", "test"]
 PER_RANK, CONFUSION = "per_rank.csv", "confusion.csv"
-_PER_RANK_COLUMNS = ("split", "rank", "correct", "total", "accuracy")
-_CONFUSION_COLUMNS = ("split", "class")  # the names of the classes follow
 
 
 class EvaluationCallback(Callback):
@@ -134,13 +132,13 @@ def write_per_rank(folder: Path, split: str, counts: list[AccuracyCount]) -> Non
     """Replace this split's rows in `folder/per_rank.csv`, and keep those of other splits."""
     named = [*((str(rank), count) for rank, count in enumerate(counts)), ("all", pooled(counts))]
     rows = [[rank, c.correct, c.total, f"{c.accuracy:.6f}"] for rank, c in named]
-    replace_split(folder / PER_RANK, _PER_RANK_COLUMNS, split, rows)
+    replace_split(folder / PER_RANK, ["split", "rank", "correct", "total", "accuracy"], split, rows)
 
 
 def write_confusion(folder: Path, split: str, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> None:
     """Replace this split's rows of counts, true by predicted class, in `confusion.csv`; keep those of other splits."""
     rows = ([name, *row] for name, row in zip(classes, counts, strict=True))
-    replace_split(folder / CONFUSION, [*_CONFUSION_COLUMNS, *classes], split, rows)
+    replace_split(folder / CONFUSION, ["split", "class", *classes], split, rows)
 
 
 def _datamodule(trainer: Trainer) -> Any:

@@ -26,7 +26,6 @@ from lit_cifar.reporting.loggers import log_to_tensorboard, logged_step, tensorb
 
 _IMAGE_SIDE = 160  # side in pixels at which an image of any size is drawn
 _MOST_CLASSES = 20  # more classes get no numbers and not all names: their texts would take minutes
-_MOST_WRONG = 2**16
 _LONGEST = 16  # most characters of a name
 _SPLIT_WORDS: dict[Split, str] = {"val": "validation", "test": "test"}
 
@@ -54,7 +53,7 @@ class EvaluationFigures(EvaluationCallback):
     """
 
     def __init__(self, *, num_wrong: int = 16, every_n_epochs: int = 1) -> None:
-        self.num_wrong = bounded("--figures.num_wrong", num_wrong, 0, _MOST_WRONG)
+        self.num_wrong = bounded("--figures.num_wrong", num_wrong, 0, 2**16)
         self.every_n_epochs = bounded("--figures.every_n_epochs", every_n_epochs, 0)
         self._worst = MostConfidentMistakes(num_wrong)
         self._drawing: Thread | None = None
@@ -66,10 +65,6 @@ class EvaluationFigures(EvaluationCallback):
         if self._is_due(trainer):
             self._worst.update(logits, batch)
 
-    def _finish(self, trainer: Trainer, pl_module: LightningModule, split: Split) -> None:
-        if self._is_due(trainer):
-            self._draw(trainer, pl_module, split)
-
     def _is_due(self, trainer: Trainer) -> bool:
         if trainer.sanity_checking or not self.every_n_epochs:
             return False
@@ -79,8 +74,10 @@ class EvaluationFigures(EvaluationCallback):
         is_last = epoch == trainer.max_epochs or trainer.global_step == trainer.max_steps
         return epoch % self.every_n_epochs == 0 or is_last
 
-    def _draw(self, trainer: Trainer, pl_module: Any, split: Split) -> None:
+    def _finish(self, trainer: Trainer, pl_module: Any, split: Split) -> None:
         """Read the numbers here and draw in a thread, so that training does not wait."""
+        if not self._is_due(trainer):
+            return
         counts = pl_module.confusion_matrix(split).compute()
         confusion = counts.to("cpu", copy=True)  # counting continues while it is drawn
         confidence, ids, predictions = self._worst.gather(trainer)
@@ -110,17 +107,12 @@ class EvaluationFigures(EvaluationCallback):
         self._drawing = Thread(target=draw, name="figures")
         self._drawing.start()
 
-    def _finish_drawing(self) -> None:
+    def _finish_drawing(self, *_: Any, **__: Any) -> None:
         if self._drawing is not None:
             self._drawing.join()
         self._drawing = None
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Finish drawing while the writer is open."""
-        self._finish_drawing()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._finish_drawing()
+    teardown = on_exception = _finish_drawing  # while the writer is open
 
 
 class MostConfidentMistakes:
@@ -202,8 +194,8 @@ def confusion_figure(confusion: Tensor, classes: Sequence[str], *, title: str) -
     axes.set_xticks(named, names, rotation=45, ha="right", rotation_mode="anchor", parse_math=False)
     axes.set_yticks(named, names, parse_math=False)
     right, total = int(np.trace(counts)), int(counts.sum())
-    whole = f"{title}\n{right:,} of {total:,} right" + (f" ({right / total:.2%})" if total else "")
-    axes.set_title(whole, parse_math=False)
+    share = f" ({right / total:.2%})" if total else ""
+    axes.set_title(f"{title}\n{right:,} of {total:,} right{share}", parse_math=False)
     axes.set(xlabel="predicted class", ylabel="true class")
     for (row, column), count in np.ndenumerate(counts if num_classes <= _MOST_CLASSES else counts[:0]):
         color = "white" if shares[row, column] > 0.5 else "black" if count else "silver"
@@ -230,8 +222,7 @@ def wrong_images_figure(wrong: Sequence[WrongImage], *, title: str) -> Figure:
         figure.figimage(pixels, left, top - _IMAGE_SIDE)
         truth, prediction = _shortened(item.truth), _shortened(item.prediction)
         label = f"is {truth}\ntaken for {prediction}\n{item.confidence:.1%} sure"
-        middle = left + _IMAGE_SIDE / 2
-        place = middle / width, (top + 5) / height
+        place = (left + _IMAGE_SIDE / 2) / width, (top + 5) / height
         figure.text(*place, label, ha="center", va="bottom", fontsize=9, parse_math=False)
     return figure
 

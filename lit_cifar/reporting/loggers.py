@@ -45,8 +45,7 @@ def logger_below(folder: Path, given: Namespace, settings: Mapping[str, Any]) ->
     arguments = arguments_of(given)
     if given.class_path.endswith(".CometLogger") and arguments.get("online") is False:
         problem = "--trainer.logger=CometLogger with online=false would record nothing: Lightning 2.6.6 disables it"
-        remedy = "leave out online=false, or pass --trainer.logger=WandbLogger --trainer.logger.offline=true"
-        raise ConfigError(problem, remedy=remedy)
+        raise ConfigError(problem, remedy="leave it out, or pass WandbLogger with --trainer.logger.offline=true")
     if "save_dir" in arguments:
         arguments["save_dir"] = str(folder / (arguments["save_dir"] or ""))
     try:
@@ -57,8 +56,7 @@ def logger_below(folder: Path, given: Namespace, settings: Mapping[str, Any]) ->
         name = given.class_path.rpartition(".")[2]
         said = f"--trainer.logger={name} cannot be used: {one_line(error)}"
         problem = textwrap.fill(said, 250, max_lines=4, break_on_hyphens=False)
-        remedy = f"mend that, or leave out {name}: the run has TensorBoard events and metrics.csv without it"
-        raise ConfigError(problem, remedy=remedy) from error
+        raise ConfigError(problem, remedy=f"mend that, or leave out {name}, which the run does not need") from error
     return logger
 
 
@@ -95,9 +93,8 @@ class _ContinuedWriter(ExperimentWriter):
 
     def save(self) -> None:
         """Append the new rows. The file is replaced, in one step, where a row or the header grows."""
-        rates = self.metrics[-1:] if self.metrics and _holds_rates_alone(self.metrics[-1]) else []
         rows = [row for row in self.metrics if not _holds_rates_alone(row)]
-        self.metrics = rates
+        self.metrics = [row for row in self.metrics[-1:] if _holds_rates_alone(row)]
         if not rows:
             return
         fields = sorted({*self.metrics_keys, *chain.from_iterable(rows)})

@@ -35,8 +35,7 @@ class PredictionWriter(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, *_: Any, **__: Any
     ) -> None:
         """Fill in the batch's rows, without waiting for the device."""
-        probabilities: Tensor = outputs
-        confidence, classes = probabilities.max(dim=1)
+        confidence, classes = outputs.max(dim=1)
         filled = torch.stack([classes, confidence, torch.ones_like(confidence)], dim=1)
         self._table[batch.ids] = filled.to(self._table)
 

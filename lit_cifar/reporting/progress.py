@@ -45,13 +45,11 @@ class Throughput(Callback):
         """Start before the epoch's first batch is fetched."""
         self._start()
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, *_: Any) -> None:
         """Start again after a validation in the middle of an epoch."""
         self._start()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Batch, *_: Any) -> None:
         if self._warmup_left > 0:
             self._warmup_left -= 1
             if self._warmup_left == 0:
@@ -115,9 +113,7 @@ class EpochLines(Callback):
 
     on_train_epoch_start = on_train_start
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if perf_counter() - self._printed_at >= _LINE_EVERY_S and not sys.stdout.isatty():
             self._print(trainer, pl_module, {})
 

@@ -8,9 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-# Upper bound of the probability that an evaluation flags any rank although all ranks are equally good.
-FAMILY_WISE_LEVEL = 0.01
-
 
 @dataclass(frozen=True)
 class AccuracyCount:
@@ -45,7 +42,7 @@ def pooled(counts: Iterable[AccuracyCount]) -> AccuracyCount:
     return sum(counts, start=AccuracyCount(0, 0))
 
 
-def deviates(counts: Sequence[AccuracyCount], *, level: float = FAMILY_WISE_LEVEL) -> list[bool]:
+def deviates(counts: Sequence[AccuracyCount], *, level: float = 0.01) -> list[bool]:
     """Whether each rank differs from the other ranks together by more than chance explains.
 
     Each rank is tested at `level / len(counts)` (Bonferroni). So equally good ranks raise a flag in at most a share
@@ -83,10 +80,8 @@ def log_chance(part: AccuracyCount, whole: AccuracyCount) -> float:
 
 def _log_upper_tail(hits: int, *, drawn: int, marked: int, population: int) -> float:
     """Log-probability of `hits` or more marked samples among `drawn` from a population that holds `marked` of them."""
-    terms = [
-        _log_binomial(marked, k) + _log_binomial(population - marked, drawn - k)
-        for k in range(hits, min(marked, drawn) + 1)
-    ]
+    found = range(hits, min(marked, drawn) + 1)
+    terms = [_log_binomial(marked, k) + _log_binomial(population - marked, drawn - k) for k in found]
     largest = max(terms)
     return largest + math.log(sum(math.exp(term - largest) for term in terms)) - _log_binomial(population, drawn)
 

@@ -75,11 +75,10 @@ class RunReport(Callback):
             self._write_environment(trainer)
 
     def _write_environment(self, trainer: Trainer) -> None:
-        if not trainer.is_global_zero or self._folder is None:
-            return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        found = environment(trainer, data_name=trainer.datamodule.name)  # type: ignore[attr-defined]
-        (self._folder / FILE_NAME).write_text(json.dumps(found, indent=2) + "\n")
+        if trainer.is_global_zero and self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            found = environment(trainer, data_name=trainer.datamodule.name)  # type: ignore[attr-defined]
+            (self._folder / FILE_NAME).write_text(json.dumps(found, indent=2) + "\n")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Print the result; Lightning calls this only if nothing failed."""
@@ -184,11 +183,10 @@ def next_steps(folder: Path, stage: str, *, checkpoint: Path | None = None) -> l
     else:
         lines.append(_line("look at it", f"tensorboard --logdir {shown(folder)} --host localhost"))
     if checkpoint is not None:
-        config, ours = folder / CONFIG, folder / "checkpoints"
-        if config.exists() and checkpoint.parent == ours and len(best_files(folder)) < 2:
+        config = folder / CONFIG
+        words = (f"--config {shown(config)} " if config.exists() else "") + f"--ckpt_path {shown(checkpoint)}"
+        if config.exists() and checkpoint.parent == folder / "checkpoints" and len(best_files(folder)) < 2:
             words = shown(folder)
-        else:
-            words = (f"--config {shown(config)} " if config.exists() else "") + f"--ckpt_path {shown(checkpoint)}"
         lines.append(_line("test it", f"python -m lit_cifar test {words}"))
     return lines
 
