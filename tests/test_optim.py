@@ -64,7 +64,7 @@ def resumed(saved: Any, schedule: Any, says: str, lr: float, momentum: float = 0
     optimizer.load_state_dict(saved[0])
     scheduler.load_state_dict(saved[1])
     with pytest.warns(UserWarning, match=says) if says else nullcontext():
-        recipe.resume(optimizer, scheduler, before=saved[2], step=5)
+        recipe.resume(optimizer, scheduler, before=saved[2], step=5, taken=None)
     return optimizer, scheduler
 
 

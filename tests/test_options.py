@@ -50,7 +50,8 @@ def test_options_are_refused_in_the_words_of_the_table(option: str, name: str, m
     monkeypatch.setattr(CLI, "_run_subcommand", CLI._check)
     row = FROM_REFUSALS[option, name]
     optimizer = "MuonSGD" if "Muon" in option else "NesterovSGD"
-    problem = row.problem.format(option=option, mode=name, optimizer=optimizer, parts=4)
+    mode = f"--trainer.strategy={name}"
+    problem = row.problem.format(option=option, mode=mode, optimizer=optimizer, parts=4)
     refused("fit", *TINY, *mode_flags(name, DEVICES.get(name, 2)), *option.split(), says=[problem, row.remedy])
 
 

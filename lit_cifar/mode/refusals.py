@@ -19,72 +19,56 @@ _DDP = "leave it out, or use --trainer.strategy=ddp"
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """An option that some modes refuse.
-
-    Attributes:
-        option: The option, as a user types it.
-        modes: Names of the modes that refuse it.
-        all_but: Or names of the modes that alone take it; any other strategy refuses it then.
-        problem: What is said: "{option}", "{mode}" and other names in braces are filled in.
-        remedy: What can be passed instead.
-    """
-
-    option: str
-    modes: tuple[str, ...] = ()
-    all_but: tuple[str, ...] = ()
-    problem: str
+    option: str  # as a user types it
+    modes: tuple[str, ...] = ()  # names of the modes that refuse it
+    all_but: tuple[str, ...] = ()  # or of those that alone take it; any other strategy refuses it then
+    problem: str  # what is said; "{option}", "{mode}" and other names in braces are filled in
     remedy: str = _DDP
 
 
+_DIVIDED, _SHARDED = ("tp", "fsdp2-tp"), ("fsdp2", "tp", "fsdp2-tp")  # layers; parameters
 TABLE = (
     Refusal(
-        option="--model.compile=true",
-        modes=("dp",),
-        problem="{option} would run one of the copies of --trainer.strategy={mode} in all of its threads",
+        option="--model.compile=true", modes=("dp",), problem="{option}: {mode} has copies of the network in threads"
     ),
     Refusal(
         option="--model.compile=true",
-        modes=("tp", "fsdp2-tp"),
-        problem="{option} cannot trace layers of --trainer.strategy={mode}, which exchange parameters and messages",
+        modes=_DIVIDED,
+        problem="{option} cannot trace layers of {mode}, which exchange parameters and messages",
         remedy="leave it out, or use --trainer.strategy=fsdp2",
     ),
     Refusal(
         option="--model.compile=cuda_graphs",
         all_but=("single_device", "ddp", "ddp_flat"),
-        problem="{option} is for one GPU and --trainer.strategy=ddp: no message can be part of a graph",
+        problem="{option} is for one GPU and ddp: no message can be part of a graph",
         remedy="pass --model.compile=true",
     ),
     Refusal(
         option="--model.optimizer.fused=true",
-        modes=("fsdp2", "tp", "fsdp2-tp"),
-        problem="{option}: a fused {optimizer} cannot step parts of tensors, as --trainer.strategy={mode} makes",
+        modes=_SHARDED,
+        problem="{option}: a fused {optimizer} cannot step parts of tensors, as {mode} makes",
         remedy="pass --model.optimizer.fused=false, or --model.optimizer=AdamW, which can",
     ),
     Refusal(
         option="--model.optimizer=lit_cifar.MuonSGD",
-        modes=("fsdp2", "tp", "fsdp2-tp"),
-        problem="--model.optimizer={optimizer} multiplies whole matrices, and --trainer.strategy={mode} has parts",
+        modes=_SHARDED,
+        problem="--model.optimizer={optimizer} multiplies whole matrices, and {mode} has parts",
         remedy="pass another optimizer, or --trainer.strategy=ddp",
     ),
     Refusal(
         option="--trainer.sync_batchnorm=true",
-        modes=("dp",),
-        problem="{option} has no effect on --trainer.strategy={mode}: each replica normalises its own chunk",
-    ),
-    Refusal(
-        option="--trainer.sync_batchnorm=true",
-        modes=("pp", "ddp_pp"),
-        problem="{option} has no effect on --trainer.strategy={mode}: a pipeline normalises each microbatch by itself",
+        modes=("dp", "pp", "ddp_pp"),
+        problem="{option} has no effect on {mode}: a replica's chunk, or a microbatch, is normalised by itself",
     ),
     Refusal(
         option="--virtual_replicas=4",
-        modes=("tp", "fsdp2-tp"),
-        problem="--virtual_replicas={parts}: how --trainer.strategy={mode} rounds depends on the number of processes",
+        modes=_DIVIDED,
+        problem="--virtual_replicas={parts}: how {mode} rounds depends on the number of processes",
         remedy="leave it out, or pass --trainer.strategy=fsdp2",
     ),
     Refusal(
         option="--trainer.callbacks+=EMAWeightAveraging",
-        modes=("ddp_spawn", "ddp_flat", "pp", "ddp_pp", "fsdp2", "tp", "fsdp2-tp"),
+        modes=("ddp_spawn", "ddp_flat", "pp", "ddp_pp", *_SHARDED),
         problem="a callback averages weights, of which a process has parts, or cannot be sent to spawned processes",
         remedy="leave it out, or pass --trainer.strategy=ddp, without --model.compile=cuda_graphs",
     ),
@@ -104,7 +88,7 @@ def refuse(option: str, mode: Mode, **names: object) -> None:
     """
     row = refusal_of(option, mode.name) or (refusal_of(option, "ddp_spawn") if mode.is_spawned else None)
     if row is not None:
-        shown = {"option": option, "mode": mode.name.removesuffix("-tp"), **names}
+        shown = {"option": option, "mode": f"--trainer.strategy={mode.name.removesuffix('-tp')}", **names}
         raise ConfigError(row.problem.format(**shown), remedy=row.remedy)
 
 

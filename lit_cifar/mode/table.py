@@ -27,9 +27,7 @@ MODES = (
     Row(name="ddp", splits="the batch, over processes", processes="N"),
     Row(name="ddp_spawn", splits="the same, started by multiprocessing", processes="N"),
     Row(name="mp", splits="the layers, over devices of one process", processes="1"),
-    Row(
-        name="ddp_mp", splits="batch over processes, layers over the devices of each", processes="N / S", min_devices=4
-    ),
+    Row(name="ddp_mp", splits="batch over processes, layers over devices of each", processes="N / S", min_devices=4),
     Row(name="pp", splits="the layers, over processes", processes="N"),
     Row(name="ddp_pp", splits="the batch over pipelines, the layers along each", processes="N", min_devices=4),
     Row(name="fsdp2", splits="parameters, gradients and optimizer state", processes="N"),

@@ -18,14 +18,8 @@ from lit_cifar.reporting.progress import Throughput
 from lit_cifar.reporting.run_report import RunReport
 from lit_cifar.task.metrics import EpochMeans
 
-_IN_EVERY_STEP = (
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-)
+_IN_EVERY_STEP = ["on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"]
+_IN_EVERY_STEP += ["on_before_optimizer_step", "on_train_batch_end"]
 
 
 def default_callbacks() -> list[Callback]:

@@ -93,16 +93,11 @@ class EvaluationMetrics(nn.Module):
         super().__init__()
         self.split = split
         self.loss = MeanLoss()
+        scores: dict[str, Metric | MetricCollection] = {"acc": TopAccuracy(num_classes)}
+        scores["acc_top5"] = TopAccuracy(num_classes, top_k=min(5, num_classes))
+        scores["acc_balanced"] = BalancedAccuracy(num_classes)
         # torchmetrics would read the counts to find out which metrics share them.
-        self.scores = MetricCollection(
-            {
-                "acc": TopAccuracy(num_classes),
-                "acc_top5": TopAccuracy(num_classes, top_k=min(5, num_classes)),
-                "acc_balanced": BalancedAccuracy(num_classes),
-            },
-            prefix=f"{split}/",
-            compute_groups=False,
-        )
+        self.scores = MetricCollection(scores, prefix=f"{split}/", compute_groups=False)
         self.confusion = ConfusionMatrix(num_classes)
 
     def update(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:

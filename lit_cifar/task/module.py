@@ -26,14 +26,13 @@ from lit_cifar.checkpoint.format import AVERAGED, Header, TrainedOn
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.images import Batch
-from lit_cifar.errors import CheckpointError, bounded
-from lit_cifar.models import Arch, Stem, Whitening
+from lit_cifar.errors import CheckpointError, ConfigError, bounded
+from lit_cifar.models import DEFAULT_ARCH, Arch, Stem, Whitening, build_network, stem_of
 from lit_cifar.models.fine_tuning import FineTuning, Frozen
 from lit_cifar.models.memory_format import plain
 from lit_cifar.models.random_streams import RandomStreams
 from lit_cifar.models.views import NumViews, mean_logits
 from lit_cifar.task.metrics import STEP_METRICS, ConfusionMatrix, EpochMeans, EvaluationMetrics, MeanLoss, TopAccuracy
-from lit_cifar.task.networks import choose_network
 from lit_cifar.task.optim import NesterovSGD, WarmupDecay
 from lit_cifar.task.optimization import Optimization, RateScaling
 
@@ -112,14 +111,18 @@ class LitResNet(L.LightningModule):
         num_classes = 10 if num_classes is None else num_classes
         image_size = 32 if image_size is None else image_size
         self.image_shape = (3, image_size, image_size)
-        self.network, self.header = choose_network(
-            arch,
-            stem=stem,
-            zero_init_residual=zero_init_residual,
-            network=network,
-            num_classes=num_classes,
-            image_size=image_size,
-        )
+        sizes = {"num_classes": num_classes, "image_size": image_size}
+        own = None if network is None else f"{type(network).__module__}.{type(network).__qualname__}"
+        if network is None:
+            arch = arch or DEFAULT_ARCH
+            stem = stem_of(arch, stem)
+            network = build_network(arch, stem=stem, zero_init_residual=zero_init_residual, **sizes)
+        else:
+            for name, value in {"arch": arch, "stem": stem, "zero_init_residual": zero_init_residual or None}.items():
+                if value is not None:
+                    problem = f"--model.network={own} is a network, and --model.{name}={value} is about another one"
+                    raise ConfigError(problem, remedy="leave one of the two out")
+        self.network, self.header = network, Header(arch=arch, stem=stem, network=own, **sizes)
         self.ghost_batchnorm = ghost_batchnorm
         if ghost_batchnorm is not None:
             from lit_cifar.models.ghost_batchnorm import normalise_apart
@@ -239,11 +242,10 @@ class LitResNet(L.LightningModule):
         """The loss of a batch, or of a part of one, whose samples are counted."""
         logits = self(batch.images)
         losses = self.loss(logits, batch.targets)
-        found = losses.detach(), logits.detach(), batch.labels
         if self._newest is None:  # the first of several parts is with the same process in every mode
-            self._newest = found
-        self.train_loss.update(found[0])
-        self.train_acc.update(*found[1:])
+            self._newest = losses.detach(), logits.detach(), batch.labels
+        self.train_loss.update(losses.detach())
+        self.train_acc.update(logits.detach(), batch.labels)
         return losses.mean() * batch.weight
 
     def _log_epoch(self) -> None:
@@ -267,8 +269,8 @@ class LitResNet(L.LightningModule):
         if self._newest is None:
             return {}
         losses, logits, labels = self._newest
-        accuracy = (logits.argmax(dim=1) == labels).float().mean()
-        return dict(zip(STEP_METRICS, (losses.mean(), accuracy), strict=True))
+        means = losses.mean(), (logits.argmax(dim=1) == labels).float().mean()
+        return dict(zip(STEP_METRICS, means, strict=True))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Logits (n, num_classes) of the batch; counts go to the `val/` metrics, or to the `test/` metrics."""
@@ -290,9 +292,8 @@ class LitResNet(L.LightningModule):
 
     def _evaluated(self, images: Tensor) -> Tensor:
         replicas = self.virtual_replicas
-        return mean_logits(
-            self if replicas is None else partial(replicas.evaluate, forward=self), images, self.test_views
-        )
+        forward = self if replicas is None else partial(replicas.evaluate, forward=self)
+        return mean_logits(forward, images, self.test_views)
 
     def confusion_matrix(self, split: Literal["val", "test"]) -> ConfusionMatrix:
         return (self.val_metrics if split == "val" else self.test_metrics).confusion
@@ -361,7 +362,10 @@ class LitResNet(L.LightningModule):
             check_classes(checkpoint, TrainedOn(data.dataset, data.classes), normalised=False)
             data.compare(checkpoint)  # also weights alone, of which callbacks are not told
         check_header(checkpoint, self.header)
-        if AVERAGED in checkpoint and _trains_alone(self):
+        trainer = _trainer_of(self)
+        fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        averages = fits and any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)
+        if AVERAGED in checkpoint and fits and not averages:
             rank_zero_info("the checkpoint holds averaged weights too: the training goes on with those that it trained")
             trained = checkpoint[AVERAGED].items()
             checkpoint["state_dict"] = {key.removeprefix(_PREFIX): value for key, value in trained}
@@ -376,13 +380,6 @@ def _trainer_of(module: LitResNet) -> Any:
         return module.trainer
     except RuntimeError:
         return None
-
-
-def _trains_alone(module: LitResNet) -> bool:
-    """Whether this is a training that keeps no average of its weights."""
-    trainer = _trainer_of(module)
-    fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-    return fits and not any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)
 
 
 def _data_of(module: LitResNet) -> CIFAR10DataModule | None:

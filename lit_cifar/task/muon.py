@@ -1,7 +1,6 @@
 """Muon for the filters of convolutions, and SGD for all other parameters."""
 
 from collections.abc import Callable, Iterable
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -92,11 +91,12 @@ class MuonSGD(Optimizer):
 
 def _step_filters(parameters: list[Tensor], directions: list[Tensor], lr: float, iterations: int) -> None:
     """Step all matrices of a shape at once: a GPU would wait for the host if each were multiplied alone."""
-    order = sorted(range(len(parameters)), key=lambda index: _kind(parameters[index]))
+    by_kind: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
+    for weight, direction in zip(parameters, directions, strict=True):
+        by_kind.setdefault((weight.device, weight.dtype, weight.shape), []).append((weight, direction))
     targets: list[Tensor] = []
     values: list[Tensor] = []
-    for _, group in groupby(order, key=lambda index: _kind(parameters[index])):
-        pairs = [(parameters[index], directions[index]) for index in group]
+    for pairs in by_kind.values():
         matrices = [_ordered(weight, as_in=weight).view(len(weight), -1) for weight, _ in pairs]  # views of the weights
         momenta = torch.stack([_ordered(found, as_in=weight).reshape(len(found), -1) for weight, found in pairs])
         weights = torch.stack(matrices)
@@ -105,10 +105,6 @@ def _step_filters(parameters: list[Tensor], directions: list[Tensor], lr: float,
         targets += matrices
         values += weights.unbind()
     internals.foreach_copy_(targets, values)
-
-
-def _kind(parameter: Tensor) -> tuple[str, str, tuple[int, ...]]:
-    return str(parameter.device), str(parameter.dtype), tuple(parameter.shape)
 
 
 def _ordered(filters: Tensor, *, as_in: Tensor) -> Tensor:

@@ -89,8 +89,7 @@ def check_total_steps(scheduler: Any, total_steps: float) -> None:
     ends = total_steps != math.inf
     if isinstance(scheduler, WarmupDecay) and not ends:
         problem = "WarmupDecay plans over the whole run, and this one has no end"
-        remedy = "set --trainer.max_epochs or --trainer.max_steps, or choose another --model.lr_scheduler"
-        raise ConfigError(problem, remedy=remedy)
+        raise ConfigError(problem, remedy="set --trainer.max_epochs, --trainer.max_steps or --model.lr_scheduler")
     if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < total_steps:
         planned = scheduler.total_steps
         problem = f"OneCycleLR is planned for {planned} steps, and this run has {total_steps if ends else 'no end'}"
@@ -123,12 +122,12 @@ def keep_saved_types(optimizer: Optimizer) -> None:
     saved: list[dict[str, Any]] = []
 
     def keep_how(loading: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        saved.append(state_dict)
         pairs = zip(state_dict["param_groups"], loading.param_groups, strict=False)
         groups = [group | {name: own[name] for name in _HOW if name in own} for group, own in pairs]
         return {**state_dict, "param_groups": groups}
 
     optimizer.register_load_state_dict_pre_hook(keep_how)
-    optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: saved.append(state_dict))
 
     def restore(loaded: Optimizer) -> None:
         state_dict = saved.pop()
@@ -147,12 +146,10 @@ class Recipe:
 
     A checkpoint brings the settings of the training before in the states of both. A resumed run has its own: those that
     its user has typed and that its `config.yaml` holds.
-
-    Args:
-        optimizer: The optimizer before a schedule changes it.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        """Note the optimizer's settings before a schedule changes them."""
         self._made = _groups(optimizer)
         self._groups: list[dict[str, Any]] = []
         self._schedule: dict[str, Any] = {}
@@ -172,13 +169,7 @@ class Recipe:
         return found
 
     def resume(
-        self,
-        optimizer: Optimizer,
-        scheduler: Any,
-        *,
-        before: Mapping[str, Any] | None,
-        step: int,
-        taken: int | None = None,
+        self, optimizer: Optimizer, scheduler: Any, *, before: Mapping[str, Any] | None, step: int, taken: int | None
     ) -> None:
         """Let these settings hold after a checkpoint's states were loaded, and say which the training had `before`.
 

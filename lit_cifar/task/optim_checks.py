@@ -70,8 +70,6 @@ def _check_followed(metric: str, trainer: Any, data: CIFAR10DataModule, *, num_b
     every, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
     is_seldom = (every or 1) > 1 or (isinstance(interval, int) and interval > num_batches)
     if metric.startswith("val/") and (is_seldom or not data.val_size or not trainer.limit_val_batches):
-        raise ConfigError(
-            f"--model.lr_scheduler=ReduceLROnPlateau follows {metric} after each epoch, and not each is validated",
-            remedy="validate each (--data.val_size, --trainer.check_val_every_n_epoch=1), or follow the training:\n"
-            "--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau --model.lr_scheduler.monitor=train/loss",
-        )
+        problem = f"--model.lr_scheduler=ReduceLROnPlateau follows {metric} after each epoch, and not each is validated"
+        own = "--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau --model.lr_scheduler.monitor=train/loss"
+        raise ConfigError(problem, remedy=f"validate after each epoch, or follow the training:\n{own}")

@@ -107,17 +107,17 @@ class Optimization:
             first, rule = optimizer.param_groups[0], self._rate_scaling.rule
             peak = first.get("max_lr", first.get("initial_lr", first["lr"]))
             rank_zero_info(f"learning rate x {factor:.4g} = {peak:.4g}: {rule} scaling by the global batch")
-        when: dict[str, Any] = {}
-        if isinstance(scheduler, ReduceLROnPlateau):
-            when = {"monitor": followed_metric(scheduler)}
         total_steps = trainer.estimated_stepping_batches
         check_total_steps(scheduler, total_steps)
         if isinstance(scheduler, WarmupDecay):
             scheduler.set_total_steps(int(total_steps))
-        if isinstance(scheduler, WarmupDecay | OneCycleLR | CyclicLR):
-            when = {"interval": "step"}
         self._recipe.add(optimizer, scheduler)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **when}}
+        planned = {"scheduler": scheduler}
+        if isinstance(scheduler, ReduceLROnPlateau):
+            planned["monitor"] = followed_metric(scheduler)
+        if isinstance(scheduler, WarmupDecay | OneCycleLR | CyclicLR):
+            planned["interval"] = "step"
+        return {"optimizer": optimizer, "lr_scheduler": planned}
 
     def forget(self) -> None:
         """Begin anew: no training goes on."""

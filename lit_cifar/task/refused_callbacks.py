@@ -2,21 +2,8 @@
 
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    BatchSizeFinder,
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelCheckpoint,
-    ModelPruning,
-    SpikeDetection,
-    StochasticWeightAveraging,
-    ThroughputMonitor,
-    Timer,
-    WeightAveraging,
-)
+from lightning.pytorch import Callback, Trainer, callbacks
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer, WeightAveraging
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import Mode, mode_of
@@ -24,39 +11,24 @@ from lit_cifar.task.metrics import STEP_METRICS
 
 # Each callback, why it cannot work, and what to do instead.
 REFUSED: dict[type[Callback], tuple[str, str]] = {
-    BackboneFinetuning: (
+    callbacks.BackboneFinetuning: (
         "needs a module with a `backbone`, and the network is not divided into one and a head",
         "pass --model.fine_tuning.freeze=PATTERN --model.fine_tuning.unfreeze_at=EPOCH, or derive from BaseFinetuning",
     ),
-    BatchSizeFinder: (
-        "changes the batch size when the run is planned and written down",
-        "pass --data.batch_size=N; --trainer.fast_dev_run=3 tries one",
-    ),
-    GradientAccumulationScheduler: (
-        "changes between epochs into how many parts a batch is cut, which the sampler does once",
-        "pass --trainer.accumulate_grad_batches=N",
-    ),
-    LearningRateFinder: (
-        "sets a learning rate that the module does not have, as the optimizer has its own",
-        "pass --model.optimizer.lr=VALUE",
-    ),
-    ModelPruning: (
-        "has masks that a checkpoint does not hold, so that a resumed run would train what was pruned",
-        "leave it out, and prune the network of best.ckpt by torch.nn.utils.prune",
-    ),
-    SpikeDetection: (
+    callbacks.BatchSizeFinder: ("changes the batch size when the run is planned", "pass --data.batch_size=N"),
+    callbacks.GradientAccumulationScheduler: ("cuts batches anew", "pass --trainer.accumulate_grad_batches=N"),
+    callbacks.LearningRateFinder: ("sets a rate that the module does not have", "pass --model.optimizer.lr=VALUE"),
+    callbacks.ModelPruning: ("has masks that a checkpoint does not hold", "prune best.ckpt by torch.nn.utils.prune"),
+    callbacks.SpikeDetection: (
         "keeps what it cannot read back, so that the run could not be resumed",
         "pass --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val/loss "
         "--trainer.callbacks.divergence_threshold=VALUE",
     ),
-    StochasticWeightAveraging: (
+    callbacks.StochasticWeightAveraging: (
         "adds an epoch without steps, for BatchNorm, and forgets its rate in a run that is resumed within an epoch",
         "average with --trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging",
     ),
-    ThroughputMonitor: (
-        "logs the batches of a validation as if they were steps of the training",
-        "leave it out; --trainer.log_every_n_steps=N logs train/images_per_s",
-    ),
+    callbacks.ThroughputMonitor: ("counts a validation as steps", "leave it out: train/images_per_s is logged"),
     Timer: ("has a setting that config.yaml cannot hold", "pass --trainer.max_time=DAYS:HOURS:MINUTES:SECONDS"),
 }
 
@@ -80,8 +52,7 @@ def _check_monitor(callback: EarlyStopping | ModelCheckpoint, *, processes: int)
     name, monitor = f"--trainer.callbacks: {type(callback).__name__}", callback.monitor
     if monitor in STEP_METRICS and processes > 1:
         problem = f"{name} with {monitor}, of each process's own part of the batch: decisions depend on their number"
-        remedy = f"pass --trainer.callbacks.monitor={monitor.removesuffix('_step')}, the mean of an epoch"
-        raise ConfigError(problem, remedy=remedy)
+        raise ConfigError(problem, remedy=f"pass --trainer.callbacks.monitor={monitor.removesuffix('_step')}")
     between = isinstance(callback, ModelCheckpoint) and callback.every_n_epochs == 0  # saves by steps or by time
     if monitor is not None and monitor not in STEP_METRICS and between:
         problem = f"{name} between validations is ranked by {monitor} of an earlier one, unknown to a resumed run"
