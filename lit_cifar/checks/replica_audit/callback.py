@@ -52,8 +52,7 @@ class ReplicaAudit(Callback):
             rank_zero_info(f"replicas are not compared: {reason}")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        n = self.every_n_steps
-        if self._held is not None and trainer.global_step // n > self._step // n:
+        if self._held is not None and trainer.global_step // self.every_n_steps > self._step // self.every_n_steps:
             self._audit(trainer, self._held)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lit_cifar import internals
 from lit_cifar.checks.compare import Disagreement, disagreement
-from lit_cifar.checks.tensors import dense
+from lit_cifar.checks.tensors import as_real, dense
 from lit_cifar.mode import mode_of
 
 _CHUNK = 2**18  # words that are added at a time: 2 MiB of each of two intermediate results
@@ -118,12 +118,11 @@ def device_digest(tensor: Tensor) -> Tensor:
     flat = dense(tensor.detach()).reshape(-1)
     if flat.stride(0) != 1:  # of a vector that is a part of another tensor
         flat = flat.clone(memory_format=torch.contiguous_format)
-    octets = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
+    octets = as_real(flat).reshape(-1).view(torch.uint8)
     rest = len(octets) % 8
     if rest or octets.storage_offset() % 8:
         octets = nn.functional.pad(octets, (0, -rest % 8))
-    words = octets.view(torch.int64)
-    weights = _weights(_CHUNK, octets.device)
+    words, weights = octets.view(torch.int64), _weights(octets.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(words), _CHUNK):
         chunk = words[start : start + _CHUNK]
@@ -132,8 +131,8 @@ def device_digest(tensor: Tensor) -> Tensor:
 
 
 @cache
-def _weights(number: int, device: torch.device) -> Tensor:
-    return 2 * _FACTOR * torch.arange(number, device=device) + 1
+def _weights(device: torch.device) -> Tensor:
+    return 2 * _FACTOR * torch.arange(_CHUNK, device=device) + 1
 
 
 def _own_statistics(module: nn.Module) -> Iterator[Tensor]:

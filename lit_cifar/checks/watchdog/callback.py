@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_cifar import internals
-from lit_cifar.errors import ConfigError, Stopped
+from lit_cifar.errors import ConfigError, Stopped, bounded
 from lit_cifar.launch.signals import launched_by_lightning
 from lit_cifar.launch.startup import exit_with_parent
 
@@ -27,7 +27,6 @@ HOOKS = ["on_train_epoch_start", "on_train_epoch_end", "on_before_backward", "on
 HOOKS += ["on_save_checkpoint"]
 for _stage in "train", "validation", "test", "predict":
     HOOKS += [f"on_{_stage}_{_moment}" for _moment in ("start", "batch_start", "batch_end", "end")]
-_MAX_TRACEBACK_LINES = 12
 _LEAST_TIMEOUT_S = 5.0  # the time of several heartbeats, of which one may be late
 
 
@@ -49,14 +48,11 @@ class Watchdog(Callback):
     """
 
     def __init__(self, timeout_s: float = 20.0, hang_timeout_s: float | None = None) -> None:
-        if timeout_s and not timeout_s >= _LEAST_TIMEOUT_S:
-            problem = f"timeout_s={timeout_s:g} of the watchdog is too short: heartbeats come about once a second"
-            raise ConfigError(problem, remedy=f"pass {_LEAST_TIMEOUT_S:g} or more, or 0 for no watchdog")
-        if hang_timeout_s is not None and not (timeout_s and hang_timeout_s >= _LEAST_TIMEOUT_S):
-            rule = "is too short: progress is noted about once a second" if timeout_s else "has no effect without one"
-            problem = f"hang_timeout_s={hang_timeout_s:g} of the watchdog {rule}"
-            remedy = f"pass {_LEAST_TIMEOUT_S:g} or more with a timeout_s, or null to wait as long as torch does"
-            raise ConfigError(problem, remedy=remedy)
+        bounded("--watchdog.timeout_s", timeout_s or _LEAST_TIMEOUT_S, _LEAST_TIMEOUT_S)
+        bounded("--watchdog.hang_timeout_s", hang_timeout_s, _LEAST_TIMEOUT_S)
+        if hang_timeout_s is not None and not timeout_s:
+            problem = f"--watchdog.hang_timeout_s={hang_timeout_s:g} has no effect with --watchdog.timeout_s=0"
+            raise ConfigError(problem, remedy="leave one of the two out")
         self.timeout_s = timeout_s
         self.hang_timeout_s = math.inf if hang_timeout_s is None else hang_timeout_s
         self._watch: Monitor | None = None
@@ -76,9 +72,13 @@ class Watchdog(Callback):
             # Lightning handles exceptions of a spawned process in the parent, and does not call `on_exception`.
             trainer._run_stage = partial(self._run_stage, trainer, pl_module)  # type: ignore[method-assign]
         name_who_ends(trainer)
-        from lit_cifar.checks.watchdog.monitor import start_monitor  # one process needs no monitor
+        from lit_cifar.checks.watchdog.monitor import Monitor, Patience  # one process needs none
+        from lit_cifar.checks.watchdog.store import meet
 
-        self._watch = start_monitor(trainer, timeout_s=self.timeout_s, hang_timeout_s=self.hang_timeout_s)
+        board, everyone = meet(trainer.global_rank, trainer.world_size)
+        patience = Patience(self.timeout_s, self.hang_timeout_s)
+        self._watch = Monitor(everyone, rank=trainer.global_rank, board=board, patience=patience)
+        self._watch.start()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._leave()
@@ -93,9 +93,8 @@ class Watchdog(Callback):
         if threading.current_thread() is threading.main_thread():
             # A launcher that has seen another process die sends SIGTERM, which would interrupt what follows.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        lines = "".join(traceback.format_exception(exception)).splitlines()
-        shown = [] if isinstance(exception, ConfigError) else lines[-_MAX_TRACEBACK_LINES:]  # the command line shows it
-        verdict = self._watch.fail("\n".join(shown))
+        lines = "".join(traceback.format_exception(exception)).splitlines()[-12:]
+        verdict = self._watch.fail("" if isinstance(exception, ConfigError) else "\n".join(lines))  # it shows itself
         if verdict is not None and verdict.rank != trainer.global_rank:
             sys.excepthook = lambda *_: None
 

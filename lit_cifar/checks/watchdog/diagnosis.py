@@ -16,7 +16,6 @@ _CONSEQUENCES = ("SIGABRT", "SIGTERM")
 _MAX_PLACES, _MAX_RANKS = 5, 8
 _STANDS_S = 5.0  # a rank that has not got on for so long is mentioned with the culprit
 
-
 # The process is gone, it sends no heartbeats, it has raised an exception, or no rank gets on.
 Kind = Literal["killed", "silent", "failed", "hung"]
 
@@ -81,6 +80,10 @@ class Patience(NamedTuple):
     silent_s: float  # while a process sends no heartbeats and is not seen to run
     hung_s: float = math.inf  # while no rank gets on, see `Watchdog`
 
+    def has_lost(self, silent: Peer, *, now: float) -> bool:
+        """Whether it does not run, as far as is known: else its main thread keeps the interpreter's lock."""
+        return silent.sight.state != "running" or now - silent.heard_at > self.hung_s
+
 
 def diagnose(peers: Mapping[int, Peer], *, now: float, patience: Patience) -> Verdict | None:
     """The verdict of the judge on all ranks, or None while there is none.
@@ -97,7 +100,7 @@ def diagnose(peers: Mapping[int, Peer], *, now: float, patience: Patience) -> Ve
     left = [peer for peer in others if not peer.is_gone]
     patience_s = min(patience.silent_s, SILENT_AFTER_FAILURE_S) if failed or gone else patience.silent_s
     silent = [peer for peer in left if now - peer.heard_at > patience_s]
-    lost = [peer for peer in silent if _is_lost(peer, now=now, patience=patience)]
+    lost = [peer for peer in silent if patience.has_lost(peer, now=now)]
     held = {peer.rank for peer in silent} - {peer.rank for peer in lost}
     heard = all(peer.answered for peer in left if peer.rank not in held)
     if gone and (heard or not all(map(_is_consequence, gone))):
@@ -119,11 +122,6 @@ def idle_s(peers: Mapping[int, Peer], *, now: float) -> float:
     return 0.0 if over else min(peer.idle_s(now) for peer in peers.values())
 
 
-def _is_lost(silent: Peer, *, now: float, patience: Patience) -> bool:
-    """Whether a silent process does not run, as far as is known: else its main thread keeps the interpreter's lock."""
-    return silent.sight.state != "running" or now - silent.heard_at > patience.hung_s
-
-
 def diagnose_judge(peers: Mapping[int, Peer], *, me: int, now: float, patience: Patience) -> Verdict | None:
     """The verdict of any other rank, which can only be on the judge: it is gone or lost.
 
@@ -132,7 +130,7 @@ def diagnose_judge(peers: Mapping[int, Peer], *, me: int, now: float, patience: 
     """
     judge = peers[JUDGE]
     patience_s = min(patience.silent_s, SILENT_AFTER_FAILURE_S) if peers[me].has_failed else patience.silent_s
-    is_lost = now - judge.heard_at > patience_s and _is_lost(judge, now=now, patience=patience)
+    is_lost = now - judge.heard_at > patience_s and patience.has_lost(judge, now=now)
     if judge.beat.over or not (judge.is_gone or is_lost):
         return None
     killed = [peer for peer in peers.values() if peer.sight.ending.startswith("SIG") and not _is_consequence(peer)]
@@ -153,10 +151,8 @@ def _is_consequence(peer: Peer) -> bool:
 def _of_gone(gone: list[Peer]) -> Verdict:
     first = min(gone, key=lambda peer: (_is_consequence(peer), peer.heard_at, peer.rank))
     ending, kill = first.sight.ending, "by kill -9 or by the kernel when memory runs out"
-    if ending == "SIGKILL":
-        return _verdict(first, "killed", f"was ended by SIGKILL, as {kill}")
-    how = f"by {ending}" if ending else f"as after SIGKILL ({kill})"
-    return _verdict(first, "killed", f"ended without a traceback, {how}")
+    how = f"without a traceback, by {ending}" if ending else f"without a traceback, as after SIGKILL ({kill})"
+    return _verdict(first, "killed", f"was ended by SIGKILL, as {kill}" if ending == "SIGKILL" else f"ended {how}")
 
 
 def _of_silent(silent: list[Peer], *, now: float) -> Verdict:
@@ -169,8 +165,7 @@ def _of_silent(silent: list[Peer], *, now: float) -> Verdict:
 
 
 def _of_failed(peer: Peer) -> Verdict:
-    verdict = _verdict(peer, "failed", "failed")
-    return verdict if peer.beat.failure else verdict._replace(message="")
+    return _verdict(peer, "failed", "failed") if peer.beat.failure else Verdict("failed", peer.rank, "")
 
 
 def _verdict(peer: Peer, kind: Kind, what: str) -> Verdict:

@@ -92,20 +92,15 @@ class Heartbeat:
     @classmethod
     def from_json(cls, text: str | bytes) -> "Heartbeat":
         fields = json.loads(text)
-        seen = {int(rank): Sight(*sight) for rank, sight in fields.pop("seen").items()}
-        return cls(seen=seen, verdict=tuple(fields.pop("verdict")), **fields)
+        seen = {int(rank): Sight(*sight) for rank, sight in fields["seen"].items()}
+        return cls(**fields | {"seen": seen, "verdict": tuple(fields["verdict"])})
 
 
 def this_process(rank: int) -> Member:
-    pid = os.getpid()
-    return Member(rank=rank, pid=pid, started=start_time(pid), host=socket.gethostname(), network=_network())
-
-
-def _network() -> str:
-    try:
-        return str(Path("/proc/self/ns/net").readlink())
-    except OSError:
-        return ""
+    pid, network = os.getpid(), ""
+    with suppress(OSError):
+        network = str(Path("/proc/self/ns/net").readlink())
+    return Member(rank=rank, pid=pid, started=start_time(pid), host=socket.gethostname(), network=network)
 
 
 class Mates:

@@ -9,21 +9,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from lightning.pytorch import Trainer
-
-from lit_cifar.checks.watchdog.diagnosis import (
-    JUDGE,
-    SILENT_AFTER_FAILURE_S,
-    Patience,
-    Peer,
-    Verdict,
-    diagnose,
-    diagnose_judge,
-    updated,
-)
+from lit_cifar.checks.watchdog import diagnosis
+from lit_cifar.checks.watchdog.diagnosis import JUDGE, Patience, Peer, Verdict
 from lit_cifar.checks.watchdog.heartbeat import Heartbeat, Mates, Member, Sight
 from lit_cifar.checks.watchdog.progress import Progress
-from lit_cifar.checks.watchdog.store import HeartbeatStore, News, meet
+from lit_cifar.checks.watchdog.store import HeartbeatStore, News
 from lit_cifar.errors import printable
 from lit_cifar.launch.signals import flush_streams
 from lit_cifar.launch.startup import kill_workers
@@ -36,14 +26,6 @@ _STATES = ("unseen", "running", "stopped", "gone")  # states of one process, in 
 _FAREWELL_S = 10.0
 # The most seconds that a turn counts. In a longer one this process was not run, as after Ctrl-Z, and has seen nothing.
 _MOST_S = 2.0
-
-
-def start_monitor(trainer: Trainer, *, timeout_s: float, hang_timeout_s: float) -> "Monitor":
-    """The monitor of this process, once all processes of the run are here."""
-    board, everyone = meet(trainer.global_rank, trainer.world_size)
-    watch = Monitor(everyone, rank=trainer.global_rank, board=board, patience=Patience(timeout_s, hang_timeout_s))
-    watch.start()
-    return watch
 
 
 def _say(message: str) -> None:
@@ -91,16 +73,12 @@ class Monitor(threading.Thread):
         self._wake, self._closed, self._concluded = threading.Event(), threading.Event(), threading.Event()
         self._clock, self._turn_at = clock, clock()
         self._listened_s = self._owed_s = 0.0
-        visible = self.mates.look()
+        seen = self.mates.look()
+        watched = everyone if self._is_judge else [each for each in everyone if each.rank in {JUDGE, rank, *seen}]
+        sights = {each.rank: seen.get(each.rank, Sight("unseen")) for each in watched}
         self._peers = {
-            member.rank: Peer(
-                member=member,
-                beat=Heartbeat(rank=member.rank),
-                heard_at=0.0,
-                sight=visible.get(member.rank, Sight("unseen")),
-            )
-            for member in everyone
-            if self._is_judge or member.rank in {JUDGE, rank, *visible}
+            each.rank: Peer(member=each, beat=Heartbeat(rank=each.rank), heard_at=0.0, sight=sights[each.rank])
+            for each in watched
         }
 
     # The main thread calls these.
@@ -112,7 +90,7 @@ class Monitor(threading.Thread):
         """
         self._failure = failure
         self._wake.set()
-        self._concluded.wait(SILENT_AFTER_FAILURE_S + 4 * BEAT_S)
+        self._concluded.wait(diagnosis.SILENT_AFTER_FAILURE_S + 4 * BEAT_S)
         return self.verdict
 
     def leave(self) -> None:
@@ -128,15 +106,13 @@ class Monitor(threading.Thread):
         """Write and diagnose heartbeats until there is a verdict or the run has ended."""
         # An interpreter that shuts down must not have a thread in torch's C++: that ends in SIGABRT.
         atexit.register(self._close)
-        verdict = self._watch()
-        if verdict is not None:
+        if (verdict := self._watch()) is not None:
             self._conclude(verdict)
 
     def _watch(self) -> Verdict | None:
         farewell_at = 0.0
         while not self._closed.is_set():
-            verdict = self._tick()
-            if verdict is not None:
+            if (verdict := self._tick()) is not None:
                 return verdict
             if self._over:
                 farewell_at = farewell_at or time.monotonic()
@@ -175,9 +151,14 @@ class Monitor(threading.Thread):
         heard_at = before.heard_at if before.beat.over else self._listened_s  # time since which it is over
         own = Peer(member=self._own, beat=beat, heard_at=heard_at, sight=Sight("running"), answered=True)
         self._peers[self._own.rank] = own
-        if self._is_judge:
-            return None if news is None else self._judge_all()
-        return self._follow_judge()
+        if not self._is_judge:
+            return self._follow_judge()
+        if news is None:
+            return None
+        verdict = diagnosis.diagnose(self._peers, now=self._listened_s, patience=self._patience)
+        if verdict is not None:
+            self._board.exchange(replace(self._beat({}), verdict=verdict), wait_s=_FAREWELL_S)
+        return verdict
 
     def _note(self, news: News | None, sights: dict[int, Sight]) -> None:
         """Update the table of processes; `sights` are of those on this machine."""
@@ -190,13 +171,7 @@ class Monitor(threading.Thread):
             seen_by_others = [item for beat in beats for item in beat.seen.items()]
             seen_by_others.sort(key=lambda item: _STATES.index(item[1].state))
             sights = dict.fromkeys(self._peers, Sight("unseen")) | dict(seen_by_others) | sights
-        self._peers = updated(self._peers, beats, sights, now=self._listened_s)
-
-    def _judge_all(self) -> Verdict | None:
-        verdict = diagnose(self._peers, now=self._listened_s, patience=self._patience)
-        if verdict is not None:
-            self._board.exchange(replace(self._beat({}), verdict=verdict), wait_s=_FAREWELL_S)
-        return verdict
+        self._peers = diagnosis.updated(self._peers, beats, sights, now=self._listened_s)
 
     def _follow_judge(self) -> Verdict | None:
         if verdict := self._peers[JUDGE].beat.verdict:
@@ -204,7 +179,7 @@ class Monitor(threading.Thread):
         if self._over:
             return None
         now = self._listened_s + self._owed_s
-        return diagnose_judge(self._peers, me=self._own.rank, now=now, patience=self._patience)
+        return diagnosis.diagnose_judge(self._peers, me=self._own.rank, now=now, patience=self._patience)
 
     def _beat(self, sights: dict[int, Sight]) -> Heartbeat:
         self._number += 1

@@ -10,7 +10,6 @@ from traceback import FrameSummary
 import lightning
 import torch
 
-_NUM_FRAMES = 3
 # A line of Python in one of these is not the user's.
 _LIBRARIES = ("<", sysconfig.get_path("stdlib"), *torch.__path__, *lightning.__path__)
 
@@ -47,5 +46,5 @@ def place_of(frames: list[FrameSummary]) -> str:
     """The innermost line that is not a library's, and the innermost ones of libraries below it, as one line of text."""
     own = max((i for i, frame in enumerate(frames) if not frame.filename.startswith(_LIBRARIES)), default=-1)
     named = [(frames[own].filename, frames[own])] if own >= 0 else []
-    named += [("/".join(Path(frame.filename).parts[-2:]), frame) for frame in frames[own + 1 :][-_NUM_FRAMES:]]
+    named += [("/".join(Path(frame.filename).parts[-2:]), frame) for frame in frames[own + 1 :][-3:]]
     return " > ".join(f"{name}:{frame.lineno} ({frame.name})" for name, frame in named)
