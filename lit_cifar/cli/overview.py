@@ -25,8 +25,8 @@ _COMMANDS = {
     },
     "inspect": {"modes": "Which modes run on this machine, and how to start them."},
 }
-_COUNTS = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_COUNTS += ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_NODEID")
+_COUNTS = ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS"]
+_COUNTS += ["SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_NODEID"]
 _EXAMPLES = (
     "fit --data.root=data --trainer.strategy=ddp --trainer.devices=2",
     "test runs/FOLDER",

@@ -110,11 +110,9 @@ def sized_modes(devices: int) -> dict[str, SizedMode]:
         "pp": sized(name="pp", strategy="PipelineStrategy", sizes=pipeline),
         "ddp_pp": sized(name="ddp_pp", strategy="PipelineStrategy", sizes=pipelines),
     }
+    synchronised = sized(name="ddp-sync", strategy="ddp", sync_batchnorm=True)
     variants = {
-        "ddp": [
-            sized(name="ddp_flat", strategy="ddp_flat"),
-            sized(name="ddp-sync", strategy="ddp", sync_batchnorm=True),
-        ],
+        "ddp": [sized(name="ddp_flat", strategy="ddp_flat"), synchronised],
         "mp": [sized(name="mp-micro", strategy="LayerParallelStrategy", sizes=layers)],
     }
     if devices >= 4:  # with fewer devices it is one of the two
@@ -137,19 +135,16 @@ def chosen(names: list[str], *, devices: int) -> list[SizedMode]:
     return [mode for name, mode in known.items() if name in names or "all" in names]
 
 
-# The class that stands for a mode on one GPU, and its argument for the number of devices. `placed` has those of others.
+# The class that stands for a mode on one GPU; for all others `OneDeviceDDPStrategy`.
 _ON_ONE_GPU = {
-    "dp": ("DataParallelStrategy", "num_replicas"),
-    "mp": ("LayerParallelStrategy", "num_stages"),
-    "mp-micro": ("LayerParallelStrategy", "num_stages"),
-    "ddp_flat": ("OneDeviceFlatDDPStrategy", "num_devices"),
-    "ddp_mp": ("OneDeviceDDPLayerParallelStrategy", "num_devices"),
-    "pp": ("OneDevicePipelineStrategy", "num_devices"),
-    "ddp_pp": ("OneDevicePipelineStrategy", "num_devices"),
-    "fsdp2": ("OneDeviceShardedStrategy", "num_devices"),
-    "fsdp2-tp": ("OneDeviceShardedStrategy", "num_devices"),
-    "tp": ("OneDeviceShardedStrategy", "num_devices"),
+    **dict.fromkeys(("mp", "mp-micro"), "LayerParallelStrategy"),
+    **dict.fromkeys(("pp", "ddp_pp"), "OneDevicePipelineStrategy"),
+    **dict.fromkeys(("fsdp2", "fsdp2-tp", "tp"), "OneDeviceShardedStrategy"),
+    "dp": "DataParallelStrategy",
+    "ddp_flat": "OneDeviceFlatDDPStrategy",
+    "ddp_mp": "OneDeviceDDPLayerParallelStrategy",
 }
+_NUMBER = {"DataParallelStrategy": "num_replicas", "LayerParallelStrategy": "num_stages"}  # of devices, by argument
 
 
 def launched(mode: SizedMode) -> SizedMode:
@@ -164,8 +159,8 @@ def placed(mode: SizedMode, *, num_gpus: int) -> SizedMode:
     """`mode` on at most `num_gpus` GPUs; `mode` itself on the CPU, for which that is 0, and where they suffice."""
     if num_gpus == 0 or mode.devices <= num_gpus:
         return mode
-    strategy, argument = _ON_ONE_GPU.get(mode.name, ("OneDeviceDDPStrategy", "num_devices"))
-    sizes: Sizes = {argument: mode.devices, **mode.sizes}
+    strategy = _ON_ONE_GPU.get(mode.name, "OneDeviceDDPStrategy")
+    sizes: Sizes = {_NUMBER.get(strategy, "num_devices"): mode.devices, **mode.sizes}
     if mode.name == "ddp_spawn":
         sizes["start_method"] = "spawn"
     elif mode.name == "tp":

@@ -121,9 +121,8 @@ class RayRun:
         sizes = {"num_nodes": len(nodes), "num_local": self.options.workers_per_node}
         each = {"folder": str(Path.cwd()), "restarts": restarts, **sizes}
         try:
-            place = self.ray.get(nodes[0].meeting_place.remote(num_nodes=len(nodes)))
-            starts = [actor.start.remote(words, place=place, node=node, **each) for node, actor in enumerate(nodes)]
-            self.ray.get(starts)
+            each["place"] = self.ray.get(nodes[0].meeting_place.remote(num_nodes=len(nodes)))
+            self.ray.get([actor.start.remote(words, node=node, **each) for node, actor in enumerate(nodes)])
             return self._follow(nodes)
         except errors.RayTaskError as error:
             raise error.cause if isinstance(error.cause, ConfigError) else error from None
@@ -166,8 +165,7 @@ def _connected(address: str) -> Iterator[Any]:
         ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, ValueError) as error:
         problem = f"there is no Ray cluster at --address={address}: {one_line(error)[:150]}"
-        remedy = "start one: ray start --head; on the other machines ray start --address=HOST:6379"
-        raise ConfigError(problem, remedy=remedy) from error
+        raise ConfigError(problem, remedy="ray start --head; on others ray start --address=HOST:6379") from error
     try:
         yield ray
     finally:

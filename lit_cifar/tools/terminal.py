@@ -21,8 +21,6 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.launch.signals import stop_signals
 from lit_cifar.reporting.environment import about as about  # for the records of commands
 
-COLUMNS = 120  # width of a table that goes to a file
-
 
 class CommandParser(argparse.ArgumentParser):
     """Options of `python -m lit_cifar NAME`; it raises a `ConfigError` for options that cannot work."""
@@ -72,8 +70,8 @@ say = partial(print, flush=True)  # flushed, also into a pipe
 
 
 def console() -> Console:
-    """A console for tables: as wide as the terminal, or `COLUMNS` without one."""
-    return Console(width=None if sys.stdout.isatty() else COLUMNS, highlight=False)
+    """A console for tables: as wide as the terminal, or 120 columns without one."""
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 
 
 def table(title: str, columns: Sequence[str | Column] = (), *, numbers: Sequence[str] = ()) -> Table:

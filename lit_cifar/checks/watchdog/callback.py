@@ -72,7 +72,8 @@ class Watchdog(Callback):
             # Lightning handles exceptions of a spawned process in the parent, and does not call `on_exception`.
             trainer._run_stage = partial(self._run_stage, trainer, pl_module)  # type: ignore[method-assign]
         name_who_ends(trainer)
-        from lit_cifar.checks.watchdog.monitor import Monitor, Patience  # one process needs none
+        from lit_cifar.checks.watchdog.diagnosis import Patience
+        from lit_cifar.checks.watchdog.monitor import Monitor  # one process needs none
         from lit_cifar.checks.watchdog.store import meet
 
         board, everyone = meet(trainer.global_rank, trainer.world_size)

@@ -19,12 +19,9 @@ from lit_cifar.tools import terminal
 from lit_cifar.tools.doctor.modes import ModeRow, cores_and_gpus, mode_table
 
 ALL_MODES = tuple(mode.name for mode in MODES)
-COPY_MODES = ("dp", "mp", "ddp_mp")
-"""The modes in which one process copies tensors from GPU to GPU."""
+COPY_MODES = ("dp", "mp", "ddp_mp")  # in which one process copies tensors from GPU to GPU
 _TIMEOUT_S = 120.0
-_MEND_COPIES = (
-    "turn off the IOMMU or PCIe ACS in the BIOS, or boot with iommu=pt   # or use ddp, see docs/troubleshooting.md"
-)
+_MEND_COPIES = "turn off the IOMMU or PCIe ACS in the BIOS, or boot with iommu=pt; or use ddp: docs/troubleshooting.md"
 _DESCRIPTION = """\
 Whether this machine is fit to train, mode by mode: whether copies between its GPUs arrive, and whether torch and
 Lightning have the private names that a mode needs. `torch.utils.collect_env` describes the machine.
@@ -71,21 +68,25 @@ class Examination:
     modes: Sequence[ModeRow]  # as they are where nothing is found
 
     @property
-    def findings(self) -> list[MachineFinding]:
-        return [finding for check in self.checks for finding in check.findings]
-
-    @property
     def faults(self) -> list[MachineFinding]:
         """The findings that make the machine unfit for some mode."""
-        return [finding for finding in self.findings if finding.modes]
+        return [finding for check in self.checks for finding in check.findings if finding.modes]
+
+    @property
+    def notes(self) -> list[MachineFinding]:
+        return [finding for check in self.checks for finding in check.findings if not finding.modes]
+
+    def against(self, row: ModeRow) -> dict[int, MachineFinding]:
+        """The faults that make the machine unfit for a mode, by their numbers on the page."""
+        return {number: fault for number, fault in enumerate(self.faults, start=1) if row.mode.name in fault.modes}
 
     def to_json(self) -> dict[str, Any]:
         verdicts = []
         for row in self.modes:
-            name = row.mode.name
-            against = next((fault for fault in self.faults if name in fault.modes), None)
-            reason, command = (against.problem, against.mend) if against else (row.verdict, row.command)
-            verdicts.append({"mode": name, "fit": against is None, "reason": reason, "command": command})
+            verdict = {"mode": row.mode.name, "fit": True, "reason": row.verdict, "command": row.command}
+            for fault in [*self.against(row).values()][:1]:
+                verdict |= {"fit": False, "reason": fault.problem, "command": fault.mend}
+            verdicts.append(verdict)
         return {"fit": not self.faults, "checks": [asdict(check) for check in self.checks], "verdicts": verdicts}
 
 
@@ -129,21 +130,14 @@ def print_page(found: Examination, out: Console) -> None:
         out.print(f"\n[bold red]Not fit: {counted(len(faults), 'fault')}[/]")
     else:
         out.print(f"\n[bold green]Fit: no fault was found, and {len(found.modes)} modes run here[/]")
-    notes = [("note", finding) for finding in found.findings if not finding.modes]
-    for label, finding in [*((f"{number}.", fault) for number, fault in enumerate(faults, start=1)), *notes]:
+    numbered = [(f"{number}.", fault) for number, fault in enumerate(faults, start=1)]
+    for label, finding in [*numbered, *(("note", note) for note in found.notes)]:
         out.print(f"[bold]{label:>5}[/] {escape(finding.problem)}")
         out.print(f"      {finding.mend}", markup=False, style="cyan", soft_wrap=True)  # commands stay whole
-    checks = [(check.name, escape(check.seen)) for check in found.checks]
-    for title, rows in (("modes", _modes(found)), ("checks", checks)):
-        out.print(f"\n[bold]{title}[/]")
-        for name, text in rows:
-            out.print(f"  {name:<13}{text}")
-
-
-def _modes(found: Examination) -> list[tuple[str, str]]:
-    rows = []
+    out.print("\n[bold]modes[/]")
     for row in found.modes:
-        name = row.mode.name
-        numbers = [str(number) for number, fault in enumerate(found.faults, start=1) if name in fault.modes]
-        rows.append((name, f"[red]no, see {', '.join(numbers)}" if numbers else f"[green]{row.verdict}"))
-    return rows
+        numbers = ", ".join(map(str, found.against(row)))
+        out.print(f"  {row.mode.name:<13}" + (f"[red]no, see {numbers}" if numbers else f"[green]{row.verdict}"))
+    out.print("\n[bold]checks[/]")
+    for check in found.checks:
+        out.print(f"  {check.name:<13}{escape(check.seen)}")

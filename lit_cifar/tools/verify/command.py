@@ -1,12 +1,10 @@
 """`python -m lit_cifar verify`: from its arguments to the row of each mode, the printed table and the exit status."""
 
-import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.table import Column, Table
@@ -44,7 +42,6 @@ exit status:
   3  no verdict: a run ended by an error of its own, or there was nothing to compare"""
 
 RULES = {"float64": EXACT_BOUND}
-_NUM_SHOWN = 5  # most findings of a mode that are shown
 _COLUMNS = (*KINDS, LOGITS)
 _COLOURS: dict[Outcome, str] = {"pass": "green", "fail": "red", "abstain": "yellow", "crash": "red"}
 
@@ -60,9 +57,20 @@ def main(args: list[str]) -> int:
     record = terminal.about() | {"rules": RULES}
     terminal.exit_orderly_when_terminated()
     torch.set_num_threads(1)  # the other cores are for the runs
-    content = _verified(options, rest)
-    terminal.write_json(target, record | content)
-    return int(content["exit_status"])
+    if options.virtual_replicas is not None:
+        rest.append(f"--virtual_replicas={options.virtual_replicas}")
+    sizes = {"devices": options.devices, "steps": options.steps}
+    rows = verify(options.modes.split(","), **sizes, args=rest, launcher=options.launcher)
+    out = terminal.console()
+    out.print(verdict_table(rows, title=f"{options.steps} steps, compared one by one"))
+    for row in rows:
+        for line in at_most(5, row.problems, more="{} more findings: see --json FILE"):
+            out.print(f"{row.mode}: {line}", markup=False)
+    found = [asdict(row) | {"passed": row.passed} for row in rows]
+    status = exit_status(row.outcome for row in rows)
+    record |= sizes | {"launcher": options.launcher, "rows": found, "passed": not status, "exit_status": status}
+    terminal.write_json(target, record)
+    return status
 
 
 def verify_parser() -> CommandParser:
@@ -70,33 +78,12 @@ def verify_parser() -> CommandParser:
     parser.add_argument("--modes", default="all", metavar="A,B", help="Modes to verify (default: all).")
     parser.add_argument("--devices", type=int, default=2, metavar="N", help="Devices of each mode (default: 2).")
     parser.add_argument("--steps", type=int, default=4, metavar="K", help="Optimizer steps of each run (default: 4).")
-    parser.add_argument(
-        "--virtual_replicas", type=int, metavar="V", help="Compare bit for bit: V parts of a batch in every mode."
-    )
-    parser.add_argument(
-        "--launcher",
-        type=terminal.launcher_words,
-        default=(),
-        metavar="COMMAND",
-        help='Have it start the processes of each mode, e.g. "python -m lit_cifar ray --nodes=2".',
-    )
+    help = "Compare bit for bit: V parts of a batch in every mode."
+    parser.add_argument("--virtual_replicas", type=int, metavar="V", help=help)
+    help = 'Have it start the processes of each mode, e.g. "python -m lit_cifar ray --nodes=2".'
+    parser.add_argument("--launcher", type=terminal.launcher_words, default=(), metavar="COMMAND", help=help)
     parser.add_argument("--json", metavar="FILE", help="Write all results, versions and hardware to this file.")
     return parser
-
-
-def _verified(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    if options.virtual_replicas is not None:
-        rest = [*rest, f"--virtual_replicas={options.virtual_replicas}"]
-    sizes = {"devices": options.devices, "steps": options.steps}
-    rows = verify(options.modes.split(","), **sizes, args=rest, launcher=options.launcher)
-    out = terminal.console()
-    out.print(verdict_table(rows, title=f"{options.steps} steps, compared one by one"))
-    for row in rows:
-        for line in at_most(_NUM_SHOWN, row.problems, more="{} more findings: see --json FILE"):
-            out.print(f"{row.mode}: {line}", markup=False)
-    found = [asdict(row) | {"passed": row.passed} for row in rows]
-    status = exit_status(row.outcome for row in rows)
-    return sizes | {"launcher": options.launcher, "rows": found, "passed": not status, "exit_status": status}
 
 
 def verdict_table(rows: Sequence[VerifiedMode], *, title: str) -> Table:
@@ -105,9 +92,7 @@ def verdict_table(rows: Sequence[VerifiedMode], *, title: str) -> Table:
     table = terminal.table(title, columns, numbers=(*_COLUMNS, "time"))
     table.add_column("", no_wrap=True)
     for row in rows:
-        processes = "-" if row.processes is None else str(row.processes)
-        if row.nodes is not None and row.nodes > 1:
-            processes += f"\n[dim]{row.nodes} nodes[/]"
+        processes = str(row.processes or "-") + (f"\n[dim]{row.nodes} nodes[/]" if (row.nodes or 1) > 1 else "")
         cells = [_cell(row, kind) for kind in _COLUMNS]
         verdict = f"[bold {_COLOURS[row.outcome]}]{row.outcome.upper()}[/]"
         table.add_row(row.mode, processes, row.equals, *cells, f"{row.seconds:.0f} s", verdict)
@@ -144,8 +129,11 @@ def verify(
 
 def _possible(wanted: Sequence[SizedMode], settings: Configuration, *, leave_out: bool) -> Iterator[SizedMode]:
     """The modes that can run with these sizes. The reason for leaving out one is printed, or else raised."""
-    module, data = settings.module(), settings.data()
-    sampler = settings.train_sampler(data)
+    module, data = settings.module(), settings.data_module()
+    data.prepare_data()
+    data.setup("fit")
+    sampler = replace(data.train_sampler(), accumulation=settings.accumulation)
+    sampler.check()
     for mode in wanted if settings.num_parts is None else [mode.with_parts() for mode in wanted]:
         try:
             on = launched(mode) if settings.launcher else placed(mode, num_gpus=settings.num_gpus)

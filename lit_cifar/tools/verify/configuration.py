@@ -14,7 +14,6 @@ from jsonargparse import ArgumentParser
 from lit_cifar.configured import own_network
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.ghost_batches import GhostBatches
-from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.world_size import as_list
 from lit_cifar.models.fine_tuning import FineTuning
@@ -50,8 +49,6 @@ _LEFT_OUT = ("--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_st
 
 # Precisions in which rounding does not cancel a whole step.
 _PRECISIONS = ("32", "32-true", "64", EXACT, "bf16", "bf16-mixed")
-
-_MAX_AT_ONCE = 8  # a run holds some copies of the network on disk
 
 
 @dataclass(frozen=True)
@@ -93,9 +90,8 @@ class Configuration:
         return str(self.config["trainer"]["precision"]) in ("64", EXACT) or self.num_parts is not None
 
     def in_float64(self) -> "Configuration":
-        trainer = self.config["trainer"] | {"precision": EXACT}
-        flags = (*self.flags, f"--trainer.precision={EXACT}")
-        return replace(self, flags=flags, config=self.config | {"trainer": trainer})
+        config = self.config | {"trainer": self.config["trainer"] | {"precision": EXACT}}
+        return replace(self, flags=(*self.flags, f"--trainer.precision={EXACT}"), config=config)
 
     @property
     def bounds(self) -> Bounds:
@@ -123,9 +119,9 @@ class Configuration:
     def num_at_once(self) -> int:
         """Number of runs at the same time: on the CPU a short run mostly starts up, which uses one core.
 
-        A launcher may have room for one.
+        A launcher may have room for one, and the disk for some copies of the network.
         """
-        return min(len(sched_getaffinity(0)), _MAX_AT_ONCE) if self.on_cpu and not self.launcher else 1
+        return min(len(sched_getaffinity(0)), 8) if self.on_cpu and not self.launcher else 1
 
     @property
     def accumulation(self) -> int:
@@ -174,17 +170,6 @@ class Configuration:
         made: CIFAR10DataModule = parser.instantiate(parser.parse_object({"data": self.config["data"]})).data
         return made
 
-    def data(self) -> CIFAR10DataModule:
-        data = self.data_module()
-        data.prepare_data()
-        data.setup("fit")
-        return data
-
-    def train_sampler(self, data: CIFAR10DataModule) -> TrainSampler:
-        sampler = replace(data.train_sampler(), accumulation=self.accumulation)
-        sampler.check()
-        return sampler
-
     def in_words(self, chunks: GhostBatches) -> str:
         """The single-device computation, e.g. "one device, 2 x 16 images normalised apart"."""
         if self.num_parts is not None:
@@ -192,9 +177,8 @@ class Configuration:
         num_chunks = chunks.accumulation
         if not chunks.synchronised:
             num_chunks *= chunks.data_parallel_size * chunks.local_replicas * chunks.num_microbatches
-        if num_chunks == 1:
-            return "one device"
-        return f"one device, {num_chunks} x {self.config['data']['batch_size'] // num_chunks} images normalised apart"
+        size = self.config["data"]["batch_size"] // num_chunks
+        return "one device" + (f", {num_chunks} x {size} images normalised apart" if num_chunks > 1 else "")
 
     def length_flags(self, *, steps: int, accumulation: int) -> list[str]:
         """Flags for `steps` optimizer steps, each logged, in any number of epochs, with a checkpoint before the last.
@@ -216,11 +200,8 @@ def _network_flags(model: dict[str, Any]) -> list[str]:
 
     `tiny` has every kind of layer that ResNet34 has, with an eighth of the channels: a run takes little but its start.
     """
-    flags = []
-    if model["arch"] is None:
-        model["arch"] = "tiny"
-        flags.append("--model.arch=tiny")
-    if model["arch"] in SHAPES and model["stem"] is None:
-        model["stem"] = "imagenet"
-        flags.append("--model.stem=imagenet")
-    return flags
+    given = {**model}
+    model["arch"] = model["arch"] or "tiny"
+    if model["arch"] in SHAPES:
+        model["stem"] = model["stem"] or "imagenet"
+    return [f"--model.{name}={model[name]}" for name in ("arch", "stem") if model[name] != given[name]]

@@ -3,6 +3,7 @@
 import csv
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
@@ -91,14 +92,12 @@ def entry_problems(
         if name not in found.checkpoints or name not in expected.checkpoints:
             problems.append(f"{name}: only {source if name not in found.checkpoints else 'this run'} has one")
         elif name != BEST or bound < ANY:
-            mine, wanted = (
-                dict(_entries("", read_checkpoint(record.checkpoints[name]), leave_out)) for record in (found, expected)
-            )
+            contents = (read_checkpoint(record.checkpoints[name]) for record in (found, expected))
+            mine, wanted = (dict(_entries("", content, leave_out)) for content in contents)
             both = {key: (mine.get(key), wanted.get(key)) for key in {**wanted, **mine}}
             other = {key: [*map(_shown, pair)] for key, pair in both.items() if not _equal(*pair, bound=bound)}
-            problems += first_of(
-                [f"{name}: {key} is {own}, {source} has {right}" for key, (own, right) in other.items()]
-            )
+            said = [f"{name}: {key} is {own}, {source} has {right}" for key, (own, right) in other.items()]
+            problems += first_of(said)
     return problems
 
 
@@ -111,11 +110,8 @@ def _entries(path: str, value: Any, leave_out: Collection[str]) -> Iterator[tupl
             if key not in leave_out:
                 yield from _entries(f"{path}/{key}".lstrip("/"), inner, leave_out)
     else:
-        yield _in_run(path), _in_run(value) if isinstance(value, str) else value
-
-
-def _in_run(text: str) -> str:
-    return re.sub(r"[^ ]*/run/checkpoints", "RUN/checkpoints", text)
+        in_run = partial(re.sub, r"[^ ]*/run/checkpoints", "RUN/checkpoints")
+        yield in_run(path), in_run(value) if isinstance(value, str) else value
 
 
 def _equal(found: Any, wanted: Any, *, bound: float) -> bool:
@@ -151,10 +147,8 @@ def evaluation_table_problems(record: Record, last: dict[int, Evaluated], *, in_
         problems.append(f"{CONFUSION} is not what the logits of the last evaluation say")
     *counted, total = [(int(row[2]), int(row[3])) for row in _rows(record, PER_RANK)] or [(0, 0)]
     share = max(1, len(counted) // len(ranks))  # replicas of one process of `dp`
-    if in_chunks:
-        wanted = [counts for rank in ranks for counts in rank.of_replicas(share)]
-    else:
-        wanted = [rank.counts for rank in ranks]
+    wanted = [counts for rank in ranks for counts in rank.of_replicas(share if in_chunks else 1)]
+    if not in_chunks:
         counted = [_sum(counted[place : place + share]) for place in range(0, len(counted), share)]
     for place, (mine, right) in enumerate(zip_longest([*counted, total], [*wanted, _sum(wanted)])):
         if mine != right:

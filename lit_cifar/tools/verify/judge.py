@@ -5,25 +5,12 @@ from dataclasses import dataclass, field
 
 from lit_cifar.checks.verdict import Outcome
 from lit_cifar.launch.runs import EndedRun
+from lit_cifar.tools.verify import record as records
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.files import OF_RESUME, entry_problems, file_problems, table_problems
 from lit_cifar.tools.verify.launcher import evaluated_alone
 from lit_cifar.tools.verify.processes import count_problems, own_problems, sample_problems
-from lit_cifar.tools.verify.record import (
-    ANY,
-    EXACT_BOUND,
-    LOGITS,
-    METRIC_BOUND,
-    SAME_BITS,
-    Bounds,
-    Logged,
-    Record,
-    first_of,
-    gap,
-    gaps_of_step,
-    largest_gaps,
-    step_problems,
-)
+from lit_cifar.tools.verify.record import EXACT_BOUND, LOGITS, Bounds, Logged, Record
 from lit_cifar.tools.verify.recorder import BUFFERS, PARAMETERS
 from lit_cifar.tools.verify.runs import last_words
 
@@ -85,11 +72,11 @@ def judge(row: VerifiedMode, ended: EndedRun, record: Record, reference: Record,
 def _compare_steps(row: VerifiedMode, record: Record, reference: Record) -> list[str]:
     problems = []
     for number in reference.steps if row.tolerance else []:  # without a bound nothing would be said
-        gaps = gaps_of_step(record.step(number), reference.step(number))
-        for kind, value in largest_gaps(gaps).items():
+        gaps = records.gaps_of_step(record.step(number), reference.step(number))
+        for kind, value in records.largest_gaps(gaps).items():
             if kind in row.tolerance:
                 row.differences[kind] = max(row.differences.get(kind, 0.0), value)
-        problems += step_problems(gaps, row.tolerance, step=number)
+        problems += records.step_problems(gaps, row.tolerance, step=number)
     return problems
 
 
@@ -111,7 +98,7 @@ def frozen_problems(record: Record, settings: Configuration) -> list[str]:
                 still = name in module.frozen.parameters or (kind == BUFFERS and layer in module.frozen.norms)
                 if still and not tensor.equal(start[kind][name]):
                     problems.append(f"step {number}: {name} is frozen, and has moved since step {min(record.steps)}")
-    return first_of(problems)
+    return records.first_of(problems)
 
 
 def other_weights(alone: Record, added_callbacks: Sequence[str]) -> str | None:
@@ -120,13 +107,10 @@ def other_weights(alone: Record, added_callbacks: Sequence[str]) -> str | None:
     With a callback that averages weights, such as EMA, one device itself evaluates or saves weights that it does not
     train. Without any callback of the user's, that would be a mistake.
     """
-    problems = own_problems(alone) if added_callbacks else []
-    if not problems:
-        return None
-    return (
-        f"not judged beyond its steps: with {', '.join(added_callbacks)} one device itself evaluates or saves other "
-        f"weights than those of its steps ({problems[0]}); leave the callback out to have the rest judged"
-    )
+    for problem in own_problems(alone) if added_callbacks else []:
+        what = f"with {', '.join(added_callbacks)} one device itself evaluates or saves other weights than those of its"
+        return f"not judged beyond its steps: {what} steps ({problem}); leave the callback out to have the rest judged"
+    return None
 
 
 def _resumed_problems(ended: EndedRun, record: Record, settings: Configuration) -> list[str]:
@@ -136,8 +120,8 @@ def _resumed_problems(ended: EndedRun, record: Record, settings: Configuration) 
         return [last_words(ended)]
     if resumed.steps != [last]:
         return [f"it has made the steps {resumed.steps}, not {last} alone"]
-    bounds = {"loss": 0.0} | SAME_BITS if settings.on_cpu else settings.bounds
-    problems = step_problems(gaps_of_step(resumed.step(last), record.step(last)), bounds, step=last)
+    bounds = {"loss": 0.0} | records.SAME_BITS if settings.on_cpu else settings.bounds
+    problems = records.step_problems(records.gaps_of_step(resumed.step(last), record.step(last)), bounds, step=last)
     problems += own_problems(resumed)
     if settings.on_cpu:
         source = f"{FIRST_RUN} has"
@@ -149,10 +133,9 @@ def _resumed_problems(ended: EndedRun, record: Record, settings: Configuration) 
 
 def _compare_metrics(row: VerifiedMode, record: Record, reference: Record, settings: Configuration) -> list[str]:
     bounds = dict(_SAME_METRICS)
-    if settings.num_parts is None:
-        # `_compare_evaluation` compares the values of "val/".
+    if settings.num_parts is None:  # `_compare_evaluation` compares the values of "val/"
         trained = dict.fromkeys(("train/loss", "train/acc"), settings.metric_bound)
-        bounds = {**trained, **_SAME_METRICS, "val/": ANY}
+        bounds = trained | _SAME_METRICS | {"val/": records.ANY}
     problems = logged_problems(record.logged, reference.logged, bounds=bounds, source=f"{ONE_DEVICE} has")
     for number in record.steps if settings.is_exact else []:
         problems += _compare_evaluation(row, number, record, reference, settings)
@@ -169,7 +152,7 @@ def _compare_evaluation(
     if settings.num_parts is None:
         (samples, metrics), bound = evaluated_alone(record.step(number), settings), EXACT_BOUND
         own = {key: value for key, value in record.logged.items() if key[0] in metrics and key[1] == number}
-        wanted, bounds = {key: metrics[key[0]] for key in own}, dict.fromkeys(metrics, METRIC_BOUND)
+        wanted, bounds = {key: metrics[key[0]] for key in own}, dict.fromkeys(metrics, records.METRIC_BOUND)
         problems += logged_problems(own, wanted, bounds=bounds, source=f"{SAME_WEIGHTS} has")
     else:  # the bits of the one device itself
         (samples,), bound = reference.evaluated(number).values(), 0.0
@@ -183,8 +166,8 @@ def _compare_evaluation(
 
 def logits_problems(when: str, rank: int, gaps: Sequence[tuple[int, float]], *, bound: float) -> list[str]:
     """The first sample of process `rank` whose logits, or label, differ from one device's, and the number of others."""
-    beyond = [(sample, f"{size:.1e}, allowed {bound:.1e}") for sample, size in gaps if size > bound]
-    return first_of([f"{when}: logits of sample {sample} of process {rank} differ by {by}" for sample, by in beyond])
+    where, beyond = f"of process {rank} differ by", [found for found in gaps if found[1] > bound]
+    return records.first_of([f"{when}: logits of sample {i} {where} {by:.1e}, allowed {bound:.1e}" for i, by in beyond])
 
 
 def logged_problems(found: Logged, expected: Logged, *, bounds: Mapping[str, float], source: str) -> list[str]:
@@ -197,7 +180,7 @@ def logged_problems(found: Logged, expected: Logged, *, bounds: Mapping[str, flo
     for name, step in sorted(found.keys() | expected.keys(), key=lambda key: (key[1], key[0])):
         bound = next((value for start, value in bounds.items() if name.startswith(start)), None)
         a, b = found.get((name, step)), expected.get((name, step))
-        if bound is None or gap(a, b) <= bound:
+        if bound is None or records.gap(a, b) <= bound:
             continue
         if a is None or b is None:
             problems.append(f"logged: {name} of step {step} is only in {source if a is None else 'the run'}")

@@ -108,10 +108,9 @@ def evaluated_alone(step: Step, settings: Configuration) -> tuple[Evaluated, dic
     model = settings.config["model"]
     module = settings.module(label_smoothing=model["label_smoothing"], test_views=model["test_views"])
     with_weights(module.network, step)
-    callback = Logits()
-    names = ("accelerator", "limit_val_batches", "overfit_batches")
-    trainer_settings = {name: settings.config["trainer"][name] for name in names}
-    trainer = L.Trainer(devices=1, precision=EXACT, callbacks=[callback], **SILENT, **trainer_settings)
+    callback, names = Logits(), ("accelerator", "limit_val_batches", "overfit_batches")
+    how = SILENT | {name: settings.config["trainer"][name] for name in names}
+    trainer = L.Trainer(devices=1, precision=EXACT, callbacks=[callback], **how)
     trainer.validate(module, settings.data_module(), verbose=False)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return Evaluated(**callback.take()), metrics

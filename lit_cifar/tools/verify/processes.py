@@ -38,13 +38,8 @@ def unequal_samples(found: Sequence[Sequence[int]], expected: Sequence[int]) -> 
     `found` holds the ids of every data-parallel rank, `expected` those of the reference, in any order.
     """
     seen, wanted = Counter(i for of_rank in found for i in of_rank), Counter(expected)
-    missing, surplus = sorted((wanted - seen).elements()), sorted((seen - wanted).elements())
-    problems = []
-    if missing:
-        problems.append(f"{len(missing)} samples are missing, e.g. {missing[0]}")
-    if surplus:
-        problems.append(f"{len(surplus)} samples are unknown or used too often, e.g. {surplus[0]}")
-    return problems
+    apart = {"missing": wanted - seen, "unknown or used too often": seen - wanted}
+    return [f"{ids.total()} samples are {how}, e.g. {min(ids)}" for how, ids in apart.items() if ids]
 
 
 def count_problems(record: Record) -> list[str]:

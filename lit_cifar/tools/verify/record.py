@@ -203,11 +203,6 @@ class Evaluated:
     logits: Tensor  # (n, num_classes)
     sizes: Tensor  # int64, number of samples of each batch
 
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Right and seen samples."""
-        return self.of_replicas(1)[0]
-
     def of_replicas(self, count: int) -> list[tuple[int, int]]:
         """Right and seen samples of each replica among which every batch is divided by `Tensor.chunk`, as in `dp`."""
         right = torch.split(self.logits.argmax(dim=1) == self.labels, self.sizes.tolist())

@@ -43,9 +43,7 @@ class Logits(L.Callback):
     def __init__(self) -> None:
         self._batches: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def on_validation_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int, *_: Any
-    ) -> None:
+    def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Batch, *_: Any) -> None:
         self._batches.append((batch.ids.cpu(), batch.labels.cpu(), outputs.detach().cpu().clone()))
 
     def take(self) -> dict[str, Tensor]:
@@ -112,13 +110,11 @@ class Trace(Logits):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._write_samples("epoch", f"epoch {trainer.current_epoch}", counted=metric_counts(pl_module, "train_"))
 
-    def on_validation_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int, *_: Any
-    ) -> None:
+    def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Batch, *_: Any) -> None:
         """Write down logits, and after the first batch the tensors that have computed them."""
-        super().on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        super().on_validation_batch_end(trainer, pl_module, outputs, batch)
         self._ids["evaluation"] += batch.ids.tolist()
-        if batch_idx == 0:
+        if len(self._batches) == 1:
             self._one_model = True
             self._write_own(f"{self._evaluation}, first batch", self._own_state(), same=True)
 
@@ -178,8 +174,7 @@ def metric_counts(module: nn.Module, prefix: str = "") -> dict[str, int]:
         if isinstance(metric, Metric) and name.startswith(prefix):
             state: Any = metric.metric_state
             # A metric counts each sample in one of these; right answers are in "tp", mistakes in "fn".
-            counts = [state[part] for part in ("count", "confmat", "tp", "fn") if part in state]
-            found[name] = sum(int(count.sum()) for count in counts)
+            found[name] = sum(int(state[part].sum()) for part in ("count", "confmat", "tp", "fn") if part in state)
     return found
 
 
@@ -288,8 +283,8 @@ def _part(tensor: Any) -> str:
 
 def metrics_state(metrics: Mapping[str, Tensor]) -> State:
     """A process's values of the run's metrics, without those that each process has of its own."""
-    shared = {name: float(value) for name, value in metrics.items() if is_shared(name)}
-    return {f"{name} ({METRICS})": ("", None, short_digest(value)) for name, value in shared.items()}
+    shared = [name for name in metrics if is_shared(name)]
+    return {f"{name} ({METRICS})": ("", None, short_digest(float(metrics[name]))) for name in shared}
 
 
 def is_shared(metric: str) -> bool:
@@ -299,7 +294,7 @@ def is_shared(metric: str) -> bool:
 
 def short_digest(value: Any) -> str:
     """Eight hexadecimal digits of the local part's bytes: a flipped bit changes them."""
-    if not isinstance(value, Tensor):
-        return f"{zlib.crc32(repr(value).encode()):08x}"
-    bits = local_part(value.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{zlib.crc32(bits.numpy().data):08x}"
+    content: Any = repr(value).encode()
+    if isinstance(value, Tensor):
+        content = local_part(value.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return f"{zlib.crc32(content):08x}"

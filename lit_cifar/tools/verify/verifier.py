@@ -23,12 +23,10 @@ RANDOM = (
     "not judged: the network draws random numbers in training, as dropout does, and with several parts of a batch it "
     "draws others than one device; pass --virtual_replicas=2 or more, with which all modes draw the same"
 )
-
 ILL_CONDITIONED = (
     "not judged: last bits of the weights change one device's steps so much that rounding explains differences up to "
     "{:.0e}, as where BatchNorm normalises few values; pass a larger --data.batch_size, or larger images"
 )
-
 NOT_IN_FLOAT64 = "its numbers are not judged, because it does not run in float64"
 
 
