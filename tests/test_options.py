@@ -18,8 +18,8 @@ from lit_cifar.launch.runs import EndedRun
 from lit_cifar.mode import refusals
 from lit_cifar.tools.verify.command import verify
 from lit_cifar.tools.verify.configuration import Configuration
-from lit_cifar.tools.verify.launcher import Launcher
 from lit_cifar.tools.verify.record import EXACT_BOUND, Record
+from lit_cifar.tools.verify.verifier import Verifier
 
 DEVICES = {"single": 1, "ddp_mp": 4, "ddp_pp": 4}
 
@@ -104,13 +104,13 @@ def test_modes_train_in_a_type_too_narrow_for_verify(option: str, modes: list[st
 def test_one_device_goes_without_what_modes_are_to_show_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: dict[str, str] = {}
 
-    def note(self: Launcher, title: str, folder: Path, flags: list[str]) -> EndedRun:
+    def note(self: Verifier, title: str, folder: Path, flags: list[str]) -> EndedRun:
         started.update(flag.split("=", 1) for flag in (*self.settings.flags, *flags) if "=" in flag)
         return EndedRun(0, "", "", 0.0)
 
-    monkeypatch.setattr(Launcher, "_fit", note)
+    monkeypatch.setattr(Verifier, "_fit", note)
     monkeypatch.setattr(Record, "steps", [1, 2])
     config = {"trainer": {"precision": "32-true", "accelerator": "cpu"}, "data": {"batch_size": 8, "val_size": 0}}
     settings = Configuration(("--model.compile=true", "--model.channels_last=true"), config)
-    Launcher(settings, 2, tmp_path).run_alone("reference", GhostBatches())
+    Verifier(settings, 2, tmp_path).run_alone("reference", GhostBatches())
     assert (started["--model.compile"], started["--model.channels_last"]) == ("false", "false")

@@ -28,8 +28,7 @@ from lit_cifar.tools.verify import runs
 from lit_cifar.tools.verify.command import _possible, verify, verify_modes
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.files import _equal, checkpoint_problems, digest_problems
-from lit_cifar.tools.verify.judge import VerifiedMode, logged_problems, logits_problems, other_weights
-from lit_cifar.tools.verify.launcher import Launcher, evaluated_alone
+from lit_cifar.tools.verify.judge import VerifiedMode, evaluated_alone, logged_problems, logits_problems, other_weights
 from lit_cifar.tools.verify.processes import count_problems, own_problems, peer_problems, unequal_samples
 from lit_cifar.tools.verify.record import (
     ANY,
@@ -137,7 +136,7 @@ def test_a_launcher_starts_modes_that_have_processes_to_start(tmp_path: Path, mo
     monkeypatch.setattr(
         "lit_cifar.launch.runs.ForkedRun", lambda words, **kwargs: started.append(kwargs | {"words": words}) or noted
     )
-    launcher = Launcher(with_launcher, 2, tmp_path)
+    launcher = Verifier(with_launcher, 2, tmp_path)
     launcher.run_mode(sized_modes(2)["ddp"], launcher.new_folder("ddp"), title="ddp")
     with pytest.raises(ConfigError):
         launcher.run_alone("reference", GhostBatches())
@@ -151,11 +150,11 @@ def test_a_launcher_starts_modes_that_have_processes_to_start(tmp_path: Path, mo
 def test_a_launcher_must_start_as_many_processes_as_the_mode_has(
     world_size: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launcher = Launcher(replace(settings(), launcher=("srun",)), 2, tmp_path)
+    launcher = Verifier(replace(settings(), launcher=("srun",)), 2, tmp_path)
     (tmp_path / "trace").mkdir()
     (tmp_path / "trace" / "run.json").write_text(json.dumps({"world_size": world_size, "num_nodes": 1}))
     (tmp_path / "run").mkdir()
-    monkeypatch.setattr(Launcher, "_fit", lambda *args, **kwargs: EndedRun(0, "", "", 1.0))
+    monkeypatch.setattr(Verifier, "_fit", lambda *args, **kwargs: EndedRun(0, "", "", 1.0))
     ended = launcher.run_mode(sized_modes(2)["ddp"], tmp_path, title="ddp")
     assert ended.status == status
     assert (status == 0) or "has started 3 processes, and ddp with --devices=2 has 2" in runs.refusal(ended).problem
@@ -184,8 +183,8 @@ def test_a_batch_that_one_device_cannot_train_on_is_never_left_out() -> None:
 def verified(ended: EndedRun, folder: Path, **options: bool) -> list[VerifiedMode]:
     """What is found of a mode whose run ends so."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Launcher, "run_alone", lambda self, *args: Record(self.new_folder("reference")))
-        patch.setattr(Launcher, "run_mode", lambda *args, **kwargs: ended)
+        patch.setattr(Verifier, "run_alone", lambda self, *args: Record(self.new_folder("reference")))
+        patch.setattr(Verifier, "run_mode", lambda *args, **kwargs: ended)
         verifier = Verifier(settings(), 2, folder)
         return verify_modes(verifier, [sized_modes(2)["ddp"]], **options)
 
@@ -318,15 +317,15 @@ def test_where_rounding_is_magnified_it_is_not_called_a_mistake(
 
 
 def test_what_does_not_run_in_float64_is_not_called_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_alone(self: Launcher, *args: Any) -> Record:
+    def run_alone(self: Verifier, *args: Any) -> Record:
         if self.settings.is_exact:
             raise ConfigError("expected Float", remedy="")
         return Record(self.new_folder("reference"))
 
     in_float32 = settings()
     in_float32.config["trainer"]["precision"] = 32
-    monkeypatch.setattr(Launcher, "run_alone", run_alone)
-    monkeypatch.setattr(Launcher, "run_mode", lambda *args, **kwargs: EndedRun(0, "", "", 1.0))
+    monkeypatch.setattr(Verifier, "run_alone", run_alone)
+    monkeypatch.setattr(Verifier, "run_mode", lambda *args, **kwargs: EndedRun(0, "", "", 1.0))
     monkeypatch.setattr("lit_cifar.tools.verify.verifier.judge", lambda row, *args: setattr(row, "outcome", "pass"))
     (row,) = verify_modes(Verifier(in_float32, 2, tmp_path), [sized_modes(2)["ddp"]])
     assert (row.outcome, row.problems) == ("abstain", [f"{NOT_IN_FLOAT64}: expected Float"])
@@ -335,9 +334,9 @@ def test_what_does_not_run_in_float64_is_not_called_wrong(tmp_path: Path, monkey
 def test_a_reference_that_takes_too_long_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lit_cifar.tools.verify.launcher.LIMIT_S", 0.2)
+    monkeypatch.setattr("lit_cifar.tools.verify.verifier.LIMIT_S", 0.2)
     with pytest.raises(ConfigError, match="time limit"):
-        Launcher(settings(), 3, tmp_path).run_alone("reference: one device", GhostBatches())
+        Verifier(settings(), 3, tmp_path).run_alone("reference: one device", GhostBatches())
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "running  reference: one device"
     assert any(line.endswith(" s  reference: one device") for line in said)
@@ -348,7 +347,7 @@ def test_a_run_that_ends_early_is_refused(tmp_path: Path) -> None:
     flags = (*settings().flags, "--trainer.fast_dev_run=true", "--trainer.accelerator=cpu")
     shortened = replace(settings(), flags=flags)
     with pytest.raises(ConfigError, match="after 1 of 2 steps"):
-        Launcher(shortened, 2, tmp_path).run_alone("reference", GhostBatches())
+        Verifier(shortened, 2, tmp_path).run_alone("reference", GhostBatches())
 
 
 @pytest.fixture

@@ -3,15 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import lightning as L
+
 from lit_cifar.checks.verdict import Outcome
 from lit_cifar.launch.runs import EndedRun
+from lit_cifar.tools.modes import SILENT
 from lit_cifar.tools.verify import record as records
-from lit_cifar.tools.verify.configuration import Configuration
+from lit_cifar.tools.verify.configuration import EXACT, Configuration
 from lit_cifar.tools.verify.files import OF_RESUME, entry_problems, file_problems, table_problems
-from lit_cifar.tools.verify.launcher import evaluated_alone
 from lit_cifar.tools.verify.processes import count_problems, own_problems, sample_problems
-from lit_cifar.tools.verify.record import EXACT_BOUND, LOGITS, Bounds, Logged, Record
-from lit_cifar.tools.verify.recorder import BUFFERS, PARAMETERS
+from lit_cifar.tools.verify.record import EXACT_BOUND, LOGITS, Bounds, Evaluated, Logged, Record, Step
+from lit_cifar.tools.verify.recorder import BUFFERS, PARAMETERS, Logits, with_weights
 from lit_cifar.tools.verify.runs import last_words
 
 ONE_DEVICE, SAME_WEIGHTS, FIRST_RUN = "one device", "one device with the same weights", "the undisturbed run"
@@ -187,3 +189,16 @@ def logged_problems(found: Logged, expected: Logged, *, bounds: Mapping[str, flo
         else:
             problems.append(f"logged: {name} of step {step} is {a:.9g}, {source} {b:.9g}")
     return problems
+
+
+def evaluated_alone(step: Step, settings: Configuration) -> tuple[Evaluated, dict[str, float]]:
+    """The validation of one device in float64 with the weights of `step`, and its metrics by their logged names."""
+    model = settings.config["model"]
+    module = settings.module(label_smoothing=model["label_smoothing"], test_views=model["test_views"])
+    with_weights(module.network, step)
+    callback, names = Logits(), ("accelerator", "limit_val_batches", "overfit_batches")
+    how = SILENT | {name: settings.config["trainer"][name] for name in names}
+    trainer = L.Trainer(devices=1, precision=EXACT, callbacks=[callback], **how)
+    trainer.validate(module, settings.data_module(), verbose=False)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return Evaluated(**callback.take()), metrics
