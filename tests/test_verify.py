@@ -21,13 +21,15 @@ from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.runs import EndedRun
 from lit_cifar.mode import Mode
+from lit_cifar.reporting.evaluation_tables import write_confusion, write_per_rank
+from lit_cifar.reporting.rank_statistics import AccuracyCount
 from lit_cifar.task.metrics import BalancedAccuracy, ConfusionMatrix, MeanLoss, TopAccuracy
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.modes import chosen, sized_modes
 from lit_cifar.tools.verify import runs
 from lit_cifar.tools.verify.command import _possible, verify, verify_modes
 from lit_cifar.tools.verify.configuration import Configuration
-from lit_cifar.tools.verify.files import _equal, checkpoint_problems, digest_problems
+from lit_cifar.tools.verify.files import _equal, checkpoint_problems, digest_problems, evaluation_table_problems
 from lit_cifar.tools.verify.judge import VerifiedMode, evaluated_alone, logged_problems, logits_problems, other_weights
 from lit_cifar.tools.verify.processes import count_problems, own_problems, peer_problems, unequal_samples
 from lit_cifar.tools.verify.record import (
@@ -494,6 +496,19 @@ def test_the_first_wrong_sample_of_an_evaluation_is_named_with_its_process() -> 
     (problem,) = logits_problems("evaluation after step 2", 1, found.gaps(wanted), bound=1e-9)
     assert problem.startswith("evaluation after step 2: logits of sample 7 of process 1 differ by 2.0e-01, allowed")
     assert problem.endswith(", and 1 more")
+
+
+def test_a_process_without_samples_is_no_mistake(tmp_path: Path) -> None:
+    """As where a validation has fewer samples than there are processes."""
+    (tmp_path / "trace").mkdir()
+    for rank in range(2):
+        line = {"when": "step 1", "rank": rank, "data_parallel_rank": rank, "ids": [], "counted": {}}
+        (tmp_path / "trace" / f"samples{rank}.jsonl").write_text(json.dumps(line) + "\n")
+    write_per_rank(tmp_path / "run", "val", [AccuracyCount(1, 1), AccuracyCount(0, 0)])
+    write_confusion(tmp_path / "run", "val", ["cat", "dog"], [[1, 0], [0, 0]])
+    ids, logits = torch.zeros(1, dtype=torch.int64), torch.tensor([[1.0, 0.0]])
+    last = {rank: Evaluated(ids[:n], ids[:n], logits[:n], torch.tensor([n])) for rank, n in enumerate((1, 0))}
+    assert evaluation_table_problems(Record(tmp_path), last, in_chunks=True) == []
 
 
 def test_where_a_callback_averages_weights_only_the_steps_are_judged(tf32: list[Any], tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from lit_cifar.checkpoint.format import POSITION, read_checkpoint
 from lit_cifar.configured import made
 from lit_cifar.errors import CheckpointError
 from lit_cifar.reporting.evaluation_tables import CONFUSION, PER_RANK
+from lit_cifar.reporting.rank_statistics import AccuracyCount
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.record import ANY, METRICS, Evaluated, Record, Step, first_of, gap, gaps_of_step
 from lit_cifar.tools.verify.recorder import numbers_by_kind, own_values, with_weights
@@ -154,8 +155,10 @@ def evaluation_table_problems(record: Record, last: dict[int, Evaluated], *, in_
         if mine != right:
             who = "all" if place == len(wanted) else f"rank {place}"
             problems.append(f"{PER_RANK}: right and seen of {who} are {mine}, its logits say {right}")
-    wrong = [row[1] for row in _rows(record, PER_RANK) if row[4] != f"{int(row[2]) / max(1, int(row[3])):.6f}"]
-    return problems + [f"{PER_RANK}: the accuracy of {who} is not its quotient" for who in wrong]
+    for _, who, right_ones, seen, accuracy in _rows(record, PER_RANK):
+        if accuracy != f"{AccuracyCount(int(right_ones), int(seen)).accuracy:.6f}":
+            problems.append(f"{PER_RANK}: the accuracy of {who} is not its quotient")
+    return problems
 
 
 def digest_problems(record: Record, expected: Record, network: nn.Module) -> list[str]:
