@@ -11,6 +11,7 @@ import lightning as L
 import torch
 
 from lit_cifar.data import Batch
+from lit_cifar.models import compiled
 
 _NAMELESS = object()
 
@@ -67,6 +68,13 @@ class KeepFirstWeights(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         torch.save(pl_module.network.state_dict(), self.path)
+
+
+class QuickCompiler(L.Callback):
+    """Traces, cuts and differentiates as torch.compile does, and makes no kernels, which would take minutes."""
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        compiled.BACKEND = "aot_eager"
 
 
 class Nudge(L.Callback):

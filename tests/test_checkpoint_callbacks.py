@@ -150,18 +150,11 @@ def test_a_run_that_begins_with_anothers_checkpoint_ranks_its_own(tmp_path: Path
 
 
 LOGS = ("metrics.csv", "events")
-FAULTS = {  # The logs are on the same disk as the checkpoints, and most often the first to notice.
-    **{
-        name: (
-            callback("stopping.LoseRunFolder", full=name),
-            ["could not be saved: No space left on device", "earlier checkpoints are unchanged: last.ckpt"],
-        )
-        for name in LOGS
-    },
-    "gone": (
-        callback("stopping.LoseRunFolder"),
-        ["could not be saved: No such file or directory", "there is no checkpoint in"],
-    ),
+FULL = ["could not be saved: No space left on device", "earlier checkpoints are unchanged: last.ckpt"]
+GONE = ["could not be saved: No such file or directory", "there is no checkpoint in"]
+# The logs are on the same disk as the checkpoints, and most often the first to notice.
+FAULTS = {name: (callback("stopping.LoseRunFolder", full=name), FULL) for name in LOGS} | {
+    "gone": (callback("stopping.LoseRunFolder"), GONE),
     "no folder": (callback("stopping.NoFolder"), [".ckpt could not be saved"]),
 }
 

@@ -260,9 +260,6 @@ def test_a_vanished_folder(saved: Path, put_in_its_place: bool) -> None:
         files.remove_checkpoint(saved)
 
 
-# ---------------------------------------------------------------- what a checkpoint says of itself
-
-
 HEADER = Header(arch="resnet34", stem="cifar", num_classes=10)
 
 
@@ -348,9 +345,6 @@ def test_unreadable_files_are_refused_and_torchs_old_format_is_read(tmp_path: Pa
     assert read_checkpoint(tmp_path / "old.pth")["a"].tolist() == [0, 1, 2]
 
 
-# ---------------------------------------------------------------- weights alone, as torchvision's files hold them
-
-
 def test_a_training_begins_with_given_weights_and_a_classifier_of_its_own(tmp_path: Path) -> None:
     given = build_resnet("tiny", stem="imagenet", num_classes=1000).state_dict()
     torch.save(given, tmp_path / "given.pth")
@@ -365,8 +359,6 @@ def test_a_training_begins_with_given_weights_and_a_classifier_of_its_own(tmp_pa
     assert (position["epoch"], position["global_step"]) == (1, 5)
     assert "fc.weight is (1000, 64) in the checkpoint, (10, 64) in the model" in refused("test", *flags)
 
-
-# ---------------------------------------------------------------- `weights.sha256`, a line for every epoch that ended
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7)}
 

@@ -22,8 +22,6 @@ from lit_cifar.reporting.evaluation_tables import EvaluationTables, write_confus
 from lit_cifar.reporting.predictions import PredictionWriter
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, log_chance, pooled
 
-# ---------------------------------------------------------------- accuracy of every rank
-
 
 def data_of(correct: int, total: int, *, batch_size: int) -> TinyData:
     """The first `correct` of its images are right, in every split."""
@@ -143,9 +141,6 @@ def test_a_class_that_is_new_drops_the_rows_of_other_classes(tmp_path: Path) -> 
     assert (tmp_path / "confusion.csv").read_text().splitlines() == ["split,class,cow", "test,cow,5"]
 
 
-# ---------------------------------------------------------------- intervals and flags
-
-
 @pytest.mark.parametrize(
     ("correct", "total", "low", "high"),
     [  # R. G. Newcombe, Statistics in Medicine 17 (1998), 857-872, table I, method 3
@@ -213,8 +208,6 @@ def test_ranks_with_hardly_any_samples_are_not_flagged_and_the_level_is_shared_a
     assert deviates(few) == [False, False]
     assert deviates(few, level=0.02) == [True, True]
 
-
-# ---------------------------------------------------------------- predictions
 
 NAMES = ("b.png", 'odd, "name".png', "broken.png", "sub/a.jpg", "notes.txt", "z.png")
 ERRORS = (None, None, "truncated, at byte 7", None, "not an image", None)

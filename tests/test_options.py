@@ -82,7 +82,7 @@ def test_modes_with_an_option_train_what_one_device_trains_without(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     flags = [*CUT, "--model.arch=tiny", *option.split()]
     if "compile" in option:
-        flags.append("--trainer.callbacks+=option_backends.QuickCompiler")
+        flags.append("--trainer.callbacks+=recorder.QuickCompiler")
     for devices in (2, 4):
         if chosen := [mode for mode in modes if max(2, DEVICES.get(mode, 2)) == devices]:
             rows = verify(chosen, devices=devices, args=flags)

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import lightning as L
 import pytest
+import torch
 import torch.distributed as dist
 from checkpoints import assert_same_checkpoint
 from commands import TINY, callback, counts, last_checkpoint, launch, losses, mode_flags, run_here
@@ -50,11 +51,19 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+class SharesGPU(PipelineStrategy):
+    """Has a process group that is tied to a GPU, as Lightning makes it where processes share one."""
+
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+
+
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "ZBVZeroBubble"])
 def test_two_processes_train_as_one_in_the_schedules_order(name: ScheduleName, alone: Path, tmp_path: Path) -> None:
     """With process groups as where processes share a GPU."""
     run = tmp_path / "run"
-    schedule = mode_flags("option_backends.SharesGPU", schedule=name)
+    schedule = mode_flags("test_pipeline.SharesGPU", schedule=name)
     launch("fit", *FLAGS, *schedule, *RECORD, f"--run_dir={run}", ranks=2)
     assert_same_checkpoint(last_checkpoint(run), last_checkpoint(alone), tolerance=1e-9)
     assert losses(run) == pytest.approx(losses(alone), rel=1e-6)  # logged in float32

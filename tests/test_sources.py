@@ -302,8 +302,6 @@ def test_the_real_images(name: str, data_set: type[Cifar10], monkeypatch: pytest
     torch.testing.assert_close(std, torch.tensor(info.std).double(), atol=1e-5, rtol=0)
 
 
-# FashionMNIST --------------------------------------------------------------------------------------------------------
-
 SIZES = {"train": 12, "test": 10}
 
 
@@ -364,9 +362,6 @@ def test_a_download_of_fashion_mnist(fashion_root: Path, tmp_path: Path, monkeyp
     assert "--data.download=true" not in message
     assert "--data.dataset=synthetic" in message
     assert not (tmp_path / "other").exists()
-
-
-# ---------------------------------------------------------------- synthetic
 
 
 def test_a_set_is_a_function_of_seed_and_split_and_begins_as_a_smaller_one() -> None:
