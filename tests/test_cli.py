@@ -434,14 +434,13 @@ def test_strategies_are_known_where_they_may_be_asked_for(words: list[str], load
 
 
 WATCHDOG = [f"lit_cifar.checks.watchdog{name}" for name in ("", ".callback")]
-SELDOM = ("lit_cifar.checkpoint.pretrained",)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "rooms", "loaded"),
     [
-        ([], ("lit_cifar.strategies", "lit_cifar.checks.watchdog", *SELDOM), WATCHDOG),
+        ([], ("lit_cifar.strategies", "lit_cifar.checks.watchdog", "lit_cifar.checkpoint.pretrained"), WATCHDOG),
         (mode_flags("ddp"), ("lit_cifar.checks.relations",), []),
     ],
 )

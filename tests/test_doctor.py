@@ -136,7 +136,7 @@ def test_the_page_begins_with_what_is_wrong_and_what_mends_it() -> None:
     assert verdicts["dp"] == {"mode": "dp", "fit": False, "reason": wrong.problem, "command": mend}
 
 
-def test_this_machine_is_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_is_fit_and_a_fault_is_exit_status_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     result = run_here("doctor", "--json", tmp_path / "found.json")
     lines = [line.rstrip() for line in result.stdout.splitlines()]
@@ -147,8 +147,6 @@ def test_this_machine_is_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [check["name"] for check in found["checks"]] == ["internals", "copies"]
     assert {verdict["mode"] for verdict in found["verdicts"]} == set(ALL_MODES)
 
-
-def test_a_fault_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = MachineFinding("Copies are lost.", "use ddp", COPY_MODES)
     monkeypatch.setattr(command, "check_copies", lambda devices: Check("copies", "lost", [wrong]))
     result = run_here("doctor", check=False)

@@ -498,9 +498,6 @@ def checkpoint_flag(run: Path) -> str:
     return f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
 
 
-# ---------------------------------------------------------------- from any mode to any mode
-
-
 LONGER = ["--model.arch=resnet10", "--model.optimizer.lr=0.02", "--data.num_train=112", "--data.batch_size=32"]
 LONGER += ["--model.lr_scheduler=torch.optim.lr_scheduler.StepLR", "--model.lr_scheduler.step_size=1"]
 LONGER += ["--trainer.precision=64-true", "--trainer.gradient_clip_val=0.5", "--trainer.limit_val_batches=0"]

@@ -261,10 +261,9 @@ def test_a_run_writes_a_line_for_every_whole_epoch(
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with checkpoints after two steps of the second epoch, and between the first two."""
+    """A folder with a checkpoint after two steps of the second epoch."""
     folder = tmp_path_factory.mktemp("saved")
-    saves = [SaveAt(folder / f"{step}.ckpt", epoch=1, step=step) for step in (0, 2)]
-    fit(folder / "run", *saves)
+    fit(folder / "run", SaveAt(folder / "2.ckpt", epoch=1, step=2))
     return folder
 
 

@@ -26,8 +26,6 @@ from lit_cifar.tools.modes import SILENT
 
 NUM_RANKS = [1, 2, 3, 4, 7]
 
-# ---------------------------------------------------------------- how a batch is cut
-
 
 @pytest.mark.parametrize(
     ("devices", "strategy", "name", "layout"),
@@ -93,9 +91,6 @@ def test_replicas_multiply_and_microbatches_are_pieces_of_them() -> None:
 def test_chunks(cut: dict[str, int], num_samples: int, positions: list[list[list[int]]]) -> None:
     found = GhostBatches(**cut).positions(num_samples)
     assert [[chunk.tolist() for chunk in chunks] for chunks in found] == positions
-
-
-# ---------------------------------------------------------------- the order of training
 
 
 def train_parts(num_ranks: int, *, epoch: int = 0, **settings: object) -> list[list[BatchIds]]:
@@ -177,9 +172,6 @@ def test_a_resumed_epoch_is_the_rest_of_the_undisturbed_one(start: int, accumula
     assert ids_of(rest) == ids_of(whole)
 
 
-# ---------------------------------------------------------------- batches
-
-
 def images_of(num: int, size: int = 1) -> ImageSet:
     images = torch.randint(0, 256, (num, 3, size, size), dtype=torch.uint8)
     return ImageSet(images, torch.randint(0, 10, (num,)), ("a",))
@@ -224,9 +216,6 @@ def test_a_gpu_is_asked_a_few_times_in_an_epoch(monkeypatch: pytest.MonkeyPatch)
     with Operators() as operators:
         assert sum(1 for _ in loader) == 99
     assert not operators.counts
-
-
-# ---------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(
@@ -278,9 +267,6 @@ def test_every_chunk_needs_two_samples(rest: int, layout: Layout, accumulation: 
     with pytest.raises(ConfigError, match=f"has {rest} of {64 + rest} images for .*; each needs 2") as error:
         TrainSampler(num_samples=64 + rest, **settings).check()
     assert "--data.order.drop_last=true" in error.value.remedy
-
-
-# ---------------------------------------------------------------- evaluation
 
 
 def eval_ids(num_ranks: int, *, num_samples: int, pad: bool = False) -> list[list[int]]:

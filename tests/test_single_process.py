@@ -30,9 +30,6 @@ pytestmark = short
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-# ---------------------------------------------------------------- alone
-
-
 def trainer_of(mode: str) -> L.Trainer:
     return L.Trainer(strategy=mode, devices=2, accelerator="cpu", **SILENT)
 
@@ -72,9 +69,6 @@ def test_other_processes_are_refused(mode: str, instead: str, monkeypatch: pytes
 def test_a_module_without_what_a_mode_needs_is_refused(mode: str, lacks: str) -> None:
     with pytest.raises(ConfigError, match=f"LightningModule has no network and no {lacks}"):
         trainer_of(mode).strategy.connect(L.LightningModule())
-
-
-# ---------------------------------------------------------------- dp
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 7])
@@ -119,9 +113,6 @@ def test_threads_of_data_parallel_inherit_autocast_and_mode(inference: bool, mon
     # float16 is not the CPU's default autocast type, so a thread that loses it computes in bfloat16.
     with mode, torch.autocast("cpu", dtype=torch.float16):
         assert _DataParallel(layer).parallel_apply([probe], [()], [{}]) == [(torch.float16, inference, False)]
-
-
-# ---------------------------------------------------------------- mp; "meta" stands for a device
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 6])
@@ -178,9 +169,6 @@ def test_stages_over_devices(devices: int, num_stages: int | None, places: list[
     lines = strategy.split_lines()
     assert len(strategy.stage_devices) == len(lines)
     assert [line.split("  ")[1].strip() for line in lines] == [f"cpu {place}" for place in places]
-
-
-# ---------------------------------------------------------------- ddp_mp
 
 
 def strategy_of(num_devices: int, *, rank: int = 0, **sizes: Any) -> Any:
