@@ -215,7 +215,6 @@ def save_error(error: OSError, path: Path, *, checkpoints: Path) -> SaveError:
 
 
 def what_is_left(folder: Path) -> str:
-    """The checkpoints in `folder`, as a clause of an error message."""
     with suppress(OSError):
         names = [name for name in (LAST, PREVIOUS, BEST) if (folder / name).exists()]
         if names:

@@ -113,7 +113,6 @@ class BestCheckpoint(ModelCheckpoint):
             state |= {"dirpath": self.dirpath, "best_k_models": scores, **paths}
 
     def _here(self, path: str) -> str:
-        """The file of the same name in this run's folder."""
         return path and str(Path(self.dirpath or "") / Path(path).name)
 
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
@@ -166,7 +165,6 @@ class LastCheckpoint(callbacks.Checkpoint):
         self.newest = Path(trainer.ckpt_path) if trainer.ckpt_path else None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the step at which `every_n_epochs` epochs have ended."""
         if self.every_n_epochs and trainer.current_epoch % self.every_n_epochs == 0:
             self._end_of_epochs = trainer.global_step
 
@@ -273,7 +271,6 @@ class StepBoundary(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        """Keep the loss on its device until the next agreement."""
         stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         self._losses.append((trainer.global_step - stepped, outputs["loss"].detach(), batch.ids))
 

@@ -37,8 +37,6 @@ from lit_cifar.mode import mode_of
 
 
 class StartingPoint(NamedTuple):
-    """The checkpoint that a process starts from."""
-
     digest: str | None  # digest of its content; None for no checkpoint
     text: str  # file and position, or why there is none
     newest: str | None = None  # digest that the run's newest file carries, even if that is damaged
@@ -70,8 +68,6 @@ class SameStart(Callback):
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """The position of a run."""
-
     epoch: int  # number of complete epochs
     step: int  # optimizer steps taken in the current epoch
     started: bool  # whether the current epoch has begun
@@ -250,7 +246,6 @@ def _callbacks(trainer: Trainer, kind: type[Callback] = Callback) -> list[Any]:
 
 
 def _limits(trainer: Trainer) -> dict[str, Any]:
-    """The greatest length of a training, as far as it is limited."""
     limits = {"max_epochs": trainer.max_epochs, "max_steps": trainer.max_steps}
     return {name: value for name, value in limits.items() if value not in (None, -1)}
 
@@ -267,8 +262,8 @@ def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
     """Let DistributedDataParallel build the gradient buckets that it has after the first step.
 
     A ring all-reduce of more than two processes sums the elements of a bucket in an order that depends on their place,
-    so the first step would differ by rounding from an uninterrupted run. This runs one forward and backward pass on a
-    batch of blank images, and restores buffers and gradients. Virtual replicas have buckets of their own.
+    so the first step would differ by rounding from an uninterrupted run. Blank images pass forward and backward once;
+    buffers and gradients are restored. Virtual replicas have buckets of their own.
     """
     model: Any = trainer.strategy.model
     is_ddp = isinstance(model, DistributedDataParallel) and model.process_group.size() != 2
@@ -330,7 +325,7 @@ def check_counts(checkpoint: Mapping[str, Any], module: torch.nn.Module) -> None
 
 
 def _collect(trainer: Trainer, pl_module: LightningModule) -> dict[str, dict[str, Tensor]]:
-    """Every metric's counts, summed over the ranks. The sums are exact, so nobody need know what each rank counted."""
+    """Every metric's counts, summed over the ranks: exact sums, so nobody need know what each rank counted."""
     return {
         name: {
             key: trainer.strategy.reduce(state.clone(), reduce_op="sum").cpu()  # type: ignore[union-attr]
@@ -341,7 +336,6 @@ def _collect(trainer: Trainer, pl_module: LightningModule) -> dict[str, dict[str
 
 
 def _restore(pl_module: LightningModule, collected: dict[str, dict[str, Tensor]], *, data_parallel_rank: int) -> None:
-    """Restore what `_collect` has found: the first rank gets all of it."""
     for name, metric in _metrics(pl_module):
         if name not in collected:
             continue

@@ -30,9 +30,8 @@ class CheckpointFiles(CheckpointIO):
     """Writes files with `write_checkpoint`, and reads tensors and primitives only.
 
     Pass it to the Trainer: `plugins=[CheckpointFiles()]`. Lightning's own goes on silently without permission to write.
-
-    What is saved is copied at once and written by a thread. A save waits while its file is still being written, so
-    there is at most one copy for each name; with Lightning's `AsyncCheckpointIO` there may be any number.
+    What is saved is copied at once and written by a thread, as by `AsyncCheckpointIO`. But a save waits while its file
+    is still being written, so that there is at most one copy for each name.
     """
 
     def __init__(self) -> None:

@@ -63,7 +63,6 @@ class Header:
 
     @property
     def name(self) -> str:
-        """The network's name, or the class if the network is the user's."""
         return self.arch or self.network or "no network"
 
 
@@ -133,7 +132,6 @@ def holds_training(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def is_own(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether `fit` wrote a checkpoint."""
     return _KEY in checkpoint
 
 

@@ -28,7 +28,6 @@ class _Place(NamedTuple):
     part: str  # what stands before them in the network, such as "backbone."
 
     def given(self, kept: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The tensors there, by the names that the network has for them."""
         theirs = {name: its for name, its in kept[self.dictionary].items() if name.startswith(self.prefix)}
         return {self.part + name.removeprefix(self.prefix): its for name, its in theirs.items()}
 
@@ -46,9 +45,8 @@ def take_weights(
 ) -> str:
     """Copy into `network` the weights in a file of any program, and return what is taken, new, and not used.
 
-    They may lie in dictionaries, and names may have prefixes in the file, or in the network:
-    `{"net": {"module.conv1.weight": ...}}`. With `num_classes` a classifier of another number of classes stays new; if
-    they are taken `partly`, so does what the file lacks.
+    They may lie in dictionaries, and names have prefixes in the file or network: `{"net": {"module.fc.bias": ...}}`.
+    With `num_classes` a classifier of another number of classes stays new; `partly`, so does what the file lacks.
 
     Raises:
         CheckpointError: No tensor fits, one is missing or has another shape, or there are several networks' weights.

@@ -111,10 +111,7 @@ class Plan:
         self._repeats = sampler.balanced is not None
 
     def due(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """The ids that all ranks together read in loader steps `first` to `last` - 1, and their optimizer steps from 1.
-
-        Each int64, (n,), in the order of the steps.
-        """
+        """Ids that all ranks read in loader steps `first` to `last` - 1, and their steps from 1; int64, (n,)."""
         begin, end = first // self.accumulation, min(-(-last // self.accumulation), self.num_steps)
         order = self._order[begin * self._batch_size : end * self._batch_size]
         positions = torch.arange(len(order))
@@ -194,7 +191,6 @@ class AuditRecord:
 
 
 def failure(uses: Tensor, plan: Plan, *, loader_steps: int) -> SampleAuditError:
-    """The error that tells where `uses`, the sum of the tallies of all ranks, differs from the plan."""
     planned = plan.uses(loader_steps)
     times, wanted = uses // _USE, planned // _USE
     missing, too_often = times < wanted, times > wanted.clamp(min=1)
@@ -209,10 +205,7 @@ def failure(uses: Tensor, plan: Plan, *, loader_steps: int) -> SampleAuditError:
 
 
 def chain(digest: str, ids: Tensor, steps: Tensor, *, first: int, last: int) -> str:
-    """`digest` (hexadecimal) continued over optimizer steps `first` to `last` - 1 of an epoch.
-
-    `ids` and `steps` are those of `Plan.due`.
-    """
+    """`digest` (hexadecimal) continued over optimizer steps `first` to `last` - 1, with what `Plan.due` returns."""
     sizes = torch.bincount(steps - first, minlength=last - first + 1)[1:].tolist()
     for of_step in torch.split(ids, sizes):
         digest = sha256(bytes.fromhex(digest) + of_step.sort().values.numpy().astype("<i8").tobytes()).hexdigest()
@@ -237,7 +230,6 @@ def _tally(trainer: Trainer, epoch: int, *, step: int = 0) -> Tally:
 
 
 def _listed(mask: Tensor) -> str:
-    """The number of samples, and the first ids."""
     ids = mask.nonzero().flatten().tolist()
     more = ", ..." if len(ids) > _MAX_IDS else ""
     return f"{len(ids)} samples, ids {', '.join(map(str, ids[:_MAX_IDS]))}{more}"

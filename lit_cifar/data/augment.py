@@ -39,8 +39,6 @@ class Augmentation:
     def draw(self, keys: Tensor, size: Sequence[int], *, epoch: int) -> Tensor:
         """Draw the augmentation in `epoch` of samples by their `keys` (int64, (n,)), images of `size` (height, width).
 
-        It takes the least time for a whole epoch at once.
-
         Returns:
             A column for each sample, int64, (3, n): the first row and column of its window in the padded image, and
             whether that is mirrored. With `resized_to` (5, n): the window's height and width too. With transforms one
@@ -94,10 +92,9 @@ class Augmentation:
 def crop(
     images: Tensor, rows: Tensor, columns: Tensor, mirrored: Tensor, *, padding: int, reflect: bool = False
 ) -> Tensor:
-    """A window of each of the padded `images`, uint8, (n, C, H, W).
+    """A window of each of the padded `images`, uint8, (n, C, H, W), which begins at `rows` and `columns`, int64, (n,).
 
-    `rows` and `columns` (int64, (n,)) are where it begins in the padded image, `mirrored` (bool, (n,)) whether it is
-    mirrored left to right.
+    `mirrored`, bool, (n,), is whether it is mirrored left to right.
     """
     height, width = images.shape[2:]
     padded = _reflected(images, padding) if reflect else F.pad(images, [padding] * 4)

@@ -35,16 +35,12 @@ class Balance:
             raise ConfigError(problem, remedy="leave one of the two out")
 
     def check(self, order: Order) -> None:
-        """Refuse to draw in an order that is none."""
         if self.draw_equally and not order.shuffle:
             problem = "--data.balance.draw_equally=true draws an order, and --data.order.shuffle=false has none"
             raise ConfigError(problem, remedy="leave one of the two out")
 
     def factors(self, labels: Tensor, classes: tuple[str, ...]) -> Tensor | None:
-        """Factors of the loss of each class, float32, (C,), if there are any; a wrong number of them is refused.
-
-        `labels` are those of the training images, int64, (N,).
-        """
+        """Factors of the loss of each class, float32, (C,), if any; `labels`, int64, (N,), are those to train on."""
         if self.class_weights is None:
             return None
         if isinstance(self.class_weights, list):

@@ -9,10 +9,7 @@ _PUT_BACK = "put them back as they were, with an empty file in place of each pic
 
 
 def check_held_out(then: OrderSettings, now: OrderSettings) -> None:
-    """Refuse to validate on images that were trained on.
-
-    `then` are the settings in the checkpoint, `now` those of this run.
-    """
+    """Refuse to validate on images that were trained on, by the settings in the checkpoint, `then`, and `now`."""
     if not (others := _mixed(then, now)):
         return
     reason = "files were added, removed or moved, or others can be read"

@@ -35,10 +35,7 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
 def keyed_bits(ids: Tensor, *, seed: int, epoch: int, purpose: Purpose) -> Tensor:
-    """64 random bits for each sample, int64, of the shape and on the device of `ids`, which are int64 and not negative.
-
-    `seed` is an integer of at most 63 bits.
-    """
+    """64 random bits, int64, for each of `ids` (int64, not negative), on their device; `seed` has 63 bits at most."""
     return _mix((ids + 1) * _GOLDEN + key_of(seed, epoch, int(purpose)))
 
 
@@ -51,10 +48,7 @@ def key_of(*words: int) -> int:
 
 
 def keyed_integers(ids: Tensor, bound: int | Tensor, *, seed: int, epoch: int, purpose: Purpose) -> Tensor:
-    """One int64 in `range(bound)` per sample, by multiply and shift (Lemire, 2019; bias below bound / 2**31).
-
-    `bound` may differ between samples, int64, (n,).
-    """
+    """One int64 in `range(bound)`, an int or (n,), for each id (Lemire, 2019; bias below bound / 2**31)."""
     bits = keyed_bits(ids, seed=seed, epoch=epoch, purpose=purpose)
     return (_shift_right(bits, 33) * bound) >> 31
 

@@ -175,12 +175,10 @@ class CIFAR10DataModule(L.LightningDataModule):
         return self.source.load(split, num_images=self.num_images.get(split))
 
     def _decoded(self, images: ImageSet) -> ImageSet:
-        """The `images`, in memory if they fit."""
         return images.in_memory(self._memory_gb, num_processes=self._num_processes)
 
     @property
     def _num_processes(self) -> int:
-        """Number of processes that train on this machine."""
         return 1 if self.trainer is None else mode_of(self.trainer.strategy).num_local_processes
 
     def _split(self, images: ImageSet) -> tuple[ImageSet, ImageSet]:
@@ -270,7 +268,6 @@ class CIFAR10DataModule(L.LightningDataModule):
         )
 
     def class_factors(self) -> Tensor | None:
-        """Factors of the loss of each class, float32, (C,), if there are any; a wrong number of them is refused."""
         return self.balance.factors(self.sets["train"].labels, self.classes)
 
     def val_dataloader(self) -> BatchLoader | list[BatchLoader]:
@@ -278,7 +275,6 @@ class CIFAR10DataModule(L.LightningDataModule):
         return self._evaluation_loader("val") if self.val_size else []
 
     def test_dataloader(self) -> BatchLoader:
-        """Loader of the test images, each once over all processes."""
         return self._evaluation_loader("test")
 
     def predict_dataloader(self) -> BatchLoader:

@@ -56,19 +56,14 @@ class Dataset(ABC):
     def prepare(self, *, download: bool) -> None:  # noqa: B027  # some have nothing to do
         """Make sure the data are under `root` and sound, downloading them if they are absent and `download` allows it.
 
-        Takes well under a second where they are present, and writes nothing there. A `DataError` says what is
-        incomplete or damaged, or absent and cannot be had.
+        A `DataError` says what is incomplete or damaged, or absent and cannot be had.
         """
 
     @abstractmethod
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
-        """Read the first `num_images` images of a split, by default all, without ever downloading.
-
-        A `DataError` says what is missing, incomplete or damaged, a `ConfigError` that there are fewer.
-        """
+        """Read the first `num_images` images of a split, by default all; a `ConfigError` if there are fewer."""
 
     def first(self, images: Tensor, labels: Tensor, split: Split, num_images: int | None) -> ImageSet:
-        """The first `num_images` of the whole split."""
         if num_images is not None:
             self.check_number(num_images, split, known=len(labels))
             # Copies, because a view would keep the memory of the whole set.
@@ -76,7 +71,6 @@ class Dataset(ABC):
         return ImageSet(images, labels, self.classes)
 
     def check_number(self, num_images: int, split: Split, *, known: int) -> None:
-        """Refuse to take `num_images` of a split that has `known`."""
         if not 1 <= num_images <= known:
             problem = f"{num_images} {split} images asked of {self.title}, which has {known}"
             raise ConfigError(problem, remedy=f"ask for 1 to {known}, e.g. --data.num_{split}={known}")

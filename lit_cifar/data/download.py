@@ -22,9 +22,8 @@ SYNTHETIC = "or use images drawn by code instead: --data.dataset=synthetic"
 def installing(target: Path, title: str, *, remedy: str) -> Iterator[Path]:
     """Yield a hidden, temporary folder; what is made in it under the name of `target` is then put at `target`.
 
-    That is done in one step, by renaming: an interrupted call leaves nothing. If another process has made `target`
-    meanwhile, that one stays. What goes wrong with network, disk or archive of the data set called `title` becomes a
-    `DataError` with `remedy`.
+    That is done by renaming: an interrupted call leaves nothing. A `target` that another process has made meanwhile
+    stays. What goes wrong with network, disk or archive of the data set called `title` is a `DataError` with `remedy`.
     """
     root = target.parent
     made = [folder for folder in (root, *root.parents) if not folder.exists()]

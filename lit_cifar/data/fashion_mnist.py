@@ -1,7 +1,4 @@
-"""Reading FashionMNIST through torchvision, in CIFAR-10's shape: grey in three channels, padded to 32 x 32.
-
-Source: Xiao, Rasul, Vollgraf, Fashion-MNIST: a novel image dataset for benchmarking machine learning algorithms, 2017.
-"""
+"""Reading FashionMNIST (Xiao, Rasul, Vollgraf, 2017) in CIFAR-10's shape: grey in three channels, padded to 32 x 32."""
 
 from pathlib import Path
 from typing import Any, ClassVar

@@ -61,7 +61,6 @@ class Batch(NamedTuple):
 
     @property
     def targets(self) -> Tensor:
-        """What the loss is taken with."""
         return self.labels if self.soft_targets is None else self.soft_targets
 
 

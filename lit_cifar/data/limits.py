@@ -9,11 +9,9 @@ from lit_cifar.errors import ConfigError
 
 
 def check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> int:
-    """Refuse an epoch of no batch or with a last step of fewer than are accumulated, and a validation that never comes.
+    """The number of batches of an epoch; an epoch of none is refused, and a validation that never comes.
 
-    Returns the number of batches of an epoch.
-
-    Lightning would divide the gradients of that step by the full number, and take a smaller step.
+    So is a last step of fewer than are accumulated: Lightning would divide its gradients by the full number.
     """
     sampler, limit = data.train_sampler(), trainer.limit_train_batches
     num_batches, accumulation = len(sampler), sampler.accumulation

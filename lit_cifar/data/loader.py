@@ -23,10 +23,7 @@ _BLOCK_ON_HOST, _BLOCK_ON_DEVICE = 1024, 16384
 
 
 class BatchLoader:
-    """Iterates over this process's batches of `images`, where these lie.
-
-    Lightning finds the `sampler` here and calls its `set_epoch`, if it has one.
-    """
+    """Iterates over this process's batches of `images`. Lightning calls `set_epoch` of the `sampler`, if it has one."""
 
     batch_sampler = None  # Lightning reads this of any object with a `sampler`
 

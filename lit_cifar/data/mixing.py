@@ -1,7 +1,7 @@
 """Mixup and CutMix: each image of a global batch is mixed with the one before it there.
 
 The step decides how, by (seed, epoch, step), and the partner is found by its position in the global batch. So a process
-mixes its images with those of another one where these are the partners, and makes these itself, without a message.
+mixes its images with those of another one, and makes these itself, without a message.
 """
 
 from dataclasses import dataclass

@@ -88,7 +88,6 @@ class Pictures:
             raise ConfigError(problem, remedy=remedy)
 
     def refuse(self) -> None:
-        """Refuse what is set, as the data set has no such pictures."""
         if changed := _changed(self, *(field.name for field in fields(self))):
             problem = f"--data.pictures.{changed[0]}={changed[1]} is for pictures of your own, which are decoded"
             raise ConfigError(problem, remedy="leave it out, or pass --data.dataset=folder")

@@ -1,7 +1,4 @@
-"""Folders of the user's own pictures: their splits, classes and files.
-
-Links to files and folders are followed. Hidden files are passed over, and files that could block, such as a named pipe.
-"""
+"""Folders of the user's own pictures: their splits, classes and files."""
 
 import os
 import re
@@ -47,7 +44,12 @@ class File(NamedTuple):
 
 @dataclass(frozen=True)
 class PictureFolders:
-    """`root/train/CLASS/*` or `root/CLASS/*`, with `root/val/CLASS/*` and `root/test/CLASS/*` if there are such."""
+    """`root/train/CLASS/*` or `root/CLASS/*`, with `root/val/CLASS/*` and `root/test/CLASS/*` if there are such.
+
+    Or other usual names of these. In the name of a class control characters and bytes that are not UTF-8 are escaped,
+    and letters with accents are composed (NFC). A folder that looks like a split and is not used is an error, as it
+    would be a class, or be missed.
+    """
 
     root: Path
     splits: dict[Split, Path]  # folders in `root` that hold a split
@@ -120,7 +122,6 @@ def _like_split(name: str) -> bool:
 
 
 def _splits(root: Path) -> dict[Split, Path]:
-    """The folders of splits in `root`."""
     found: dict[Split, Path] = {}
     for folder in sorted(_folders(root)):
         split = _split_of(folder.name)
@@ -153,7 +154,6 @@ def _by_class(folder: Path) -> dict[str, Path]:
 
 
 def _inner(folder: Path) -> set[str]:
-    """The names of the folders in `folder`."""
     with os.scandir(folder) as entries:
         return {_name(Path(entry.name)) for entry in entries if entry.name[0] != "." and entry.is_dir()}
 

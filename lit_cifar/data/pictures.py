@@ -26,14 +26,9 @@ from lit_cifar.errors import DataError, bounded, printable
 class OwnPictures(Dataset):
     """Pictures of any size in folders named after their classes, as for torchvision's ImageFolder.
 
-    `root/train/CLASS/*` or `root/CLASS/*` to train on, `root/val/CLASS/*` to validate on, `root/test/CLASS/*` to test,
-    or other usual names of these. Without `root/val` some of the first are held out, of each class alike. The classes
-    are the folders, sorted by name; control characters and bytes that are not UTF-8 are escaped in the name of a class,
-    and letters with accents are composed (NFC).
-
-    A folder that looks like a split and is not used is an error, as it would be a class, or be missed. A file that is
-    no picture is an error, or left out with `skip_unreadable`; a hidden one is passed over. Of a split there is one
-    picture of each class in turn, so that the first n are of all classes.
+    `PictureFolders` says which. Without pictures to validate on some of those to train on are held out, of each class
+    alike. A file that is no picture is an error, or left out with `skip_unreadable`. Of a split there is one picture of
+    each class in turn, so that the first n are of all classes.
     """
 
     title = "own pictures"
@@ -90,7 +85,6 @@ class OwnPictures(Dataset):
         return order[torch.argsort(share, stable=True)[:num_images]]
 
     def identity(self, name: str) -> str:
-        """Text by which a checkpoint knows the data set; it contains the classes, which differ between folders."""
         return f"{name} of {', '.join(self.classes)}"
 
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
@@ -208,7 +202,6 @@ def _decoded(paths: list[str], *, size: int) -> Tensor:
 
 
 def _judged(paths: Sequence[str], errors: Sequence[str | None]) -> str:
-    """What is said of the files in `paths` that cannot be read."""
     bad = [f"{printable(path)}: {error}" for path, error in zip(paths, errors, strict=True) if error]
     more = "; ..." if len(bad) > 3 else ""
     return f"{len(bad):,} of {len(paths):,} files cannot be read as pictures: {'; '.join(bad[:3])}{more}"
@@ -232,10 +225,7 @@ class FolderImages:
 
 
 def read_folder(folder: Path, *, classes: tuple[str, ...], size: int = 32) -> FolderImages:
-    """Read every file of `folder` and its subfolders, linked ones too, whatever its suffix, except hidden ones.
-
-    A file that is no image of `FORMATS`, or a damaged one, gets an entry in `errors`.
-    """
+    """Read every file of `folder` and its subfolders, linked ones too, whatever its suffix, except hidden ones."""
     folder = folder.expanduser()
     files = tuple(map(Path, list_files(folder)))
     images = torch.empty((len(files), 3, size, size), dtype=torch.uint8)

@@ -1,9 +1,8 @@
 """Transforms of torchvision, or modules like them, of one image at a time.
 
-Each image comes as a uint8 tensor (C, H, W), after crop and flip and before normalisation, where torchvision's
-reference training has its policies (references/classification/presets.py in https://github.com/pytorch/vision). What a
-transform draws from the global generators is a function of the image's seed: it is the same on any process, in any
-block and after a resume.
+Each image comes as a uint8 tensor (C, H, W), after crop and flip and before normalisation, as in torchvision's
+references/classification/presets.py (https://github.com/pytorch/vision). What a transform draws from the global
+generators is a function of the image's seed: the same on any process, in any block and after a resume.
 """
 
 import random

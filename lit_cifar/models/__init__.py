@@ -1,7 +1,4 @@
-"""Single-device networks, each in a file of its own. They know nothing of data sets or of parallelism.
-
-`blocks` says what a mode may ask of them.
-"""
+"""Single-device networks, each in a file of its own; `blocks` says what a mode may ask of them."""
 
 from typing import Literal
 

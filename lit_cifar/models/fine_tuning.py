@@ -72,12 +72,10 @@ class Frozen:
         return self.until is None or epoch < self.until
 
     def switch_norms(self, network: nn.Module, *, training: bool) -> None:
-        """Set training or evaluation mode of the BatchNorm layers of `network` that are frozen."""
         for name in self.norms:
             network.get_submodule(name).train(training)
 
     def told(self, network: nn.Module) -> str:
-        """How much of `network` is not trained, in words."""
         until = "" if self.until is None else f" before epoch {self.until}"
         share = f"{len(self.parameters)} of {len([*network.parameters()])} parameters"
         return f"not trained{until}: {share}, and the statistics of {len(self.norms)} BatchNorm layers"

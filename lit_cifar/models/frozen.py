@@ -16,10 +16,8 @@ from lit_cifar.errors import ConfigError
 def matching(network: nn.Module, patterns: Sequence[str]) -> tuple[frozenset[str], tuple[str, ...]]:
     """The parameters whose names match a pattern of `fnmatch`, and the BatchNorm layers that have no others.
 
-    A layer without parameters is asked by the name of its `running_mean`.
-
-    Raises:
-        ConfigError: A pattern matches nothing, or all that could be trained is frozen.
+    A layer without parameters is asked by the name of its `running_mean`. A `ConfigError` says that a pattern matches
+    nothing, or that all that could be trained is frozen.
     """
     norms = {
         name: [f"{name}.{key}" for key, _ in layer.named_parameters(recurse=False)] or [f"{name}.running_mean"]
@@ -56,10 +54,7 @@ class KeepFrozen(Callback):
     """Lets a module's `network` follow its `frozen` in each epoch, also in a run that is resumed within one."""
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Set the mode of BatchNorm layers, also where a run is resumed within an epoch.
-
-        Lightning does not call `train()`, and has warned by now of layers that are in evaluation mode.
-        """
+        """Set the mode of BatchNorm layers, also within an epoch, where Lightning does not call `train()`."""
         frozen = pl_module.frozen
         frozen.switch_norms(pl_module.network, training=not frozen.holds_in(trainer.current_epoch))
 

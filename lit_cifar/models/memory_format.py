@@ -50,10 +50,7 @@ def plain(content: Any) -> Any:
 
 
 def follow_parameters(optimizer: Optimizer) -> None:
-    """Let an optimizer's state lie in memory as its parameters do, which fused kernels take for granted.
-
-    Checkpoints hold everything in torch's own order.
-    """
+    """Let an optimizer's state, in torch's own order in checkpoints, lie in memory as fused kernels want it."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():

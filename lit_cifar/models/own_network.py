@@ -42,10 +42,7 @@ def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes
 
 
 def unreached_parameters(network: nn.Module, image_shape: Sequence[int]) -> tuple[list[str], list[str]]:
-    """The parameters that get no gradient from the logits of two images of noise: the names of those that never do.
-
-    Then the names of those that do for some of eight draws of the network's random numbers, and for others not.
-    """
+    """Names of parameters that get no gradient from the logits of 2 images of noise: never, and in some of 8 draws."""
     alone = deepcopy(network).train()
     trained = {name: parameter for name, parameter in alone.named_parameters() if parameter.requires_grad}
     counts = Counter[str]()

@@ -70,8 +70,7 @@ class Partition:
     ) -> "Partition":
         """Cut `network`, which says its blocks, so that the stage with the most FLOP has as few as possible.
 
-        With `cuts`, names of blocks, the second and later stages begin with these instead. `image_shape` is without the
-        batch axis.
+        With `cuts` the second and later stages begin with these blocks. `image_shape` is without the batch axis.
         """
         blocks = measure(network, image_shape)
         if not 1 <= num_stages <= len(blocks):
@@ -83,10 +82,7 @@ class Partition:
         return cls(tuple(Stage(blocks[a:b]) for a, b in pairwise(edges)))
 
     def outputs(self, network: nn.Module, images: Tensor) -> list[tuple[torch.Size, torch.dtype]]:
-        """Shape without the batch axis, and dtype, of what each stage returns for such `images`, not computed.
-
-        The dtype depends on the present autocast state.
-        """
+        """Shape without the batch axis, and dtype under the present autocast, of what each stage returns."""
         modules = self.modules(network)
         # All tensors, also buffers that are not saved, and each once.
         states = [dict(module.named_parameters()) | dict(module.named_buffers()) for module in modules]
@@ -130,10 +126,7 @@ def measure(network: nn.Module, image_shape: Sequence[int]) -> tuple[Block, ...]
 
 
 def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Positions at which the second and later stages begin, so that the largest stage costs as little as possible.
-
-    This is dynamic programming over the first `end` blocks.
-    """
+    """Where the second and later stages begin, so that the largest costs least, by dynamic programming."""
     flop = [0]
     for cost in costs:
         flop.append(flop[-1] + cost)

@@ -25,10 +25,7 @@ def choose_fast(arguments: Namespace, *, before: Mapping[str, Any]) -> None:
     """Fill in `--trainer.precision` and `--model.channels_last` in the `arguments` of a fit, for `--autotune=true`.
 
     A precision that is given stands. A run that goes on keeps what it had `before`, its settings, because others round
-    differently.
-
-    Raises:
-        ConfigError: Several machines, which may have unlike processors, would decide each for itself.
+    differently. Several machines, which may have unlike processors, are refused.
     """
     trainer, model = arguments.trainer, arguments.model
     if before:

@@ -22,10 +22,7 @@ from lit_cifar.models.blocks import layers_of_blocks
 
 @dataclass
 class _Now:
-    """The position of this process's training; one object, because torch's generators are global too.
-
-    `RandomStreams` sets it from the beginning of a training to its end.
-    """
+    """Where this process's training is, set by `RandomStreams`; one object, as torch's generators are global too."""
 
     step: int | None = None  # key of seed and optimizer step; None outside of a training
     first: int = 0  # number of this process's first part in its accumulation step; the others follow at equal distance

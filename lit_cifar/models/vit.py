@@ -95,8 +95,7 @@ class EncoderBlock(nn.Module):
 class Attention(nn.Module):
     """Self-attention of several heads (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762).
 
-    The outputs of `qkv` are those of the first head, query, key and value, then those of the second, so that `tp` can
-    split them between heads.
+    The outputs of `qkv` are those of the first head, then those of the second, so that `tp` can split between heads.
     """
 
     def __init__(self, dim: int, *, num_heads: int) -> None:

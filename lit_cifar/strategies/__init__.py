@@ -1,7 +1,7 @@
 """The only code that decides what goes to which device and process: strategies, which register their short names.
 
-Importing this package makes `Trainer(strategy="dp")` work. The command line does it if one of them may be asked for.
-`ddp` and `ddp_spawn` are Lightning's own; `ProcessSyncBatchNorm` gives them synchronised BatchNorm on the CPU too.
+Importing this package makes `Trainer(strategy="dp")` work. `ddp` and `ddp_spawn` are Lightning's own;
+`ProcessSyncBatchNorm` gives them synchronised BatchNorm on the CPU too.
 """
 
 from lit_cifar.launch import signals as signals  # a process leaves its groups at exit

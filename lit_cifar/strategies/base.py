@@ -1,4 +1,8 @@
-"""Base of the modes that replace the module's forward by a function of their own, and what they ask of a module."""
+"""Base of the modes that replace the module's forward by a function of their own, and what they ask of a module.
+
+In these files `override` stands where nothing else would show that the replaced method has got another name: where the
+base class does not declare it abstract, and no `super()` calls it.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -94,10 +98,7 @@ class CustomForwardStrategy(Mode, ParallelStrategy, ABC):
         return cast(RunsNetwork, self.lightning_module)
 
     def use_virtual_parts(self, parts: VirtualParts) -> None:
-        """Give `parts` to that function from the next `setup` on; each is computed by itself.
-
-        A subclass raises a `ConfigError` where this would change the bits.
-        """
+        """Give `parts` to that function from the next `setup` on; a `ConfigError` where this would change the bits."""
         refuse("--virtual_replicas=4", self, parts=parts.num_parts)
         self.virtual_parts = parts
 
@@ -106,9 +107,7 @@ class CustomForwardStrategy(Mode, ParallelStrategy, ABC):
         """For each process on this machine, the devices between which it copies tensors. Most modes have none."""
         return []
 
-    @override
     def setup_environment(self) -> None:
-        """Refuse devices between which copies are lost."""
         if self.local_rank == 0:
             for group in self.copying_devices:
                 devices = [*dict.fromkeys(group)]
@@ -121,12 +120,10 @@ class CustomForwardStrategy(Mode, ParallelStrategy, ABC):
         if self.synchronises_batchnorm:
             refuse("--trainer.sync_batchnorm=true", self)
 
-    @override
     def _configure_launcher(self) -> None:
         self.check()  # Lightning calls this last while a Trainer is made, when all flags are known
         super()._configure_launcher()
 
-    @override
     def connect(self, model: L.LightningModule) -> None:
         """Raise a `ConfigError` for a module that lacks what this mode `needs`, or that this mode cannot compile."""
         if missing := [name for name in self.needs if not hasattr(model, name)]:
@@ -139,12 +136,10 @@ class CustomForwardStrategy(Mode, ParallelStrategy, ABC):
             refuse("--model.compile=true", self)
         super().connect(model)
 
-    @override
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)
         self.module.use_forward_fn(self.make_forward_fn(self.module.network))
 
-    @override
     def teardown(self) -> None:
         # This is also called when `connect` or `setup` has failed.
         if hasattr(self.lightning_module, "use_forward_fn"):
@@ -166,7 +161,6 @@ class CutStrategy(CustomForwardStrategy, ABC):
     Args:
         cuts: The blocks with which the second and later stages begin, e.g. ["layer3.1"]; by default stages of about
             equal FLOP.
-        **kwargs: Passed on to the Lightning strategy that a subclass also derives from.
     """
 
     needs: ClassVar[list[str]] = [*CustomForwardStrategy.needs, "image_shape"]
@@ -216,7 +210,6 @@ class SingleProcessStrategy(CustomForwardStrategy, ABC):
         return self.parallel_devices or []
 
     @property
-    @override
     def root_device(self) -> torch.device:
         return self.devices[0]
 
@@ -226,14 +219,12 @@ class SingleProcessStrategy(CustomForwardStrategy, ABC):
         return {"num_replicas": 1, "rank": 0}
 
     def check_divides(self, name: str, size: int) -> None:
-        """Raise a `ConfigError` unless the devices share `size` replicas or stages evenly."""
         num_devices = len(self.devices)
         if size < 1 or size % num_devices:
             nearest = max(1, round(size / num_devices)) * num_devices
             problem = f"--trainer.strategy.{name}={size} do not divide over --trainer.devices={num_devices}"
             raise ConfigError(problem, remedy=f"pass --trainer.strategy.{name}={nearest}, or leave it out")
 
-    @override
     def check(self) -> None:
         """Refuse other processes: each would train a model of its own."""
         super().check()

@@ -20,24 +20,17 @@ from lit_cifar.strategies.mesh import AveragingStrategy
 
 
 class FlatDDPStrategy(AveragingStrategy):
-    """A replica of the network in each process. `--model.compile=cuda_graphs` takes it in place of `ddp`.
-
-    Args:
-        **kwargs: Passed on to `MeshStrategy`: `process_group_backend`, `timeout`, `start_method`.
-    """
+    """A replica of the network in each process. `--model.compile=cuda_graphs` takes it in place of `ddp`."""
 
     strategy_name = "ddp_flat"
 
-    @override
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         module: Any = self.lightning_module
         return Compiled(network, cuda_graphs=module.cuda_graphs) if compiles(module) else network.__call__
 
-    @override
     def trained_parameters(self) -> Iterator[nn.Parameter]:
         return self.module.network.parameters()
 
-    @override
     def local_buffers(self) -> Iterator[Tensor]:
         return self.module.network.buffers()
 
@@ -45,6 +38,5 @@ class FlatDDPStrategy(AveragingStrategy):
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         nn.utils.clip_grad_norm_(parameters_of(optimizer), clip_val)
 
-    @override
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         return state

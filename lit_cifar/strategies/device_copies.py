@@ -51,7 +51,6 @@ def _pattern(num_words: int, number: int, device: torch.device) -> Tensor:
 
 
 def refuse_faulty_copies(devices: Sequence[torch.device], *, strategy: str) -> None:
-    """Raise a `ConfigError` if a copy between `devices` does not arrive."""
     if faults := copy_faults(devices):
         raise ConfigError(
             f"--trainer.strategy={strategy} copies tensors between devices, but not all of them arrive:\n"

@@ -2,10 +2,8 @@
 
 Replicas are on CUDA devices, or on virtual ones on the CPU that compute the same function. A batch is cut by
 `Tensor.chunk`. Every chunk has its own BatchNorm statistics. Replica 0 works on the network's own buffers, so its
-running statistics are kept. Autograd sums the gradients of all replicas into the one set of parameters.
-
-All this happens around the network alone. The module computes loss and metrics from the gathered output on the root
-device, so everything after the network is the single-device code.
+running statistics are kept. Autograd sums the gradients of all replicas into the one set of parameters. Loss and
+metrics are computed from the gathered output on the root device, as on a single one.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,8 +69,8 @@ def replicas_in_turn(network: nn.Module, devices: Sequence[torch.device]) -> For
 class _DataParallel(nn.DataParallel[nn.Module]):
     """`nn.DataParallel` whose threads run under the caller's autocast type and inference mode.
 
-    Both are thread-local. torch hands on only that autocast is enabled, so `bf16-mixed` would silently compute in
-    float16, without a gradient scaler (torch/nn/parallel/parallel_apply.py, torch 2.11 to 2.15).
+    torch hands on only that autocast is enabled (torch/nn/parallel/parallel_apply.py, torch 2.11 to 2.15): `bf16-mixed`
+    would silently compute in float16, without a gradient scaler.
     """
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
@@ -105,7 +103,6 @@ class DataParallelStrategy(SingleProcessStrategy):
 
     Args:
         num_replicas: Number of replicas, a multiple of the number of devices; by default one for each device.
-        **kwargs: Arguments of Lightning's `ParallelStrategy`.
     """
 
     strategy_name = "dp"
@@ -131,7 +128,6 @@ class DataParallelStrategy(SingleProcessStrategy):
         samples_per_chunk = max(1, -(-num_samples // self.local_replicas))
         return torch.arange(num_samples) // samples_per_chunk
 
-    @override
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         devices = self.copying_devices[0]  # CUDA devices, which several replicas may share, or the CPU for all of them
         if self.virtual_parts is not None:
@@ -154,7 +150,6 @@ class DataParallelStrategy(SingleProcessStrategy):
         each = self.local_replicas // len(self.devices)
         return [[device for device in self.devices for _ in range(each)]]
 
-    @override
     def check(self) -> None:
         super().check()
         self.check_divides("num_replicas", self.local_replicas)

@@ -52,7 +52,6 @@ class ShardedStrategy(MeshStrategy):
         data_parallel_size: Number of replicas, over which FSDP2 shards; None for as many as the processes make.
         tensor_parallel_size: Number of processes that hold a replica together, each with a part of its tensors; None
             for as many as there are for each replica.
-        **kwargs: Passed on to `MeshStrategy`: `process_group_backend`, `timeout`, `start_method`.
     """
 
     registered: ClassVar[dict[str, dict[str, Any]]] = {
@@ -84,7 +83,6 @@ class ShardedStrategy(MeshStrategy):
             return "fsdp2-tp"
         return self.strategy_name
 
-    @override
     def check(self) -> None:
         sizes = {"data_parallel_size": self.data_parallel_size, "tensor_parallel_size": self.tensor_parallel_size}
         at_least_one(**sizes)
@@ -100,7 +98,6 @@ class ShardedStrategy(MeshStrategy):
             mode = f"--trainer.strategy={self.strategy_name} with one replica"
             rank_zero_warn(f"--trainer.sync_batchnorm=true has no effect on {mode}: it sees the whole batch")
 
-    @override
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
         network = self.module.network
@@ -113,7 +110,6 @@ class ShardedStrategy(MeshStrategy):
             check_divisible(network, self.layout, strategy=self.strategy_name)
             check_untied(network, network.modules(), strategy=self.strategy_name, recurse=False)
 
-    @override
     def use_virtual_parts(self, parts: VirtualParts) -> None:
         super().use_virtual_parts(parts)
         name = f"--virtual_replicas={parts.num_parts}"
@@ -125,7 +121,6 @@ class ShardedStrategy(MeshStrategy):
             problem = f"{name} with --model.channels_last=true: FSDP2 keeps parameters in torch's own order"
             raise ConfigError(problem, remedy="pass --model.channels_last=false, or --trainer.strategy=ddp")
 
-    @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
@@ -140,14 +135,12 @@ class ShardedStrategy(MeshStrategy):
         if fused and isinstance(optimizer, SGD | Adagrad):
             refuse("--model.optimizer.fused=true", self, optimizer=type(optimizer).__name__)
 
-    @override
     def model_to_device(self) -> None:
         """Move all but the network, which may be too large for a device as a whole."""
         network, self.module.network = self.module.network, nn.Identity()
         super().model_to_device()
         self.module.network = network
 
-    @override
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         """Put a copy in the network's place, and leave each process its parts of it; the whole stays on the host."""
         self._whole = network
@@ -173,14 +166,11 @@ class ShardedStrategy(MeshStrategy):
 
         return run
 
-    @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Step, then copy the tensors that each process of a replica holds whole from the first of these processes.
 
-        Each process computes the gradients of these tensors itself, and kernels of a GPU may round differently every
-        time. The optimizer would keep such differences, and training enlarges them. So each step ends them; for a
-        ResNet34 that sends 0.8 MB beside the activations. Momentum may differ: only that of the first process counts.
-        Equal tensors keep their bits.
+        Each computes the gradients of these itself, and kernels of a GPU may round differently every time, which
+        training enlarges. For a ResNet34 that sends 0.8 MB. Only the momentum of the first process counts.
         """
         output = super().optimizer_step(*args, **kwargs)
         if self.tensor_parallel_size != 1:
@@ -197,7 +187,6 @@ class ShardedStrategy(MeshStrategy):
             if cast(DTensor, tensor).placements[-1].is_replicate() and tensor.is_floating_point():
                 yield local_part(tensor)
 
-    @override
     def share_of_norm(self, gradient: Tensor) -> float:
         if not isinstance(gradient, DTensor):
             return 1 / self.world_size
@@ -217,7 +206,6 @@ class ShardedStrategy(MeshStrategy):
         share = f"{held / 1e6:.2f} of {total / 1e6:.2f} M parameters"
         return [f"a process holds {share}, and as much of gradients and of each optimizer state"]
 
-    @override
     def local_buffers(self) -> Iterator[Tensor]:
         return (local_part(buffer) for buffer in self.module.network.buffers())
 
@@ -226,23 +214,19 @@ class ShardedStrategy(MeshStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         return True  # the parts exist from then on
 
-    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return whole tensors; every process must call this."""
         self.use_first_buffers()
         return whole_state(super().lightning_module_state_dict())
 
-    @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         own, state = super().lightning_module_state_dict(), checkpoint["state_dict"]
         parts = {name: divided_like(value, own[name]) if name in own else value for name, value in state.items()}
         super().load_model_state_dict({"state_dict": parts}, strict)
 
-    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return whole_state(super().optimizer_state(optimizer))
 
-    @override
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         parameters = parameters_of(optimizer)
         entries = {
@@ -251,7 +235,6 @@ class ShardedStrategy(MeshStrategy):
         }
         return {**state, "state": entries}
 
-    @override
     def teardown(self) -> None:
         if self._whole is not None:
             if not self._failed:
@@ -272,9 +255,9 @@ def shard(network: nn.Module, mesh: DeviceMesh, device: torch.device, *, dtype: 
 
     Blocks are moved to `device` with the values of the first process: only one block is there as a whole at a time.
     Parameters may be DTensors on another axis of the mesh than this one. Convolutions and linear layers compute in
-    `dtype`, and so are gathered in it; gradients are summed in the parameters' own. Other layers of a block, such as
-    BatchNorm, are then gathered apart. A block with parameters beside its layers, such as a LayerScale, is gathered in
-    their own types: autocast casts what layers take.
+    `dtype`, and so are gathered in it, other layers of a block apart from them; gradients are summed in the parameters'
+    own. A block with parameters beside its layers, such as a LayerScale, is gathered in their own types: autocast casts
+    what layers take, as on one device.
     """
     # Autocast casts what layers take, as on one device.
     reduce_dtype = None if dtype is None else torch.float32

@@ -1,11 +1,8 @@
 """Base of the modes in which several processes hold one replica together: a 2-D mesh of the processes.
 
 The first axis, "data", runs over replicas, the second, "model", over the processes that hold one replica. Process
-`d * model_parallel_size + m` has the coordinates (d, m). So the processes of a replica are neighbours, mostly on one
-machine.
-
-Every collective that counts or averages samples runs along "data" only: the processes of a replica have read the same
-samples, and a sum over all would count them several times.
+`d * model_parallel_size + m` has the coordinates (d, m), so that those of a replica are mostly on one machine. They
+read the same samples: collectives that count or average samples run along "data" only.
 """
 
 from abc import abstractmethod
@@ -92,7 +89,6 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         each = self.model_parallel_size
         return {"num_replicas": self.all_processes // each, "rank": self.global_rank // each}
 
-    @override
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
         check_gradient_hooks(self.module.network, strategy=self.strategy_name)
@@ -109,7 +105,6 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         accumulated = self.virtual_parts is None
         check_gradient_hooks(self.module.network, strategy=self.strategy_name, also_accumulated=accumulated)
 
-    @override
     def setup_environment(self) -> None:
         super().setup_environment()
         self._failed = False
@@ -138,7 +133,6 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         # Lightning leaves clipping to the precision plugin, which sees this process's gradients only.
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
-    @override
     def model_to_device(self) -> None:
         """Move the module, and take the values of the first process."""
         super().model_to_device()
@@ -157,17 +151,14 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         for buffer in self.local_buffers():
             dist.broadcast(buffer, group=self.data_group, group_src=0)
 
-    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = map(self.part_of_state, checkpoint["optimizer_states"], self.optimizers)
         super().load_optimizer_state_dict({"optimizer_states": [*states]})
 
-    @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True  # communication with the other processes is no longer possible
         super().on_exception(exception)
 
-    @override
     def teardown(self) -> None:
         if self.lightning_module is not None:
             self._count_along_data(None)
@@ -179,11 +170,9 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
             if isinstance(metric, Metric):
                 metric.process_group = group
 
-    @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         return super().reduce(tensor, group or self.data_group, reduce_op)
 
-    @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         return super().all_gather(tensor, group or self.data_group, sync_grads)
 
@@ -201,10 +190,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
             local_part(gradient).mul_(scale.clamp(max=1.0))
 
     def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
-        """The L2 norm of the whole network's gradient, float64, (), from the parts that the processes hold.
-
-        A process whose parameters are all frozen holds none, and could not know the type of the others'.
-        """
+        """The L2 norm of the whole network's gradient, float64, (), from the parts that the processes hold, if any."""
         total = torch.zeros((), dtype=torch.float64, device=self.root_device)
         for gradient in gradients:
             total = total + self.share_of_norm(gradient) * squares(local_part(gradient)).sum()
@@ -249,7 +235,6 @@ class AveragingStrategy(MeshStrategy):
             num_replicas = self.layout.data_parallel_size
             send_as_one(lambda flat: dist.all_reduce(flat.div_(num_replicas), group=self.data_group), gradients)
 
-    @override
     def share_of_norm(self, gradient: Tensor) -> float:
         return 1 / self.layout.data_parallel_size
 
@@ -296,8 +281,7 @@ class AgreedGradScaler(GradScaler):
     """A gradient scaler for which a gradient has overflowed in all processes if it has in any.
 
     Under `16-mixed` a step whose gradients have overflowed is skipped, and the scale of the loss is lowered
-    (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740). Processes that have the averaged gradients of all
-    parameters find the same overflows. Processes that have different parameters, or parts of them, have to agree.
+    (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740). Processes with different parameters have to agree.
     """
 
     def _unscale_grads_(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *args: Any) -> Any:

@@ -31,8 +31,7 @@ class StagedForward:
     """Sends the microbatches of a batch, cut by `Tensor.tensor_split`, through stages on different devices.
 
     Kernels on CUDA are queued, and the host returns at once: while a device works on one microbatch, the host issues
-    the next device's work on another. In backward, autograd does so by itself, with a thread for each device. The
-    `recorder` is told which stage works when.
+    the next device's work on another. In backward, autograd does so by itself, with a thread for each device.
     """
 
     def __init__(
@@ -77,8 +76,7 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
 def gpipe_order(*, num_microbatches: int, num_stages: int) -> Iterator[tuple[int, int]]:
     """Pairs (microbatch, stage) in the order of issue: microbatch m passes stage s at tick m + s.
 
-    Within a tick the later stages come first: a copy between devices waits in the sender's queue, and issued after the
-    sender's work on the next microbatch, would arrive a tick late.
+    Within a tick the later stages come first: a copy waits in the sender's queue, behind its work on the next one.
     """
     for tick in range(num_microbatches + num_stages - 1):
         for stage in reversed(range(num_stages)):
@@ -92,7 +90,6 @@ class StagedStrategy(CutStrategy, ABC):
     Args:
         num_stages: Number of stages, a multiple of the number of devices; None for one on each device.
         num_microbatches: Number of pieces into which a replica cuts its part of the batch.
-        **kwargs: Passed on to `CutStrategy`, such as `cuts`, and to the Lightning strategy of the subclass.
     """
 
     def __init__(self, *, num_stages: int | None = None, num_microbatches: int = 1, **kwargs: Any) -> None:
@@ -115,7 +112,6 @@ class StagedStrategy(CutStrategy, ABC):
     def stage_devices(self) -> list[torch.device]:
         """The device of each of this process's stages; the first is the root device."""
 
-    @override
     def check(self) -> None:
         super().check()
         at_least_one(num_stages=self.num_stages, num_microbatches=self.num_microbatches)
@@ -124,7 +120,6 @@ class StagedStrategy(CutStrategy, ABC):
             remedy = "Drop --trainer.sync_batchnorm, or pass --trainer.strategy.num_microbatches=1."
             raise ConfigError(problem, remedy=remedy)
 
-    @override
     def use_virtual_parts(self, parts: VirtualParts) -> None:
         if self.num_microbatches > 1:
             problem = f"--virtual_replicas={parts.num_parts} with {self.num_microbatches} microbatches"
@@ -132,14 +127,12 @@ class StagedStrategy(CutStrategy, ABC):
             raise ConfigError(f"{problem}: a part passes all stages before the next one", remedy=remedy)
         super().use_virtual_parts(parts)
 
-    @override
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
         # `setup` would be too late: it may put layers into the network that only run among processes. Virtual devices
         # can share a tensor.
         self.cut(self.num_stages, may_share=len(set(self.stage_devices)) == 1)
 
-    @override
     def model_to_device(self) -> None:
         """Move each stage to its device, and all else to the root device, which may be too small for the network."""
         module: Any = self.lightning_module
@@ -152,13 +145,11 @@ class StagedStrategy(CutStrategy, ABC):
         for stage, device in zip(self.partition.modules(network), self.stage_devices, strict=True):
             stage.to(device)
 
-    @override
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         stages = self.partition.modules(network)
         calls = [Compiled(stage) for stage in stages] if compiles(self.lightning_module) else stages
         return StagedForward(calls, self.stage_devices, num_microbatches=self.num_microbatches, recorder=self.recorder)
 
-    @override
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)
         # Lightning has moved the first state of optimizers, such as Adagrad's sums, to the root device.
@@ -196,7 +187,6 @@ class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
     with_processes = "ddp_mp"
 
     @property
-    @override
     def stage_devices(self) -> list[torch.device]:
         return self._spread(self.devices)
 
@@ -209,7 +199,6 @@ class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
         """Return a value for each stage, from one for each device."""
         return [value for value in values for _ in range(self.num_stages // len(values))]
 
-    @override
     def check(self) -> None:
         super().check()
         self.check_divides("num_stages", self.num_stages)
@@ -226,8 +215,6 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
 
     Args:
         num_stages: Number of stages, which is the number of devices of a process.
-        **kwargs: Passed on to `StagedStrategy`: `num_microbatches`, `cuts`; and to Lightning's `DDPStrategy`:
-            `process_group_backend`, `timeout`, `start_method`.
     """
 
     strategy_name = "ddp_mp"
@@ -247,12 +234,10 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
         return len(self.parallel_devices or ()) // max(1, self.num_stages)
 
     @property
-    @override
     def root_device(self) -> torch.device:
         return self.stage_devices[0]
 
     @property
-    @override
     def stage_devices(self) -> list[torch.device]:
         return self.copying_devices[self.local_rank]
 
@@ -264,7 +249,6 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
     def _for_each_process(self, values: list[Any]) -> list[Any]:
         return [values[rank * self.num_stages :][: self.num_stages] for rank in range(self.num_processes)]
 
-    @override
     def check(self) -> None:
         super().check()
         num_devices, each = len(self.parallel_devices or ()), self.num_stages

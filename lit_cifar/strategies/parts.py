@@ -142,8 +142,7 @@ def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 class TreeReduceScatter:
     """Reduce-scatter for `set_custom_reduce_scatter`: the mean over all parts, summed in the order of the tree.
 
-    The whole gradients of all parts but the last are kept. Zeros are returned in their place, which Lightning discards
-    before the backward of the last part.
+    Gradients of all parts but the last are kept, and zeros returned, which Lightning discards before the last backward.
     """
 
     def __init__(self, parts: VirtualParts) -> None:

@@ -66,10 +66,7 @@ class EqualMicrobatches:
 
 @dataclass(eq=False)
 class Pipeline:
-    """This process's stages of a network, and how they work together with those of the other processes.
-
-    Images, labels and the returned logits are the same in all processes of the pipeline.
-    """
+    """This process's stages of a network; images, labels and returned logits are the same in all of its pipeline."""
 
     module: RunsNetwork
     partition: Partition
@@ -107,12 +104,10 @@ class Pipeline:
     def training_step(
         self, batch: Batch, own_step: Callable[[], Any], *, num_accumulated: int, checks_loss: bool
     ) -> Tensor:
-        """Run forward and backward of all microbatches, then the module's `own_step` on their logits.
+        """Run forward and backward of all microbatches, then the module's `own_step` on their logits; return its loss.
 
-        Gradients of earlier batches, of the `num_accumulated` that make an optimizer step, stay as they are.
-
-        Returns:
-            The loss of `own_step`. Its backward gives Lightning the gradients.
+        The backward of that gives Lightning the gradients. Those of earlier batches, of the `num_accumulated` that make
+        an optimizer step, stay as they are.
 
         Raises:
             ConfigError: With `checks_loss`, that loss is not the one by which the pipeline has trained.

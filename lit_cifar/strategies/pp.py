@@ -78,8 +78,6 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
             that the schedule needs.
         schedule: The order of work: "GPipe" (Huang et al. 2019), "1F1B" (Narayanan et al. 2019), "Interleaved1F1B"
             (Narayanan et al. 2021), "ZBVZeroBubble" (Qi et al. 2024). All compute the same.
-        **kwargs: Passed on to `CutStrategy`: `cuts`; and to `MeshStrategy`: `process_group_backend`, `timeout`,
-            `start_method`.
     """
 
     pipeline: Pipeline  # this process's part of its pipeline; known from `setup` to `teardown`
@@ -123,7 +121,6 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
             return self._num_microbatches
         return max(4, self.schedule.fewest_microbatches)
 
-    @override
     def check(self) -> None:
         each = stages_per_process(self.schedule_name)
         if self.num_stages is not None and (self.num_stages < 1 or self.num_stages % each):
@@ -137,7 +134,6 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
             raise ConfigError(problem, remedy=remedy)
         self.schedule.check(self.num_microbatches)
 
-    @override
     def use_virtual_parts(self, parts: VirtualParts) -> None:
         """Let `parts` be the microbatches; refuse schedules and numbers of microbatches that do not allow it."""
         name = f"--virtual_replicas={parts.num_parts}"
@@ -151,7 +147,6 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         self.schedule.check(parts.count, parts=parts)
         super().use_virtual_parts(parts)
 
-    @override
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
         self.cut(len(self.schedule.owners))
@@ -162,7 +157,6 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
     def split_lines(self) -> list[str]:
         return self.partition.table([f"process {owner}" for owner in self.schedule.owners])
 
-    @override
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         """Leave this process's stages on its device; the others go to host memory."""
         self.pipeline = Pipeline(
@@ -182,9 +176,7 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
                 stage.cpu()
         return self.pipeline.evaluate
 
-    @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the pipeline's forward and backward, then the module's own step on the logits."""
         module: Any = self.lightning_module
         return self.pipeline.training_step(
             batch,
@@ -199,15 +191,12 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         others = [stage for index, stage in stages if index not in self.pipeline.stages]
         return {tensor for stage in others for tensor in (*stage.parameters(), *stage.buffers())}
 
-    @override
     def trained_parameters(self) -> list[nn.Parameter]:
         return self.pipeline.parameters
 
-    @override
     def local_buffers(self) -> Iterator[Tensor]:
         return self.pipeline.buffers()
 
-    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole network, as one device would save it; every process must call this."""
         self._refresh_copies()
@@ -226,7 +215,6 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
             for tensor in stage.state_dict(keep_vars=True).values():
                 yield owner, tensor
 
-    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of all parameters, as one device would save it; every process must call this."""
         # Adagrad begins with a state of every parameter, but only this process's parameters are stepped here.
@@ -236,13 +224,11 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         merged = {index: entry for part in parts for index, entry in part.items()}
         return {**own, "state": dict(sorted(merged.items()))}
 
-    @override
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         own = set(self.pipeline.parameters)
         indices = {index for index, parameter in enumerate(parameters_of(optimizer)) if parameter in own}
         return {**state, "state": {index: entry for index, entry in state["state"].items() if index in indices}}
 
-    @override
     def teardown(self) -> None:
         if hasattr(self, "pipeline"):
             if not self._failed:

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from typing_extensions import override
 
 from lit_cifar import internals
 from lit_cifar.errors import ConfigError
@@ -29,7 +28,6 @@ class ProcessSyncBatchNorm(TorchSyncBatchNorm):
     given this plugin synchronises, whatever its `sync_batchnorm` says.
     """
 
-    @override
     def apply(self, model: nn.Module) -> nn.Module:
         layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, internals.BatchNorm)]
         for name, layer in layers:
@@ -42,7 +40,6 @@ class ProcessSyncBatchNorm(TorchSyncBatchNorm):
             layer.__class__ = type(f"Synced{type(layer).__name__}", (_Synchronised, type(layer)), {})
         return model
 
-    @override
     def revert(self, model: nn.Module) -> nn.Module:
         if isinstance(model, _Synchronised):  # the base class calls this for every child in turn
             model.__class__ = type(model).__bases__[1]
@@ -61,7 +58,6 @@ class _Synchronised(internals.BatchNorm):  # type: ignore[misc]
 
     process_group: dist.ProcessGroup | None = None
 
-    @override
     def forward(self, input: Tensor) -> Tensor:
         """Normalise (n, C, ...); n may differ between processes and be 0 in some. Each process must take part."""
         group = self.process_group
@@ -93,10 +89,9 @@ def _device_to_be(model: nn.Module) -> torch.device:
 def _global_statistics(x: Tensor, group: dist.ProcessGroup | None) -> Statistics:
     """Count, mean and variance of x (n, C, ...) over the processes of `group`, None for all.
 
-    Each process sends its own (count, mean, variance), and all combine them in the same order, so that all get the same
-    bits. The combination (Chan, Golub and LeVeque 1979) adds squared deviations from means, never squares of values,
-    which would cancel; it is done in float64, which is free at C values and keeps counts exact. The result has x's
-    dtype, or float32 where that has less precision.
+    Each process sends its own, and all combine them in the same order, so that all get the same bits. The combination
+    (Chan, Golub and LeVeque 1979) adds squared deviations from means, never squares of values, which would cancel, in
+    float64, which keeps counts exact. The result has x's dtype, or float32 where that has less precision.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     num_channels = x.shape[1]

@@ -48,10 +48,7 @@ def check_divisible(network: nn.Module, layout: Layout, *, strategy: str) -> Non
 
 
 def split_tensors(network: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
-    """Leave this process its part of every parameter and buffer of the first process, in place, on `device`.
-
-    They are moved there one by one. `mesh` has one axis, whose size divides `models.blocks.num_tensor_parts`.
-    """
+    """Leave this process its part of every parameter and buffer of the first process, in place, on `device`."""
     placed, split = placements(network), tensor_split_of(network)
     for name, split_as in split.items():
         target: Any = network.get_submodule(name)

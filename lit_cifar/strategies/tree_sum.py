@@ -12,10 +12,9 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 
 class TreeSum:
-    """The sum of tensors that come one by one, in the order of a binary tree over them.
+    """The sum of n tensors that come one by one, in the order of a binary tree; at most log2(n) + 1 are kept.
 
-    The first and the second are added, then the third and the fourth, then these two sums, and so on, like the carries
-    of a binary counter. At most log2(n) + 1 tensors are kept.
+    The first and the second are added, then the third and the fourth, then these two sums, and so on.
     """
 
     def __init__(self) -> None:

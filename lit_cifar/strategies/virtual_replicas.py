@@ -1,11 +1,10 @@
 """`--virtual_replicas=V`: training ends with the same bits on every number of processes that divides V.
 
 On two devices a batch is summed in another order than on one, and the kernels get other shapes. So the results round
-differently. Here a global batch is cut into V parts on any number of processes. Each part passes forward and
-backward by itself, and is normalised by itself (ghost batch normalisation, Hoffer et al., 2017). The gradients of the
-parts are summed in the order of one fixed binary tree, whose subtrees the processes hold. The
-running statistics of BatchNorm are treated alike: each part updates a copy of those before the step, and the mean of
-the copies is kept.
+differently. Here a global batch is cut into V parts on any number of processes. Each part passes forward and backward
+by itself, and is normalised by itself (ghost batch normalisation, Hoffer et al., 2017). The gradients of the parts are
+summed in the order of one fixed binary tree, whose subtrees the processes hold. The running statistics of BatchNorm are
+treated alike: each part updates a copy of those before the step, and the mean of the copies is kept.
 
 The idea of parts that do not depend on the devices is that of Or, Zhang and Freedman, "VirtualFlow", MLSys 2022; equal
 bits are the aim of Li et al., "EasyScale", SC 2023.
@@ -87,10 +86,7 @@ class VirtualReplicas(Callback):
         return whole
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise a `ConfigError` for an optimizer that multiplies several matrices at once.
-
-        Their number in a process depends on the mode, and a library may choose kernels by that number.
-        """
+        """Raise a `ConfigError` for an optimizer whose kernels depend on how many matrices a process has."""
         if isinstance(optimizer, MuonSGD):
             flag = f"--model.optimizer={type(optimizer).__name__}"
             problem = f"--virtual_replicas with {flag}, whose bits depend on how many matrices a process has"
