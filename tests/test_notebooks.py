@@ -166,3 +166,25 @@ def test_a_run_returns_what_the_command_printed_or_raises_its_last_lines(capfd: 
     assert capfd.readouterr().out.startswith("lit_cifar modes: done after ")
     with pytest.raises(RuntimeError, match=r"(?s)lit_cifar fail: exit status 1\n.*--model.arch"):
         start("fail").wait()
+
+
+def test_runs_print_and_fail_as_on_the_command_line(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "ddp_spawn" in runs.run("modes")
+    assert capfd.readouterr().out.startswith("lit_cifar modes: 1 run done after ")
+    with pytest.raises(RuntimeError, match=r"(?s)lit_cifar fit: exit status 2\n.*--model.arch"):
+        runs.run_all([["modes"], ["fit", "--model.arch=none"]], at_once=2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "number"),
+    [
+        (["--trainer.strategy=ddp", "--trainer.devices=3"], 3),
+        (["--trainer.strategy=PipelineStrategy", "--trainer.devices=2"], 2),
+        (["--trainer.devices=2"], 1),
+        (["--trainer.strategy=dp", "--trainer.devices=2"], 1),
+        (["--trainer.strategy=ddp_spawn", "--trainer.devices=2"], 1),
+        (["--trainer.strategy=ddp", "--trainer.devices=auto"], 1),
+    ],
+)
+def test_processes_are_forked_for_modes_that_start_none_by_themselves(flags: list[str], number: int) -> None:
+    assert runs.num_processes(["fit", *flags]) == number
