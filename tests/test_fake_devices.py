@@ -256,7 +256,7 @@ def test_the_host_waits_for_what_a_stage_of_its_own_is_going_to_read() -> None:
     with fake_devices(), torch.no_grad():
         network, devices = lit_resnet().network, [torch.device("meta", 0), torch.device("cpu")]
         partition = Partition.cut(network, (3, 32, 32), num_stages=2)
-        stages = [stage.module(network).to(device) for stage, device in zip(partition.stages, devices, strict=True)]
+        stages = [stage.to(device) for stage, device in zip(partition.modules(network), devices, strict=True)]
         logits = StagedForward(stages, devices, num_microbatches=2)(torch.zeros(4, 3, 32, 32, device=devices[0]))
         assert logits.device == devices[0]
 

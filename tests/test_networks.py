@@ -114,8 +114,8 @@ def test_what_a_stage_returns_is_known_before_it_runs(arch: Any, autocast: bool)
         found = partition.outputs(module.network, torch.zeros(2, 3, 32, 32))
         assert all(tensor.equal(before[name]) for name, tensor in module.network.state_dict().items())
         x = torch.zeros(2, 3, 32, 32)
-        for stage, output in zip(partition.stages, found, strict=True):
-            x = stage.module(module.network)(x)
+        for stage, output in zip(partition.modules(module.network), found, strict=True):
+            x = stage(x)
             assert (x.shape[1:], x.dtype) == output
     assert (found[1][1] == torch.bfloat16) == (autocast and arch != "vit_micro")
 
@@ -142,7 +142,7 @@ def test_stages_one_after_the_other_are_the_network_bit_for_bit(num_stages: int,
     stages = partition.modules(other)
     for stage, module in zip(partition.stages, stages, strict=True):
         x = module(x)
-        assert x.shape == (4, *stage.output_shape)
+        assert x.shape == (4, *stage[-1].output_shape)
     assert x.equal(expected)
     parameters = [parameter for stage in stages for parameter in stage.parameters()]
     assert all(a is b for a, b in zip(parameters, other.parameters(), strict=True))
@@ -177,7 +177,8 @@ def test_cuts_are_the_best_that_there_are(seed: int) -> None:
 
 def test_named_cuts_replace_the_balanced_ones() -> None:
     partition = Partition.cut(build_resnet("resnet18", stem="imagenet"), IMAGE, num_stages=3, cuts=["layer1.1", "head"])
-    assert [stage.span for stage in partition.stages] == ["stem to layer1.0", "layer1.1 to layer4.1", "head"]
+    spans = [(stage[0].name, stage[-1].name) for stage in partition.stages]
+    assert spans == [("stem", "layer1.0"), ("layer1.1", "layer4.1"), ("head", "head")]
 
 
 @pytest.mark.parametrize(
@@ -201,9 +202,10 @@ def test_table() -> None:
     """Shares add up, the bytes are those of the images' activations in float32, the last stage sends nothing."""
     network = build_resnet("resnet34", stem="cifar")
     partition = Partition.cut(network, IMAGE, num_stages=2)
-    assert 3 * sum(stage.flop for stage in partition.stages) == pytest.approx(6.95e9, rel=1e-3)  # and backward
+    flop = sum(block.flop for stage in partition.stages for block in stage)
+    assert 3 * flop == pytest.approx(6.95e9, rel=1e-3)  # and backward
     assert partition.table(["cpu:0", "cuda:1"]) == [
         "0  cpu:0       stem to layer3.0         49.4% of FLOP    2.26 M parameters  sends 64 KiB per image",
         "1  cuda:1      layer3.1 to head         50.6% of FLOP   19.02 M parameters  sends -",
     ]
-    assert partition.stages[0].module(network)(torch.zeros(1, 3, 32, 32)).nbytes == 64 * 1024
+    assert partition.modules(network)[0](torch.zeros(1, 3, 32, 32)).nbytes == 64 * 1024

@@ -29,40 +29,10 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Consecutive blocks that run on one device."""
-
-    blocks: tuple[Block, ...]
-
-    @property
-    def flop(self) -> int:
-        return sum(block.flop for block in self.blocks)
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(block.num_parameters for block in self.blocks)
-
-    @property
-    def output_shape(self) -> tuple[int, ...]:
-        return self.blocks[-1].output_shape
-
-    @property
-    def span(self) -> str:
-        """The first and the last block, e.g. "stem to layer3.0"."""
-        first, last = self.blocks[0].name, self.blocks[-1].name
-        return first if first == last else f"{first} to {last}"
-
-    def module(self, network: nn.Module) -> nn.Sequential:
-        """The stage as a module made of the network's own layers: nothing is copied."""
-        chain = blocks_of(network) or {}
-        return nn.Sequential(*(chain[block.name] for block in self.blocks))
-
-
-@dataclass(frozen=True)
 class Partition:
-    """The stages of a network, in order."""
+    """The stages of a network, in order: consecutive blocks, which run on one device."""
 
-    stages: tuple[Stage, ...]  # each takes what the one before returned
+    stages: tuple[tuple[Block, ...], ...]  # each takes what the one before returned
 
     @classmethod
     def cut(
@@ -79,7 +49,7 @@ class Partition:
         costs = [block.flop for block in blocks]
         bounds = balanced(costs, num_stages) if cuts is None else _bounds_of(blocks, num_stages, cuts)
         edges = (0, *bounds, len(blocks))
-        return cls(tuple(Stage(blocks[a:b]) for a, b in pairwise(edges)))
+        return cls(tuple(blocks[a:b] for a, b in pairwise(edges)))
 
     def outputs(self, network: nn.Module, images: Tensor) -> list[tuple[torch.Size, torch.dtype]]:
         """Shape without the batch axis, and dtype under the present autocast, of what each stage returns."""
@@ -96,17 +66,21 @@ class Partition:
         return found
 
     def modules(self, network: nn.Module) -> list[nn.Sequential]:
-        return [stage.module(network) for stage in self.stages]
+        """The stages as modules made of the network's own layers: nothing is copied."""
+        chain = blocks_of(network) or {}
+        return [nn.Sequential(*(chain[block.name] for block in stage)) for stage in self.stages]
 
     def table(self, places: Sequence[str]) -> list[str]:
         """One line for each stage: its place, blocks, share of FLOP, parameters and bytes sent on (float32)."""
-        total = sum(stage.flop for stage in self.stages)
+        total = sum(block.flop for stage in self.stages for block in stage)
         lines = []
         for index, (stage, place) in enumerate(zip(self.stages, places, strict=True)):
-            size = f"{stage.flop / total:>6.1%} of FLOP  {stage.num_parameters / 1e6:6.2f} M parameters"
-            sent = f"{4 * math.prod(stage.output_shape) / 1024:g} KiB per image"
+            span = " to ".join(dict.fromkeys((stage[0].name, stage[-1].name)))
+            share = sum(block.flop for block in stage) / total
+            size = f"{share:>6.1%} of FLOP  {sum(block.num_parameters for block in stage) / 1e6:6.2f} M parameters"
+            sent = f"{4 * math.prod(stage[-1].output_shape) / 1024:g} KiB per image"
             sends = sent if index + 1 < len(self.stages) else "-"
-            lines.append(f"{index}  {place:<12}{stage.span:<24}{size}  sends {sends}")
+            lines.append(f"{index}  {place:<12}{span:<24}{size}  sends {sends}")
         return lines
 
 

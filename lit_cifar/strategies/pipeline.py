@@ -233,7 +233,7 @@ class Pipeline:
     def evaluate(self, images: Tensor) -> Tensor:
         """Logits (n, C) of images (n, ...), any n; microbatches follow each other through the stages."""
         if not len(images):
-            return images.new_empty(0, *self.partition.stages[-1].output_shape)
+            return images.new_empty(0, *self.partition.stages[-1][-1].output_shape)
         pieces = [piece for piece in images.tensor_split(self.microbatches.count) if len(piece)]
         ends = (self._forward(piece, number).get(self._last) for number, piece in enumerate(pieces))
         outputs = [end[1] for end in ends if end is not None]

@@ -199,7 +199,7 @@ def partition_frame(partition: Partition) -> pd.DataFrame:
             "sends_kib": 4 * prod(block.output_shape) / 1024,
         }
         for index, stage in enumerate(partition.stages)
-        for block in stage.blocks
+        for block in stage
     ]
     return pd.DataFrame(rows)
 
