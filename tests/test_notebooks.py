@@ -3,6 +3,7 @@ start runs.
 """
 
 import ast
+import json
 import os
 import re
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from documents import ROOT
+from documents import ROOT, SCRIPTS
 from nbclient import NotebookClient
 
 from analysis import notebook as runs
@@ -19,17 +20,15 @@ from analysis import notebook as runs
 NOTEBOOKS = ROOT / "notebooks"
 
 SYNTHETIC = 'DATA = ["--data.dataset=synthetic"]\n'
-SYNTHETIC_FLAG = 'DATA = "--data.dataset=synthetic"\n'
 
 SMALL = {
-    "dp_versus_ddp.ipynb": SYNTHETIC_FLAG + "BATCH, STEPS = 16, 2\n",
+    "dp_versus_ddp.ipynb": SYNTHETIC + "BATCH, STEPS = 16, 2\n",
     "fault_tolerance.ipynb": (
         'DATASET = "synthetic"\n'
         'SIZES["small"] = {"arch": "tiny", "stem": "imagenet", "num_train": 1270, "batch": 32, "save_every": 7}\n'
     ),
     # Two schedules of four, and a small network.
-    "model_parallel.ipynb": SYNTHETIC_FLAG
-    + 'SCHEDULES = ("1F1B", "ZBVZeroBubble")\nARCH, BATCH, STEPS = "tiny", 16, 3\n',
+    "model_parallel.ipynb": SYNTHETIC + 'SCHEDULES = ("1F1B", "ZBVZeroBubble")\nARCH, BATCH, STEPS = "tiny", 16, 3\n',
     # Four runs instead of six, a tenth of the images; the statements about counts stay exact.
     "per_rank_accuracy.ipynb": SYNTHETIC
     + "PROCESS_COUNTS = (1, 2)\nPADDED_PROCESSES = 2\nNUM_TEST = 1001\n"
@@ -124,6 +123,14 @@ def test_a_committed_notebook_shows_its_output_and_no_path_of_a_machine(name: st
     assert executed == list(range(1, len(executed) + 1)), "run it from top to bottom in a fresh kernel, then save it"
     assert f"<!--n:minutes-{name.removesuffix('.ipynb')}-->" in notebook.cells[0].source
     assert not [piece for piece in ("/tmp", "/home/", "/root/", "/Users/", "site-packages") if piece in text]
+
+
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_the_stored_outputs_of_a_notebook_took_at_most_three_minutes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    assert import_module("pages").clock_s(json.loads((NOTEBOOKS / name).read_text(encoding="utf-8"))) <= 180
 
 
 @pytest.mark.parametrize("name", sorted(SMALL))

@@ -300,17 +300,16 @@ def stored_times() -> Values:
     values: Values = {}
     for path in HERE.parent.glob("notebooks/*.ipynb"):
         notebook = json.loads(path.read_text(encoding="utf-8"))
-        code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-        times = [cell["metadata"].get("execution", {}) for cell in code]
-        if all(times):
-            clock_s = sum(moment(each["shell.execute_reply"]) - moment(each["iopub.status.busy"]) for each in times)
-        else:  # stored without times: those of the runs that it started
-            clock_s = sum(map(int, re.findall(r"done after (\d+) s", json.dumps(code))))
-        processor_s = notebook["metadata"].get("processor_s")
-        processor = f"{processor_s / 60:.1f} minutes of processor time, " if processor_s else ""
-        busy = " that other programs used too" if processor_s and clock_s > processor_s else ""
-        values[f"minutes-{path.stem}"] = f"{processor}{clock_s / 60:.1f} minutes by the clock on two CPU cores{busy}"
+        seconds = (clock_s(notebook), notebook["metadata"]["processor_s"])
+        clock, processor = (f"{each / 60:.1f} minutes" for each in seconds)
+        values[f"minutes-{path.stem}"] = f"{clock} by the clock on two CPU cores, {processor} of processor time"
     return values
+
+
+def clock_s(notebook: dict[str, Any]) -> float:
+    """Seconds that the cells of a stored notebook took."""
+    times = [cell["metadata"]["execution"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return sum(moment(each["shell.execute_reply"]) - moment(each["iopub.status.busy"]) for each in times)
 
 
 def moment(text: str) -> float:
