@@ -1,6 +1,7 @@
 """`verify` with fewer GPUs than devices: parts that share one, and modes that are left out."""
 
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import lightning as L
 import pytest
@@ -43,8 +44,10 @@ def test_parts_share_one_gpu_and_several_leave_every_mode_as_it_is() -> None:
 
 def test_verify_puts_parts_on_the_one_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for name in ("module", "data", "train_sampler"):
-        monkeypatch.setattr(Configuration, name, lambda *args: None)
+    monkeypatch.setattr(Configuration, "module", lambda settings: None)
+    monkeypatch.setattr(Configuration, "data_module", lambda settings: MagicMock())
+    monkeypatch.setattr(Configuration, "accumulation", 1)
+    monkeypatch.setattr("lit_cifar.tools.verify.command.replace", lambda sampler, **changes: sampler)
     monkeypatch.setattr(SizedMode, "check", lambda *args, num_parts: None)
     found: dict[str, list[str]] = {}
     for accelerator in ("gpu", "cpu"):

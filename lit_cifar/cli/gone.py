@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.reporting.run_folder import read_settings
 
 # By command, by flag (which is a setting of a YAML file too, with all below it), by a command's own flag or one of its
 # values, or by class.
@@ -92,6 +91,8 @@ def refuse_words(words: Sequence[str]) -> None:
 
 def _given(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Each flag with its value, and each setting of a file as if it were a flag."""
+    from lit_cifar.reporting.run_folder import read_settings  # the overview, which needs the table, imports no torch
+
     own = [*takewhile(lambda word: word != "--", words)]  # behind it are the flags of a user's own script
     for word, following in pairwise([*own, ""]):
         flag, has_value, value = word.partition("=")
