@@ -23,6 +23,7 @@ TINY = [
     *("--data.dataset=synthetic", "--data.num_train=96", "--data.num_test=100"),
     *("--data.val_size=16", "--data.batch_size=16", "--trainer.max_epochs=1"),
     *("--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.log_every_n_steps=1"),
+    "--trainer.precision=32-true",  # on every machine, whatever is fast there
 ]
 TRANSFORMS = [
     "--data.augment.transforms+=torchvision.transforms.v2.TrivialAugmentWide",

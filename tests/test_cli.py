@@ -172,7 +172,6 @@ REFUSED_LATER = {
     "validate --ckpt_path={} --data.val_size=0": ["--data.val_size"],
     "predict --ckpt_path={}": ["--data.predict_dir"],
     "predict --ckpt_path={} --data.dataset=cifar10 --data.predict_dir=.": ["{}: ", "--data.dataset=synthetic"],
-    "test --ckpt_path={} --autotune=true": ["--autotune=true is for training"],
     "test --ckpt_path=best": ["no checkpoint best"],  # Lightning's word for that of this process
     **{command: ["untrained", "RUN_FOLDER", "--ckpt_path"] for command in ("validate", "test", "predict")},
     "fit --trainer.callbacks+=analysis.timeline.Timeline": ["records stages"],

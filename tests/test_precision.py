@@ -1,4 +1,4 @@
-"""`--autotune=true`: a rule by the processor, which leaves alone what a user has set and what a run had before."""
+"""What `fit` chooses by the processor: it leaves alone what a user has set and what a run had before."""
 
 from pathlib import Path
 from typing import Any
@@ -11,39 +11,82 @@ from jsonargparse import Namespace
 from lit_cifar.models import precision
 from lit_cifar.models.precision import choose_fast
 
-NEITHER: dict[str, Any] = {"precision": None, "channels_last": False, "deterministic": None, "virtual_replicas": None}
+NAMES = ("trainer.precision", "model.channels_last", "trainer.benchmark", "model.optimizer.init_args.fused")
+CHOSEN_ON_CPU, CHOSEN_ON_GPU = ("bf16-mixed", True, None, None), ("bf16-mixed", True, True, True)
+OTHERS = {"trainer.deterministic": None, "trainer.num_nodes": 1, "trainer.strategy": "ddp", "virtual_replicas": None}
+OTHERS |= {"model.network": None, "model.optimizer.class_path": "lit_cifar.NesterovSGD"}
 
 
+def settings(accelerator: str = "cpu", **given: Any) -> Namespace:
+    """Settings of a fit; of a name in `given` two underscores are a dot."""
+    asked = Namespace()
+    for name, value in (dict.fromkeys(NAMES) | OTHERS | {"trainer.accelerator": accelerator}).items():
+        asked[name] = value
+    for name, value in given.items():
+        asked[name.replace("__", ".")] = value
+    return asked
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "auto"])
 @pytest.mark.parametrize(
     ("has_bf16", "given", "chosen"),
     [
-        (True, {}, ("bf16-mixed", True)),
-        (False, {}, ("32-true", False)),
-        (True, {"precision": "64-true"}, ("64-true", False)),
-        (False, {"precision": "bf16-mixed"}, ("bf16-mixed", True)),
-        (False, {"channels_last": True}, ("32-true", True)),
-        (True, {"deterministic": True}, ("32-true", False)),
-        (True, {"virtual_replicas": 4}, ("32-true", False)),
+        (True, {}, ...),
+        (True, {"trainer__precision": "bf16-mixed"}, ...),
+        (False, {}, (None, None, None, None)),
+        (True, {"trainer__precision": "64-true"}, ("64-true", None, None, None)),
+        (False, {"trainer__precision": "bf16-mixed"}, ("bf16-mixed", None, None, None)),
+        (False, {"model__channels_last": True}, (None, True, None, None)),
+        (True, {"trainer__deterministic": True}, (None, None, None, None)),
+        (True, {"trainer__num_nodes": 2}, (None, None, None, None)),
+        (True, {"virtual_replicas": 4}, (None, None, None, None)),
+        (True, {"model__network": Namespace(class_path="torch.nn.Flatten")}, (None, None, None, None)),
     ],
 )
-def test_what_is_fast_here_and_not_given_is_chosen(
-    has_bf16: bool, given: dict[str, Any], chosen: tuple[str, bool], monkeypatch: pytest.MonkeyPatch
+def test_what_is_fast_here_and_left_open_is_chosen(
+    has_bf16: bool, given: dict[str, Any], chosen: Any, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precision, "cpu_has_bf16", lambda: has_bf16)
-    asked = Namespace(NEITHER | given)
-    trainer = Namespace(precision=asked.precision, deterministic=asked.deterministic, num_nodes=1, accelerator="cpu")
-    model = Namespace(channels_last=asked.channels_last)
-    choose_fast(Namespace(trainer=trainer, model=model, virtual_replicas=asked.virtual_replicas), before={})
-    assert (trainer.precision, model.channels_last) == chosen
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: has_bf16)
+    asked = settings(accelerator, **given)
+    said = choose_fast(asked, before=None)
+    if chosen is ...:
+        chosen = CHOSEN_ON_CPU if accelerator == "cpu" else CHOSEN_ON_GPU
+    assert tuple(asked.get(name) for name in NAMES) == chosen
+    assert bool(said) == (asked.trainer.precision == "bf16-mixed" and not given)
 
 
-def test_a_run_that_goes_on_keeps_its_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ["fit", *TINY, "--autotune=true", f"--run_dir={tmp_path / 'run'}", "--resume=auto"]
-    for has_bf16, epochs in ((True, 1), (False, 2)):
+@pytest.mark.parametrize(
+    "given", [{"trainer__strategy": "fsdp2"}, {"model__optimizer__class_path": "torch.optim.Adagrad"}]
+)
+def test_no_fused_optimizer_is_chosen_where_it_is_refused(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)
+    asked = settings("auto", **given)
+    choose_fast(asked, before=None)
+    assert tuple(asked.get(name) for name in NAMES) == ("bf16-mixed", True, True, None)
+
+
+def test_what_a_user_has_said_no_to_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "cpu_has_bf16", lambda: True)
+    asked = settings(model__channels_last=False)
+    choose_fast(asked, before=None)
+    assert tuple(asked.get(name) for name in NAMES) == ("bf16-mixed", False, None, None)
+
+
+@pytest.mark.parametrize("resume", ["--resume=auto", "--ckpt_path={}/checkpoints/last.ckpt"])
+def test_a_run_that_goes_on_keeps_its_choice(resume: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warnings.warn", lambda *args, **kwargs: None)
+    flags = ["fit", *TINY, "--trainer.precision=null", "--model.lr_scheduler=ConstantLR"]
+    for has_bf16, epochs, how in ((True, 1, "--resume=auto"), (False, 2, resume)):
         monkeypatch.setattr(precision, "cpu_has_bf16", lambda has_bf16=has_bf16: has_bf16)
-        monkeypatch.setattr("warnings.warn", lambda *args, **kwargs: None)
-        done = run_here(*flags, f"--trainer.max_epochs={epochs}", "--model.lr_scheduler=ConstantLR")
+        run = tmp_path / ("run" if "auto" in how else "other")
+        going_on = [how.format(tmp_path / "run"), f"--run_dir={run}"]
+        done = run_here(*flags, *going_on, f"--trainer.max_epochs={epochs}")
         assert "cpu, bf16-mixed" in done.stdout
-        config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-        assert config["autotune"] is False
+        assert ("--trainer.precision=32-true takes it back" in done.stdout) == (epochs == 1)
+        config = yaml.safe_load((run / "config.yaml").read_text())
         assert (config["trainer"]["precision"], config["model"]["channels_last"]) == ("bf16-mixed", True)

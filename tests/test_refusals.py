@@ -239,8 +239,6 @@ def test_sections_of_a_config_that_are_left_empty_change_nothing(tmp_path: Path)
         # Processes that could not meet.
         ({"MASTER_PORT": "abc"}, mode_flags("ddp"), ["MASTER_PORT=abc", "export MASTER_PORT="]),
         ({"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}, mode_flags("ddp"), ["MASTER_PORT does not", "export"]),
-        # Machines may have unlike processors.
-        ({"GROUP_WORLD_SIZE": "2"}, ["--autotune=true"], ["that of another machine may decide otherwise"]),
     ],
 )
 def test_an_environment_in_which_no_run_can_work_is_refused(

@@ -27,7 +27,7 @@ COMMON: dict[str, dict[str, tuple[str, ...]]] = {
         "network": _NETWORK,
         "optimization": (*_OPTIMIZATION, "trainer.max_epochs", "trainer.accumulate_grad_batches"),
         "data": _DATA,
-        "devices": (*_WHERE, "trainer.sync_batchnorm", "virtual_replicas", "autotune"),
+        "devices": (*_WHERE, "trainer.sync_batchnorm", "virtual_replicas"),
     },
     "validate": _EVALUATION,
     "test": _EVALUATION,
@@ -37,7 +37,6 @@ _TEXTS = {
     "config": "Read flags from a YAML file, as RUN_FOLDER/config.yaml. Later files and flags win over earlier ones.",
     "run_dir": "Folder that this run writes to. The default is runs/<time>-<subcommand>[-<mode>].",
     "resume": "With auto, resume the run in --run_dir from its newest valid checkpoint; start it if there is none.",
-    "autotune": "bf16-mixed and channels_last where the processor has instructions for bfloat16, else 32-true.",
     "virtual_replicas": "Cut every batch into this many parts: 1, 2 or more processes then end with the same bits.",
     "seed_everything": "Seed of the initial weights. Order, augmentation, split and dropout follow --data.seed.",
     "ckpt_path": "Checkpoint to resume from (fit) or to evaluate (the others): a file, as "
@@ -48,8 +47,8 @@ _TEXTS = {
     "lists them all, and which of them run on this machine.",
     "trainer.devices": "Number of devices on each machine: GPUs, or on the CPU processes or virtual devices.",
     "trainer.num_nodes": "Number of machines, on which torchrun or srun starts the processes.",
-    "trainer.precision": "Floating point format: 32-true (the default), 64-true, bf16-mixed (autocast), or 16-mixed "
-    "(with loss scaling, on GPUs only).",
+    "trainer.precision": "Floating point format: 32-true, 64-true, bf16-mixed (autocast; what a fit chooses where the "
+    "processor has instructions for it), or 16-mixed (with loss scaling, on GPUs only).",
     "trainer.max_epochs": "Number of epochs. The default learning rate schedule spans all of them.",
     "trainer.accumulate_grad_batches": "Split each global batch into this many parts, to need less memory. An "
     "optimizer step is taken after the last part.",

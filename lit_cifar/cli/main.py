@@ -101,6 +101,7 @@ class CLI(LightningCLI):
         self._lock, self._words = lock, words
         self._named = next((word for word in words[:1] if word in self.subcommands()), None)
         self._own_loggers: list[Namespace] = []  # loggers that the user has asked for
+        self._choice = ""  # what is fast here and was left open, in words
         self._replicas: Any = None  # callback of --virtual_replicas
         self._classes: tuple[str, ...] = ()  # classes of the data, or of the checkpoint if the pictures are gone
         super().__init__(
@@ -127,7 +128,6 @@ class CLI(LightningCLI):
         """Add flags that belong to neither trainer, model nor data; their texts are in `help.py`."""
         parser.add_argument("--run_dir", type=str | None, default=None)
         parser.add_argument("--resume", type=Literal["auto"] | None, default=None)
-        parser.add_argument("--autotune", type=bool, default=False)
         parser.add_argument("--virtual_replicas", type=int | None, default=None)
         parser.add_lightning_class_args(BestCheckpoint, "best_checkpoint")
         parser.add_lightning_class_args(LastCheckpoint, "last_checkpoint")
@@ -178,8 +178,6 @@ class CLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Refuse arguments that the Trainer accepts but a run folder cannot use; tell the model about the data."""
         check_arguments(self._arguments.trainer, trains=self._subcommand == "fit")
-        if self._arguments.autotune and self._subcommand != "fit":
-            raise ConfigError("--autotune=true is for training", remedy="leave it out, or use the fit subcommand")
         model, data = self._arguments.model, self._arguments.data
         source = open_dataset(data.dataset, data.root, image_size=data.image_size)
         if self._subcommand == "predict":
@@ -189,10 +187,15 @@ class CLI(LightningCLI):
         check_sizes(model, source)
         self._classes = source.classes
         model.num_classes, model.image_size = len(source.classes), source.image_size
-        if self._arguments.autotune:
-            run_dir = self._arguments.run_dir if self._arguments.resume and self._arguments.ckpt_path else None
-            before = run_folder.read_config(Path(run_dir)) if run_dir and Path(run_dir, CONFIG).exists() else {}
-            choose_fast(self._arguments, before=before)
+        if self._subcommand == "fit":
+            self._choice = choose_fast(self._arguments, before=self._settings_before())
+
+    def _settings_before(self) -> dict[str, Any] | None:
+        """The settings of the training that this fit continues, as far as they are known; None of a new one."""
+        if self._arguments.ckpt_path is None or self._start.has_weights_alone:
+            return None
+        folder = Path(self._arguments.ckpt_path).parent.parent
+        return run_folder.read_config(folder) if (folder / CONFIG).is_file() else {}
 
     def instantiate_classes(self) -> None:
         """Build data, model and trainer; an error of their constructors is a mistake in the user's input.
@@ -267,7 +270,7 @@ class CLI(LightningCLI):
         folder = None if self._arguments.trainer.fast_dev_run else self._make_run_folder()
         if process_rank() == 0:
             report = next(c for c in self.trainer.callbacks if isinstance(c, RunReport))  # type: ignore[attr-defined]
-            start = {"folder": folder, "checkpoint": self._arguments.ckpt_path}
+            start = {"folder": folder, "checkpoint": self._arguments.ckpt_path, "choice": self._choice}
             report.announce(self.trainer, self.model, self.datamodule, stage=subcommand, **start)
         # Lightning converts after loading a checkpoint, when its float64 weights have already been rounded.
         self.trainer.precision_plugin.convert_module(self.model)

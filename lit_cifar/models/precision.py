@@ -13,6 +13,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_cifar.errors import ConfigError
 
 _CPU_FLAGS = {"avx512_bf16", "amx_bf16"}
+_ALIKE = (None, "bf16-mixed")
+_FUSED_FLAG = "model.optimizer.init_args.fused"
+_FAST: dict[str, Any] = {"trainer.precision": "bf16-mixed", "model.channels_last": True}
+_FAST_ON_GPU: dict[str, Any] = {"trainer.benchmark": True, _FUSED_FLAG: True}
+_FUSED = ("lit_cifar.NesterovSGD", "torch.optim.SGD", "torch.optim.Adam", "torch.optim.AdamW")
+_FUSED_MODES = ("auto", "dp", "ddp", "ddp_spawn")
+_CHOICE = "bf16-mixed, as this processor is fast in it; --trainer.precision=32-true takes it back"
 
 
 def cpu_has_bf16() -> bool:
@@ -21,25 +28,37 @@ def cpu_has_bf16() -> bool:
     return cpus.exists() and not _CPU_FLAGS.isdisjoint(cpus.read_text().split())
 
 
-def choose_fast(arguments: Namespace, *, before: Mapping[str, Any]) -> None:
-    """Fill in `--trainer.precision` and `--model.channels_last` in the `arguments` of a fit, for `--autotune=true`.
+def choose_fast(arguments: Namespace, *, before: Mapping[str, Any] | None) -> str:
+    """Fill in what is fast on this machine where the `arguments` of a fit leave it open; the choice in words, if any.
 
-    A precision that is given stands. A run that goes on keeps what it had `before`, its settings, because others round
-    differently. Several machines, which may have unlike processors, are refused.
+    With instructions for bfloat16 it is bf16-mixed and channels_last; on a GPU also cuDNN's search and an optimizer in
+    one kernel. Nothing is chosen beside a precision of the user's, where results are to be exact, for a network of the
+    user's own, which may need another layout, and on several machines, whose processors may differ. A training that
+    goes on has the settings of `before`, as others round differently; they are None for a new one.
     """
-    trainer, model = arguments.trainer, arguments.model
-    if before:
-        trainer.precision, model.channels_last = before["trainer"]["precision"], before["model"]["channels_last"]
-        return
-    if trainer.num_nodes > 1 or int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
-        problem = "--autotune=true decides by the processor, and that of another machine may decide otherwise"
-        remedy = "pass --trainer.precision=bf16-mixed --model.channels_last=true, or leave it out"
-        raise ConfigError(problem, remedy=remedy)
-    has_gpu = torch.cuda.is_available() and trainer.accelerator != "cpu"
-    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if has_gpu else cpu_has_bf16()
+    trainer = arguments.trainer
+    is_on_gpu = torch.cuda.is_available() and trainer.accelerator != "cpu"
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if is_on_gpu else cpu_has_bf16()
     is_exact = trainer.deterministic or arguments.virtual_replicas is not None
-    trainer.precision = trainer.precision or ("bf16-mixed" if has_bf16 and not is_exact else "32-true")
-    model.channels_last = model.channels_last or trainer.precision == "bf16-mixed"
+    has_others = trainer.num_nodes > 1 or int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1
+    was_left_open = trainer.precision is None
+    if before is not None:
+        chosen = {name: _setting(before, name) for name in (*_FAST, *_FAST_ON_GPU)}
+    elif has_bf16 and not (is_exact or has_others or arguments.model.network) and trainer.precision in _ALIKE:
+        takes_fused = trainer.strategy in _FUSED_MODES and arguments.model.optimizer.class_path in _FUSED
+        chosen = _FAST | (_FAST_ON_GPU | {_FUSED_FLAG: takes_fused or None} if is_on_gpu else {})
+    else:
+        return ""
+    for name, value in chosen.items():
+        if value is not None and arguments.get(name) is None:
+            arguments[name] = value
+    return _CHOICE if was_left_open and before is None else ""
+
+
+def _setting(settings: Any, name: str) -> Any:
+    for key in name.split("."):
+        settings = settings.get(key) if isinstance(settings, Mapping) else None
+    return settings
 
 
 def check_precision(trainer: Trainer, *, asked: object) -> None:

@@ -182,8 +182,8 @@ def _names(folder: Path) -> Iterator[Path]:
 class SavedConfig(SaveConfigCallback):
     """Saves the resolved configuration, without the flags that tie it to this run.
 
-    These are `run_dir`, `resume`, `autotune`, whose choice is kept, and of a fit `ckpt_path`. A resumed run replaces
-    the file at its first step, so that one that is refused or has no step left does not.
+    These are `run_dir`, `resume`, and of a fit `ckpt_path`. A resumed run replaces the file at its first step, so that
+    one that is refused or has no step left does not.
     """
 
     def __init__(
@@ -195,7 +195,6 @@ class SavedConfig(SaveConfigCallback):
         self.config.run_dir = self.config.resume = None
         if trains:
             self.config.ckpt_path = None
-        self.config.autotune = False
         self.config.trainer.logger = logger
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -51,12 +51,17 @@ class RunReport(Callback):
         stage: str,
         folder: Path | None = None,
         checkpoint: str | None = None,
+        choice: str = "",
     ) -> None:
-        """Print the settings of the run, before its processes meet; `setup` of the data module was called."""
+        """Print the settings of the run, before its processes meet; `setup` of the data module was called.
+
+        `choice` says what the user has left open and this machine has decided.
+        """
         self._tests = stage == "fit" and datamodule.source.has_test
         self._is_synthetic = datamodule.name == "synthetic"  # as `Synthetic` is called
         if stage == "fit":
             lines = opening_lines(trainer, pl_module, datamodule)
+            lines += [_line("precision", choice)] if choice else []
             lines += [] if folder is None else [_line("run folder", shown(folder))]
         else:
             lines = [_line(stage, str(checkpoint)), *_evaluated(datamodule), _mode(trainer)]

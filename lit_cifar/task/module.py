@@ -73,7 +73,8 @@ class LitResNet(L.LightningModule):
         ghost_batchnorm: Ghost batch normalisation on one device: BatchNorm normalises each of these parts of a batch
             on its own. This equals a mode whose replicas or microbatches are normalised separately.
         channels_last: Keep images, activations and weights in the channels-last memory format, which convolutions on
-            recent GPUs prefer. Checkpoints keep torch's default format.
+            recent GPUs prefer. Checkpoints keep torch's default format. The default is false, and on the
+            command line what `fit` chooses.
         compile: Compile the network with torch.compile, which takes a minute or more at the first step. Batches
             smaller than the largest so far run uncompiled. With "cuda_graphs", for one device and `ddp`, a GPU gets all
             kernels of a forward or backward pass at once, so that it does not wait for the host.
@@ -99,7 +100,7 @@ class LitResNet(L.LightningModule):
         num_classes: int | None = None,
         image_size: int | None = None,
         ghost_batchnorm: GhostBatches | None = None,
-        channels_last: bool = False,
+        channels_last: bool | None = None,
         compile: bool | Literal["cuda_graphs"] = False,
         optimizer: OptimizerCallable = lambda params: NesterovSGD(params, lr=0.1),
         lr_scheduler: LRSchedulerCallable = lambda optimizer: WarmupDecay(optimizer, warmup=0.2, decay="linear"),
@@ -132,7 +133,7 @@ class LitResNet(L.LightningModule):
         self.frozen = Frozen.of(fine_tuning, self.network)
         if channels_last:
             self.network.to(memory_format=torch.channels_last)
-        self.channels_last = channels_last
+        self.channels_last = bool(channels_last)
         self.compiles, self.cuda_graphs = bool(compile), compile == "cuda_graphs"
         self.optimization = Optimization(
             optimizer, lr_scheduler, fine_tuning=fine_tuning, rate_scaling=rate_scaling, num_classes=num_classes

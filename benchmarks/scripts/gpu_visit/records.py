@@ -17,7 +17,7 @@ LONG = ("muon_23_epochs", "muon_48_epochs")
 _LIMIT_S = 1200.0
 _SMALL = ["--data.dataset=synthetic", "--data.num_train=96", "--data.num_test=32", "--data.batch_size=16"]
 _SMALL += ["--model.arch=tiny", "--model.stem=imagenet", "--model.compile=false", "--trainer.max_epochs=2"]
-_SMALL += ["--autotune=false", "--trainer.precision=32-true"]
+_SMALL += ["--trainer.precision=32-true"]
 _BF16 = ["--trainer.precision=bf16-mixed", "--model.channels_last=true"]
 
 
@@ -47,7 +47,7 @@ def trials_of_recipe(step: Step) -> None:
 
 
 def default_run(step: Step) -> None:
-    """`fit --autotune=true`, and its test."""
+    """`fit` as it is, and its test."""
     step.check("default recipe", partial(_default, step))
 
 
@@ -57,7 +57,7 @@ def articles_runs(step: Step) -> None:
 
 
 def _default(step: Step) -> tuple[str, dict[str, Any]]:
-    flags = [*_flags(step), *(["--autotune=true"] if step.visit.on_gpu else [])]
+    flags = _flags(step)
     run, test = step.run_folder("default"), step.run_folder("default-test")
     step.output_of("default", "lit_cifar", "fit", *flags, f"--run_dir={run}", limit_s=_LIMIT_S)
     for name in ("metrics.csv", "environment.json", "config.yaml"):

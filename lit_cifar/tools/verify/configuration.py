@@ -71,6 +71,8 @@ class Configuration:
         if (precision := str(config["trainer"]["precision"] or "32-true")) not in _PRECISIONS:
             problem = f"verify compares in 32-true, 64-true or bf16-mixed: --trainer.precision={precision} skips steps"
             raise ConfigError(problem, remedy="leave it out, or pass --trainer.precision=64-true")
+        if config["trainer"]["precision"] is None:
+            flags.append(f"--trainer.precision={precision}")  # a fit would choose what is fast
         if config["trainer"]["accelerator"] == "auto" and torch.cuda.device_count() < devices:
             flags.append("--trainer.accelerator=cpu")
             config["trainer"]["accelerator"] = "cpu"
