@@ -16,7 +16,6 @@ FIGURES = ROOT / "docs" / "figures"
 WITHOUT_COMMIT = {
     "verify/2026-11-20/devices4_float64.json",
     "modes/2026-11-21-steps/losses.json",
-    "gpu/2026-11-23/speed/results.json",
     *(f"recipes/2026-11-23-gpu/{name}.json" for name in ("search", "sgd_epochs")),
     *(
         str(file.relative_to(BENCHMARKS))

@@ -207,25 +207,9 @@ def trained() -> Values:
     return values
 
 
-def on_one_gpu() -> Values:
-    """Images per second of `fit` and of plain loops."""
-    values: Values = {}
-    (speed,) = (step["findings"] for step in read("gpu/2026-11-23/speed/results.json", "steps") if step["number"] == 9)
-    for figures in (found for found in speed if "images_per_s" in found["figures"]):
-        name = "gpu-" + re.sub(r"\W+", "-", figures["name"])
-        values[name] = f"{figures['figures']['images_per_s']:,.0f}"
-    graphs = json.loads((HERE / "recipes/2026-11-23-gpu/sgd_epochs.json").read_text())
-    for name, part in {"gpu-graphs": "training_s", "gpu-graphs-epoch": "total_s"}.items():
-        values[name] = f"{graphs['images'] / graphs['median'][part]:,.0f}"
-    found = json.loads((HERE / "recipes/2026-11-23-gpu/search.json").read_text())
-    loops = [row["images"] / row["epoch_s"] for row in found if row["opt"] == "sgd"]
-    values["gpu-plain-loop-graphs"] = f"{statistics.median(loops):,.0f}"
-    return values
-
-
 def on_one_h200() -> Values:
     """Every mode beside one device, a step of `fit` beside that of a plain loop, recipes."""
-    folder = "gpu/2026-11-26"
+    folder, batch = "gpu/2026-11-26", 512
     (step,) = read(f"{folder}/modes.json", "steps")
     found = [each["figures"] for each in step["findings"].values() if each["status"] == "ok"]
     by_mode = {row["mode"]: row for row in reversed(found)}  # of `ddp_mp` the one of four devices
@@ -246,9 +230,11 @@ def on_one_h200() -> Values:
             turns |= read(f"{folder}/step-graphs-plain-alone.json", "turns")
         fit, plain = (median(turn["wall"] for turn in turns[way]) for way in ("fit", "plain loop"))
         if not name.startswith("compiled"):
-            values |= {f"h200-{name}-fit": f"{fit:.2f}", f"h200-{name}-plain": f"{plain:.2f}"}
+            for way, step_ms in {"fit": fit, "plain": plain}.items():
+                values[f"h200-{name}-{way}"] = f"{step_ms:.2f}"
+                values[f"h200-{name}-{way}-images"] = f"{1e3 * batch / step_ms:,.0f}"
         ratios[name] = f"{fit / plain:.2f}"
-    values["h200-eager-ratio"] = ratios["eager"]
+    values |= {"h200-eager-ratio": ratios["eager"], "h200-graphs-ratio": ratios["graphs-fit-alone"]}
     compiled = sorted(ratio for name, ratio in ratios.items() if name.startswith("compiled"))
     values["h200-compiled-ratio"] = f"{compiled[0]} to {compiled[-1]}"
     values["h200-default"] = f"{read(f'{folder}/default/test.json', 'correct') / 100:.2f}"
@@ -338,7 +324,6 @@ def main(*, check: bool) -> int:
         | chaos()
         | audited()
         | trained()
-        | on_one_gpu()
         | on_one_h200()
         | same_bits()
         | options()
