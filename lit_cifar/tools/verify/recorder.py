@@ -294,7 +294,9 @@ def is_shared(metric: str) -> bool:
 
 def short_digest(value: Any) -> str:
     """Eight hexadecimal digits of the local part's bytes: a flipped bit changes them."""
-    content: Any = repr(value).encode()
-    if isinstance(value, Tensor):
+    content: Any
+    if not isinstance(value, Tensor):
+        content = repr(value).encode()
+    else:  # of a tensor torch would print thousands of views, and in one of some thirty runs it failed to make them
         content = local_part(value.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return f"{zlib.crc32(content):08x}"
