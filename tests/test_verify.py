@@ -44,7 +44,15 @@ from lit_cifar.tools.verify.record import (
     largest_gaps,
     step_problems,
 )
-from lit_cifar.tools.verify.recorder import Snapshot, State, Trace, metric_counts, numbers_by_kind, own_state
+from lit_cifar.tools.verify.recorder import (
+    Snapshot,
+    State,
+    Trace,
+    metric_counts,
+    numbers_by_kind,
+    own_state,
+    short_digest,
+)
 from lit_cifar.tools.verify.verifier import NOT_IN_FLOAT64, Case, Verifier
 from tests.mutations.catalogue import CLONE, on_python_path
 
@@ -84,6 +92,18 @@ def test_a_change_of_each_kind_is_seen_and_named(change: dict[str, float], kind:
     assert [(words.split(" differs ")[0], words.rpartition(" ")[2]) for words in problems] == (
         [(f"step 2: {name}", f"({kind})")] if change else []
     )
+
+
+class Unprintable(Tensor):
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        raise RuntimeError("tensor already had autograd metadata")
+
+
+def test_a_digest_is_of_bits_and_prints_no_tensor() -> None:
+    plain = torch.tensor([0.0, 1.0])
+    assert short_digest(plain.as_subclass(Unprintable)) == short_digest(plain) != short_digest(-plain)
+    assert short_digest(torch.tensor([0.0])) != short_digest(torch.tensor([-0.0]))
+    assert short_digest(1.5) == short_digest(1.5) != short_digest(-1.5)
 
 
 def test_the_first_difference_follows_the_network_and_the_others_are_counted() -> None:
