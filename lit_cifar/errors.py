@@ -67,6 +67,11 @@ def bounded(flag: str, value: _Number, least: float, most: float = math.inf) -> 
     return value
 
 
+def clash(first: str, second: str, why: str) -> ConfigError:
+    """The error that two settings contradict each other."""
+    return ConfigError(f"{first} with {second}: {why}", remedy="leave out one of the two")
+
+
 class DataError(ConfigError):
     """A data set that is missing, incomplete or damaged."""
 

@@ -67,7 +67,7 @@ def test_every_window_is_the_one_a_padded_image_has(padding: int, reflect: bool)
 
 
 def test_every_second_epoch_mirrors_the_other_images() -> None:
-    augmentation, ids = Augmentation(seed=3, alternate=True), torch.arange(1000)
+    augmentation, ids = Augmentation(seed=3, alternate_flips=True), torch.arange(1000)
     first, second, third = (augmentation.draw(ids, (32, 32), epoch=epoch) for epoch in range(3))
     assert first[2].equal(1 - second[2])
     assert first[2].equal(third[2])

@@ -115,7 +115,7 @@ def test_a_recipe_takes_the_steps_of_a_plain_loop(tmp_path: Path) -> None:
     others = SGD(vectors, lr=0.3, momentum=0.9, weight_decay=5e-4, nesterov=True)
     rates = iter([0.25, 0.5, 0.75, *((12 - step) / 12 for step in range(12))])
     for epoch in range(5):
-        for pixels, labels in batches_of(images, Augmentation(seed=0, reflect=True, alternate=True), epoch=epoch):
+        for pixels, labels in batches_of(images, Augmentation(seed=0, reflect=True, alternate_flips=True), epoch=epoch):
             rate = next(rates)
             plain.zero_grad()
             F.cross_entropy(plain(pixels), labels, label_smoothing=0.2).backward()

@@ -19,8 +19,8 @@ from lit_cifar.checkpoint.callbacks import LastCheckpoint
 from lit_cifar.cli.main import CLI
 from lit_cifar.cli.trainer_arguments import BOUNDS, check_bounds
 from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data.loader import Placement
 from lit_cifar.data.options import Augment, Pictures
-from lit_cifar.data.placement import Placement
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.fine_tuning import FineTuning
 from lit_cifar.reporting.figures import EvaluationFigures
@@ -46,7 +46,7 @@ REFUSED = {
     "--trainer.val_check_interval=99": ["follows val/loss"],
     "--trainer.val_check_interval=0.01": ["is less than one", "pass --trainer.val_check_interval=1"],
     "--trainer.val_check_interval=00:00:10:00": ["by the clock", "a number of batches"],
-    "--trainer.overfit_batches=2 --data.balance.draw_equally=true": ["--data.balance.draw_equally draws others"],
+    "--trainer.overfit_batches=2 --data.balance.draw_equally=true": ["one repeats, one draws anew"],
     "--trainer.accumulate_grad_batches=2 --trainer.overfit_batches=1": ["whole steps: --trainer.overfit_batches=2"],
     "--trainer.callbacks+=StochasticWeightAveraging --trainer.callbacks.swa_lrs=0.01": ["EMAWeightAveraging"],
     "--trainer.callbacks+=BackboneFinetuning": ["`backbone`", "BaseFinetuning"],
@@ -78,8 +78,8 @@ REFUSED = {
         "Normalize cannot transform a uint8 tensor (3, 32, 32): Input tensor should be a float tensor"
     ],
     "--data.augment.transforms+=builtins.dict": ["builtins.dict does not correspond to a subclass of Module"],
-    f"{TRANSFORM}RandAugment --data.resident=device": ["--data.augment.transforms run on the host"],
-    "--data.num_workers=2": ["--data.num_workers=2 has nothing to do"],
+    f"{TRANSFORM}RandAugment --data.resident=device": ["these run on the host"],
+    "--data.num_workers=2": ["--data.num_workers=2, but these images are in memory"],
     "--data.augment.reflect=true --data.augment.padding=32": ["lower --data.augment.padding"],
     "--data.order.frozen=true --data.order.shuffle=false": ["--data.order.frozen"],
     "--data.pictures.memory_gb=5": ["--data.pictures.memory_gb=5.0 is for pictures of your own"],
@@ -114,8 +114,8 @@ REFUSED = {
     # Lightning disables Comet's experiment where it is to be offline. Comet need not be installed.
     "--trainer.logger=CometLogger --trainer.logger.online=false": ["would record nothing", "offline"],
     # What does not go together.
-    "--data.balance.draw_equally=true --data.balance.class_weights=balanced": ["corrects rare classes twice"],
-    "--data.balance.draw_equally=true --data.order.shuffle=false": ["draw_equally=true draws an order"],
+    "--data.balance.draw_equally=true --data.balance.class_weights=balanced": ["both correct rare classes"],
+    "--data.balance.draw_equally=true --data.order.shuffle=false": ["it draws an order"],
     "--model.fine_tuning.head_lr=1 --model.optimizer=lit_cifar.MuonSGD": ["takes no parameter groups"],
     "--model.fine_tuning.head_lr=1 --model.lr_scheduler=CosineAnnealingLR --model.lr_scheduler.T_max=5 "
     "--model.lr_scheduler.eta_min=0.01": ["CosineAnnealingLR does not keep the ratio of", "leave out a floor"],
@@ -137,15 +137,15 @@ OTHER_BITS = {
     "--trainer.strategy=mp --trainer.devices=2 --model.compile=true": ["compiled to other kernels"],
     "--trainer.strategy=fsdp2 --trainer.devices=2 --model.channels_last=true": ["parameters in torch's own order"],
     "--trainer.strategy=dp --trainer.devices=3": ["so that there are 2"],
-    "--trainer.strategy=ddp --trainer.devices=2 --trainer.sync_batchnorm=true": ["normalise parts of several"],
+    "--trainer.strategy=ddp --trainer.devices=2 --trainer.sync_batchnorm=true": ["each part is normalised by itself"],
     "--trainer.accumulate_grad_batches=2": ["another order"],
     "--data.eval_batch_size=6": ["--data.eval_batch_size=6"],
-    "--model.optimizer=lit_cifar.MuonSGD": ["whose bits depend on how many matrices a process has"],
+    "--model.optimizer=lit_cifar.MuonSGD": ["its bits depend on how many matrices a process has"],
     "--trainer.strategy=LayerParallelStrategy --trainer.devices=2 --trainer.strategy.num_microbatches=2": [
         "a part passes all stages before the next one"
     ],
     "--trainer.strategy=PipelineStrategy --trainer.devices=2 --trainer.strategy.num_microbatches=2": [
-        "num_microbatches=4, or leave it out"
+        "num_microbatches=4"
     ],
     "--trainer.strategy=PipelineStrategy --trainer.devices=2 --trainer.strategy.schedule=ZBVZeroBubble": [
         "in two pieces"
@@ -177,7 +177,7 @@ WHOLE = {
     "verify --trainer.precision=bf16-true": "bf16-true",
     "verify --modes=ddp_spawn --launcher=python": "nothing for --launcher to start",
     "verify --json=/nowhere/at/all.json": "--json",
-    "verify --modes=tp --devices=3 --data.val_size=0": "among 3 processes",
+    "verify --modes=tp --devices=3 --data.val_size=0": "on 3 processes",
     f"verify --modes=ddp --devices=3 {' '.join(VERIFIED)} --data.batch_size=16": "3 replicas",
 }
 ALL = [

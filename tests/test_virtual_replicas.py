@@ -119,7 +119,11 @@ def test_a_stage_without_gradients_takes_part_in_clipping() -> None:
 
 @pytest.mark.parametrize(
     ("deterministic", "benchmark", "remedy"),
-    [(False, False, "pass --trainer.deterministic=true"), (True, True, "leave out the latter"), (True, False, None)],
+    [
+        (False, False, "pass --trainer.deterministic=true"),
+        (True, True, "--trainer.benchmark=true"),
+        (True, False, None),
+    ],
 )
 def test_on_a_gpu_kernels_must_have_the_same_bits_each_time(
     deterministic: bool, benchmark: bool, remedy: str | None, monkeypatch: pytest.MonkeyPatch

@@ -97,7 +97,9 @@ def test_windows_and_centres_of_pictures_that_are_decoded_larger(pictures: Path)
         with pytest.raises(ConfigError, match=rf"decoded_size={size} is not between --data.image_size=24") as error:
             opened(pictures, decoded_size=size)
         assert "--data.pictures.decoded_size=27" in error.value.remedy
-    with pytest.raises(ConfigError, match=r"--data.pictures.decoded_size crops images that are not padded"):
+    with pytest.raises(
+        ConfigError, match=r"--data.pictures.decoded_size with --data.augment.\w+: its crops are not padded"
+    ):
         CIFAR10DataModule(dataset="folder", pictures=Pictures(decoded_size=36), augment=Augment(reflect=True))
 
 

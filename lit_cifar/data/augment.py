@@ -32,7 +32,7 @@ class Augmentation:
     padding: int = 4  # otherwise, pixels added on each side before a window of the image's size is cropped
     reflect: bool = False  # whether added pixels mirror the inner ones; otherwise they are black
     flip: bool = True  # whether half of the images are mirrored left to right
-    alternate: bool = False  # whether every second epoch mirrors the other half; otherwise each epoch draws anew
+    alternate_flips: bool = False  # whether every second epoch mirrors the other half; otherwise each epoch draws anew
     transforms: "Transforms | None" = None  # what images then go through one by one
     cutout: int = 0  # side in pixels of a black square at a random centre (DeVries and Taylor, 2017); 0 for none
 
@@ -67,9 +67,9 @@ class Augmentation:
         return torch.stack(draws)
 
     def _mirrored(self, keys: Tensor, epoch: int) -> Tensor:
-        drawn_in = 0 if self.alternate else epoch
+        drawn_in = 0 if self.alternate_flips else epoch
         drawn = keyed_integers(keys, 1 + self.flip, seed=self.seed, epoch=drawn_in, purpose=Purpose.FLIP)
-        return drawn ^ (epoch & 1) if self.alternate else drawn
+        return drawn ^ (epoch & 1) if self.alternate_flips else drawn
 
     def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
         """The `images` (uint8, (n, C, H, W)) after their `draws`, a new tensor, of the same shape unless resized."""

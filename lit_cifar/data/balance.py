@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_cifar.data.sample_order import Order
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, clash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,23 +31,19 @@ class Balance:
             problem = f"--data.balance.class_weights={weights}: a factor of a loss is positive and finite"
             raise ConfigError(problem, remedy="pass one factor for each class, or balanced")
         if weights == "balanced" and self.draw_equally:
-            problem = "--data.balance.class_weights=balanced with draw_equally=true corrects rare classes twice"
-            raise ConfigError(problem, remedy="leave one of the two out")
+            raise clash("--data.balance.class_weights=balanced", "draw_equally=true", "both correct rare classes")
 
     def check(self, order: Order) -> None:
         if self.draw_equally and not order.shuffle:
-            problem = "--data.balance.draw_equally=true draws an order, and --data.order.shuffle=false has none"
-            raise ConfigError(problem, remedy="leave one of the two out")
+            raise clash("--data.balance.draw_equally=true", "--data.order.shuffle=false", "it draws an order")
 
     def factors(self, labels: Tensor, classes: tuple[str, ...]) -> Tensor | None:
         """Factors of the loss of each class, float32, (C,), if any; `labels`, int64, (N,), are those to train on."""
         if self.class_weights is None:
             return None
-        if isinstance(self.class_weights, list):
-            factors = torch.tensor(self.class_weights)
-        else:
-            factors = 1 / torch.bincount(labels, minlength=len(classes)).clamp(min=1)
-        if len(factors) != len(classes):
-            problem = f"--data.balance.class_weights has {len(factors)} factors for {len(classes)} classes"
+        if self.class_weights == "balanced":
+            return 1 / torch.bincount(labels, minlength=len(classes)).clamp(min=1)
+        if len(self.class_weights) != len(classes):
+            problem = f"--data.balance.class_weights has {len(self.class_weights)} factors for {len(classes)} classes"
             raise ConfigError(problem, remedy=f"pass one for each of {', '.join(classes[:5])} ...")
-        return factors
+        return torch.tensor(self.class_weights)

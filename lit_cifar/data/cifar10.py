@@ -81,15 +81,13 @@ class Cifar10(Dataset):
         """Make the folder of the binary edition, from an archive that already lies in `root` or else from the web."""
         present = self.root / self.url.rpartition("/")[2]
         if not present.exists() and not download:
-            problem = f"there is no {self.title} in {self.root}, and --data.download=false"
-            raise DataError(problem, remedy=self._remedies())
+            raise DataError(f"there is no {self.title} in {self.root}", remedy=self._remedies())
         with installing(self.root / self.folder, self.title, remedy=self._remedies(tried=True)) as scratch:
             if not present.exists():
                 download_url(self.url, scratch, md5=self.md5)
             elif not check_integrity(present, self.md5):
                 problem = f"{present} is not the official archive: its md5 is not {self.md5}"
-                remedy = f"delete it (it may be half a download) and run again, or fetch {self.url} anew"
-                raise DataError(problem, remedy=remedy)
+                raise DataError(problem, remedy="delete it (it may be half a download) and run again")
             with tarfile.open(present if present.exists() else scratch / present.name) as tar:
                 tar.extractall(scratch, filter="data")
 
@@ -143,11 +141,9 @@ class Cifar100(Cifar10):
 
 
 def _read_file(path: Path, shape: tuple[int, int]) -> Bytes:
-    wanted = math.prod(shape)
     try:
-        found = path.stat().st_size
-        if found == wanted:
-            return np.frombuffer(path.read_bytes(), np.uint8).reshape(shape)
+        if (found := path.stat().st_size) == math.prod(shape):
+            return np.fromfile(path, np.uint8).reshape(shape)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", remedy=replacing(path.parent)) from error
-    raise DataError(f"{path} holds {found} bytes, not {wanted}", remedy=replacing(path.parent))
+    raise DataError(f"{path} holds {found} bytes, not {math.prod(shape)}", remedy=replacing(path.parent))

@@ -14,13 +14,12 @@ from lit_cifar.data.balance import Balance
 from lit_cifar.data.dataset import Split
 from lit_cifar.data.datasets import open_dataset
 from lit_cifar.data.images import Batch, ImageSet, normalised
-from lit_cifar.data.loader import BatchLoader
+from lit_cifar.data.loader import BatchLoader, Placement, Resident
 from lit_cifar.data.mixing import Mixing
 from lit_cifar.data.options import Augment, Pictures
-from lit_cifar.data.placement import Placement, Resident
 from lit_cifar.data.sample_order import Order, OrderSettings, order_settings, settings_in
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
-from lit_cifar.errors import CheckpointError, ConfigError, bounded
+from lit_cifar.errors import CheckpointError, ConfigError, bounded, clash
 from lit_cifar.mode import Layout, mode_of
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         own, num_train = self.source.val_size, self.num_images["train"]
         if self.source.own_val:
             if self._held_out is not None:
-                problem = f"--data.val_size={self._held_out} holds out images, and {self.root} has a folder of them"
+                problem = f"--data.val_size={self._held_out}, but {self.root} has a folder to validate on"
                 raise ConfigError(problem, remedy="leave it out, or move that folder away")
             return own
         if num_train is not None:
@@ -151,19 +150,20 @@ class CIFAR10DataModule(L.LightningDataModule):
         callbacks: list[L.Callback] = [] if self.trainer is None else self.trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, _HandsOver) for callback in callbacks):
             callbacks.append(_HandsOver())
-        # Pictures are listed here, and not once more when they are loaded.
-        if stage in ("fit", "validate") and not self.val_size and stage == "validate":
-            problem = "--data.val_size=0 holds out no images to validate on"
-            raise ConfigError(problem, remedy="pass the --data.val_size of the training, or use the test subcommand")
-        if stage in ("fit", "validate") and "train" not in self.sets:
-            if self.source.own_val:
-                train, val = self._load("train"), self._load("val")
-            else:
-                train, val = self._split(self._load("train"))
-            self.sets |= {"train": self._decoded(train), "val": self._decoded(val)}
-        if stage == "test" and "test" not in self.sets:
+        if stage in ("fit", "validate"):
+            num_val = self.val_size  # before they are loaded, so that pictures are listed once
+            if stage == "validate" and not num_val:
+                remedy = "pass the --data.val_size of the training, or use the test subcommand"
+                raise ConfigError("--data.val_size=0 holds out no images to validate on", remedy=remedy)
+            if "train" not in self.sets:
+                if self.source.own_val:
+                    train, val = self._load("train"), self._load("val")
+                else:
+                    train, val = self._split(self._load("train"))
+                self.sets |= {"train": self._decoded(train), "val": self._decoded(val)}
+        elif stage == "test" and "test" not in self.sets:
             self.sets["test"] = self._decoded(self._load("test"))
-        if stage == "predict":
+        elif stage == "predict":
             if self.predict_dir is None:
                 raise ConfigError("predict classifies a folder of images", remedy="pass --data.predict_dir=FOLDER")
             from lit_cifar.data.pictures import read_folder  # only `predict` needs it
@@ -195,12 +195,10 @@ class CIFAR10DataModule(L.LightningDataModule):
         return Layout() if self.trainer is None else mode_of(self.trainer.strategy).layout
 
     def train_sampler(self) -> TrainSampler:
-        # Overfitting needs the same batches in every epoch, and Lightning can turn off the shuffling of DataLoaders
-        # only.
+        # Overfitting needs the same batches in every epoch; Lightning turns off the shuffling of DataLoaders only.
         overfits = self.trainer is not None and self.trainer.overfit_batches > 0  # type: ignore[attr-defined]
         if overfits and self.balance.draw_equally:
-            problem = "--trainer.overfit_batches repeats the first batches, --data.balance.draw_equally draws others"
-            raise ConfigError(problem, remedy="leave out one of them")
+            raise clash("--trainer.overfit_batches", "--data.balance.draw_equally", "one repeats, one draws anew")
         return TrainSampler(
             num_samples=len(self.sets["train"]),
             batch_size=self.batch_size,
@@ -244,10 +242,10 @@ class CIFAR10DataModule(L.LightningDataModule):
 
             check_rest_of_epoch(self._resumed, order_settings(self))
         # With 0 behind, all batches have been trained on, and the next epoch begins.
-        if behind and self._resumed.get("steps") not in (None, behind // self.trainer.accumulate_grad_batches):
+        accumulation = self.trainer.accumulate_grad_batches
+        if behind and self._resumed.get("steps") not in (None, behind // accumulation):
             place = f"within an epoch after {self._resumed['steps']} optimizer steps"
-            flag = f"accumulate_grad_batches={self.trainer.accumulate_grad_batches}"
-            problem = f"the checkpoint was written {place}, which {flag} would cut otherwise"
+            problem = f"the checkpoint was written {place}, which accumulate_grad_batches={accumulation} cuts otherwise"
             raise CheckpointError(problem, remedy="pass the accumulate_grad_batches of the run that wrote it")
         return behind
 
@@ -255,31 +253,22 @@ class CIFAR10DataModule(L.LightningDataModule):
         """Loader of this process's part of every global batch, augmented, uint8."""
         sampler = self.train_sampler()
         sampler.check()
-        images = self._placed("train")
-        factors = self.class_factors()
-        weights = None if factors is None else factors.to(images.images.device)
-        return BatchLoader(
-            images,
-            sampler,
-            augmentation=self.augmentation,
-            mixing=self.mixing or None,
-            class_weights=weights,
-            num_workers=self._placement.workers(images, split="train", num_processes=self._num_processes),
-        )
+        mixing, factors = self.mixing or None, self.class_factors()
+        return self._loader("train", sampler, augmentation=self.augmentation, mixing=mixing, class_weights=factors)
 
     def class_factors(self) -> Tensor | None:
         return self.balance.factors(self.sets["train"].labels, self.classes)
 
     def val_dataloader(self) -> BatchLoader | list[BatchLoader]:
         """Loader of the held-out images, each once over all processes; none when there are no images."""
-        return self._evaluation_loader("val") if self.val_size else []
+        return self._loader("val", self.evaluation_sampler("val")) if self.val_size else []
 
     def test_dataloader(self) -> BatchLoader:
-        return self._evaluation_loader("test")
+        return self._loader("test", self.evaluation_sampler("test"))
 
     def predict_dataloader(self) -> BatchLoader:
         """Loader of the readable images of `predict_dir`, each once over all processes, with labels of -1."""
-        return self._evaluation_loader("predict")
+        return self._loader("predict", self.evaluation_sampler("predict"))
 
     def evaluation_sampler(self, split: str) -> EvaluationSampler:
         return EvaluationSampler(
@@ -289,22 +278,19 @@ class CIFAR10DataModule(L.LightningDataModule):
             pad=self.order.pad_eval and split != "predict",
         )
 
-    def _evaluation_loader(self, split: str) -> BatchLoader:
-        images = self._placed(split)
-        workers = self._placement.workers(images, split=split, num_processes=self._num_processes)
-        return BatchLoader(images, self.evaluation_sampler(split), num_workers=workers)
-
-    def _placed(self, split: str) -> ImageSet:
-        """The images of `split` where batches are made of them."""
+    def _loader(self, split: str, sampler: TrainSampler | EvaluationSampler, **settings: Any) -> BatchLoader:
+        """Loader of the images of `split`, which are put where batches are made of them."""
         device = None if self.trainer is None else self.trainer.strategy.root_device
-        return self._placement.place(self.sets[split], split=split, device=device)
+        images = self._placement.place(self.sets[split], split=split, device=device)
+        workers = self._placement.workers(images, split=split, num_processes=self._num_processes)
+        return BatchLoader(images, sampler, num_workers=workers, **settings)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Normalise the images on the device, in the precision of the run."""
-        images = self._normalised(batch.images)
-        # Lightning converted the batch before the transfer, when there was no float in it yet.
-        converted: Any = images if self.trainer is None else self.trainer.precision_plugin.convert_input(images)
-        return batch._replace(images=converted)
+        images: Any = self._normalised(batch.images)
+        if self.trainer is not None:  # Lightning converted the batch before, when there was no float in it yet
+            images = self.trainer.precision_plugin.convert_input(images)
+        return batch._replace(images=images)
 
     def first_images(self, num_images: int) -> Tensor:
         """The first training images, or all if there are fewer, normalised but not augmented: float32."""

@@ -34,9 +34,8 @@ class Dataset(ABC):
 
     def __init__(self, root: Path, *, image_size: int | None = None, seed: int = 0) -> None:
         if image_size not in (None, self.image_size):
-            own = f"the images of {self.title} are {self.image_size} x {self.image_size}"
-            remedy = "leave it out; pictures of your own have any size: --data.dataset=folder --data.root=FOLDER"
-            raise ConfigError(f"--data.image_size={image_size}, but {own}", remedy=remedy)
+            problem = f"--data.image_size={image_size}, but images of {self.title} have {self.image_size}"
+            raise ConfigError(problem, remedy="leave it out; pictures of --data.dataset=folder have any size")
         self.root, self.seed = root.expanduser(), seed
         # Digest of the user's own files in each split that was loaded, without those that cannot be read.
         self.listed: dict[Split, str] = {}

@@ -23,8 +23,7 @@ def open_dataset(
 ) -> Dataset:
     """The data set called `name`, with `Dataset`'s arguments; `pictures` are further ones, of "folder"."""
     if name not in DATASETS:
-        meant = nearest(name, DATASETS)
-        guess = "" if meant is None else f"did you mean --data.dataset={meant}? "
+        guess = f"did you mean --data.dataset={meant}? " if (meant := nearest(name, DATASETS)) else ""
         raise ConfigError(f"there is no data set {name!r}", remedy=f"{guess}choose one of {', '.join(DATASETS)}")
     given: dict[str, Any] = {}
     if name == "folder":

@@ -32,8 +32,7 @@ def installing(target: Path, title: str, *, remedy: str) -> Iterator[Path]:
         scratch = Path(tempfile.mkdtemp(prefix=".download-", dir=root))
     except OSError as error:
         problem = f"--data.root={root} cannot be written to: {error.strerror}"
-        remedy = "pass a folder that can, --data.root=FOLDER, or one that already holds the data"
-        raise DataError(problem, remedy=remedy) from error
+        raise DataError(problem, remedy="pass a folder that can, or one that already holds the data") from error
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(TIMEOUT_S)  # torchvision, which downloads, has none
     try:

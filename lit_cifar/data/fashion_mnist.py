@@ -32,8 +32,8 @@ class Fashion(Dataset):
             return
         remedy = f"pass --data.root=FOLDER where FOLDER holds FashionMNIST/raw,\n{SYNTHETIC}"
         if not download:
-            problem = f"there is no FashionMNIST in {self.root}, and --data.download=false"
-            raise DataError(problem, remedy=f"allow the download with --data.download=true,\nor {remedy}")
+            remedy = f"allow the download with --data.download=true,\nor {remedy}"
+            raise DataError(f"there is no FashionMNIST in {self.root}", remedy=remedy)
         with installing(folder, self.title, remedy=remedy) as scratch:
             FashionMNIST(scratch, download=True)
 

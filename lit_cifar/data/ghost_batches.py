@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, bounded
 from lit_cifar.mode import Layout
 
 
@@ -42,19 +42,21 @@ class GhostBatches:
         )
 
     def __post_init__(self) -> None:
-        if min(self.data_parallel_size, self.accumulation, self.local_replicas, self.num_microbatches) < 1:
-            raise ValueError(f"not a way to cut a batch: {self}")
+        for name, size in self._sizes.items():
+            bounded(f"--model.ghost_batchnorm.{name}", size, 1)
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {name: size for name, size in vars(self).items() if name != "synchronised"}
 
     def check(self, layout: Layout, batch_size: int) -> None:
         """Refuse more chunks than a batch has images, and a run whose mode, of this `layout`, has chunks of its own."""
         if layout != Layout():
             problem = f"--model.ghost_batchnorm computes as a mode does on one device; this run has a mode: {layout}"
-            remedy = "leave it out, or leave out --trainer.strategy and pass --trainer.devices=1"
-            raise ConfigError(problem, remedy=remedy)
-        sizes = {name: size for name, size in vars(self).items() if name != "synchronised"}
-        if (num_parts := math.prod(sizes.values())) > batch_size:
-            name = max(sizes, key=lambda name: sizes[name])
-            most = max(batch_size * sizes[name] // num_parts, 1)
+            raise ConfigError(problem, remedy="leave it out, or --trainer.strategy, with --trainer.devices=1")
+        if (num_parts := math.prod(self._sizes.values())) > batch_size:
+            name, size = max(self._sizes.items(), key=lambda item: item[1])
+            most = max(batch_size * size // num_parts, 1)
             problem = f"--model.ghost_batchnorm cuts a batch of {batch_size} images into {num_parts} parts"
             raise ConfigError(problem, remedy=f"pass --model.ghost_batchnorm.{name}={most} or less")
 

@@ -20,24 +20,24 @@ def check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> int:
     flag = "--trainer.overfit_batches" if overfits else "--trainer.limit_train_batches"
     _check_share(flag, limit, num_batches)
     one_step = f"and --trainer.accumulate_grad_batches={accumulation} are one step"
-    if counted % accumulation and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+    is_short = trainer.fast_dev_run  # type: ignore[attr-defined]
+    if counted % accumulation and not is_short:
         whole = counted // accumulation * accumulation
         nearest = [f"{flag}={value}" for value in (whole, whole + accumulation) if value]
         problem = f"{flag}={limit} leaves {counted} of {num_batches} batches, {one_step}"
         raise ConfigError(problem, remedy="the nearest that are whole steps: " + " or ".join(nearest))
-    interval = trainer.val_check_interval
-    if data.val_size and trainer.limit_val_batches:
-        _check_share("--trainer.val_check_interval", interval, counted)
+    if not trainer.limit_val_batches:
+        return counted
+    name, interval = "--trainer.val_check_interval", trainer.val_check_interval
+    if data.val_size:
+        _check_share(name, interval, counted)
     every = interval if isinstance(interval, int) else int(counted * interval)
-    if every % accumulation and trainer.limit_val_batches and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-        problem = f"--trainer.val_check_interval={interval} validates and saves after {every} batches, {one_step}"
-        remedy = f"pass --trainer.val_check_interval={-(-every // accumulation) * accumulation}"
-        raise ConfigError(problem, remedy=remedy)
-    counts_epochs = trainer.check_val_every_n_epoch is not None
-    if isinstance(interval, int) and interval > counted and counts_epochs and trainer.limit_val_batches:
-        problem = f"--trainer.val_check_interval={interval} batches is longer than an epoch, which has {counted}"
-        remedy = f"pass --trainer.val_check_interval={counted}, or --trainer.check_val_every_n_epoch=null too"
-        raise ConfigError(problem, remedy=remedy)
+    if every % accumulation and not is_short:
+        remedy = f"pass {name}={-(-every // accumulation) * accumulation}"
+        raise ConfigError(f"{name}={interval} validates and saves after {every} batches, {one_step}", remedy=remedy)
+    if isinstance(interval, int) and interval > counted and trainer.check_val_every_n_epoch is not None:
+        remedy = f"pass {name}={counted}, or --trainer.check_val_every_n_epoch=null too"
+        raise ConfigError(f"{name}={interval} is longer than an epoch, which has {counted} batches", remedy=remedy)
     return counted
 
 

@@ -1,25 +1,64 @@
-"""A loader for decoded images: one gather for some batches, on the host or on the GPU.
+"""Where the images of a split lie in memory, and a loader that makes batches of them.
 
-torch's DataLoader exists to hide slow decoding behind worker processes. uint8 images in memory need no decoding: the
-gather below feeds a GPU without any worker (`workers` has some, for what takes longer), and Lightning leaves an
-iterable that is no DataLoader as it is.
+torch's DataLoader hides slow decoding behind worker processes. uint8 images in memory need none: one gather for some
+batches, on the host or on the GPU, feeds a GPU without any worker (`workers` has some, for what takes longer).
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.mixing import Mixing, soft_targets
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
-from lit_cifar.errors import CheckpointError
+from lit_cifar.errors import CheckpointError, ConfigError, bounded, clash
+
+Resident = Literal["auto", "host", "device"]
 
 # Number of 32 x 32 images that are made at a time; fewer if they are larger. On the host this is the fastest number of
 # those tried, and large enough that a GPU is rarely asked.
 _BLOCK_ON_HOST, _BLOCK_ON_DEVICE = 1024, 16384
+
+
+class Placement:
+    """What a user asks about the memory and the processes: `resident` and `num_workers` of the data module.
+
+    `transforms` is whether training images pass through torchvision's, `are_pictures` whether the data are pictures in
+    files.
+    """
+
+    def __init__(self, resident: Resident, num_workers: int | None, *, transforms: bool, are_pictures: bool) -> None:
+        self._resident, self._transforms = resident, transforms
+        self._num_workers = bounded("--data.num_workers", num_workers, 0, 2**16)
+        if transforms and resident == "device":
+            raise clash("--data.resident=device", "--data.augment.transforms", "these run on the host")
+        if num_workers is not None and not transforms and not are_pictures:
+            problem = f"--data.num_workers={num_workers}, but these images are in memory"
+            raise ConfigError(problem, remedy="leave it out, or add --data.augment.transforms")
+
+    def place(self, images: ImageSet, *, split: str, device: torch.device | None) -> ImageSet:
+        """The `images` on the host, or on the `device` of the run; without a run they stay where they are."""
+        device = images.images.device if device is None else device
+        if self._resident == "device" and device.type == "cpu":
+            rank_zero_warn("--data.resident=device has no effect on the CPU: the host's memory is the device's")
+        on_host = self._resident == "host" or (split == "train" and self._transforms and not images.are_encoded)
+        if on_host or (self._resident == "auto" and device.type != "cuda"):
+            return images
+        has_room = self._resident == "device" or torch.cuda.mem_get_info(device)[0] > 4 * images.images.nbytes
+        return images.to(device) if has_room else images
+
+    def workers(self, images: ImageSet, *, split: str, num_processes: int) -> int | None:
+        """Number of processes that make the batches, 0 if it is this one, None if blocks of batches are made here."""
+        if images.are_encoded and self._num_workers is None:
+            from lit_cifar.data.workers import num_cores
+
+            return max(1, num_cores() // num_processes)
+        transforms = split == "train" and self._transforms
+        return self._num_workers if images.are_encoded or (transforms and self._num_workers) else None
 
 
 class BatchLoader:
@@ -37,9 +76,10 @@ class BatchLoader:
         class_weights: Tensor | None = None,
         num_workers: int | None = None,
     ) -> None:
-        """`num_workers` is the number of processes that make the images; by default blocks of them are made here."""
+        """`num_workers` is the number of processes that make images; with None blocks of images are made here."""
         self.images, self.sampler, self._augmentation = images, sampler, augmentation
-        self._mixing, self._class_weights, self._num_workers = mixing, class_weights, num_workers
+        self._mixing, self._num_workers = mixing, num_workers
+        self._class_weights = None if class_weights is None else class_weights.to(images.images.device)
 
     def __len__(self) -> int:
         return len(self.sampler)

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from lit_cifar.data.augment import Augmentation
-from lit_cifar.errors import ConfigError, bounded
+from lit_cifar.errors import ConfigError, bounded, clash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,26 +35,18 @@ class Augment:
         bounded("--data.augment.padding", self.padding, 0)
         bounded("--data.augment.cutout", self.cutout, 0)
         if decoded_size is not None and (changed := _changed(self, "padding", "reflect")):
-            problem = "--data.pictures.decoded_size crops images that are not padded"
-            raise ConfigError(problem, remedy=f"leave out --data.augment.{changed[0]}")
+            raise clash("--data.pictures.decoded_size", f"--data.augment.{changed[0]}", "its crops are not padded")
         if self.reflect and self.padding >= size:
-            problem = "--data.augment.reflect=true has too few pixels to mirror"
-            raise ConfigError(problem, remedy="lower --data.augment.padding")
+            remedy = "lower --data.augment.padding"
+            raise ConfigError("--data.augment.reflect=true has too few pixels to mirror", remedy=remedy)
         transforms = None
         if self.transforms:
             from lit_cifar.data.transforms import Transforms
 
             transforms = Transforms(tuple(self.transforms))
             transforms.check(size)
-        return Augmentation(
-            seed=seed,
-            resized_to=None if decoded_size is None else size,
-            padding=self.padding,
-            reflect=self.reflect,
-            alternate=self.alternate_flips,
-            transforms=transforms,
-            cutout=self.cutout,
-        )
+        resized_to = None if decoded_size is None else size
+        return Augmentation(**(vars(self) | {"transforms": transforms}), seed=seed, resized_to=resized_to)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +76,7 @@ class Pictures:
         size = self.decoded_size
         if size is not None and not image_size <= size <= 2 * image_size:
             problem = f"--data.pictures.decoded_size={size} is not between --data.image_size={image_size} and twice it"
-            remedy = f"pass --data.pictures.decoded_size={image_size * 8 // 7}, or leave it out"
-            raise ConfigError(problem, remedy=remedy)
+            raise ConfigError(problem, remedy=f"pass --data.pictures.decoded_size={image_size * 8 // 7}")
 
     def refuse(self) -> None:
         if changed := _changed(self, *(field.name for field in fields(self))):

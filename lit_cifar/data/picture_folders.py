@@ -64,8 +64,8 @@ class PictureFolders:
         folder = splits.get("train", root)
         classes = {name: path for name, path in _by_class(folder).items() if path not in splits.values()}
         if not classes:
-            problem = f"{folder} holds no folders of pictures"
-            raise DataError(problem, remedy=f"{_told_elsewhere(root, folder)}put pictures into {folder}/CLASS/")
+            remedy = f"{_told_elsewhere(root, folder)}put pictures into {folder}/CLASS/"
+            raise DataError(f"{folder} holds no folders of pictures", remedy=remedy)
         used = {folder, *splits.values(), *classes.values()}
         beside = [path for path in sorted({*root.iterdir(), *folder.iterdir()} - used) if path.name[0] != "."]
         _check_beside(root, beside, classes)
@@ -81,9 +81,8 @@ class PictureFolders:
         folder = self.folder(split)
         of_split = self.classes if split == "train" else _by_class(folder)
         if unknown := [path for name, path in of_split.items() if name not in self.classes]:
-            meant = nearest(_name(unknown[0]).strip(), self.classes)
             problem = f"{printable(str(unknown[0]))} is a class without pictures to train on"
-            other = f"rename it to {meant}, " if meant else ""
+            other = f"rename it to {meant}, " if (meant := nearest(_name(unknown[0]).strip(), self.classes)) else ""
             raise DataError(problem, remedy=f"{other}move it away, or put pictures of it beside those to train on")
         by_class: list[list[File]] = []
         places: list[int] = []
@@ -127,7 +126,7 @@ def _splits(root: Path) -> dict[Split, Path]:
         split = _split_of(folder.name)
         if split in found:
             problem = f"{found[split]} and {folder} are for the same pictures by their names"
-            raise DataError(problem, remedy="move the pictures of one of them into the other, or move it away")
+            raise DataError(problem, remedy="move one of them away")
         if split is not None:
             found[split] = folder
             if len({each.resolve() for each in found.values()}) < len(found):
@@ -180,7 +179,7 @@ def _check_classes(folder: Path, classes: dict[str, Path], splits: Iterable[Path
     if len(classes) == 1:
         (only,) = classes.values()
         problem = f"{printable(str(folder))} holds one class, {printable(only.name)}: there is nothing to tell apart"
-        remedy = f"{_told_elsewhere(folder, only)}add a folder of another class; if this one holds the classes, pass "
+        remedy = f"{_told_elsewhere(folder, only)}add another one; if it holds the classes, pass "
         raise DataError(problem, remedy=remedy + shlex.quote(f"--data.root={only}"))
 
 

@@ -46,8 +46,7 @@ class OwnPictures(Dataset):
         self._size = self._read.decoded_size or self.image_size
         self._unread: dict[Split, list[File]] = {}  # files that are listed and not yet loaded
 
-    # The folders are listed when they are asked for: `predict` needs only the names of the classes, which a checkpoint
-    # holds too.
+    # Folders are listed when they are asked for: `predict` needs the classes alone, which a checkpoint holds too.
 
     @cached_property
     def _folders(self) -> PictureFolders:
@@ -113,8 +112,7 @@ class OwnPictures(Dataset):
         if lost := [file.label for file in files if file.label not in left]:
             own = [each for *each, file in zip(paths, errors, files, strict=True) if file.label == lost[0]]
             problem = f"the class {self.classes[lost[0]]} would have no pictures: {_judged(*zip(*own, strict=True))}"
-            remedy = f"replace them, or move the class away from {printable(str(folder))} if it is none"
-            raise DataError(problem, remedy=remedy)
+            raise DataError(problem, remedy="replace them, or move the class away if it is none")
         if unreadable:
             number = f"{len(unreadable):,} of {len(files):,} files cannot be read as pictures"
             rank_zero_warn(f"{number} and are left out; the first is {printable(unreadable[0])}")

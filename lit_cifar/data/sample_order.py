@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import clash
 
 OrderSettings = dict[str, int | str]
 
@@ -28,8 +28,7 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.frozen and not self.shuffle:
-            problem = "--data.order.frozen=true repeats one shuffled order, and --data.order.shuffle=false has none"
-            raise ConfigError(problem, remedy="leave one of the two out")
+            raise clash("--data.order.frozen=true", "--data.order.shuffle=false", "it repeats a shuffled order")
 
 
 def order_settings(data: Any) -> OrderSettings:

@@ -13,6 +13,8 @@ from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import Layout
 
+FULL_BATCHES = "pass --data.order.drop_last=true, or change --data.batch_size or --data.val_size"
+
 
 class BatchIds(NamedTuple):
     """One process's samples of one step: `ids` is int64, (n,); `weight` as in `lit_cifar.data.images.Batch`."""
@@ -116,16 +118,13 @@ class TrainSampler:
             remedy = "the nearest that do: " + " or ".join(f"--data.batch_size={size}" for size in nearest)
             raise ConfigError(problem, remedy=remedy)
         if not self.num_batches:
-            problem = (
-                f"--data.batch_size={size} with --data.order.drop_last=true leaves none of {self.num_samples} images"
-            )
+            problem = f"--data.order.drop_last=true leaves none of {self.num_samples} images: --data.batch_size={size}"
             raise ConfigError(problem, remedy="lower --data.batch_size, or pass --data.order.drop_last=false")
         rest = 0 if self.drop_last else self.num_samples % size
         replicas = GhostBatches.of(self.layout, accumulation=self.accumulation).positions(rest)
         if any(len(chunk) < 2 for chunks in replicas for chunk in chunks):
             problem = f"the last batch has {rest} of {self.num_samples} images for {self._cut}; each needs 2"
-            remedy = "pass --data.order.drop_last=true, or change --data.batch_size or --data.val_size"
-            raise ConfigError(problem, remedy=remedy)
+            raise ConfigError(problem, remedy=FULL_BATCHES)
 
     @property
     def _cut(self) -> str:

@@ -53,17 +53,16 @@ class Transforms:
             name = type(transform).__name__.lower()
             if name in ("mixup", "cutmix"):
                 problem = f"--data.augment.transforms: {type(transform).__name__} mixes images of a batch"
-                remedy = f"pass --data.mixing.{name}=1.0, which mixes those of the global batch"
-                raise ConfigError(problem, remedy=remedy)
+                raise ConfigError(problem, remedy=f"pass --data.mixing.{name}=1.0")
         images = torch.arange(_TRIES * 3 * size * size).mul(2654435761).bitwise_right_shift(7).byte()
         try:
             self(images.view(_TRIES, 3, size, size), torch.arange(_TRIES))
         except ConfigError:
             raise
         except Exception as error:  # modules of anybody
-            problem = f"--data.augment.transforms: {self} cannot transform a uint8 tensor (3, {size}, {size})"
+            problem = f"{self} cannot transform a uint8 tensor (3, {size}, {size}): {one_line(error)}"
             remedy = "pass transforms of one image, e.g. torchvision.transforms.v2.TrivialAugmentWide"
-            raise ConfigError(f"{problem}: {one_line(error)}", remedy=remedy) from error
+            raise ConfigError(f"--data.augment.transforms: {problem}", remedy=remedy) from error
 
     def __str__(self) -> str:
         return ", ".join(type(transform).__name__ for transform in self.chain)

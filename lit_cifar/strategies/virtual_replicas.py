@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.images import Batch
-from lit_cifar.errors import ConfigError
+from lit_cifar.data.samplers import FULL_BATCHES
+from lit_cifar.errors import ConfigError, clash
 from lit_cifar.mode import mode_of
 from lit_cifar.mode.tensors import local_part, parameters_of, squares
 from lit_cifar.models.random_streams import draw_for_part
@@ -89,30 +90,25 @@ class VirtualReplicas(Callback):
         """Raise a `ConfigError` for an optimizer whose kernels depend on how many matrices a process has."""
         if isinstance(optimizer, MuonSGD):
             flag = f"--model.optimizer={type(optimizer).__name__}"
-            problem = f"--virtual_replicas with {flag}, whose bits depend on how many matrices a process has"
-            raise ConfigError(problem, remedy="leave out one of the two")
+            raise clash("--virtual_replicas", flag, "its bits depend on how many matrices a process has")
 
     def check(self, trainer: L.Trainer, data: CIFAR10DataModule) -> None:
-        """Raise a `ConfigError` for settings that would change the bits, before any process is started."""
+        """Raise a `ConfigError` for settings that would change the bits."""
         num_parts, strategy, mode = self.num_parts, trainer.strategy, mode_of(trainer.strategy)
         name = f"--virtual_replicas={num_parts}"
         if num_parts < 1 or num_parts & (num_parts - 1):
             nearest = 1 << max(0, num_parts.bit_length() - 1)
             problem = f"{name} is no power of two, and a binary tree adds the parts"
             raise ConfigError(problem, remedy=f"pass --virtual_replicas={nearest} or {2 * nearest}")
-        _check_mode(name, strategy)
-        _check_kernels(name, strategy.root_device)
+        _check_strategy(name, strategy)
         if num_parts % (replicas := mode.layout.num_replicas):
-            problem = f"{name} cannot be divided among {replicas} replicas"
             fewer = 1 << (min(replicas, num_parts).bit_length() - 1)
-            raise ConfigError(problem, remedy=f"change --trainer.devices, so that there are {fewer}")
+            remedy = f"change --trainer.devices, so that there are {fewer}"
+            raise ConfigError(f"{name} cannot be divided among {replicas} replicas", remedy=remedy)
         if trainer.accumulate_grad_batches > 1:
-            problem = f"{name} with --trainer.accumulate_grad_batches would add gradients in another order"
-            remedy = "leave out the latter: the parts of a batch pass one after the other already"
-            raise ConfigError(problem, remedy=remedy)
+            raise clash(name, "--trainer.accumulate_grad_batches", "gradients would be added in another order")
         if mode.synchronises_batchnorm and mode.layout.data_parallel_size > 1:
-            problem = f"{name} with --trainer.sync_batchnorm=true would normalise parts of several processes together"
-            raise ConfigError(problem, remedy="leave out the latter: each part is normalised by itself")
+            raise clash(name, "--trainer.sync_batchnorm=true", "each part is normalised by itself")
         _check_sizes(num_parts, data)
         self._divide(strategy)
 
@@ -169,35 +165,29 @@ def _with_whole_gradient(strategy: Strategy) -> dist.ProcessGroup | None:
     return strategy.data_group if isinstance(strategy, ShardedStrategy) else None
 
 
-def _check_mode(name: str, strategy: Strategy) -> None:
+def _check_strategy(name: str, strategy: Strategy) -> None:
+    """Refuse what adds in another order, or with kernels whose bits differ between runs."""
     if not isinstance(strategy, CustomForwardStrategy | DDPStrategy | SingleDeviceStrategy):
         problem = f"{name} with {type(strategy).__name__}, which adds gradients in an order of its own"
         raise ConfigError(problem, remedy="leave it out, or pass --trainer.strategy=ddp")
     if isinstance(strategy, CustomForwardStrategy) and compiles(strategy.lightning_module):
-        problem = f"{name} with --model.compile=true: a part of a network is compiled to other kernels than the whole"
-        raise ConfigError(problem, remedy="leave out the latter, or pass --trainer.strategy=ddp")
-
-
-def _check_kernels(name: str, device: torch.device) -> None:
-    """Refuse GPU kernels whose bits differ between runs. torch knows which kernels the Trainer's flags allow."""
-    if device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+        raise clash(name, "--model.compile=true", "a part of a network is compiled to other kernels than the whole")
+    if strategy.root_device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         problem = f"{name} on a GPU needs kernels that always add in the same order"
         raise ConfigError(problem, remedy="pass --trainer.deterministic=true")
-    if device.type == "cuda" and torch.backends.cudnn.benchmark:
-        problem = f"{name} with --trainer.benchmark=true, which chooses kernels by how fast they are at that moment"
-        raise ConfigError(problem, remedy="leave out the latter")
+    if strategy.root_device.type == "cuda" and torch.backends.cudnn.benchmark:
+        raise clash(name, "--trainer.benchmark=true", "kernels are chosen by how fast they are at that moment")
 
 
 def _check_sizes(num_parts: int, data: CIFAR10DataModule) -> None:
     for flag, size in (("batch_size", data.batch_size), ("eval_batch_size", data.eval_batch_size)):
         if size % num_parts:
-            problem = f"--data.{flag}={size} does not divide into {num_parts} virtual replicas"
-            raise ConfigError(problem, remedy=f"pass --data.{flag}={max(1, size // num_parts) * num_parts}")
+            remedy = f"pass --data.{flag}={max(1, size // num_parts) * num_parts}"
+            raise ConfigError(f"--data.{flag}={size} does not divide into {num_parts} parts", remedy=remedy)
     rest = len(data.sets["train"]) % data.batch_size if "train" in data.sets else 0
     if rest and not data.order.drop_last and rest < 2 * num_parts:
         problem = f"the last batch of an epoch has {rest} images for {num_parts} virtual replicas; each needs 2"
-        remedy = "pass --data.order.drop_last=true, or change --data.batch_size or --data.val_size"
-        raise ConfigError(problem, remedy=remedy)
+        raise ConfigError(problem, remedy=FULL_BATCHES)
 
 
 @torch.no_grad()
