@@ -201,6 +201,6 @@ def test_a_batchnorm_with_a_forward_of_its_own_is_refused() -> None:
     for device in ("cpu", "cuda"):
         with (
             patch("lit_cifar.strategies.sync_batchnorm._device_to_be", lambda _, device=device: torch.device(device)),
-            pytest.raises(ConfigError, match="0 is a Act, and what it computes beside BatchNorm would be lost"),
+            pytest.raises(ConfigError, match="with 0, a Act: what it computes beside BatchNorm would be lost"),
         ):
             ProcessSyncBatchNorm().apply(nn.Sequential(Act(3)))

@@ -142,7 +142,7 @@ def test_a_picture_that_can_be_read_again_must_be_as_it_was(pictures: Path, tmp_
 
 # The first word names one of `own_networks`.
 MISTAKES = {
-    "Opaque --trainer.strategy=mp": "Make it an nn.Sequential, or give it a method blocks()",
+    "Opaque --trainer.strategy=mp": "give it blocks() (lit_cifar.models.blocks)",
     "Opaque --trainer.strategy=tp": "Opaque does not say which can be split",
     "Chain --model.network.width=3 --trainer.strategy=tp --trainer.devices=4": "have 6 parts, among 4 processes",
     "Chain --model.arch=tiny": "and --model.arch=tiny is about another one",
@@ -150,7 +150,7 @@ MISTAKES = {
     "Forgetful": "the blocks of Forgetful, one after the other, do not compute its forward()",
     "Broken": "Broken cannot take images (3, 24, 24): RuntimeError",
     "Lazy": "the lazy layer 2, and an optimizer needs all parameters before the first batch\n  make it nn.Linear(",
-    "Unreached --trainer.strategy=ddp": "not depend on 2 of its parameters, the first is 0.unused.weight: ddp would "
+    "Unreached --trainer.strategy=ddp": "not depend on 2 of its parameters, such as 0.unused.weight: ddp would "
     "wait for their gradients\n  pass --trainer.strategy=ddp_find_unused_parameters_true",
     "Skipping --trainer.strategy=fsdp2": "Skipping leaves out 1.layer.weight in some steps",
     "Skipping --virtual_replicas=4": "1.layer.weight in some steps",
@@ -163,7 +163,7 @@ MISTAKES = {
     "Chian": "has no attribute 'Chian'",
     "--model.arch=vit_micro --model.stem=cifar": "--model.stem=cifar is of a ResNet, and vit_micro is none",
     "--model.arch=vit_micro --data.image_size=20": "do not fill images of 20\n  pass --data.image_size=16",
-    "--data.val_size=3 --data.dataset=synthetic": "but the images of synthetic are 32 x 32",
+    "--data.val_size=3 --data.dataset=synthetic": "but images of synthetic have 32",
 }
 
 

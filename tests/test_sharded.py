@@ -244,7 +244,7 @@ def test_the_model_axis_is_cut_first(placements: Any, coordinate: list[int], row
 
 
 def test_one_replica_says_that_it_synchronises_nothing() -> None:
-    with pytest.warns(UserWarning, match="has no effect on --trainer.strategy=tp with one replica"):
+    with pytest.warns(UserWarning, match="has no effect with one replica"):
         L.Trainer(accelerator="cpu", devices=2, strategy="tp", sync_batchnorm=True, **SILENT)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lit_cifar import internals
-from lit_cifar.errors import ConfigError, bounded
+from lit_cifar.errors import ConfigError
 from lit_cifar.mode import ForwardFn, Mode, NoRecorder
 from lit_cifar.mode.refusals import refuse
 from lit_cifar.models.blocks import blocks_of
@@ -43,15 +43,6 @@ def compiles(module: object) -> bool:
     return bool(getattr(module, "compiles", False))
 
 
-def at_least_one(**sizes: int | None) -> None:
-    """Raise a `ConfigError` for an argument of a strategy that is less than one.
-
-    `__init__` must not call this: the command line would say that the class does not fit --trainer.strategy.
-    """
-    for name, size in sizes.items():
-        bounded(f"--trainer.strategy.{name}", size, 1)
-
-
 def check_untied(network: nn.Module, divided: Iterable[nn.Module], *, strategy: str, recurse: bool = True) -> None:
     """Raise a `ConfigError` if two of the modules into which `network` is divided have a parameter or buffer in common.
 
@@ -65,7 +56,7 @@ def check_untied(network: nn.Module, divided: Iterable[nn.Module], *, strategy: 
             named = [(name, tensor) for name, tensor in known if tensor in shared]
             names = " = ".join(name for name, tensor in named if tensor is named[0][1])
             problem = f"{names} is needed in two places, between which --trainer.strategy={strategy} cuts the network"
-            raise ConfigError(problem, remedy="pass --trainer.strategy=ddp, which takes any network")
+            raise ConfigError(problem, remedy="pass --trainer.strategy=ddp")
         seen |= own
 
 
@@ -127,10 +118,9 @@ class CustomForwardStrategy(Mode, ParallelStrategy, ABC):
     def connect(self, model: L.LightningModule) -> None:
         """Raise a `ConfigError` for a module that lacks what this mode `needs`, or that this mode cannot compile."""
         if missing := [name for name in self.needs if not hasattr(model, name)]:
-            lacks = f"{type(model).__name__} has no {' and no '.join(missing)}."
-            problem = f"--trainer.strategy={self.strategy_name} runs a module's network in its own way; {lacks}"
-            remedy = "Use lit_cifar.LitResNet, or --trainer.strategy=ddp for any LightningModule."
-            raise ConfigError(problem, remedy=remedy)
+            lacks = f"{type(model).__name__} has no {' and no '.join(missing)}"
+            problem = f"--trainer.strategy={self.strategy_name} runs a module's network in its own way, and {lacks}"
+            raise ConfigError(problem, remedy="use lit_cifar.LitResNet, or pass --trainer.strategy=ddp")
         internals.require(internals.MODES, f"--trainer.strategy={self.strategy_name}")
         if compiles(model):
             refuse("--model.compile=true", self)
@@ -175,12 +165,12 @@ class CutStrategy(CustomForwardStrategy, ABC):
         """Cut the network of the module, or refuse it. With `may_share`, stages may share tensors."""
         network = self.module.network
         if blocks_of(network) is None:
-            raise ConfigError(
-                f"--trainer.strategy={self.strategy_name} cuts a network between its blocks, and "
-                f"{type(network).__name__} does not say which it has.",
-                remedy="Make it an nn.Sequential, or give it a method blocks() that returns them by name (see\n"
-                "lit_cifar.models.blocks); or use --trainer.strategy=ddp, which takes any network.",
+            mode, kind = f"--trainer.strategy={self.strategy_name}", type(network).__name__
+            problem = f"{mode} cuts a network between its blocks, and {kind} does not say which it has"
+            remedy = (
+                "make it an nn.Sequential, give it blocks() (lit_cifar.models.blocks), or pass --trainer.strategy=ddp"
             )
+            raise ConfigError(problem, remedy=remedy)
         self.partition = Partition.cut(network, self.module.image_shape, num_stages=num_stages, cuts=self.cuts)
         if not may_share:
             check_untied(network, self.partition.modules(network), strategy=self.strategy_name)
@@ -228,14 +218,13 @@ class SingleProcessStrategy(CustomForwardStrategy, ABC):
     def check(self) -> None:
         """Refuse other processes: each would train a model of its own."""
         super().check()
-        name = self.strategy_name
+        mode, other = f"--trainer.strategy={self.strategy_name}", f"--trainer.strategy={self.with_processes}"
         if self.num_nodes > 1:
-            problem = f"--trainer.strategy={name} is on one machine, but --trainer.num_nodes={self.num_nodes}."
-            remedy = f"Use --trainer.strategy={self.with_processes} for several machines."
-            raise ConfigError(problem, remedy=remedy)
+            problem = f"{mode} is on one machine, but --trainer.num_nodes={self.num_nodes}"
+            raise ConfigError(problem, remedy=f"pass {other}")
         num_processes = self.cluster_environment.world_size() if self.cluster_environment is not None else 1
         if dist.is_torchelastic_launched() or num_processes > 1:
-            problem = f"--trainer.strategy={name} is one process, but torchrun or a cluster has started {num_processes}"
-            start = f"python -m lit_cifar fit --trainer.strategy={name} --trainer.devices=2"
-            remedy = f"Start it directly ({start}), or use --trainer.strategy={self.with_processes}."
-            raise ConfigError(problem, remedy=remedy)
+            problem = f"{mode} is one process, but torchrun or a cluster has started {num_processes}"
+            raise ConfigError(
+                problem, remedy=f"start it by python -m lit_cifar fit {mode} --trainer.devices=2, or pass {other}"
+            )

@@ -24,8 +24,7 @@ from lit_cifar.strategies.base import SingleProcessStrategy
 class EmulatedReplicas:
     """Computes on one device what `nn.DataParallel` computes, which on the CPU would run the plain network.
 
-    The replicas run one after the other. `functional_call` swaps the buffers of the one module in place, so threads
-    would each need a module of their own, and would gain nothing: on the CPU one operator already uses every core.
+    The replicas run one after the other, as on the CPU one operator already uses every core.
     """
 
     def __init__(self, network: nn.Module, *, num_replicas: int) -> None:

@@ -24,13 +24,13 @@ from torch.optim import SGD, Adagrad, Optimizer
 from typing_extensions import override
 
 from lit_cifar import internals
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, bounded
 from lit_cifar.mode import ForwardFn
 from lit_cifar.mode.refusals import refuse
 from lit_cifar.mode.tensors import local_part, parameters_of
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.models.compiled import Compiled
-from lit_cifar.strategies.base import at_least_one, check_untied, compiles
+from lit_cifar.strategies.base import check_untied, compiles
 from lit_cifar.strategies.mesh import MeshStrategy, move_and_broadcast, send_as_one
 from lit_cifar.strategies.parts import VirtualParts
 from lit_cifar.strategies.state_dicts import divided_like, whole_state
@@ -85,18 +85,17 @@ class ShardedStrategy(MeshStrategy):
 
     def check(self) -> None:
         sizes = {"data_parallel_size": self.data_parallel_size, "tensor_parallel_size": self.tensor_parallel_size}
-        at_least_one(**sizes)
-        given = {name: size for name, size in sizes.items() if size is not None}
+        given = {
+            name: bounded(f"--trainer.strategy.{name}", size, 1) for name, size in sizes.items() if size is not None
+        }
         product = math.prod(given.values())
         if self.all_processes % product or (len(given) == 2 and product != self.all_processes):
             formula = " x ".join(f"{name}={size}" for name, size in given.items())
-            verb = "is not" if len(given) == 2 else "does not divide"
-            problem = f"--trainer.strategy={self.strategy_name}: {formula} {verb} {self.all_processes} processes"
+            problem = f"--trainer.strategy={self.strategy_name}: {formula} does not make {self.all_processes} processes"
             raise ConfigError(problem, remedy=f"pass --trainer.devices={product}, or other sizes")
         super().check()
         if self.synchronises_batchnorm and self.layout.data_parallel_size == 1 < self.all_processes:
-            mode = f"--trainer.strategy={self.strategy_name} with one replica"
-            rank_zero_warn(f"--trainer.sync_batchnorm=true has no effect on {mode}: it sees the whole batch")
+            rank_zero_warn("--trainer.sync_batchnorm=true has no effect with one replica, which sees the whole batch")
 
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
@@ -144,7 +143,9 @@ class ShardedStrategy(MeshStrategy):
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         """Put a copy in the network's place, and leave each process its parts of it; the whole stays on the host."""
         self._whole = network
-        self.module.network = parts = _copy(network)
+        # Its parameters share the memory of the copy's until one is replaced or moved.
+        same: Any = {id(whole): nn.Parameter(whole.detach(), whole.requires_grad) for whole in network.parameters()}
+        self.module.network = parts = deepcopy(network, same)
         # The sizes that were asked for decide, not the number of processes: one process takes the same path.
         if self.tensor_parallel_size != 1:
             split_tensors(parts, self.mesh["model"], self.root_device)
@@ -259,7 +260,6 @@ def shard(network: nn.Module, mesh: DeviceMesh, device: torch.device, *, dtype: 
     own. A block with parameters beside its layers, such as a LayerScale, is gathered in their own types: autocast casts
     what layers take, as on one device.
     """
-    # Autocast casts what layers take, as on one device.
     reduce_dtype = None if dtype is None else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     modules = set(network.modules())
@@ -289,12 +289,6 @@ def has_parameters_beside_layers(block: nn.Module) -> bool:
     """Whether a module of modules holds some itself. Those of attention are of linear layers."""
     parts = (part for part in block.modules() if [*part.children()] and not isinstance(part, nn.MultiheadAttention))
     return any([*part.parameters(recurse=False)] for part in parts)
-
-
-def _copy(network: nn.Module) -> nn.Module:
-    """Copy `network`. Its parameters share the memory of the copy's until one is replaced or moved."""
-    same: Any = {id(whole): nn.Parameter(whole.detach(), whole.requires_grad) for whole in network.parameters()}
-    return deepcopy(network, same)
 
 
 def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -93,10 +93,8 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         super().connect(model)
         check_gradient_hooks(self.module.network, strategy=self.strategy_name)
         trained = {*self.module.network.parameters()}
-        others = [name for name, p in model.named_parameters() if p.requires_grad and p not in trained]
-        if others:
-            strategy = f"--trainer.strategy={self.strategy_name}"
-            problem = f"{others[0]} is no part of the module's network, and {strategy} trains nothing else"
+        if others := [name for name, p in model.named_parameters() if p.requires_grad and p not in trained]:
+            problem = f"{others[0]} is no part of the module's network, which {self.strategy_name} trains alone"
             raise ConfigError(problem, remedy="make it a part of the network, or pass --trainer.strategy=ddp")
 
     @override

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_cifar import internals
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, bounded
 from lit_cifar.mode import ForwardFn, NoRecorder
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.random_streams import draw_for_part, draw_for_stage
-from lit_cifar.strategies.base import CutStrategy, SingleProcessStrategy, at_least_one, compiles
+from lit_cifar.strategies.base import CutStrategy, SingleProcessStrategy, compiles
 from lit_cifar.strategies.parts import VirtualParts
 
 
@@ -114,16 +114,17 @@ class StagedStrategy(CutStrategy, ABC):
 
     def check(self) -> None:
         super().check()
-        at_least_one(num_stages=self.num_stages, num_microbatches=self.num_microbatches)
+        # Not in `__init__`: the command line would say that the class does not fit --trainer.strategy.
+        bounded("--trainer.strategy.num_stages", self.num_stages, 1)
+        bounded("--trainer.strategy.num_microbatches", self.num_microbatches, 1)
         if self.synchronises_batchnorm and self.num_microbatches > 1:
-            problem = f"--trainer.sync_batchnorm=true: {self.num_microbatches} microbatches are normalised one by one."
-            remedy = "Drop --trainer.sync_batchnorm, or pass --trainer.strategy.num_microbatches=1."
-            raise ConfigError(problem, remedy=remedy)
+            problem = "--trainer.sync_batchnorm=true, but microbatches are normalised one by one"
+            raise ConfigError(problem, remedy="leave it out, or pass --trainer.strategy.num_microbatches=1")
 
     def use_virtual_parts(self, parts: VirtualParts) -> None:
         if self.num_microbatches > 1:
             problem = f"--virtual_replicas={parts.num_parts} with {self.num_microbatches} microbatches"
-            remedy = "pass --trainer.strategy.num_microbatches=1, or use --trainer.strategy=pp, where a part is one"
+            remedy = "pass --trainer.strategy.num_microbatches=1, or --trainer.strategy=pp, where a part is one"
             raise ConfigError(f"{problem}: a part passes all stages before the next one", remedy=remedy)
         super().use_virtual_parts(parts)
 
@@ -253,14 +254,14 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
         super().check()
         num_devices, each = len(self.parallel_devices or ()), self.num_stages
         if num_devices % each:
-            nearest = max(1, round(num_devices / each)) * each
             problem = f"--trainer.devices={num_devices} does not divide into processes of {each} stages"
+            nearest = max(1, round(num_devices / each)) * each
             stages = f"--trainer.strategy={type(self).__name__} --trainer.strategy.num_stages={num_devices}"
             raise ConfigError(problem, remedy=f"pass --trainer.devices={nearest}, or {stages}")
         assert self.cluster_environment is not None
         started, wanted = self.cluster_environment.world_size(), self.num_nodes * self.num_processes
         if started != wanted:
-            problem = f"{started} processes were started, but {wanted} are needed: each has {self.num_stages} devices"
+            problem = f"{started} processes were started, but {wanted} are needed: each has {each} devices"
             raise ConfigError(problem, remedy=f"start torchrun with --nproc-per-node={self.num_processes}")
 
     @override

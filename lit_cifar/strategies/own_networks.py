@@ -28,6 +28,5 @@ def check_gradients(strategy: Any, module: LitResNet, *, has_parts: bool) -> Non
         first = "" if has_parts else f"{other}, or "
         raise ConfigError(problem, remedy=f"{first}multiply by 0 in place of leaving it out")
     if never and not finds and not isinstance(strategy, MeshStrategy):
-        named = f"{len(never)} of its parameters, the first is {never[0]}"
-        problem = f"the loss of {kind} does not depend on {named}: ddp would wait for their gradients"
-        raise ConfigError(problem, remedy=f"{other}, or remove them")
+        problem = f"the loss of {kind} does not depend on {len(never)} of its parameters, such as {never[0]}"
+        raise ConfigError(f"{problem}: ddp would wait for their gradients", remedy=f"{other}, or remove them")

@@ -51,9 +51,8 @@ class Schedule:
             raise ConfigError(f"{name} needs at least {fewest} microbatches, not {num_microbatches}", remedy=remedy)
         rounds = max(1, num_microbatches // self.num_processes)
         if self.name == "Interleaved1F1B" and num_microbatches % rounds:
-            remedy = f"pass --trainer.strategy.num_microbatches={rounds * self.num_processes}"
             problem = f"{name} runs {num_microbatches} microbatches in {rounds} rounds, which does not come out even"
-            raise ConfigError(problem, remedy=remedy if parts is None else "pass --trainer.strategy.schedule=1F1B")
+            raise ConfigError(problem, remedy="pass --trainer.strategy.schedule=1F1B")
 
 
 def stages_per_process(name: ScheduleName) -> int:
@@ -99,9 +98,8 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
     @property
     @override
     def model_parallel_size(self) -> int:
-        if self.num_stages is None:
-            return self.all_processes
-        return max(1, self.num_stages // stages_per_process(self.schedule_name))
+        each = stages_per_process(self.schedule_name)
+        return self.all_processes if self.num_stages is None else max(1, self.num_stages // each)
 
     @property
     def strategy_name(self) -> str:  # type: ignore[override]  # the base class has a constant
@@ -125,8 +123,8 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         each = stages_per_process(self.schedule_name)
         if self.num_stages is not None and (self.num_stages < 1 or self.num_stages % each):
             problem = f"num_stages={self.num_stages}, but under {self.schedule_name} each process holds {each}"
-            remedy = f"pass --trainer.strategy.num_stages={max(each, self.num_stages // each * each)}"
-            raise ConfigError(problem, remedy=remedy)
+            nearest = max(each, self.num_stages // each * each)
+            raise ConfigError(problem, remedy=f"pass --trainer.strategy.num_stages={nearest}")
         super().check()
         if self.all_processes % (each := self.model_parallel_size):
             problem = f"{self.all_processes} processes do not divide into pipelines of {each} processes"
@@ -142,8 +140,7 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
             raise ConfigError(problem, remedy="pass --trainer.strategy.schedule=1F1B")
         if self._num_microbatches not in (None, parts.count):
             problem = f"{name} cuts the batch of a pipeline into {parts.count} parts, not {self._num_microbatches}"
-            remedy = f"pass --trainer.strategy.num_microbatches={parts.count}, or leave it out"
-            raise ConfigError(problem, remedy=remedy)
+            raise ConfigError(problem, remedy=f"pass --trainer.strategy.num_microbatches={parts.count}")
         self.schedule.check(parts.count, parts=parts)
         super().use_virtual_parts(parts)
 
@@ -152,7 +149,7 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         self.cut(len(self.schedule.owners))
         if compiles(model) and self.schedule_name == "ZBVZeroBubble":
             problem = "--trainer.strategy.schedule=ZBVZeroBubble cuts backward in two, --model.compile=true unites it"
-            raise ConfigError(problem, remedy="leave out the latter, or pass --trainer.strategy.schedule=1F1B")
+            raise ConfigError(problem, remedy="pass --trainer.strategy.schedule=1F1B")
 
     def split_lines(self) -> list[str]:
         return self.partition.table([f"process {owner}" for owner in self.schedule.owners])

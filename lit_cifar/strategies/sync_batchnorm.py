@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lit_cifar import internals
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import clash
 
 Statistics = tuple[int, Tensor, Tensor]  # values per channel, their mean (C,) and their biased variance (C,)
 
@@ -32,8 +32,8 @@ class ProcessSyncBatchNorm(TorchSyncBatchNorm):
         layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, internals.BatchNorm)]
         for name, layer in layers:
             if type(layer).forward not in (internals.BatchNorm.forward, nn.SyncBatchNorm.forward):
-                problem = f"{name} is a {type(layer).__name__}, and what it computes beside BatchNorm would be lost"
-                raise ConfigError(f"--trainer.sync_batchnorm=true: {problem}", remedy="leave it out")
+                kept = f"{name}, a {type(layer).__name__}"
+                raise clash("--trainer.sync_batchnorm=true", kept, "what it computes beside BatchNorm would be lost")
         if _device_to_be(model).type != "cpu":
             return super().apply(model)
         for _, layer in layers:

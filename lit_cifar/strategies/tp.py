@@ -33,18 +33,15 @@ _SPLIT_DIM: dict[SplitKind, int] = {"columns": 0, "channels": 0, "rows": 1, "hea
 
 def check_divisible(network: nn.Module, layout: Layout, *, strategy: str) -> None:
     """Raise a `ConfigError` unless the layers of `network` can be split over the processes of each replica."""
-    num_parts = num_tensor_parts(network)
+    num_parts, num_processes, kind = num_tensor_parts(network), layout.model_parallel_size, type(network).__name__
     if not num_parts:
-        lacks = f"{type(network).__name__} does not say which can be split."
-        problem = f"--trainer.strategy={strategy} splits layers, and {lacks}"
-        remedy = "Give its blocks tensor_split (see lit_cifar.models.blocks), or pass --trainer.strategy=fsdp2."
-        raise ConfigError(problem, remedy=remedy)
-    if num_parts % (num_processes := layout.model_parallel_size):
+        problem = f"--trainer.strategy={strategy} splits layers, and {kind} does not say which can be split"
+        raise ConfigError(problem, remedy="give its blocks tensor_split, or pass --trainer.strategy=fsdp2")
+    if num_parts % num_processes:
         possible = max(size for size in range(1, num_processes + 1) if num_parts % size == 0)
-        layers = f"layers of {type(network).__name__}, which have {num_parts} parts"
-        problem = f"--trainer.strategy={strategy} cannot divide the {layers}, among {num_processes} processes"
-        remedy = f"pass --trainer.devices={possible * layout.data_parallel_size}, or another size of the model axis"
-        raise ConfigError(problem, remedy=remedy)
+        parts = f"{num_processes} processes, and layers of {kind} have {num_parts} parts"
+        problem = f"--trainer.strategy={strategy} on {parts}"
+        raise ConfigError(problem, remedy=f"pass --trainer.devices={possible * layout.data_parallel_size}")
 
 
 def split_tensors(network: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
@@ -92,8 +89,7 @@ class _ComputesLocally(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         kept = self._parameters, self._buffers
-        # The dicts are plain, as a parameter's local part is no Parameter; running statistics share the DTensors'
-        # memory.
+        # Plain dicts, as a parameter's local part is no Parameter; running statistics share the DTensors' memory.
         self.__dict__.update(_parameters=_local_parts(kept[0]), _buffers=_local_parts(kept[1]))
         try:
             return cast(Tensor, super().forward(input))
