@@ -88,7 +88,7 @@ def test_what_is_refused() -> None:
     """A chunk of one pixel, as by BatchNorm, and other layers."""
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         GhostBatchNorm2d(3, chunks=GhostBatches(data_parallel_size=4))(torch.randn(4, 3, 1, 1))
-    with pytest.raises(ConfigError, match="and Sequential has a BatchNorm1d"):
+    with pytest.raises(ConfigError, match="alone, not by BatchNorm1d"):
         normalise_apart(nn.Sequential(nn.BatchNorm1d(2)), GhostBatches(data_parallel_size=2))
 
 

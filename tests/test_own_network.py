@@ -144,7 +144,7 @@ def test_a_picture_that_can_be_read_again_must_be_as_it_was(pictures: Path, tmp_
 MISTAKES = {
     "Opaque --trainer.strategy=mp": "give it blocks() (lit_cifar.models.blocks)",
     "Opaque --trainer.strategy=tp": "Opaque does not say which can be split",
-    "Chain --model.network.width=3 --trainer.strategy=tp --trainer.devices=4": "have 6 parts, among 4 processes",
+    "Chain --model.network.width=3 --trainer.strategy=tp --trainer.devices=4": "layers of Chain have 6 parts",
     "Chain --model.arch=tiny": "and --model.arch=tiny is about another one",
     "Chain --model.network.num_classes=3": "Chain returns (2, 3) for 2 images, not logits of 2 classes",
     "Forgetful": "the blocks of Forgetful, one after the other, do not compute its forward()",

@@ -252,8 +252,8 @@ OF_EVERY_COMMAND = [
 ]
 OF_A_FIT = [
     (put(*WEIGHT, value=lambda held: held.fill_(torch.nan)), "the weights are not finite: conv1.weight"),
-    (put("optimizer", value="SGD; touch owned #"), "pass --model.optimizer with the arguments of its"),
-    (put("lr_scheduler", value="$(touch owned)"), "pass --model.lr_scheduler with the arguments of"),
+    (put("optimizer", value="SGD; touch owned #"), "pass --model.optimizer as in its training"),
+    (put("lr_scheduler", value="$(touch owned)"), "pass --model.lr_scheduler as in its training"),
     (put("optimizer_states", value=[]), "its optimizer_states is []"),
     (put("optimizer_states", 0, "state", value={}), "holds no state of the optimizer for 41 of 41 parameters"),
     (put("optimizer_states", 0, "state", value={"a": {}}), "its optimizer_states.0.state is {'a': {}}"),
@@ -279,9 +279,9 @@ OF_A_FIT = [
     ),
     (put("position", "step", value=-1), "its position.step is -1"),
     (put("position", "started", value=1), "its position.started is 1"),
-    (put("position", "epoch", value=10**6), "which contradicts its epoch=1"),
-    (put("position", value=lambda held: held | {"step": 6, "epoch": 0}), "which contradicts"),
-    (put("global_step", value=3), "which contradicts its epoch=1 and global_step=3"),
+    (put("position", "epoch", value=10**6), "contradicts its epoch=1"),
+    (put("position", value=lambda held: held | {"step": 6, "epoch": 0}), "contradicts its"),
+    (put("global_step", value=3), "contradicts its epoch=1 and global_step=3"),
     (put(*STEPS, "total", "completed", value=7), "its loops and its global_step say 7 and 5 optimizer steps"),
     (without(*STEPS, "current"), "optimizer.step.current is missing"),
     (put(*LOOP, "epoch_loop.scheduler_progress", "total", value={}), "scheduler_progress.total.ready is missing"),

@@ -91,8 +91,8 @@ def verify_checkpoint(path: Path, *, needs_hash: bool = True) -> None:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     if needs_hash and expected is None:
         problem = f"{path} carries no hash of its content: it is truncated, or not a checkpoint of this program"
-        remedy = "use another checkpoint; if you trust it, pass " + shlex.quote(f"--ckpt_path={path}")
-        raise CheckpointError(problem, remedy=remedy)
+        trusted = shlex.quote(f"--ckpt_path={path}")
+        raise CheckpointError(problem, remedy=f"use another checkpoint; if you trust it, pass {trusted}")
     if found != expected:
         raise CheckpointError(f"{path} is damaged: its content does not match the hash it carries")
 
@@ -122,11 +122,10 @@ def best_of(run_folder: Path) -> Path:
     found = [path for name in (BEST, LAST) if (path := folder / name).exists()]
     if (number := len(best_files(run_folder))) > 1:
         problem = f"{folder} keeps {number} of the best checkpoints, and their names do not say which is the best"
-        remedy = f"pass --config={run_folder}/config.yaml --ckpt_path=FILE; the training has printed the best one"
-        raise CheckpointError(problem, remedy=remedy)
+        raise CheckpointError(problem, remedy=f"pass --config={run_folder}/config.yaml --ckpt_path=FILE")
     if not found:
-        problem = f"{run_folder} is no run folder with a checkpoint"
-        raise CheckpointError(problem, remedy="name the folder of a fit, or pass --ckpt_path")
+        remedy = "name the folder of a fit, or pass --ckpt_path"
+        raise CheckpointError(f"{run_folder} is no run folder with a checkpoint", remedy=remedy)
     return found[0]
 
 

@@ -231,8 +231,7 @@ class StepBoundary(Callback):
         self._signal, self._keystrokes = 0, Keystrokes()
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         if threading.current_thread() is threading.main_thread():
-            # Lightning would register its handlers next. They are registered now, so that its teardown restores the
-            # former ones.
+            # Lightning would register its handlers next. Done now, so that its teardown restores the former ones.
             trainer._signal_connector.register_signal_handlers()
             trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
             for number in stop_signals():

@@ -51,12 +51,10 @@ def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
     for name in (*own, *found):
         if own.get(name) != found.get(name):
             here, there = (shapes.get(name, "missing") for shapes in (own, found))
-            raise CheckpointError(
-                f"the weights do not fit this {type(network).__name__}: {name} is {there} in the checkpoint, {here} in "
-                "the model",
-                remedy="pass the flags of their training, --config RUN_FOLDER/config.yaml, or of their network, e.g. "
-                "--model.arch=resnet18 --model.stem=imagenet",
-            )
+            both = f"{name} is {there} in the checkpoint, {here} in the model"
+            problem = f"the weights do not fit this {type(network).__name__}: {both}"
+            remedy = f"pass the flags of their training, {_CONFIG}, or of their network, e.g. --model.arch=resnet18"
+            raise CheckpointError(problem, remedy=remedy)
 
 
 def check_classes(checkpoint: Mapping[str, Any], own: TrainedOn, *, normalised: bool) -> None:
@@ -72,8 +70,8 @@ def check_classes(checkpoint: Mapping[str, Any], own: TrainedOn, *, normalised: 
     if found.classes != own.classes:
         pairs = enumerate(zip_longest(found.classes, own.classes, fillvalue="nothing"))
         label, (there, here) = next((label, pair) for label, pair in pairs if pair[0] != pair[1])
-        classes = f"trained on {described(found.classes)}, and these are {described(own.classes)}"
-        problem = f"class {label} is {there} in the checkpoint and {here} in these data; it was {classes}"
+        classes = f"it was trained on {described(found.classes)}, and these are {described(own.classes)}"
+        problem = f"class {label} is {there} in the checkpoint and {here} in these data; {classes}"
         raise CheckpointError(problem, remedy=f"pass {flag} and the --data.root of its training, {_CONFIG}")
     if found.dataset != own.dataset:
         problem = f"the checkpoint was trained on {found.dataset}, which is normalised otherwise than {own.dataset}"
@@ -89,8 +87,7 @@ def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer, schedul
             package, _, kind = found.rpartition(".")
             name = f"={found}" if package in _PACKAGES and kind.isidentifier() else ""
             problem = f"the checkpoint continues a training with {found}; this one has {own}"
-            remedy = f"pass --model.{key}{name} with the arguments of its training, {_CONFIG}"
-            raise CheckpointError(problem, remedy=remedy)
+            raise CheckpointError(problem, remedy=f"pass --model.{key}{name} as in its training, {_CONFIG}")
     groups = optimizer.state_dict()["param_groups"]
     states = checkpoint.get("optimizer_states") or [{"param_groups": groups}]
     check_content(states[0]["param_groups"], [{"params": list[int]} if group["params"] else {} for group in groups])
@@ -98,8 +95,7 @@ def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer, schedul
     if then != now:
         before, here = ([*map(len, numbers)] for numbers in (then, now))
         problem = f"its optimizer had groups of {before} parameters; this one has {here}, or numbers them otherwise"
-        remedy = f"pass --model.fine_tuning.head_lr and --model.optimizer of its training, {_CONFIG}"
-        raise CheckpointError(problem, remedy=remedy)
+        raise CheckpointError(problem, remedy=f"pass --model.fine_tuning.head_lr of its training, {_CONFIG}")
 
 
 def check_states(
@@ -113,9 +109,8 @@ def check_states(
     loops, plugin = checkpoint["loops"]["fit_loop"], trainer.precision_plugin
     check_content(loops, trainer.fit_loop.state_dict(), "loops.fit_loop", partly=True)
     progress = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
-    if progress != checkpoint["global_step"]:
-        steps = f"{progress} and {checkpoint['global_step']} optimizer steps"
-        raise CheckpointError(f"its loops and its global_step say {steps}")
+    if progress != (steps := checkpoint["global_step"]):
+        raise CheckpointError(f"its loops and its global_step say {progress} and {steps} optimizer steps")
     for name in ("optimizer_states", "lr_schedulers"):
         if len(checkpoint[name]) > 1:
             raise CheckpointError(f"its {name} are {len(checkpoint[name])}, of which a training here has one")
@@ -167,9 +162,8 @@ def _check_state(found: dict[str, Any], optimizer: Optimizer, *, frozen: frozens
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
     for number, state in _after_a_step(optimizer, frozen).items():
-        if number in wanted and (more := state.keys() - wanted[number].keys()):
-            needed = ", ".join(sorted(more))
-            problem = f"the optimizer's settings here need {needed} of each parameter, which its training did not keep"
+        if number in wanted and (more := sorted(state.keys() - wanted[number].keys())):
+            problem = f"the optimizer needs {', '.join(more)} of each parameter here, which its training did not keep"
             raise CheckpointError(problem, remedy=f"pass the --model.optimizer of its training, {_CONFIG}")
 
 
@@ -202,5 +196,5 @@ def _trying(part: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        problem = f"the state of {part} in it cannot be loaded: {type(error).__name__}: {one_line(error)}"
-        raise CheckpointError(problem) from error
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise CheckpointError(f"the state of {part} in it cannot be loaded: {reason}") from error

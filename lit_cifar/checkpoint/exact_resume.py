@@ -85,8 +85,7 @@ class Position:
         follows = found.epoch - epochs in ((0, -1) if found.started else (0, -1, 1))
         if not follows or not found.epoch + found.step <= found.global_step == steps:
             place = f"step {found.step} of epoch {found.epoch} after {found.global_step} optimizer steps"
-            problem = f"its position is {place}, which contradicts its epoch={epochs} and global_step={steps}"
-            raise CheckpointError(problem)
+            raise CheckpointError(f"its position, {place}, contradicts its epoch={epochs} and global_step={steps}")
         return found
 
     @classmethod
@@ -287,12 +286,11 @@ def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
 
 def _num_rows(trainer: Trainer) -> int:
     """Lines of `metrics.csv` below its header; 0 on processes that do not write it."""
-    folder = next((logger.log_dir for logger in trainer.loggers if isinstance(logger, CSVLogger)), None)
-    path = Path(folder or ".") / "metrics.csv"
-    if folder is None or not trainer.is_global_zero or not path.exists():
-        return 0
-    with path.open("rb") as file:
-        return sum(1 for _ in file) - 1
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger) and trainer.is_global_zero:
+            path = Path(logger.log_dir, "metrics.csv")
+            return path.read_bytes().count(b"\n") - 1 if path.exists() else 0
+    return 0
 
 
 def steps_of(trainer: Trainer, batches: float) -> int:
@@ -337,10 +335,9 @@ def _collect(trainer: Trainer, pl_module: LightningModule) -> dict[str, dict[str
 
 def _restore(pl_module: LightningModule, collected: dict[str, dict[str, Tensor]], *, data_parallel_rank: int) -> None:
     for name, metric in _metrics(pl_module):
-        if name not in collected:
-            continue
-        metric._update_count = 1  # 0 would mean that nothing was counted, of which torchmetrics warns
-        counts: dict[str, Any] = metric.metric_state
-        for key, state in counts.items():
-            found = collected[name][key].to(state.device)
-            setattr(metric, key, found if data_parallel_rank == 0 else torch.zeros_like(state))
+        if name in collected:
+            metric._update_count = 1  # 0 would mean that nothing was counted, of which torchmetrics warns
+            counts: dict[str, Any] = metric.metric_state
+            for key, state in counts.items():
+                found = collected[name][key].to(state.device)
+                setattr(metric, key, found if data_parallel_rank == 0 else torch.zeros_like(state))

@@ -57,7 +57,6 @@ class CheckpointFiles(CheckpointIO):
         if failure is not None:
             raise failure
 
-    @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
@@ -74,29 +73,26 @@ class CheckpointFiles(CheckpointIO):
         elif not self.behind:
             self.settle()
 
-    @override
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a file like `read_checked`. Each process must call this; the first one reads its file for all."""
         if weights_only is False:
-            problem = "--weights_only=false would let a checkpoint run code"
-            raise ConfigError(problem, remedy="leave it out: no checkpoint needs it")
+            raise ConfigError("--weights_only=false would let a checkpoint run code", remedy="leave it out")
         self.settle()
-        content: list[Any] = [None]
+        found: list[Any] = [None]
         are_several = dist.is_initialized() and dist.get_world_size() > 1
         if not are_several or dist.get_rank() == 0:
             try:
-                content = [read_checked(Path(path))]
+                found = [read_checked(Path(path))]
             except CheckpointError as error:
-                content = [error]
+                found = [error]
         if are_several:
-            dist.broadcast_object_list(content)
-        if isinstance(content[0], CheckpointError):
-            raise content[0]
-        return dict(content[0])
+            dist.broadcast_object_list(found)
+        if isinstance(found[0], CheckpointError):
+            raise found[0]
+        return dict(found[0])
 
-    @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a file when all that was saved before is on disk, until when it may be the only one; or warn."""
         if self._thread is None:

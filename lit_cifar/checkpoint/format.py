@@ -48,8 +48,8 @@ class Header:
         """The header of `checkpoint`, which must have one."""
         check_entries(checkpoint)
         if not is_own(checkpoint):
-            problem = "this checkpoint has no lit_cifar header that says which network it holds"
-            raise CheckpointError(problem, remedy="pass one that `python -m lit_cifar fit` wrote")
+            remedy = "pass one that `python -m lit_cifar fit` wrote"
+            raise CheckpointError("this checkpoint has no lit_cifar header that says its network", remedy=remedy)
         return cls(**checkpoint[_KEY])
 
     def arguments(self) -> dict[str, Any]:
@@ -160,16 +160,14 @@ def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
             return dict(import_module("safetensors.torch").load_file(path))
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and is_zipfile(path))
     except ModuleNotFoundError as error:
-        problem = f"{path} is a file of safetensors, and that package is not installed"
-        raise CheckpointError(problem, remedy="pip install safetensors") from error
+        raise CheckpointError(f"{path} needs the package safetensors", remedy="pip install safetensors") from error
     except PermissionError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # torch raises half a dozen types here, depending on what is broken
         code = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error))
         reason = f"it needs the code of {code[1]}" if code else "it is incomplete, or torch has not written it"
-        problem = f"{path} is not a readable checkpoint: {reason}"
         remedy = f"use another of the run's checkpoints; of another program, {SAVE_ALONE}"
-        raise CheckpointError(problem, remedy=remedy) from error
+        raise CheckpointError(f"{path} is not a readable checkpoint: {reason}", remedy=remedy) from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"{path} is not a checkpoint: it holds a {type(checkpoint).__name__}")
     with naming(path):

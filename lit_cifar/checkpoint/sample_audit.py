@@ -83,16 +83,13 @@ class SampleAudit(Callback):
             write_epoch(folder, tally.plan.epoch, tally.proven, int(times.sum()), self._digest, uses=uses)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        tally = self._tally
-        if tally is None:
-            return
-        self._prove(trainer, tally, loader_steps=tally.loader_steps)
-        checkpoint[_KEY] = asdict(AuditRecord(tally.plan.epoch, tally.proven, self._start, self._digest))
+        if (tally := self._tally) is not None:
+            self._prove(trainer, tally, loader_steps=tally.loader_steps)
+            checkpoint[_KEY] = asdict(AuditRecord(tally.plan.epoch, tally.proven, self._start, self._digest))
 
     def _prove(self, trainer: Trainer, tally: "Tally", *, loader_steps: int) -> None:
         """Compare what all processes have used in the epoch with the plan; every process must call this."""
-        # The reduction works in place, on a copy.
-        uses: Tensor = trainer.strategy.reduce(tally.uses.clone(), reduce_op="sum").cpu()
+        uses: Tensor = trainer.strategy.reduce(tally.uses.clone(), reduce_op="sum").cpu()  # which works in place
         if not uses.equal(tally.plan.uses(loader_steps)):
             raise failure(uses, tally.plan, loader_steps=loader_steps)
         ends = loader_steps >= trainer.num_training_batches  # a limit on them may shorten the last step
@@ -168,8 +165,7 @@ class AuditRecord:
 
     @classmethod
     def read(cls, checkpoint: Mapping[str, Any]) -> "AuditRecord | None":
-        found = checkpoint.get(_KEY)
-        if found is None:
+        if (found := checkpoint.get(_KEY)) is None:
             return None
         check_content(found, cls, _KEY)
         return cls(**found)
@@ -186,8 +182,7 @@ class AuditRecord:
         due = plan.due(0, self.step * plan.accumulation)
         if chain(self.start, *due, first=0, last=self.step) != self.digest:
             problem = f"samples of {self.step} steps of epoch {self.epoch} are not those that the same settings give"
-            remedy = "resume with the version of lit_cifar that wrote it, or a checkpoint from between two epochs"
-            raise CheckpointError(problem, remedy=remedy)
+            raise CheckpointError(problem, remedy="resume a checkpoint from between two epochs")
 
 
 def failure(uses: Tensor, plan: Plan, *, loader_steps: int) -> SampleAuditError:

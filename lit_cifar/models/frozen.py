@@ -45,8 +45,8 @@ def head_of(network: nn.Module, num_classes: int) -> str:
     places = ((*name.rpartition("."), its.shape) for name, its in network.named_parameters(remove_duplicate=False))
     found = [layer for layer, _, kind, shape in places if kind == "weight" and shape[:1] == (num_classes,)]
     if not found:
-        problem = f"--model.fine_tuning.head_lr: {type(network).__name__} has no classifier of {num_classes} outputs"
-        raise ConfigError(problem, remedy="leave it out")
+        lacks = f"{type(network).__name__} has no classifier of {num_classes} outputs"
+        raise ConfigError(f"--model.fine_tuning.head_lr: {lacks}", remedy="leave it out")
     return found[-1]
 
 

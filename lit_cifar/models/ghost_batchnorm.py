@@ -41,8 +41,7 @@ def normalise_apart(network: nn.Module, chunks: GhostBatches) -> nn.Module:
         if not isinstance(layer, internals.BatchNorm):
             continue
         if type(layer) is not nn.BatchNorm2d:
-            found = f"{type(network).__name__} has a {type(layer).__name__}"
-            problem = f"a batch can be normalised in parts by nn.BatchNorm2d alone, and {found}"
+            problem = f"a batch can be normalised in parts by nn.BatchNorm2d alone, not by {type(layer).__name__}"
             remedy = "leave out --model.ghost_batchnorm, or compare modes without parts: verify --modes ddp-sync,mp"
             raise ConfigError(problem, remedy=remedy)
         layer.__class__ = GhostBatchNorm2d

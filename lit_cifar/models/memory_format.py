@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lit_cifar.internals import tree_map_only
+
 
 class PlainGradient(nn.Module):
     """The identity, whose gradient lies in memory in torch's own order."""
@@ -42,11 +44,7 @@ class _PlainGradient(torch.autograd.Function):
 
 def plain(content: Any) -> Any:
     """Copy `content`, dicts and lists that hold tensors, with the tensors in torch's own order."""
-    if isinstance(content, Tensor):
-        return content.contiguous()
-    if isinstance(content, dict):
-        return {key: plain(value) for key, value in content.items()}
-    return [plain(value) for value in content] if isinstance(content, list) else content
+    return tree_map_only(Tensor, Tensor.contiguous, content)
 
 
 def follow_parameters(optimizer: Optimizer) -> None:

@@ -34,11 +34,10 @@ def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes
     shape = tuple(getattr(logits, "shape", ()))
     if shape != (2, num_classes):
         problem = f"{name} returns {shape or type(logits).__name__} for 2 images, not logits of {num_classes} classes"
-        remedy = f"let it return (2, {num_classes}), by --model.network.num_classes={num_classes} if it has such"
-        raise ConfigError(problem, remedy=remedy)
+        raise ConfigError(problem, remedy=f"pass --model.network.num_classes={num_classes}, if it has such")
     if not torch.equal(logits, outputs):
-        problem = f"the blocks of {name}, one after the other, do not compute its forward()"
-        raise ConfigError(problem, remedy="let blocks() return all of them in order, with what happens between them")
+        remedy = "let blocks() return all of them in order, with what happens between them"
+        raise ConfigError(f"the blocks of {name}, one after the other, do not compute its forward()", remedy=remedy)
 
 
 def unreached_parameters(network: nn.Module, image_shape: Sequence[int]) -> tuple[list[str], list[str]]:

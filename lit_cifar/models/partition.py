@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +44,8 @@ class Partition:
         """
         blocks = measure(network, image_shape)
         if not 1 <= num_stages <= len(blocks):
-            problem = f"{num_stages} stages of a network of {len(blocks)} blocks"
-            raise ConfigError(problem, remedy=f"ask for 1 to {len(blocks)}, e.g. --trainer.devices=2")
+            remedy = f"ask for 1 to {len(blocks)}, e.g. --trainer.devices=2"
+            raise ConfigError(f"{num_stages} stages of a network of {len(blocks)} blocks", remedy=remedy)
         costs = [block.flop for block in blocks]
         bounds = balanced(costs, num_stages) if cuts is None else _bounds_of(blocks, num_stages, cuts)
         edges = (0, *bounds, len(blocks))
@@ -54,12 +54,12 @@ class Partition:
     def outputs(self, network: nn.Module, images: Tensor) -> list[tuple[torch.Size, torch.dtype]]:
         """Shape without the batch axis, and dtype under the present autocast, of what each stage returns."""
         modules = self.modules(network)
-        # All tensors, also buffers that are not saved, and each once.
-        states = [dict(module.named_parameters()) | dict(module.named_buffers()) for module in modules]
         found = []
         with internals.FakeTensorMode(allow_non_fake_inputs=True):
             x = torch.empty(2, *images.shape[1:], dtype=images.dtype, device=images.device)
-            for module, state in zip(modules, states, strict=True):
+            for module in modules:
+                # All tensors, also buffers that are not saved, and each once.
+                state = dict(module.named_parameters()) | dict(module.named_buffers())
                 unreal = {name: torch.empty(t.shape, dtype=t.dtype, device=x.device) for name, t in state.items()}
                 x = functional_call(module, unreal, (x,))
                 found.append((x.shape[1:], x.dtype))
@@ -101,9 +101,7 @@ def measure(network: nn.Module, image_shape: Sequence[int]) -> tuple[Block, ...]
 
 def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
     """Where the second and later stages begin, so that the largest costs least, by dynamic programming."""
-    flop = [0]
-    for cost in costs:
-        flop.append(flop[-1] + cost)
+    flop = [*accumulate(costs, initial=0)]
     best: dict[int, tuple[int, tuple[int, ...]]] = {end: (flop[end], ()) for end in range(1, len(flop))}
     for _ in range(num_stages - 1):
         best = {

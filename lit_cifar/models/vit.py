@@ -41,8 +41,8 @@ class VisionTransformer(nn.Sequential):
         shape = SHAPES[arch]
         if image_size % shape.patch:
             problem = f"--model.arch={arch}: patches of {shape.patch} pixels do not fill images of {image_size}"
-            remedy = f"pass --data.image_size={max(1, image_size // shape.patch) * shape.patch}"
-            raise ConfigError(problem, remedy=remedy)
+            nearest = max(1, image_size // shape.patch) * shape.patch
+            raise ConfigError(problem, remedy=f"pass --data.image_size={nearest}")
         chain: OrderedDict[str, nn.Module] = OrderedDict()
         chain["patches"] = nn.Conv2d(3, shape.dim, kernel_size=shape.patch, stride=shape.patch)
         chain["position"] = PositionEmbedding(shape.dim, num_patches=(image_size // shape.patch) ** 2)

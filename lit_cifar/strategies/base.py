@@ -167,10 +167,8 @@ class CutStrategy(CustomForwardStrategy, ABC):
         if blocks_of(network) is None:
             mode, kind = f"--trainer.strategy={self.strategy_name}", type(network).__name__
             problem = f"{mode} cuts a network between its blocks, and {kind} does not say which it has"
-            remedy = (
-                "make it an nn.Sequential, give it blocks() (lit_cifar.models.blocks), or pass --trainer.strategy=ddp"
-            )
-            raise ConfigError(problem, remedy=remedy)
+            remedy = "make it an nn.Sequential, give it blocks() (lit_cifar.models.blocks)"
+            raise ConfigError(problem, remedy=f"{remedy}, or pass --trainer.strategy=ddp")
         self.partition = Partition.cut(network, self.module.image_shape, num_stages=num_stages, cuts=self.cuts)
         if not may_share:
             check_untied(network, self.partition.modules(network), strategy=self.strategy_name)
@@ -225,6 +223,5 @@ class SingleProcessStrategy(CustomForwardStrategy, ABC):
         num_processes = self.cluster_environment.world_size() if self.cluster_environment is not None else 1
         if dist.is_torchelastic_launched() or num_processes > 1:
             problem = f"{mode} is one process, but torchrun or a cluster has started {num_processes}"
-            raise ConfigError(
-                problem, remedy=f"start it by python -m lit_cifar fit {mode} --trainer.devices=2, or pass {other}"
-            )
+            start = f"start it by python -m lit_cifar fit {mode} --trainer.devices=2"
+            raise ConfigError(problem, remedy=f"{start}, or pass {other}")
