@@ -247,5 +247,5 @@ def test_nothing_is_held_out_beside_a_folder_to_validate_on(tmp_path: Path) -> N
     data.setup("fit")
     labels = {name: images.labels.tolist() for name, images in data.sets.items()}
     assert labels == {"train": [0, 1, 0, 1, 0], "val": [1, 1]}
-    with pytest.raises(ConfigError, match=r"--data.val_size=1 holds out images"):
+    with pytest.raises(ConfigError, match=r"--data.val_size=1, but .* has a folder to validate on"):
         CIFAR10DataModule(tmp_path, dataset="folder", val_size=1).setup("fit")

@@ -24,9 +24,8 @@ def check_held_out(then: OrderSettings, now: OrderSettings) -> None:
 def check_rest_of_epoch(then: OrderSettings, now: OrderSettings) -> None:
     """Refuse to go on within an epoch whose batches would differ. The files to validate on may differ."""
     if then.get(_TRAIN) != now.get(_TRAIN):
-        changes = "files to train on were added, removed or renamed, or others can be read"
-        problem = f"the checkpoint was written within an epoch; since then {changes}"
-        raise CheckpointError(problem, remedy=_PUT_BACK)
+        changes = "since then files to train on were added, removed or renamed, or others can be read"
+        raise CheckpointError(f"the checkpoint was written within an epoch; {changes}", remedy=_PUT_BACK)
     names = [name for name, value in now.items() if name not in _FILES and then.get(name) != value]
     if names:
         before = _flags({name: then[name] for name in names if name in then})

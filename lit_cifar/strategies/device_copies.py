@@ -53,6 +53,6 @@ def _pattern(num_words: int, number: int, device: torch.device) -> Tensor:
 def refuse_faulty_copies(devices: Sequence[torch.device], *, strategy: str) -> None:
     if faults := [*copy_faults(devices).values()]:
         problem = f"--trainer.strategy={strategy} copies tensors between devices, but not all arrive:\n{faults[0]}"
-        avoid = f"NCCL_P2P_DISABLE=1 with --trainer.strategy=ddp --trainer.devices={len(devices)} avoids such copies"
+        ddp = f"--trainer.strategy=ddp --trainer.devices={len(devices)}"
         mend = "to mend them, turn off the IOMMU (VT-d, AMD-Vi) or PCIe ACS in the BIOS, or boot Linux with iommu=pt"
-        raise ConfigError(problem, remedy=f"{avoid};\n{mend}")
+        raise ConfigError(problem, remedy=f"pass --trainer.devices=1, or {ddp} with NCCL_P2P_DISABLE=1;\n{mend}")

@@ -85,9 +85,9 @@ class ShardedStrategy(MeshStrategy):
 
     def check(self) -> None:
         sizes = {"data_parallel_size": self.data_parallel_size, "tensor_parallel_size": self.tensor_parallel_size}
-        given = {
-            name: bounded(f"--trainer.strategy.{name}", size, 1) for name, size in sizes.items() if size is not None
-        }
+        for name, size in sizes.items():
+            bounded(f"--trainer.strategy.{name}", size, 1)
+        given = {name: size for name, size in sizes.items() if size is not None}
         product = math.prod(given.values())
         if self.all_processes % product or (len(given) == 2 and product != self.all_processes):
             formula = " x ".join(f"{name}={size}" for name, size in given.items())

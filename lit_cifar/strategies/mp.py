@@ -118,14 +118,13 @@ class StagedStrategy(CutStrategy, ABC):
         bounded("--trainer.strategy.num_stages", self.num_stages, 1)
         bounded("--trainer.strategy.num_microbatches", self.num_microbatches, 1)
         if self.synchronises_batchnorm and self.num_microbatches > 1:
-            problem = "--trainer.sync_batchnorm=true, but microbatches are normalised one by one"
+            problem = f"--trainer.sync_batchnorm=true: {self.num_microbatches} microbatches are normalised one by one"
             raise ConfigError(problem, remedy="leave it out, or pass --trainer.strategy.num_microbatches=1")
 
     def use_virtual_parts(self, parts: VirtualParts) -> None:
         if self.num_microbatches > 1:
-            problem = f"--virtual_replicas={parts.num_parts} with {self.num_microbatches} microbatches"
-            remedy = "pass --trainer.strategy.num_microbatches=1, or --trainer.strategy=pp, where a part is one"
-            raise ConfigError(f"{problem}: a part passes all stages before the next one", remedy=remedy)
+            problem = f"--virtual_replicas={parts.num_parts}: a part passes all stages before the next one"
+            raise ConfigError(problem, remedy="pass --trainer.strategy.num_microbatches=1, or --trainer.strategy=pp")
         super().use_virtual_parts(parts)
 
     def connect(self, model: L.LightningModule) -> None:
