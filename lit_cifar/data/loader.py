@@ -148,5 +148,4 @@ class BatchLoader:
         """Refuse to resume if the sampler cannot ask the Trainer where it is."""
         if isinstance(self.sampler, TrainSampler) and self.sampler.behind is None:
             problem = "a loader of a data module that has no Trainer cannot begin in the middle of an epoch"
-            remedy = "pass the data module itself: trainer.fit(model, datamodule=data, ckpt_path=...)"
-            raise CheckpointError(problem, remedy=remedy)
+            raise CheckpointError(problem, remedy="pass the data module itself: trainer.fit(model, datamodule=data)")

@@ -173,8 +173,7 @@ def _check_classes(folder: Path, classes: dict[str, Path], splits: Iterable[Path
         others = set().union(*(_inner(other) for other in (*classes.values(), *splits) if other != path))
         if inner & (others | classes.keys()):
             problem = f"{printable(str(path))} looks like pictures to train, validate or test on, and would be a class"
-            remedy = "name it train, val or test; if it is a class, put its pictures into it without folders"
-            raise DataError(problem, remedy=remedy)
+            raise DataError(problem, remedy="name it train, val or test, or put its pictures into it without folders")
     _check_level(folder, classes)
     if len(classes) == 1:
         (only,) = classes.values()
@@ -202,8 +201,7 @@ def _check_level(folder: Path, classes: dict[str, Path]) -> None:
     if len(counted) > 1 and all(inner.values()) and min(counted.values()) > 1 and not beside & SUFFIXES:
         named = ", ".join(sorted(counted)[:3])
         problem = f"each of {', '.join([*classes][:3])} holds folders of the same names, {named}, perhaps the classes"
-        remedy = f"make a folder of each class, as {folder}/{min(counted)}/, with pictures and no folders in it"
-        raise DataError(problem, remedy=remedy)
+        raise DataError(problem, remedy=f"make a folder of each class, {folder}/{min(counted)}/, with pictures in it")
 
 
 def _check_within(folder: Path, files: Iterable[str], classes: dict[str, Path]) -> None:
@@ -214,8 +212,7 @@ def _check_within(folder: Path, files: Iterable[str], classes: dict[str, Path]) 
     if nested or len({*inner.values()} - {None}) > 1 or len(inner.keys() & classes.keys()) > 1:
         names = ", ".join(map(printable, sorted(inner)[:5]))
         problem = f"{printable(str(folder))} would be a class, and holds others or splits: {names}"
-        remedy = "make folders ROOT/train/CLASS, ROOT/val/CLASS and ROOT/test/CLASS, and pass --data.root=ROOT"
-        raise DataError(problem, remedy=remedy)
+        raise DataError(problem, remedy="make ROOT/train/CLASS and ROOT/test/CLASS, and pass --data.root=ROOT")
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -226,8 +223,7 @@ def _folders(folder: Path) -> list[Path]:
     broken = next((path for path in entries if path.is_symlink() and not path.exists()), None)
     if broken is not None:  # it may be a class, or pictures to validate on
         problem = f"{printable(str(broken))} is a link to {printable(str(broken.readlink()))}, which is not there"
-        remedy = f"put it back, as by mounting its disk, or remove the link: rm {shlex.quote(str(broken))}"
-        raise DataError(problem, remedy=remedy)
+        raise DataError(problem, remedy=f"mount its disk, or remove the link: rm {shlex.quote(str(broken))}")
     found = [path for path in entries if path.is_dir()]
     real = folder.resolve()
     circle = next((path for path in found if path.is_symlink() and real.is_relative_to(path.resolve())), None)

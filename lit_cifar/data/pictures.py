@@ -183,7 +183,7 @@ class EncodedImages(ImageSet):
         images = torch.empty(shape, dtype=torch.uint8)
         errors = read_images(self.paths, images, num_threads=max(1, num_cores() // num_processes))
         if any(errors):
-            remedy = "replace them, move them away, or leave them out: --data.pictures.skip_unreadable=true"
+            remedy = "replace them, or leave them out: --data.pictures.skip_unreadable=true"
             raise DataError(_judged(self.paths, errors), remedy=remedy)
         return ImageSet(images, self.labels, self.classes)
 

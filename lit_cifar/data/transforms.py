@@ -43,8 +43,7 @@ class Transforms:
         if not isinstance(found, Tensor) or (found.dtype, found.shape) != (image.dtype, image.shape):
             made = f"{found.dtype}, {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             problem = f"--data.augment.transforms: {self} made {made} of {image.dtype}, {tuple(image.shape)}"
-            remedy = "leave out what changes size or type: images are resized by --data.image_size, and normalised"
-            raise ConfigError(problem, remedy=remedy)
+            raise ConfigError(problem, remedy="leave out what changes size or type; --data.image_size resizes images")
         return found
 
     def check(self, size: int) -> None:
