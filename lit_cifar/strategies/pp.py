@@ -1,7 +1,6 @@
 """`pp` and `ddp_pp`: the layers over processes, as a pipeline; with several pipelines, the batch over these."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,43 +19,6 @@ from lit_cifar.strategies.mesh import AveragingStrategy
 from lit_cifar.strategies.parts import VirtualParts
 from lit_cifar.strategies.pipeline import EqualMicrobatches, Pipeline, ScheduleName
 from lit_cifar.strategies.state_dicts import whole_state
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """Order in which the processes of a pipeline work on stages and microbatches: one of torch's, with its rules."""
-
-    name: ScheduleName
-    num_processes: int  # processes of one pipeline
-
-    @property
-    def owners(self) -> list[int]:
-        """The process of the pipeline that holds each stage: in turn, or there and back where the schedule is a V."""
-        once = [*range(self.num_processes)]
-        return {"Interleaved1F1B": once + once, "ZBVZeroBubble": once + once[::-1]}.get(self.name, once)
-
-    @property
-    def fewest_microbatches(self) -> int:
-        processes = self.num_processes
-        return {"GPipe": 1, "ZBVZeroBubble": 2 * processes - 1}.get(self.name, processes)
-
-    def check(self, num_microbatches: int, *, parts: VirtualParts | None = None) -> None:
-        """Raise a `ConfigError` unless the schedule works with `num_microbatches`, which `parts` may prescribe."""
-        name = f"the schedule {self.name} over {self.num_processes} processes"
-        if num_microbatches < (fewest := self.fewest_microbatches):
-            remedy = f"pass --trainer.strategy.num_microbatches={fewest} or more"
-            if parts is not None:
-                num_pipelines = parts.num_parts // parts.count
-                remedy = f"pass --virtual_replicas={num_pipelines << (fewest - 1).bit_length()}"
-            raise ConfigError(f"{name} needs at least {fewest} microbatches, not {num_microbatches}", remedy=remedy)
-        rounds = max(1, num_microbatches // self.num_processes)
-        if self.name == "Interleaved1F1B" and num_microbatches % rounds:
-            problem = f"{name} runs {num_microbatches} microbatches in {rounds} rounds, which does not come out even"
-            raise ConfigError(problem, remedy="pass --trainer.strategy.schedule=1F1B")
-
-
-def stages_per_process(name: ScheduleName) -> int:
-    return len(Schedule(name=name, num_processes=1).owners)
 
 
 class PipelineStrategy(CutStrategy, AveragingStrategy):
@@ -98,17 +60,26 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
     @property
     @override
     def model_parallel_size(self) -> int:
-        each = stages_per_process(self.schedule_name)
-        return self.all_processes if self.num_stages is None else max(1, self.num_stages // each)
+        return self.all_processes if self.num_stages is None else max(1, self.num_stages // self._stages_per_process)
 
     @property
     def strategy_name(self) -> str:  # type: ignore[override]  # the base class has a constant
         return "pp" if self.model_parallel_size == self.all_processes else "ddp_pp"
 
     @property
-    def schedule(self) -> Schedule:
-        """Which process holds which stage. Known once the Trainer is made."""
-        return Schedule(name=self.schedule_name, num_processes=self.model_parallel_size)
+    def _stages_per_process(self) -> int:
+        return 2 if self.schedule_name in ("Interleaved1F1B", "ZBVZeroBubble") else 1
+
+    @property
+    def owners(self) -> list[int]:
+        """The process of the pipeline that holds each stage: in turn, or there and back where the schedule is a V."""
+        once = [*range(self.model_parallel_size)]
+        return {"Interleaved1F1B": once + once, "ZBVZeroBubble": once + once[::-1]}.get(self.schedule_name, once)
+
+    @property
+    def _fewest_microbatches(self) -> int:
+        processes = self.model_parallel_size
+        return {"GPipe": 1, "ZBVZeroBubble": 2 * processes - 1}.get(self.schedule_name, processes)
 
     @property
     @override
@@ -117,10 +88,10 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
             return self.virtual_parts.count
         if self._num_microbatches is not None:
             return self._num_microbatches
-        return max(4, self.schedule.fewest_microbatches)
+        return max(4, self._fewest_microbatches)
 
     def check(self) -> None:
-        each = stages_per_process(self.schedule_name)
+        each = self._stages_per_process
         if self.num_stages is not None and (self.num_stages < 1 or self.num_stages % each):
             problem = f"num_stages={self.num_stages}, but under {self.schedule_name} each process holds {each}"
             nearest = max(each, self.num_stages // each * each)
@@ -130,7 +101,22 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
             problem = f"{self.all_processes} processes do not divide into pipelines of {each} processes"
             remedy = f"pass --trainer.devices={max(self.all_processes // each, 1) * each}, or other num_stages"
             raise ConfigError(problem, remedy=remedy)
-        self.schedule.check(self.num_microbatches)
+        self._check_schedule(self.num_microbatches)
+
+    def _check_schedule(self, num_microbatches: int, *, parts: VirtualParts | None = None) -> None:
+        """Raise a `ConfigError` unless the schedule works with `num_microbatches`, which `parts` may prescribe."""
+        num_processes, fewest = self.model_parallel_size, self._fewest_microbatches
+        name = f"the schedule {self.schedule_name} over {num_processes} processes"
+        if num_microbatches < fewest:
+            remedy = f"pass --trainer.strategy.num_microbatches={fewest} or more"
+            if parts is not None:
+                num_pipelines = parts.num_parts // parts.count
+                remedy = f"pass --virtual_replicas={num_pipelines << (fewest - 1).bit_length()}"
+            raise ConfigError(f"{name} needs at least {fewest} microbatches, not {num_microbatches}", remedy=remedy)
+        rounds = max(1, num_microbatches // num_processes)
+        if self.schedule_name == "Interleaved1F1B" and num_microbatches % rounds:
+            problem = f"{name} runs {num_microbatches} microbatches in {rounds} rounds, which does not come out even"
+            raise ConfigError(problem, remedy="pass --trainer.strategy.schedule=1F1B")
 
     def use_virtual_parts(self, parts: VirtualParts) -> None:
         """Let `parts` be the microbatches; refuse schedules and numbers of microbatches that do not allow it."""
@@ -141,18 +127,18 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         if self._num_microbatches not in (None, parts.count):
             problem = f"{name} cuts the batch of a pipeline into {parts.count} parts, not {self._num_microbatches}"
             raise ConfigError(problem, remedy=f"pass --trainer.strategy.num_microbatches={parts.count}")
-        self.schedule.check(parts.count, parts=parts)
+        self._check_schedule(parts.count, parts=parts)
         super().use_virtual_parts(parts)
 
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
-        self.cut(len(self.schedule.owners))
+        self.cut(len(self.owners))
         if compiles(model) and self.schedule_name == "ZBVZeroBubble":
             problem = "--trainer.strategy.schedule=ZBVZeroBubble cuts backward in two, --model.compile=true unites it"
             raise ConfigError(problem, remedy="pass --trainer.strategy.schedule=1F1B")
 
     def split_lines(self) -> list[str]:
-        return self.partition.table([f"process {owner}" for owner in self.schedule.owners])
+        return self.partition.table([f"process {owner}" for owner in self.owners])
 
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         """Leave this process's stages on its device; the others go to host memory."""
@@ -160,7 +146,7 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
             self.module,
             self.partition,
             schedule=self.schedule_name,
-            owners=self.schedule.owners,
+            owners=self.owners,
             microbatches=self.virtual_parts or EqualMicrobatches(self.num_microbatches),
             group=self.model_group,
             device=self.root_device,
@@ -208,7 +194,7 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
 
     def _owned_tensors(self, network: nn.Module) -> Iterator[tuple[int, Tensor]]:
         """Every parameter and buffer with the process of the first pipeline that holds its stage."""
-        for owner, stage in zip(self.schedule.owners, self.partition.modules(network), strict=True):
+        for owner, stage in zip(self.owners, self.partition.modules(network), strict=True):
             for tensor in stage.state_dict(keep_vars=True).values():
                 yield owner, tensor
 
