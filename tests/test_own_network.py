@@ -101,8 +101,8 @@ def test_predictions_need_no_training_pictures(pictures: Path, tmp_path: Path) -
     given = [f"--config={run / 'config.yaml'}", f"--data.predict_dir={pictures}"]
     checkpoint = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
 
-    def predicted(to: str) -> str:
-        run_here("predict", *given, checkpoint, f"--run_dir={tmp_path / to}")
+    def predicted(to: str, *more: str) -> str:
+        run_here("predict", *given, *more, checkpoint, f"--run_dir={tmp_path / to}")
         return (tmp_path / to / "predictions.csv").read_text()
 
     before = predicted("before")
@@ -112,7 +112,7 @@ def test_predictions_need_no_training_pictures(pictures: Path, tmp_path: Path) -
     shutil.rmtree(root / "val")
     assert predicted("empty") == before
     root.rmdir()
-    assert predicted("gone") == before
+    assert predicted("gone", "--data.pictures.memory_gb=0") == before
     gone = f"there is no folder {root}"
     refused("test", *given, checkpoint, f"--run_dir={tmp_path / 'x'}", says=[gone])
     draw_pictures(root / "cat", 1)

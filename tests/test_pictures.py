@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from lit_cifar.data.picture_files import FORMATS, list_files, read_image
-from lit_cifar.data.pictures import FolderImages, read_folder
+from lit_cifar.data.pictures import EncodedImages, FolderImages, read_folder
 from lit_cifar.errors import DataError
 
 CLASSES = ("a", "b")
@@ -128,6 +128,10 @@ def test_unreadable_files_are_listed_with_the_reason(tmp_path: Path) -> None:
         "notes.txt": no_image,
     }
     assert found.images.images[:, :, 0, 0].tolist() == [[1, 2, 3], [4, 5, 6]]
+    needed = read_folder(tmp_path, classes=CLASSES, limit_gb=0)
+    assert needed.errors == found.errors
+    assert isinstance(needed.images, EncodedImages)
+    assert needed.images.gather(torch.arange(2)).equal(found.images.images)
 
 
 def test_the_central_square_is_resized_without_aliasing(tmp_path: Path) -> None:

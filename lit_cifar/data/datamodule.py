@@ -168,7 +168,13 @@ class CIFAR10DataModule(L.LightningDataModule):
                 raise ConfigError("predict classifies a folder of images", remedy="pass --data.predict_dir=FOLDER")
             from lit_cifar.data.pictures import read_folder  # only `predict` needs it
 
-            self.folder = read_folder(self.predict_dir, classes=self.classes, size=self.decoded_size)
+            self.folder = read_folder(
+                self.predict_dir,
+                classes=self.classes,
+                size=self.decoded_size,
+                limit_gb=self._memory_gb,
+                num_processes=self._num_processes,
+            )
             self.sets["predict"] = self.folder.images
 
     def _load(self, split: Split) -> ImageSet:

@@ -52,7 +52,7 @@ def list_files(folder: Path, *, remedy: str = IMAGES_WANTED) -> dict[str, int]:
         raise DataError(f"{folder} {problem}", remedy=remedy)
     circles: list[str] = []
     try:
-        listed = dict(sorted(_scan(folder, "", (folder.resolve(),), circles)))
+        listed = dict(sorted(_scan(str(folder), "", (folder.resolve(),), circles)))
     except OSError as error:
         raise DataError(f"{folder} cannot be listed: {error}", remedy="make it readable, or copy it") from error
     if circles:
@@ -63,30 +63,34 @@ def list_files(folder: Path, *, remedy: str = IMAGES_WANTED) -> dict[str, int]:
     return listed
 
 
-def _scan(folder: Path, prefix: str, chain: tuple[Path, ...], circles: list[str]) -> Iterator[tuple[str, int]]:
+def _scan(folder: str, prefix: str, chain: tuple[Path, ...], circles: list[str]) -> Iterator[tuple[str, int]]:
     """Yield each file below `folder` with its number, see `list_files`.
 
-    A file is asked for once: with a million of them anything more takes long. `chain` holds the real paths of the
-    folders on the way here, and last that of this one. Links that are not followed are added to `circles`.
+    Each is asked for once: with a million files anything more takes long. `chain` holds the real path of each folder in
+    which a link was followed to get here, and last that of this one. Links that are not followed are added to
+    `circles`.
     """
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
-            name = prefix + entry.name
+            if entry.is_dir(follow_symlinks=False):
+                below = (*chain[:-1], chain[-1] / entry.name)
+                yield from _scan(entry.path, f"{prefix}{entry.name}/", below, circles)
+                continue
             try:
                 found = entry.stat()
             except OSError:  # a broken link
-                yield name, 0
+                yield prefix + entry.name, 0
                 continue
             if stat.S_ISREG(found.st_mode):
-                yield name, hash((found.st_dev, found.st_ino))
+                yield prefix + entry.name, hash((found.st_dev, found.st_ino))
             elif stat.S_ISDIR(found.st_mode):
-                real = Path(entry.path).resolve()
-                if any(above.is_relative_to(real) for above in chain):
-                    circles.append(name)
+                target = Path(entry.path).resolve()
+                if any(above.is_relative_to(target) for above in chain):
+                    circles.append(prefix + entry.name)
                 else:
-                    yield from _scan(Path(entry.path), f"{name}/", (*chain, real), circles)
+                    yield from _scan(entry.path, f"{prefix}{entry.name}/", (*chain, target), circles)
 
 
 def read_image(path: Path | str, *, size: int) -> Tensor | str:
@@ -141,10 +145,9 @@ def _read_image(path: Path | str, size: int) -> Tensor | str:
             if problem := _of_several(image):
                 return f"TIFF {problem}: save the picture that counts, in one page of grey or RGB"
             _scale_colours(image)
-            tags = _tags(image)  # `upright` has none
-            bits, inverted = tags.get(BITSPERSAMPLE, (16,))[0], tags.get(PHOTOMETRIC_INTERPRETATION) == 0
+            scale = _grey_scale(image)  # `upright` has no tags
             upright = ImageOps.exif_transpose(image)
-            square = ImageOps.fit(_to_rgb(upright, bits, inverted), (size, size), method=Image.Resampling.BICUBIC)
+            square = ImageOps.fit(_to_rgb(upright, *scale), (size, size), method=Image.Resampling.BICUBIC)
     except UnidentifiedImageError:
         return f"not an image ({', '.join(FORMATS)})"
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
@@ -192,8 +195,13 @@ def _scale_colours(image: Image.Image) -> None:
         image.info["transparency"] = transparent * {"L;2": 85, "L;4": 17}.get(str(image.tile[0].args), 1)
 
 
+def _grey_scale(image: Image.Image) -> tuple[int, bool]:
+    """The number of bits of a grey with more than 8, and whether 0 is white."""
+    tags = _tags(image)
+    return tags.get(BITSPERSAMPLE, (16,))[0], tags.get(PHOTOMETRIC_INTERPRETATION) == 0
+
+
 def _to_rgb(image: Image.Image, bits: int, inverted: bool) -> Image.Image:
-    """Pictures in RGB; `bits` are those of a grey with more than 8, which is `inverted` where 0 is white."""
     if image.mode.startswith("I"):  # Pillow's own conversion clips greys at 255 instead of scaling them
         values = np.asarray(image)
         grey = (values >> bits - 8).astype(np.uint8)

@@ -64,8 +64,8 @@ class PictureFolders:
         folder = splits.get("train", root)
         classes = {name: path for name, path in _by_class(folder).items() if path not in splits.values()}
         if not classes:
-            remedy = f"{_told_elsewhere(root, folder)}put pictures into {folder}/CLASS/"
-            raise DataError(f"{folder} holds no folders of pictures", remedy=remedy)
+            problem = f"{folder} holds no folders of pictures"
+            raise DataError(problem, remedy=f"{_told_elsewhere(root, folder)}put pictures into {folder}/CLASS/")
         used = {folder, *splits.values(), *classes.values()}
         beside = [path for path in sorted({*root.iterdir(), *folder.iterdir()} - used) if path.name[0] != "."]
         _check_beside(root, beside, classes)
@@ -81,8 +81,9 @@ class PictureFolders:
         folder = self.folder(split)
         of_split = self.classes if split == "train" else _by_class(folder)
         if unknown := [path for name, path in of_split.items() if name not in self.classes]:
+            meant = nearest(_name(unknown[0]).strip(), self.classes)
             problem = f"{printable(str(unknown[0]))} is a class without pictures to train on"
-            other = f"rename it to {meant}, " if (meant := nearest(_name(unknown[0]).strip(), self.classes)) else ""
+            other = f"rename it to {meant}, " if meant else ""
             raise DataError(problem, remedy=f"{other}move it away, or put pictures of it beside those to train on")
         by_class: list[list[File]] = []
         places: list[int] = []
@@ -126,7 +127,7 @@ def _splits(root: Path) -> dict[Split, Path]:
         split = _split_of(folder.name)
         if split in found:
             problem = f"{found[split]} and {folder} are for the same pictures by their names"
-            raise DataError(problem, remedy="move one of them away")
+            raise DataError(problem, remedy="move the pictures of one of them into the other, or move it away")
         if split is not None:
             found[split] = folder
             if len({each.resolve() for each in found.values()}) < len(found):
@@ -173,12 +174,13 @@ def _check_classes(folder: Path, classes: dict[str, Path], splits: Iterable[Path
         others = set().union(*(_inner(other) for other in (*classes.values(), *splits) if other != path))
         if inner & (others | classes.keys()):
             problem = f"{printable(str(path))} looks like pictures to train, validate or test on, and would be a class"
-            raise DataError(problem, remedy="name it train, val or test, or put its pictures into it without folders")
+            remedy = "name it train, val or test; if it is a class, put its pictures into it without folders"
+            raise DataError(problem, remedy=remedy)
     _check_level(folder, classes)
     if len(classes) == 1:
         (only,) = classes.values()
         problem = f"{printable(str(folder))} holds one class, {printable(only.name)}: there is nothing to tell apart"
-        remedy = f"{_told_elsewhere(folder, only)}add another one; if it holds the classes, pass "
+        remedy = f"{_told_elsewhere(folder, only)}add a folder of another class; if this one holds the classes, pass "
         raise DataError(problem, remedy=remedy + shlex.quote(f"--data.root={only}"))
 
 
@@ -201,7 +203,8 @@ def _check_level(folder: Path, classes: dict[str, Path]) -> None:
     if len(counted) > 1 and all(inner.values()) and min(counted.values()) > 1 and not beside & SUFFIXES:
         named = ", ".join(sorted(counted)[:3])
         problem = f"each of {', '.join([*classes][:3])} holds folders of the same names, {named}, perhaps the classes"
-        raise DataError(problem, remedy=f"make a folder of each class, {folder}/{min(counted)}/, with pictures in it")
+        remedy = f"make a folder of each class, as {folder}/{min(counted)}/, with pictures and no folders in it"
+        raise DataError(problem, remedy=remedy)
 
 
 def _check_within(folder: Path, files: Iterable[str], classes: dict[str, Path]) -> None:
@@ -212,7 +215,8 @@ def _check_within(folder: Path, files: Iterable[str], classes: dict[str, Path]) 
     if nested or len({*inner.values()} - {None}) > 1 or len(inner.keys() & classes.keys()) > 1:
         names = ", ".join(map(printable, sorted(inner)[:5]))
         problem = f"{printable(str(folder))} would be a class, and holds others or splits: {names}"
-        raise DataError(problem, remedy="make ROOT/train/CLASS and ROOT/test/CLASS, and pass --data.root=ROOT")
+        remedy = "make folders ROOT/train/CLASS, ROOT/val/CLASS and ROOT/test/CLASS, and pass --data.root=ROOT"
+        raise DataError(problem, remedy=remedy)
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -223,7 +227,8 @@ def _folders(folder: Path) -> list[Path]:
     broken = next((path for path in entries if path.is_symlink() and not path.exists()), None)
     if broken is not None:  # it may be a class, or pictures to validate on
         problem = f"{printable(str(broken))} is a link to {printable(str(broken.readlink()))}, which is not there"
-        raise DataError(problem, remedy=f"mount its disk, or remove the link: rm {shlex.quote(str(broken))}")
+        remedy = f"put it back, as by mounting its disk, or remove the link: rm {shlex.quote(str(broken))}"
+        raise DataError(problem, remedy=remedy)
     found = [path for path in entries if path.is_dir()]
     real = folder.resolve()
     circle = next((path for path in found if path.is_symlink() and real.is_relative_to(path.resolve())), None)

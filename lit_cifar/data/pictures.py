@@ -176,9 +176,8 @@ class EncodedImages(ImageSet):
         return self.unpack(self.packed(ids)).to(self.images.device)
 
     def in_memory(self, limit_gb: float | None, *, num_processes: int) -> ImageSet:
-        limit = free_memory() / 2 / num_processes if limit_gb is None else limit_gb * 1e9
         shape = len(self), *self.images.shape[1:]
-        if torch.Size(shape).numel() > limit:
+        if not _fits(shape, limit_gb, num_processes=num_processes):
             return self
         images = torch.empty(shape, dtype=torch.uint8)
         errors = read_images(self.paths, images, num_threads=max(1, num_cores() // num_processes))
@@ -205,6 +204,12 @@ def _judged(paths: Sequence[str], errors: Sequence[str | None]) -> str:
     return f"{len(bad):,} of {len(paths):,} files cannot be read as pictures: {'; '.join(bad[:3])}{more}"
 
 
+def _fits(shape: tuple[int, ...], limit_gb: float | None, *, num_processes: int) -> bool:
+    """Whether decoded pictures, uint8, of this `shape` may stay in memory: see `options.Pictures.memory_gb`."""
+    limit = free_memory() / 2 / num_processes if limit_gb is None else limit_gb * 1e9
+    return torch.Size(shape).numel() <= limit
+
+
 def free_memory() -> int:
     """Bytes that the machine has free, or the container."""
     free, cgroup = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
@@ -222,16 +227,27 @@ class FolderImages:
     images: ImageSet  # the readable files' images in the same order, with labels of -1
 
 
-def read_folder(folder: Path, *, classes: tuple[str, ...], size: int = 32) -> FolderImages:
-    """Read every file of `folder` and its subfolders, linked ones too, whatever its suffix, except hidden ones."""
+def read_folder(
+    folder: Path, *, classes: tuple[str, ...], size: int = 32, limit_gb: float | None = None, num_processes: int = 1
+) -> FolderImages:
+    """Read every file of `folder` and its subfolders, linked ones too, whatever its suffix, except hidden ones.
+
+    Pictures that take more memory than `in_memory` would allow are tried here, and decoded when they are needed.
+    """
     folder = folder.expanduser()
-    files = tuple(map(Path, list_files(folder)))
-    images = torch.empty((len(files), 3, size, size), dtype=torch.uint8)
-    errors = tuple(read_images([f"{folder}/{file}" for file in files], images, num_threads=num_cores()))
-    readable = torch.tensor([error is None for error in errors])
-    if not readable.any():
+    files = [*list_files(folder)]
+    paths, shape = [f"{folder}/{file}" for file in files], (len(files), 3, size, size)
+    fits = _fits(shape, limit_gb, num_processes=num_processes)
+    images = torch.empty(shape, dtype=torch.uint8, device="cpu" if fits else "meta")
+    errors = read_images(paths, images, num_threads=max(1, num_cores() // num_processes))
+    readable = torch.tensor([row for row, error in enumerate(errors) if error is None])
+    if not len(readable):
         first = f"the first is {files[0]}: {errors[0]}"
         problem = f"none of the {len(files)} files in {folder} can be read as an image; {first}"
         raise DataError(problem, remedy=IMAGES_WANTED)
-    labels = torch.full((int(readable.sum()),), -1)
-    return FolderImages(files, errors, ImageSet(images[readable], labels, classes))
+    labels = torch.full((len(files),), -1)
+    if fits:
+        found = ImageSet(images, labels, classes)
+    else:
+        found = EncodedImages(torch.empty((0, *shape[1:]), dtype=torch.uint8), labels, classes, paths)
+    return FolderImages(tuple(map(Path, files)), tuple(errors), found.subset(readable))
