@@ -125,6 +125,10 @@ def check_states(
     with _trying("the schedule"):
         scheduler.load_state_dict(deepcopy(checkpoint["lr_schedulers"][0]))
     _check_state(checkpoint["optimizer_states"][0], optimizer, frozen=frozen, begun=checkpoint["global_step"] > 0)
+    rates = [group.get("lr", 0.0) for group in checkpoint["optimizer_states"][0]["param_groups"]]
+    rates += checkpoint["lr_schedulers"][0].get("base_lrs", [])
+    if not all(map(math.isfinite, rates)):
+        raise CheckpointError(f"its learning rates are {described(rates)}")
 
 
 def _check_callback(state: Any, callback: Callback) -> None:
