@@ -62,7 +62,8 @@ class StartingCheckpoint(Start):
                 self._content = self._read(path, resumes=config.resume is not None)
         elif not self._fits:
             problem = f"{subcommand} needs a checkpoint: without one the network is untrained"
-            raise CheckpointError(problem, remedy=f"{subcommand} RUN_FOLDER, or pass --ckpt_path=FILE")
+            command = f"python -m lit_cifar {subcommand} RUN_FOLDER"
+            raise CheckpointError(problem, remedy=f"{command}, or pass --ckpt_path=FILE")
 
     def _read(self, path: Path, *, resumes: bool) -> dict[str, Any]:
         read = atomic.read_checked if process_rank() == 0 else read_checkpoint  # one rank need read all of it
