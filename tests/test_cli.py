@@ -176,7 +176,7 @@ REFUSED_LATER = {
     **{command: ["untrained", "RUN_FOLDER", "--ckpt_path"] for command in ("validate", "test", "predict")},
     "fit --trainer.callbacks+=analysis.timeline.Timeline": ["records stages"],
     "fit --best_checkpoint.monitor=abc": ["abc", "--help"],
-    "fit --trainer.limit_val_batches=0.5": ["limit_val_batches=0.5 of 1 val batch", "--trainer.limit_val_batches=1"],
+    "fit --trainer.limit_val_batches=0.5": ["limit_val_batches", "--help"],
     "fit --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=abc": ["abc", "--help"],
 }
 

@@ -285,7 +285,6 @@ SIZES = [
     "val_check_interval=3",  # longer than an epoch
     "limit_train_batches=0.1",  # less than a batch
     "overfit_batches=0.1",
-    "overfit_batches=0.5",  # of a validation of one batch
     "--model.image_size=-1",
     f"--model.ghost_batchnorm.accumulation=2 --model.ghost_batchnorm.data_parallel_size={10**12}",
     "--data.val_size=-1",

@@ -13,7 +13,7 @@ from lit_cifar.cli.start import Start
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.dataset import Dataset
-from lit_cifar.data.limits import check_evaluation, check_intervals
+from lit_cifar.data.limits import check_intervals
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import mode_of
 from lit_cifar.models.precision import check_precision
@@ -82,7 +82,6 @@ def check_run(
     data.setup(subcommand)
     if has_parts:
         replicas.check(trainer, data)
-    check_evaluation(trainer, data, subcommand)
     if trains:
         data.train_sampler().check()
         data.class_factors()

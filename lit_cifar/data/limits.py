@@ -1,7 +1,5 @@
 """Limits and intervals of a Trainer that do not fit the batches of an epoch."""
 
-from typing import Any
-
 from lightning.pytorch import Trainer
 
 from lit_cifar.data.datamodule import CIFAR10DataModule
@@ -41,18 +39,8 @@ def check_intervals(trainer: Trainer, data: CIFAR10DataModule) -> int:
     return counted
 
 
-def check_evaluation(trainer: Any, data: CIFAR10DataModule, subcommand: str) -> None:
-    """Refuse a share of the batches of an evaluation that is less than one."""
-    split = subcommand if subcommand in ("test", "predict") else "val"
-    if split != "val" or data.val_size:
-        overfits = split == "val" and trainer.overfit_batches
-        flag = "--trainer.overfit_batches" if overfits else f"--trainer.limit_{split}_batches"
-        limit = getattr(trainer, f"limit_{split}_batches")
-        _check_share(flag, limit or 1.0, len(data.evaluation_sampler(split)), kind=f"{split} ")
-
-
-def _check_share(flag: str, limit: float, num_batches: int, *, kind: str = "") -> None:
+def _check_share(flag: str, limit: float, num_batches: int) -> None:
     """Refuse `limit`, a number of batches or a share of all, if it comes to none."""
     if isinstance(limit, float) and int(num_batches * limit) < 1:
-        problem = f"{flag}={limit} of {num_batches} {kind}batch{'es' * (num_batches > 1)} is less than one"
+        problem = f"{flag}={limit} of {num_batches} batch{'es' * (num_batches > 1)} is less than one"
         raise ConfigError(problem, remedy=f"pass {flag}=1, which means one batch")
