@@ -24,7 +24,6 @@ from lit_cifar.checkpoint.atomic import (
     BEST,
     LAST,
     PREVIOUS,
-    best_of,
     newest_valid,
     save_error,
     verify_checkpoint,
@@ -33,7 +32,7 @@ from lit_cifar.checkpoint.atomic import (
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint, StepBoundary
 from lit_cifar.checkpoint.files import CheckpointFiles
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.errors import CheckpointError, SaveError
+from lit_cifar.errors import SaveError
 
 STEPS = 3  # of an epoch of TinyData
 _LIMIT_S = 30.0
@@ -376,31 +375,6 @@ def test_a_failed_write_ends_the_run_long_before_the_next_one(disk: Disk, tmp_pa
     with pytest.raises(SaveError, match=r"last\.ckpt could not be saved"):
         fit(tmp_path, StepBoundary(agree_every_s=0), *note, At(5, await_failure), last, scores=(0.1,) * 3)
     assert reached == [1, 2, 3, 4, 5]
-
-
-def test_names_do_not_depend_on_the_disk(disk: Disk, tmp_path: Path) -> None:
-    """Of several that are kept, each new one gets a name that is free when all before it are there."""
-    disk.allow_soon()
-    trainer = fit(tmp_path, BestCheckpoint(save_top_k=2), scores=(0.1, 0.2, 0.3))
-    names = {path.name: read_checkpoint(path)["global_step"] for path in (tmp_path / "checkpoints").iterdir()}
-    assert names == {"best.ckpt": 9, "best-v1.ckpt": 6}
-    checkpoint: Any = trainer.checkpoint_callback
-    assert Path(checkpoint.best_model_path).name == "best.ckpt"
-
-
-def test_of_several_best_files_none_is_taken_by_its_name(tmp_path: Path) -> None:
-    fit(tmp_path, BestCheckpoint(save_top_k=-1), scores=(0.1, 0.2))
-    with pytest.raises(CheckpointError, match="keeps 2 of the best checkpoints"):
-        best_of(tmp_path)
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-@pytest.mark.parametrize("kept", [2, 3, -1])
-def test_a_resume_that_keeps_fewer_knows_the_best(kept: int, tmp_path: Path) -> None:
-    fit(tmp_path, BestCheckpoint(save_top_k=kept), LastCheckpoint(), scores=(0.9, 0.3))
-    last = tmp_path / "checkpoints" / LAST
-    fit(tmp_path, BestCheckpoint(), LastCheckpoint(), scores=(0.9, 0.3, 0.5), ckpt_path=last)
-    assert steps_in(tmp_path)[BEST] == STEPS
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")

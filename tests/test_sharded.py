@@ -44,7 +44,7 @@ pytestmark = [short, pytest.mark.usefixtures("one_process")]
 @pytest.mark.filterwarnings("ignore:the training before had")  # by the first run, which is shorter
 def test_parts_along_both_axes_go_on_from_one_device_as_it_does(tmp_path: Path) -> None:
     """With synchronised BatchNorm and clipped; of 17 images to validate, one replica has none in the last batch."""
-    settings = [*TINY, "--data.val_size=17", "--best_checkpoint.save_top_k=-1", "--trainer.precision=64-true"]
+    settings = [*TINY, "--data.val_size=17", "--trainer.precision=64-true"]
     settings += ["--model.optimizer.lr=0.01", "--trainer.gradient_clip_val=0.5"]
     mode = mode_flags("ShardedStrategy", 4, data_parallel_size=2, tensor_parallel_size=2)
     mode.append("--trainer.sync_batchnorm=true")

@@ -24,7 +24,6 @@ from lit_cifar.checkpoint.format import check_is_file, holds_training, read_chec
 from lit_cifar.errors import CheckpointError, SaveError
 from lit_cifar.internals import tree_map_only
 from lit_cifar.reporting.files import sync
-from lit_cifar.reporting.run_folder import best_files
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 _TENSORS_ALONE = "put nothing but tensors and primitives into a checkpoint, in `on_save_checkpoint` and `state_dict`"
@@ -120,9 +119,6 @@ def best_of(run_folder: Path) -> Path:
     """The best checkpoint of a run, or its last one: without validation images none is the best."""
     folder = run_folder / "checkpoints"
     found = [path for name in (BEST, LAST) if (path := folder / name).exists()]
-    if (number := len(best_files(run_folder))) > 1:
-        problem = f"{folder} keeps {number} of the best checkpoints, and their names do not say which is the best"
-        raise CheckpointError(problem, remedy=f"pass --config={run_folder}/config.yaml --ckpt_path=FILE")
     if not found:
         remedy = "name the folder of a fit, or pass --ckpt_path"
         raise CheckpointError(f"{run_folder} is no run folder with a checkpoint", remedy=remedy)

@@ -74,42 +74,29 @@ class BestCheckpoint(ModelCheckpoint):
     Args:
         monitor: Logged metric that ranks the checkpoints.
         mode: Whether the maximum or the minimum of the metric is best.
-        save_top_k: Number of the best checkpoints to keep; the second and later ones are called `best-v1.ckpt` and so
-            on. With -1 all are kept, with 0 none.
         every_n_epochs: Number of epochs between checkpoints.
     """
 
     def __init__(
-        self,
-        *,
-        monitor: str = "val/acc",
-        mode: Literal["min", "max"] = "max",
-        save_top_k: int = 1,
-        every_n_epochs: int = 1,
+        self, *, monitor: str = "val/acc", mode: Literal["min", "max"] = "max", every_n_epochs: int = 1
     ) -> None:
         super().__init__(
             filename=Path(BEST).stem,
             monitor=monitor,
             mode=mode,
-            save_top_k=save_top_k,
             every_n_epochs=every_n_epochs,
             auto_insert_metric_name=False,
-            # A resumed run may not yet know the only best file. It then replaces the file.
-            enable_version_counter=save_top_k not in (0, 1),
+            enable_version_counter=False,  # a resumed run may not know the best file yet, and then replaces it
         )
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Recognise the run's best files in a folder of another name, with which Lightning would forget them."""
+        """Recognise the run's best file in a folder of another name, with which Lightning would forget it."""
         state = checkpoint["callbacks"].get(self.state_key)
         if state is None:
             return
         scores = {self._here(path): score for path, score in state["best_k_models"].items()}
         if trainer.strategy.broadcast(all(Path(path).exists() for path in scores)):
             paths = {key: self._here(state[key]) for key in ("best_model_path", "kth_best_model_path")}
-            if 0 < self.save_top_k <= len(scores):  # the training before may have kept more
-                ranked = sorted(scores, key=lambda path: float(scores[path]), reverse=self.mode == "max")
-                scores = {path: scores[path] for path in ranked[: self.save_top_k]}
-                paths["kth_best_model_path"] = ranked[self.save_top_k - 1]
             state |= {"dirpath": self.dirpath, "best_k_models": scores, **paths}
 
     def _here(self, path: str) -> str:
@@ -126,11 +113,6 @@ class BestCheckpoint(ModelCheckpoint):
         behind = all(type(logger).after_save_checkpoint in idle for logger in trainer.loggers)
         with failing_together(trainer, behind=behind):
             super()._save_checkpoint(trainer, filepath)
-
-    def file_exists(self, filepath: str | Path, trainer: Trainer) -> bool:
-        """Whether the file exists once every checkpoint is on disk: names must not depend on the disk's speed."""
-        files_of(trainer).wait()
-        return super().file_exists(filepath, trainer)
 
 
 class LastCheckpoint(callbacks.Checkpoint):

@@ -44,6 +44,7 @@ INSTEAD: dict[str, str] = {
     "--data.frozen_order": "--data.order.frozen",
     # Training, checkpoints and ranks.
     "--autotune": "leave it out, as a fit chooses so by itself; --trainer.precision=32-true chooses nothing",
+    "--best_checkpoint.save_top_k": "--trainer.callbacks+=ModelCheckpoint, whose save_top_k is Lightning's",
     "--last_checkpoint.sharded": "fsdp2 writes one file, which every mode reads",
     "--max_restarts": "torchrun --max-restarts=3 --nproc-per-node=2 -m lit_cifar fit --resume=auto --run_dir=FOLDER",
     "--model.lr_scaling": "--model.rate_scaling.rule",

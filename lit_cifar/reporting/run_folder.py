@@ -152,11 +152,6 @@ def read_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def best_files(folder: Path) -> list[Path]:
-    """The best checkpoints that the run in `folder` keeps; the names of several do not say which is the best."""
-    return [*folder.glob("checkpoints/best*.ckpt")]
-
-
 def process_rank() -> int:
     """This process's rank, known from the launcher's environment variables before the process group exists."""
     return int(getattr(rank_zero_only, "rank", 0))
