@@ -1,12 +1,10 @@
 """`doctor` and `modes`: each planted fault is found and named, a machine without one passes, every mode has its row."""
 
-import json
 import multiprocessing
 import shlex
 import time
 from collections.abc import Sequence
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from rich.console import Console
 from lit_cifar.mode.table import MODES
 from lit_cifar.tools.doctor import command
 from lit_cifar.tools.doctor.command import (
-    ALL_MODES,
     COPY_MODES,
     Check,
     Examination,
@@ -131,22 +128,14 @@ def test_the_page_begins_with_what_is_wrong_and_what_mends_it() -> None:
     begin = ["", "Not fit: 1 fault", "   1. Copies [cuda:0] are lost.", f"      {mend}", " note A name is missing."]
     assert lines[:6] == [*begin, "      pip"]
     assert {"  dp           no, see 1", "  ddp          yes, on 2 GPUs or more", "  copies       faults"} <= {*lines}
-    verdicts = {verdict["mode"]: verdict for verdict in found.to_json()["verdicts"]}
-    assert [mode for mode, verdict in verdicts.items() if not verdict["fit"]] == ["dp", "mp", "ddp_mp"]
-    assert verdicts["dp"] == {"mode": "dp", "fit": False, "reason": wrong.problem, "command": mend}
 
 
-def test_this_machine_is_fit_and_a_fault_is_exit_status_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_is_fit_and_a_fault_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    result = run_here("doctor", "--json", tmp_path / "found.json")
+    result = run_here("doctor")
     lines = [line.rstrip() for line in result.stdout.splitlines()]
     assert "Fit: no fault was found, and 10 modes run here" in lines
     assert max(map(len, lines)) <= 120
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["fit"] is True
-    assert [check["name"] for check in found["checks"]] == ["internals", "copies"]
-    assert {verdict["mode"] for verdict in found["verdicts"]} == set(ALL_MODES)
-
     wrong = MachineFinding("Copies are lost.", "use ddp", COPY_MODES)
     monkeypatch.setattr(command, "check_copies", lambda devices: Check("copies", "lost", [wrong]))
     result = run_here("doctor", check=False)

@@ -157,7 +157,6 @@ REFUSED |= {f"--virtual_replicas=4 --data.eval_batch_size=8 {flags}": words for 
 # Whole commands.
 WHOLE = {
     "doctor --device=2": "--device=2",
-    "doctor --json=/no/such/file.json": "--json=/no/such/file.json",
     "fit --resume=auto": "--run_dir",
     "fit --resume=auto --run_dir=run --ckpt_path=some.ckpt": "--ckpt_path",
     "test --resume=auto --run_dir=run": "resumes a training, and this is test",

@@ -29,6 +29,7 @@ INSTEAD: dict[str, str] = {
     "bench": "--trainer.profiler=simple, or benchmarks/scripts/overhead.py",
     "chaos": "kill ranks under torchrun --max-restarts=3 with --resume=auto, as tests/chaos does",
     "doctor --devices": "python -m lit_cifar verify --modes=ddp --devices=N trains on N devices",
+    "doctor --json": "its exit status, and `python -m torch.utils.collect_env`",
     "doctor --run_dir": "fit, which refuses a folder that it cannot write to",
     "export": "torch.export and torch.onnx: docs/data-and-networks.md has the lines",
     "report": "tensorboard --logdir runs, or the notebooks",

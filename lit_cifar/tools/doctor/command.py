@@ -3,9 +3,8 @@
 import argparse
 import multiprocessing
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -29,21 +28,17 @@ Exit status: 0 if no fault was found, 1 if one was, 2 for arguments that cannot 
 
 
 def main(args: list[str]) -> int:
-    options = doctor_parser().parse_args(args)
-    json_file = terminal.writable(options.json)
+    doctor_parser().parse_args(args)
     terminal.exit_orderly_when_terminated()
     num_cores, num_gpus = cores_and_gpus()
     gpus = [torch.device("cuda", index) for index in range(num_gpus)]
     found = Examination([check_internals(), check_copies(gpus)], mode_table(num_cores, num_gpus))
     print_page(found, terminal.console())
-    terminal.write_json(json_file, terminal.about() | found.to_json())
     return 1 if found.faults else 0
 
 
 def doctor_parser() -> argparse.ArgumentParser:
-    parser = terminal.CommandParser("doctor", description=_DESCRIPTION)
-    parser.add_argument("--json", metavar="FILE", help="Write everything that was found, versions and hardware to it.")
-    return parser
+    return terminal.CommandParser("doctor", description=_DESCRIPTION)
 
 
 @dataclass(frozen=True)
@@ -79,15 +74,6 @@ class Examination:
     def against(self, row: ModeRow) -> dict[int, MachineFinding]:
         """The faults that make the machine unfit for a mode, by their numbers on the page."""
         return {number: fault for number, fault in enumerate(self.faults, start=1) if row.mode.name in fault.modes}
-
-    def to_json(self) -> dict[str, Any]:
-        verdicts = []
-        for row in self.modes:
-            verdict = {"mode": row.mode.name, "fit": True, "reason": row.verdict, "command": row.command}
-            for fault in [*self.against(row).values()][:1]:
-                verdict |= {"fit": False, "reason": fault.problem, "command": fault.mend}
-            verdicts.append(verdict)
-        return {"fit": not self.faults, "checks": [asdict(check) for check in self.checks], "verdicts": verdicts}
 
 
 def check_internals() -> Check:
