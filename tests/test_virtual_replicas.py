@@ -157,7 +157,7 @@ def test_every_part_of_a_scaled_loss_has_its_share_in_the_gradient(tmp_path: Pat
     found = []
     for flags in ([], [f"--trainer.plugins{'.' if '=' in flag else '='}{flag}" for flag in scaled]):
         run = tmp_path / str(len(found))
-        run_here("fit", *FLAGS, *flags, "--trainer.max_steps=1", f"--run_dir={run}")
+        run_here("fit", *FLAGS, "--trainer.precision=null", *flags, "--trainer.max_steps=1", f"--run_dir={run}")
         states = last_checkpoint(run)["optimizer_states"][0]["state"].values()
         found.append(torch.cat([state["momentum_buffer"].flatten() for state in states]))
     plain, of_scaled = found
