@@ -11,12 +11,15 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from commands import TINY, run_here
+from counting import Operators
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from tiny_task import CLASSES, Batches, TinyData, TinyTask, fake_trainer, read_events, tiny_trainer
 from torch import Tensor
 
 from lit_cifar.data.pictures import FolderImages
+from lit_cifar.data.synthetic import Synthetic
 from lit_cifar.mode import Layout, Mode
 from lit_cifar.reporting.evaluation_tables import EvaluationTables, write_confusion, write_per_rank
 from lit_cifar.reporting.predictions import PredictionWriter
@@ -132,13 +135,30 @@ def test_a_split_replaces_its_rows_and_a_failed_write_none(tmp_path: Path, monke
     ]
 
 
-def test_a_class_that_is_new_drops_the_rows_of_other_classes(tmp_path: Path) -> None:
+def test_a_table_of_earlier_versions_is_replaced_and_another_split_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "confusion.csv").write_text("split,class,cat,dog\ntest,cat,7,0\ntest,dog,0,7\n")
     for split, hits in (("val", 1), ("test", 2), ("val", 3)):
-        write_confusion(tmp_path, split, ["cat", "dog"], [[hits, 0], [0, hits]])
-    rows = ["split,class,cat,dog", "test,cat,2,0", "test,dog,0,2", "val,cat,3,0", "val,dog,0,3"]
+        write_confusion(tmp_path, split, ["cat", "dog"], [[0, 0, hits], [1, 0, 1]])
+    rows = ["split,class,predicted,count", "test,cat,cat,2", "test,dog,cat,1", "val,cat,cat,3", "val,dog,cat,1"]
     assert (tmp_path / "confusion.csv").read_text().splitlines() == rows
-    write_confusion(tmp_path, "test", ["cow"], [[5]])
-    assert (tmp_path / "confusion.csv").read_text().splitlines() == ["split,class,cow", "test,cow,5"]
+
+
+@pytest.mark.slow
+def test_no_run_makes_a_number_for_each_pair_of_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory and time grow with the classes, and neither table nor events have a line for each."""
+    made = []
+    for num_classes in (1_000, 10_000):
+        run, classes = tmp_path / str(num_classes), tuple(f"class {label}" for label in range(num_classes))
+        monkeypatch.setattr(Synthetic, "classes", classes)
+        with Operators() as operators:
+            run_here("fit", *TINY, "--figures.every_n_epochs=1", f"--run_dir={run}")
+        made.append(operators.num_bytes)
+        assert operators.largest < 4 * num_classes**2
+        assert 1 < len((run / "confusion.csv").read_text().splitlines()) <= 1 + 16
+        tags = read_events(run).Tags()
+        assert tags["images"] == ["val/wrong"]
+        assert len(tags["scalars"]) < 20
+    assert made[1] < 10 * made[0]
 
 
 @pytest.mark.parametrize(

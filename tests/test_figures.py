@@ -83,13 +83,26 @@ def test_an_evaluation_writes_accuracies_and_figures(tmp_path: Path) -> None:
     assert class_accuracies(torch.eye(2), ["C++", "C#"]) == {"C_.0": 1, "C_.1": 1}
 
 
-@pytest.mark.parametrize("limits", [{"max_epochs": 3}, {"max_epochs": 9, "max_steps": 9}])
-def test_fit_draws_due_epochs_and_no_sanity_check(limits: dict[str, int], tmp_path: Path) -> None:
-    figures = EvaluationFigures(every_n_epochs=2)
-    trainer = tiny_trainer(tmp_path, callbacks=[figures], num_sanity_val_steps=2, **limits)
-    trainer.fit(TinyTask(), datamodule=TinyData())
-    # Three batches an epoch; the last epoch always has figures.
-    assert [image.step for image in read_events(tmp_path).Images("val/wrong")] == [5, 8]
+class BestSecond(TinyTask):
+    """All of its answers are right in the second epoch."""
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        found = batch.images[:, 0, 0, 0].long() if self.current_epoch == 1 else batch.labels
+        return super().validation_step(batch._replace(labels=found), batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("every", "drawn"),
+    [({}, [5, 11]), ({"every_n_seconds": 0}, [2, 5, 8, 11]), ({"every_n_seconds": 0, "every_n_epochs": 3}, [8, 5, 11])],
+)
+@pytest.mark.parametrize("limits", [{"max_epochs": 4}, {"max_epochs": 9, "max_steps": 12}])
+def test_fit_draws_its_best_and_last_epoch_and_those_that_are_due(
+    every: dict[str, int], drawn: list[int], limits: dict[str, int], tmp_path: Path
+) -> None:
+    """Three batches an epoch, and no sanity check."""
+    trainer = tiny_trainer(tmp_path, callbacks=[EvaluationFigures(**every)], num_sanity_val_steps=2, **limits)
+    trainer.fit(BestSecond(), datamodule=TinyData())
+    assert [image.step for image in read_events(tmp_path).Images("val/wrong")] == drawn
 
 
 @pytest.mark.parametrize("side", [32, 640])

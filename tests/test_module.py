@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau, StepLR
-from torchmetrics import MetricCollection
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from lit_cifar import CIFAR10DataModule, LitResNet, MuonSGD, WarmupDecay
@@ -55,17 +55,30 @@ def test_metrics_are_those_of_torchmetrics_bit_for_bit(num_classes: int, dtype: 
         if size:
             theirs.update(logits, labels)
     torch.testing.assert_close(metrics.loss.compute(), torch.cat(losses).double().mean().float())
-    ours = metrics.scores.compute() | {"confusion": metrics.confusion.compute()}
+    confusion = torch.zeros(num_classes, num_classes, dtype=torch.int64)
+    for truth, prediction, count in metrics.confusion.compute().tolist():
+        confusion[truth, prediction] = count
+    ours = metrics.scores.compute() | {"confusion": confusion}
     for name, expected in theirs.compute().items():
         assert ours[name].dtype == expected.dtype
         assert ours[name].equal(expected), name
-    right, samples = ours["confusion"].diagonal(), ours["confusion"].sum(dim=1)
+    right, samples = confusion.diagonal(), confusion.sum(dim=1)
     each = (right / samples)[samples > 0]
     torch.testing.assert_close(ours["val/acc_balanced"], each.mean())  # as scikit-learn defines it
     for name in ("val/acc", "val/acc_top5"):
         metric = metrics.scores[name]
         for state in ("tp", "fn"):  # `verify` counts samples by them
             assert getattr(metric, state).equal(getattr(theirs[name], state)), name
+
+
+def test_metrics_of_ten_thousand_classes_take_less_than_5_mb() -> None:
+    """With all that they keep: their states, their defaults, and the samples of the confusion matrix."""
+    module = LitResNet("tiny", stem="imagenet", num_classes=10_000)
+    for labels in torch.arange(1_000).split(500):
+        module.val_metrics.update(torch.eye(500, 10_000), labels, torch.ones(500))
+    metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+    kept = [value for metric in metrics for value in (*metric.metric_state.values(), *metric._defaults.values())]
+    assert sum(tensor.nbytes for value in kept for tensor in (value if isinstance(value, list) else [value])) < 5e6
 
 
 @pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])

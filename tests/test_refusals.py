@@ -322,6 +322,7 @@ OWN_BOUNDS: dict[str, tuple[Callable[..., object], float, float]] = {
     "data.pictures.memory_gb": (Pictures, 0, math.inf),
     "figures.num_wrong": (EvaluationFigures, 0, 2**16),
     "figures.every_n_epochs": (EvaluationFigures, 0, math.inf),
+    "figures.every_n_seconds": (EvaluationFigures, 0, math.inf),
     "last_checkpoint.every_n_epochs": (LastCheckpoint, 0, math.inf),
     "last_checkpoint.every_n_steps": (LastCheckpoint, 1, math.inf),
     "last_checkpoint.every_n_seconds": (LastCheckpoint, 0, math.inf),

@@ -1,6 +1,6 @@
 """The tables that an evaluation writes, from integer counts: `per_rank.csv` and `confusion.csv`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,7 +51,7 @@ class EvaluationCallback(Callback):
 
 
 class EvaluationTables(EvaluationCallback):
-    """Counts correct and evaluated samples on each rank, and the classes that were chosen for those of each class.
+    """Counts correct and evaluated samples on each rank, and how many of each class were taken for which.
 
     A rank is a process; if one process holds several replicas (`dp`) a rank is a replica. The counts go to
     `per_rank.csv` in the run folder, and the accuracies to TensorBoard as `val/acc_rank0` and so on; those of classes
@@ -59,8 +59,8 @@ class EvaluationTables(EvaluationCallback):
     is flagged (see `deviates`).
 
     Expects one loader for each split, logits (n, C) as the step's output, a `Batch`, n may be 0, a model whose
-    `confusion_matrix(split)` is a metric that computes int64, (C, C), rows are the truth, and a data module with
-    `classes`, C names.
+    `confusion_matrix(split)` is a metric that computes what `ConfusionMatrix` does, and a data module with `classes`, C
+    names.
     """
 
     def __init__(self) -> None:
@@ -95,19 +95,19 @@ class EvaluationTables(EvaluationCallback):
     def _finish(self, trainer: Trainer, pl_module: Any, split: Split) -> None:
         summed = trainer.strategy.reduce(self._tally, reduce_op="sum")
         counts = self.counts[split] = [AccuracyCount(correct, total) for correct, total in summed.tolist()]
-        # Every process takes part. torchmetrics keeps the sum, which the figures use too.
+        # Every process takes part. torchmetrics keeps the result, which the figures use too.
         confusion = pl_module.confusion_matrix(split).compute()
         folder = run_folder(trainer)
         if trainer.is_global_zero:
             if folder is not None:
                 write_per_rank(folder, split, counts)
-                write_confusion(folder, split, _datamodule(trainer).classes, confusion.tolist())
+                write_confusion(folder, split, datamodule_of(trainer).classes, confusion.tolist())
             seen = {f"{split}/acc_rank{rank}": count.accuracy for rank, count in enumerate(counts) if count.total}
             log_to_tensorboard(trainer, seen)
 
     def _print(self, trainer: Trainer, split: str) -> None:
         if trainer.is_global_zero:  # the progress bar is closed by now
-            title = f"Accuracy per rank, {split}, {_datamodule(trainer).name}"
+            title = f"Accuracy per rank, {split}, {datamodule_of(trainer).name}"
             Console().print(_per_rank_table(self.counts[split], title=title))
 
 
@@ -135,11 +135,14 @@ def write_per_rank(folder: Path, split: str, counts: list[AccuracyCount]) -> Non
     replace_split(folder / PER_RANK, ["split", "rank", "correct", "total", "accuracy"], split, rows)
 
 
-def write_confusion(folder: Path, split: str, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> None:
-    """Replace this split's rows of counts, true by predicted class, in `confusion.csv`; keep those of other splits."""
-    rows = ([name, *row] for name, row in zip(classes, counts, strict=True))
-    replace_split(folder / CONFUSION, ["split", "class", *classes], split, rows)
+def write_confusion(folder: Path, split: str, classes: Sequence[str], counts: Iterable[Sequence[int]]) -> None:
+    """Replace this split's rows in `confusion.csv`; keep those of other splits.
+
+    `counts` are true class, predicted class and number of samples, of the pairs that have samples.
+    """
+    rows = ([classes[truth], classes[prediction], count] for truth, prediction, count in counts)
+    replace_split(folder / CONFUSION, ["split", "class", "predicted", "count"], split, rows)
 
 
-def _datamodule(trainer: Trainer) -> Any:
+def datamodule_of(trainer: Trainer) -> Any:
     return trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission

@@ -5,6 +5,7 @@ Figures are drawn with matplotlib's objects alone: no pyplot, no window, no glob
 
 import math
 import re
+import time
 from collections.abc import Sequence
 from threading import Thread
 from typing import Any, NamedTuple
@@ -21,11 +22,12 @@ from torch import Tensor
 
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.errors import bounded, one_line, printable
-from lit_cifar.reporting.evaluation_tables import EvaluationCallback, Split
+from lit_cifar.reporting.evaluation_tables import EvaluationCallback, Split, datamodule_of
 from lit_cifar.reporting.loggers import log_to_tensorboard, logged_step, tensorboard_writer
 
 _IMAGE_SIDE = 160  # side in pixels at which an image of any size is drawn
 _MOST_CLASSES = 20  # more classes get no numbers and not all names: their texts would take minutes
+_MOST_DRAWN = 200  # more classes get neither curves nor a matrix: nobody could read them
 _LONGEST = 16  # most characters of a name
 _SPLIT_WORDS: dict[Split, str] = {"val": "validation", "test": "test"}
 
@@ -37,73 +39,102 @@ class WrongImage(NamedTuple):
     confidence: float  # softmax probability of that choice, from 0 to 1
 
 
+class Evaluation(NamedTuple):
+    """What the figures of an evaluation show."""
+
+    split: Split
+    step: int
+    title: str
+    mistakes: int
+    worst: tuple[list[float], list[int], list[int]]  # confidences, ids and predicted labels
+    confusion: Tensor | None = None  # counts with the truth in rows, int64, (C, C), on the CPU; None of many classes
+
+
 class EvaluationFigures(EvaluationCallback):
-    """Draws every evaluation into TensorBoard.
+    """Draws evaluations into TensorBoard.
 
     All processes gather the numbers. Only rank 0 draws, in a thread beside the training that follows. The end of a run
-    waits for that thread. A run that is killed may lack its latest figures. What cannot be drawn is a warning.
+    waits for that thread. A run that is stopped may lack its latest figures. What cannot be drawn is a warning.
 
     Tags, with `test` in place of `val` for a test: `val/acc_class/NAME`, the accuracy of a class, left out if it has
-    no samples; `val/confusion`; `val/wrong`, the misclassified images with the highest confidence.
+    no samples; `val/confusion`; `val/wrong`, the misclassified images with the highest confidence. More than 200
+    classes have only the last.
 
     Args:
         num_wrong: Number of misclassified images to show, over all processes.
-        every_n_epochs: Draw after every n-th epoch of a fit and after the last that its limits allow, which takes a
-            core some tenths of a second. With 0 nothing is drawn, even in `validate` and `test`.
+        every_n_epochs: Draw every n-th epoch of a fit, and its last and its most accurate one when it ends. With 0
+            nothing is drawn, even in `validate` and `test`.
+        every_n_seconds: Leave out epochs that end less than n seconds after the start of the fit or the last drawing,
+            which takes a core some tenths of a second.
     """
 
-    def __init__(self, *, num_wrong: int = 16, every_n_epochs: int = 1) -> None:
+    def __init__(self, *, num_wrong: int = 16, every_n_epochs: int = 1, every_n_seconds: float = 30.0) -> None:
         self.num_wrong = bounded("--figures.num_wrong", num_wrong, 0, 2**16)
         self.every_n_epochs = bounded("--figures.every_n_epochs", every_n_epochs, 0)
+        self.every_n_seconds = bounded("--figures.every_n_seconds", every_n_seconds, 0)
         self._worst = MostConfidentMistakes(num_wrong)
         self._drawing: Thread | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._best: Evaluation | None = None
+        self._newest: Evaluation | None = None
+        self._drawn: set[int] = set()  # steps of the evaluations that are drawn
+        self._drawn_at = time.monotonic()
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._worst = MostConfidentMistakes(self.num_wrong)
 
     def _count(self, trainer: Trainer, logits: Any, batch: Batch) -> None:
-        if self._is_due(trainer):
+        if self.every_n_epochs:
             self._worst.update(logits, batch)
 
-    def _is_due(self, trainer: Trainer) -> bool:
-        if trainer.sanity_checking or not self.every_n_epochs:
-            return False
-        if trainer.state.fn != "fit":
-            return True
-        epoch = trainer.current_epoch + 1
-        is_last = epoch == trainer.max_epochs or trainer.global_step == trainer.max_steps
-        return epoch % self.every_n_epochs == 0 or is_last
-
     def _finish(self, trainer: Trainer, pl_module: Any, split: Split) -> None:
-        """Read the numbers here and draw in a thread, so that training does not wait."""
-        if not self._is_due(trainer):
+        """Read the numbers here. The others must not wait for the clock of rank 0, by which it draws."""
+        if not self.every_n_epochs:
             return
-        counts = pl_module.confusion_matrix(split).compute()
-        confusion = counts.to("cpu", copy=True)  # counting continues while it is drawn
-        confidence, ids, predictions = self._worst.gather(trainer)
-        writer = tensorboard_writer(trainer)
-        if writer is None:  # on every rank but 0, and without TensorBoard
+        truths, predictions, counts = pl_module.confusion_matrix(split).compute().cpu().unbind(dim=1)
+        worst = self._worst.gather(trainer)
+        if tensorboard_writer(trainer) is None:  # on every rank but 0, and without TensorBoard
             return
-        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
-        step, title = logged_step(trainer), f"{datamodule.name}, {_SPLIT_WORDS[split]}"
+        data, is_due = datamodule_of(trainer), True
+        title, mistakes = f"{data.name}, {_SPLIT_WORDS[split]}", int(counts[truths != predictions].sum())
         if trainer.state.fn == "fit":
-            title += f", epoch {trainer.current_epoch + 1}"
-        accuracies = class_accuracies(confusion, datamodule.classes)
-        log_to_tensorboard(trainer, {f"{split}/acc_class/{name}": value for name, value in accuracies.items()})
-        wrong = _look_up(datamodule.sets[split], confidence, ids, predictions)
+            epoch, waited_s = trainer.current_epoch + 1, time.monotonic() - self._drawn_at
+            title += f", epoch {epoch}"
+            is_due = epoch % self.every_n_epochs == 0 and waited_s >= self.every_n_seconds
+        found = Evaluation(split, logged_step(trainer), title, mistakes, worst)
+        if len(data.classes) <= _MOST_DRAWN:
+            matrix = torch.zeros(len(data.classes), len(data.classes), dtype=torch.int64)
+            found = found._replace(confusion=matrix.index_put_((truths, predictions), counts))
+            accuracies = class_accuracies(matrix, data.classes)
+            log_to_tensorboard(trainer, {f"{split}/acc_class/{name}": value for name, value in accuracies.items()})
+        self._newest = found
+        if self._best is None or mistakes < self._best.mistakes:
+            self._best = found
+        if is_due:
+            self._draw(trainer, [found])
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        ends = {each.step: each for each in (self._best, self._newest) if each is not None}
+        if missing := [each for step, each in ends.items() if step not in self._drawn]:
+            self._draw(trainer, missing)
+
+    def _draw(self, trainer: Trainer, chosen: Sequence[Evaluation]) -> None:
+        """Look up images here and draw in a thread, so that training does not wait."""
+        self._finish_drawing()
+        self._drawn.update(each.step for each in chosen)
+        self._drawn_at = time.monotonic()
+        data, writer = datamodule_of(trainer), tensorboard_writer(trainer)
+        wrong = [_look_up(data.sets[each.split], *each.worst) for each in chosen]
 
         def draw() -> None:
             try:
-                matrix = confusion_figure(confusion, datamodule.classes, title=title)
-                writer.add_image(f"{split}/confusion", render(matrix), step, dataformats="HWC")
-                listed = f"{title}\nthe most confident of {int(confusion.sum() - confusion.trace()):,} mistakes"
-                images = wrong_images_figure(wrong, title=listed)
-                writer.add_image(f"{split}/wrong", render(images), step, dataformats="HWC")
+                for each, images in zip(chosen, wrong, strict=True):
+                    _write(writer, each, images, data.classes)
             except Exception as error:
                 problem, rest = f"{type(error).__name__}: {one_line(error)}", "the run goes on without them"
                 rank_zero_warn(f"figures of an evaluation cannot be drawn ({problem:.300}); {rest}")
 
-        self._finish_drawing()
         self._drawing = Thread(target=draw, name="figures")
         self._drawing.start()
 
@@ -113,6 +144,15 @@ class EvaluationFigures(EvaluationCallback):
         self._drawing = None
 
     teardown = on_exception = _finish_drawing  # while the writer is open
+
+
+def _write(writer: Any, found: Evaluation, wrong: Sequence[WrongImage], classes: Sequence[str]) -> None:
+    listed = f"{found.title}\nthe most confident of {found.mistakes:,} mistakes"
+    figures = {"wrong": wrong_images_figure(wrong, title=listed)}
+    if found.confusion is not None:
+        figures["confusion"] = confusion_figure(found.confusion, classes, title=found.title)
+    for name, figure in sorted(figures.items()):
+        writer.add_image(f"{found.split}/{name}", render(figure), found.step, dataformats="HWC")
 
 
 class MostConfidentMistakes:

@@ -1,7 +1,8 @@
 """Metrics of training and evaluation: integer counts on the device, for which the host never waits.
 
 torchmetrics' own updates count with `torch.bincount`, which reads the largest number of its argument, or with vectors
-of zeros and ones, some dozens of operators. States and results of the metrics here are the same.
+of zeros and ones, some dozens of operators. Results of the metrics here are the same. No state has the size of all
+pairs of classes.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +12,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.utilities import dim_zero_cat
 
 STEP_METRICS = ("train/loss_step", "train/acc_step")  # of each process's own part of a batch
 
@@ -50,40 +52,60 @@ class MeanLoss(Metric):
 class TopAccuracy(MulticlassAccuracy):
     """Share of the samples whose class is among the `top_k` most probable; it counts into `tp` and `fn` alone."""
 
-    tp: Tensor
+    tp: Tensor  # int64, a number for each class, or one for all
     fn: Tensor
 
-    def __init__(self, num_classes: int, top_k: int = 1) -> None:
-        super().__init__(num_classes, average="micro", top_k=top_k)
+    def __init__(self, num_classes: int, *, top_k: int = 1, average: Literal["micro", "macro"] = "micro") -> None:
+        super().__init__(num_classes, average=average, top_k=top_k)
 
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Count a batch; `preds` (n, C), `target` int64, (n,)."""
         if self.top_k == 1:
-            right = (preds.argmax(dim=1) == target).sum()
+            found = preds.argmax(dim=1) == target
+        else:
+            found = (preds.topk(self.top_k, dim=1).indices == target[:, None]).any(dim=1)
+        if self.top_k == 1 and self.average == "micro":
+            right = found.sum()
             self.tp.add_(right)
             self.fn.add_(len(target) - right)
         else:  # torchmetrics would count each class separately
-            found = (preds.topk(self.top_k, dim=1).indices == target[:, None]).any(dim=1)
             self.tp.index_add_(0, target, found.to(self.tp))
             self.fn.index_add_(0, target, found.logical_not().to(self.fn))
 
 
-class ConfusionMatrix(MulticlassConfusionMatrix):
-    """Counts of true and predicted classes, int64, (C, C); rows are the truth."""
-
-    def update(self, preds: Tensor, target: Tensor) -> None:
-        """Count a batch; `preds` (n, C), `target` int64, (n,)."""
-        cells = target * self.num_classes + preds.argmax(dim=1)
-        self.confmat.view(-1).index_add_(0, cells, torch.ones_like(cells))
-
-
-class BalancedAccuracy(ConfusionMatrix):
+class BalancedAccuracy(TopAccuracy):
     """Mean of the accuracies of the classes that have samples: a rare class counts as much as a frequent one."""
 
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes, average="macro")
+
     def compute(self) -> Tensor:
-        counts = self.confmat.sum(dim=1)
-        shares = self.confmat.diagonal() / counts.clamp(min=1)
+        counts = self.tp + self.fn
+        shares = self.tp / counts.clamp(min=1)
         return shares.sum() / (counts > 0).sum().clamp(min=1)
+
+
+class ConfusionMatrix(Metric):
+    """How many samples of each class were taken for each: it holds a number for each sample, not for each pair."""
+
+    cells: list[Tensor]  # int64, of a batch each: true class times C, plus predicted class
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.add_state("cells", [], dist_reduce_fx="cat")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Keep a batch; `preds` (n, C), `target` int64, (n,); n may be 0.
+
+        A process that has kept no batch at all would send torchmetrics' empty float32 tensor to the others.
+        """
+        self.cells.append(target * self.num_classes + preds.argmax(dim=1))
+
+    def compute(self) -> Tensor:
+        """True class, predicted class, number of samples: int64, (K, 3), in order, of the pairs that have samples."""
+        cells, counts = torch.unique(dim_zero_cat(self.cells), return_counts=True)
+        return torch.stack([cells // self.num_classes, cells % self.num_classes, counts], dim=1)
 
 
 class EvaluationMetrics(nn.Module):
@@ -102,11 +124,11 @@ class EvaluationMetrics(nn.Module):
 
     def update(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
         """Count a batch; `logits` (n, C), `labels` (n,), `losses` (n,). In an empty one there is nothing to count."""
+        self.confusion.update(logits, labels)
         if not len(labels):
             return
         self.loss.update(losses)
         self.scores.update(logits, labels)
-        self.confusion.update(logits, labels)
 
 
 class EpochMeans(Callback):

@@ -1,14 +1,13 @@
 """Checkpoints and tables of a run: whether they say what the run did, and what those of one device say."""
 
-import csv
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,6 +18,7 @@ from lit_cifar.checkpoint.format import POSITION, read_checkpoint
 from lit_cifar.configured import made
 from lit_cifar.errors import CheckpointError
 from lit_cifar.reporting.evaluation_tables import CONFUSION, PER_RANK
+from lit_cifar.reporting.files import plain, read_csv
 from lit_cifar.reporting.rank_statistics import AccuracyCount
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.record import ANY, METRICS, Evaluated, Record, Step, first_of, gap, gaps_of_step
@@ -41,7 +41,8 @@ def file_problems(record: Record, alone: Record, settings: Configuration, *, sou
     """All that is wrong with a run's files, beside those of the one device, which is called `source`."""
     problems = []
     if (last := record.evaluated(max(record.steps))) and alone.logged:
-        problems += evaluation_table_problems(record, last, in_chunks=settings.num_parts is None)
+        classes = settings.data_module().classes
+        problems += evaluation_table_problems(record, last, classes, in_chunks=settings.num_parts is None)
     problems += checkpoint_problems(record, settings)
     may_differ = [*MAY_DIFFER, *(OF_ACCUMULATION if settings.accumulation > 1 else [])]
     problems += entry_problems(record, alone, bound=settings.metric_bound, source=source, leave_out=may_differ)
@@ -135,16 +136,18 @@ def table_problems(found: Record, expected: Record, *, source: str, leave_out: C
     return problems
 
 
-def evaluation_table_problems(record: Record, last: dict[int, Evaluated], *, in_chunks: bool) -> list[str]:
+def evaluation_table_problems(
+    record: Record, last: dict[int, Evaluated], classes: Sequence[str], *, in_chunks: bool
+) -> list[str]:
     """Places where `per_rank.csv` and `confusion.csv` contradict the logits of the last evaluation.
 
     Replicas of `dp` are compared `in_chunks`, which virtual replicas divide differently, or else by process.
     """
     ranks, problems = record.first_of_ranks(last), []
-    matrix = torch.zeros(2 * [ranks[0].logits.shape[1]], dtype=torch.int64)
-    for rank in ranks:
-        matrix.index_put_((rank.labels, rank.logits.argmax(dim=1)), torch.tensor(1), accumulate=True)
-    if [list(map(int, row[2:])) for row in _rows(record, CONFUSION)] != matrix.tolist():
+    taken = [(rank.labels.tolist(), rank.logits.argmax(dim=1).tolist()) for rank in ranks]
+    pairs = Counter(pair for of_rank in taken for pair in zip(*of_rank, strict=True))
+    wanted_rows = [[classes[truth], classes[other], str(count)] for (truth, other), count in sorted(pairs.items())]
+    if [row[1:] for row in _rows(record, CONFUSION)] != wanted_rows:
         problems.append(f"{CONFUSION} is not what the logits of the last evaluation say")
     *counted, total = [(int(row[2]), int(row[3])) for row in _rows(record, PER_RANK)] or [(0, 0)]
     share = max(1, len(counted) // len(ranks))  # replicas of one process of `dp`
@@ -179,7 +182,7 @@ def _line_problems(name: str, found: Sequence[Any], wanted: Sequence[Any], sourc
 
 
 def _rows(record: Record, name: str) -> list[list[str]]:
-    return [row for row in csv.reader(record.lines(name)) if row[0] == "val"]
+    return [[*map(plain, row)] for row in read_csv(record.run / name) if row[0] == "val"]
 
 
 def _sum(counts: Iterable[tuple[int, int]]) -> tuple[int, int]:

@@ -174,7 +174,8 @@ def metric_counts(module: nn.Module, prefix: str = "") -> dict[str, int]:
         if isinstance(metric, Metric) and name.startswith(prefix):
             state: Any = metric.metric_state
             # A metric counts each sample in one of these; right answers are in "tp", mistakes in "fn".
-            found[name] = sum(int(state[part].sum()) for part in ("count", "confmat", "tp", "fn") if part in state)
+            found[name] = sum(int(state[part].sum()) for part in ("count", "tp", "fn") if part in state)
+            found[name] += sum(map(len, state.get("cells", ())))
     return found
 
 
