@@ -81,6 +81,12 @@ def test_metrics_of_ten_thousand_classes_take_less_than_5_mb() -> None:
     assert sum(tensor.nbytes for value in kept for tensor in (value if isinstance(value, list) else [value])) < 5e6
 
 
+def test_a_process_that_evaluates_no_image_sends_integers() -> None:
+    metrics = EvaluationMetrics("val", 3)
+    metrics.update(torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64), torch.zeros(0))
+    assert metrics.confusion.compute().equal(torch.zeros(0, 3, dtype=torch.int64))
+
+
 @pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
 def test_the_rate_follows_the_batch_and_the_schedule_the_run(tmp_path: Path, scaling: Any, factor: float) -> None:
     """Rates that a schedule brings too."""
