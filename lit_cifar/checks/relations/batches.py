@@ -35,17 +35,13 @@ def with_sample_lists(batch: Any, size: int, like: Any = None) -> Any:
         return type(like)(batch)
     columns = [*batch.values()] if type(batch) is dict else [*batch] if type(batch) in (list, tuple) else []
     is_list = [isinstance(column, list | tuple) and len(column) == size for column in columns]
-    has_lists = any(listed and not _are_rows(column, size) for listed, column in zip(is_list, columns, strict=True))
-    if type(batch) is not dict and len(columns) == size and not _has_lists(like):
+    like_has_lists = any(isinstance(leaf, Samples) for leaf in tree_leaves(like))
+    if type(batch) is not dict and len(columns) == size and not like_has_lists:
         return batch if any(is_list) or _are_rows(batch, size) else _as_samples(batch)
-    if not has_lists:
+    if all(_are_rows(column, size) for column, listed in zip(columns, is_list, strict=True) if listed):
         return batch
-    made = [_as_samples(column) if listed else column for listed, column in zip(is_list, columns, strict=True)]
+    made = [_as_samples(column) if listed else column for column, listed in zip(columns, is_list, strict=True)]
     return dict(zip(batch, made, strict=True)) if isinstance(batch, dict) else type(batch)(made)
-
-
-def _has_lists(batch: Any) -> bool:
-    return any(isinstance(leaf, Samples) for leaf in tree_leaves(batch))
 
 
 def _are_rows(tree: Any, size: int) -> bool:
@@ -92,10 +88,8 @@ def num_samples(batch: Any) -> int:
 
 def parted(batch: Any, count: int) -> list[Any]:
     """Divide a batch into `count` parts, of which the first hold one sample more where it cannot be divided evenly."""
-    total = num_samples(batch)
-    ends = [0, *(part * (total // count) + min(part, total % count) for part in range(1, count + 1))]
-    leaves, spec = tree_flatten(batch)
-    return [tree_unflatten([_rows(leaf, *place) for leaf in leaves], spec) for place in pairwise(ends)]
+    size, more = divmod(num_samples(batch), count)
+    return _cut(batch, [part * size + min(part, more) for part in range(count + 1)])
 
 
 def in_batches_of(batches: Sequence[Any], size: int) -> Iterator[Any]:
@@ -103,18 +97,23 @@ def in_batches_of(batches: Sequence[Any], size: int) -> Iterator[Any]:
 
     Where samples of two batches have unlike shapes, such as padded ones, each batch is divided in two.
     """
-    if size == 1:
-        yield from (part for batch in batches for part in parted(batch, num_samples(batch)))
-        return
     try:
-        one = joined(batches)
+        one = joined(batches) if size != 1 else None
     except ValueError:
-        yield from (part for batch in batches for part in parted(batch, min(2, num_samples(batch))))
-        return
-    leaves, spec = tree_flatten(one)
-    total = num_samples(one)
-    for start in range(0, total, size or total):
-        yield tree_unflatten([_rows(leaf, start, start + (size or total)) for leaf in leaves], spec)
+        one = None
+    if one is None:
+        for batch in batches:
+            count = num_samples(batch)
+            yield from parted(batch, count if size == 1 else min(2, count))
+    else:
+        total = num_samples(one)
+        yield from _cut(one, [*range(0, total, size or total), total])
+
+
+def _cut(batch: Any, ends: Sequence[int]) -> list[Any]:
+    """The samples of a batch between each of these places and the next."""
+    leaves, spec = tree_flatten(batch)
+    return [tree_unflatten([_rows(leaf, *place) for leaf in leaves], spec) for place in pairwise(ends)]
 
 
 def _rows(leaf: Any, start: int, end: int) -> Any:
@@ -123,21 +122,20 @@ def _rows(leaf: Any, start: int, end: int) -> Any:
     return leaf[start:end] if has_rows(leaf) else leaf
 
 
-def row_digests(rows: Tensor | Samples) -> list[int]:
-    """A digest of each sample, without zeros at its end: it may be padded with others in another batch."""
-    if isinstance(rows, Tensor):
-        rows = dense(rows)
-        return [digest(_without_padding(row)) for row in rows] if rows.dim() else [digest(rows)]
-    return [hash(tuple(digest(leaf) for leaf in tree_leaves(sample))) for sample in rows]
-
-
 def sample_digests(batch: Any) -> list[int]:
     """Digests of the samples along dimension 0; none of a large batch, which would take too long."""
     leaves = [leaf for leaf in tree_leaves(batch) if has_rows(leaf)]
     if sum(tensor.numel() for leaf in leaves for tensor in tensors_in(leaf)) > _MOST_VALUES:
         return []
-    rows = [row_digests(leaf) for leaf in leaves if len(leaf) == len(leaves[0])]
+    rows = [_digests(leaf) for leaf in leaves if len(leaf) == len(leaves[0])]
     return rows[0] if len(rows) == 1 else [hash(values) for values in zip(*rows, strict=True)]
+
+
+def _digests(rows: Tensor | Samples) -> list[int]:
+    """A digest of each sample, without zeros at its end: it may be padded with others in another batch."""
+    if isinstance(rows, Tensor):
+        return [digest(_without_padding(row)) for row in dense(rows)]
+    return [hash(tuple(digest(leaf) for leaf in tree_leaves(sample))) for sample in rows]
 
 
 def _without_padding(row: Tensor) -> Tensor:
@@ -150,10 +148,6 @@ def _without_padding(row: Tensor) -> Tensor:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """All tensors, also those of lists of samples."""
-    found = []
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Samples):
-            found += tensors_in([*leaf])
-        elif isinstance(leaf, Tensor):
-            found.append(leaf)
-    return found
+    leaves = tree_leaves(tree)
+    inside = [tensor for leaf in leaves if isinstance(leaf, Samples) for tensor in tensors_in([*leaf])]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)] + inside

@@ -1,8 +1,6 @@
 """What a run turns on or off in torch: CUDA, precision, compilation, the scale of the loss, seeds."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from lit_cifar.checks.relations.batches import Samples
 from lit_cifar.checks.relations.options import ScaleLoss
-from lit_cifar.checks.relations.patching import patched
-from lit_cifar.checks.relations.plan import End, RunPlan, Script, Trace
+from lit_cifar.checks.relations.patching import before, patched
+from lit_cifar.checks.relations.plan import RunPlan, Trace
 from lit_cifar.checks.relations.remarks import ROUNDED
 from lit_cifar.internals import tree_map
 
@@ -26,55 +24,60 @@ _IDLE = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats")
 def set_switches(plan: RunPlan, trace: Trace) -> None:
     """Do as the plan says, and note in the trace what the script has."""
     scale = plan.asked(ScaleLoss)
-    on_cpu = not plan.on_own_devices
-    patched(GradScaler, "__init__", partial(_make_scaler, trace.script, scale.factor if scale else 1.0, on_cpu))
+
+    def make_scaler(
+        make: Any, scaler: GradScaler, device: str = "cuda", init_scale: float = 2.0**16, *args: Any, **own: Any
+    ) -> None:
+        device = device if plan.on_own_devices else "cpu"
+        make(scaler, device, init_scale * (scale.factor if scale else 1.0), *args, **own)
+        trace.script.scales_loss |= scaler.is_enabled()
+
+    def note_cuda(*_: Any, **__: Any) -> None:
+        trace.end.wants_cuda = True
+
+    patched(GradScaler, "__init__", make_scaler)
     if plan.seed:
         patched(torch, "manual_seed", lambda manual_seed, seed: manual_seed(int(seed) + plan.seed))
     if plan.on_own_devices:
         return
-    _note_cuda(trace.end)
+    for name in ("is_available", "device_count", "set_device", "_lazy_init"):
+        patched(torch.cuda, name, before(note_cuda))
     if plan.without_gpu:
         _stay_on_cpu(plan.ranks)
-    patched(torch, "compile", _leave_eager)
-    patched(nn.Module, "compile", _leave_eager)
+    for owner in (torch, nn.Module):
+        patched(owner, "compile", before(_compile_nothing))
     patched(torch.autocast, "__init__", _make_without_effect)
     if plan.double:
-        _compute_in_double(trace.remarks.add)
+        _compute_in_double(trace.remarks)
 
 
-def _make_scaler(
-    script: Script,
-    factor: float,
-    on_cpu: bool,
-    make: Any,
-    scaler: GradScaler,
-    device: str = "cuda",
-    init_scale: float = 2.0**16,
-    *args: Any,
-    **own: Any,
-) -> None:
-    make(scaler, "cpu" if on_cpu else device, init_scale * factor, *args, **own)
-    script.scales_loss |= scaler.is_enabled()
-
-
-def _leave_eager(own: Any, *args: Any, **settings: Any) -> Any:
+def _compile_nothing(*_: Any, **__: Any) -> None:
     torch.compiler.set_stance("force_eager")  # torch's own wrapper then runs what was written
-    return own(*args, **settings)
 
 
-def _make_without_effect(
-    make: Any, autocast: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
-) -> None:
-    make(autocast, "cpu", dtype, False, cache_enabled)
+def _make_without_effect(make: Any, autocast: Any, device_type: str, dtype: Any = None, *_: Any, **__: Any) -> None:
+    make(autocast, "cpu", dtype, False)
 
 
-def _compute_in_double(remark: Callable[[str], None]) -> None:
+def _compute_in_double(remarks: set[str]) -> None:
     """New tensors are float64, and what a script asks to be float32 by `.float()`."""
+    own_float = torch.Tensor.float
+
+    def convert(own: Any, *args: Any, **settings: Any) -> Any:
+        found = own(*args, **settings)
+        if found.dtype in (torch.bfloat16, torch.float16):
+            remarks.add(ROUNDED)
+        return found
+
+    def unscale(own: Any, *args: Any) -> Any:
+        with mock.patch.object(torch.Tensor, "float", own_float):  # torch's own wants it
+            return own(*args)
+
     for name in ("to", "bfloat16", "half"):
-        patched(torch.Tensor, name, partial(_converted, remark))
+        patched(torch.Tensor, name, convert)
     torch.set_default_dtype(torch.float64)
-    patched(GradScaler, "unscale_", partial(_with, torch.Tensor, "float", torch.Tensor.float))  # torch's own wants it
-    for owner in (torch.Tensor, torch.nn.Module):
+    patched(GradScaler, "unscale_", unscale)
+    for owner in (torch.Tensor, nn.Module):
         patched(owner, "float", lambda _, own, *args, **settings: own.double(*args, **settings))
 
 
@@ -88,18 +91,6 @@ def in_double(tree: Any) -> Any:
         return leaf.double() if is_single else leaf
 
     return tree_map(cast, tree)
-
-
-def _with(owner: Any, name: str, value: Any, function: Any, *args: Any, **settings: Any) -> Any:
-    with mock.patch.object(owner, name, value):
-        return function(*args, **settings)
-
-
-def _converted(remark: Callable[[str], None], convert: Any, *args: Any, **settings: Any) -> Any:
-    found = convert(*args, **settings)
-    if found.dtype in (torch.bfloat16, torch.float16):
-        remark(ROUNDED)
-    return found
 
 
 class _OnCpu(TorchFunctionMode):
@@ -123,31 +114,16 @@ def _here(value: Any) -> Any:
     return _CPU if is_name or (isinstance(value, torch.device) and value.type == "cuda") else value
 
 
-def _note_cuda(end: End) -> None:
-    """Note that the script names CUDA, or asks whether it is there."""
-
-    def asked(own: Any, *args: Any, **settings: Any) -> Any:
-        end.wants_cuda = True
-        return own(*args, **settings)
-
-    for name in ("is_available", "device_count", "set_device", "_lazy_init"):
-        patched(torch.cuda, name, asked)
-
-
 def _stay_on_cpu(ranks: int) -> None:
     """Let a device of CUDA be there for each rank, which is the CPU."""
     ExitStack().enter_context(_OnCpu())  # up to the end of the process
     answers: dict[str, Any] = {"is_available": True, "device_count": ranks, "current_device": 0, "memory_allocated": 0}
     answers |= dict.fromkeys(_IDLE) | {"max_memory_allocated": 0, "get_device_name": "the CPU"}
     for name, answer in answers.items():
-        patched(torch.cuda, name, partial(_answer, answer))
+        patched(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     patched(torch, "load", lambda load, f, *_, **own: load(f, **own | {"map_location": "cpu"}))
     patched(DistributedDataParallel, "__init__", _make_without_devices)
     patched(torch.distributed, "barrier", lambda wait, *args, **_: wait(*args))
-
-
-def _answer(answer: Any, *_: Any, **__: Any) -> Any:
-    return answer
 
 
 def _make_without_devices(
