@@ -182,7 +182,7 @@ def test_an_order_that_is_drawn_is_another_in_each_epoch(
     orders: list[list[int]], is_drawn: bool, expected: list[str]
 ) -> None:
     trace = Trace()
-    trace.part(Orders).seen = [Order(5, is_drawn, order) for order in orders]
+    trace.part(Orders).extend(Order(5, is_drawn, order) for order in orders)
     assert [verdict.outcome for verdict in same_orders(trace)] == expected
 
 
@@ -194,7 +194,7 @@ def test_an_order_that_the_script_only_looks_at_is_no_epoch() -> None:
     for step in range(2):
         assert [len(batch) for batch in loaders._ordered(BatchSampler.__iter__, sampler)] == [4, 4]
         watched.trace.steps = step + 1
-    assert [len(order.places) for order in watched.trace.part(Orders).seen] == [8, 8]
+    assert [len(order.places) for order in watched.trace.part(Orders)] == [8, 8]
 
 
 ONCE, TWICE = Counter({1: 1, 2: 1}), Counter({1: 2, 2: 2})
@@ -215,7 +215,7 @@ DRAWN, ANEW, IN_PAIRS = [[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 3, 4], [1, 2, 3, 4
 )
 def test_workers_are_judged_where_there_are_some(seen: ByWorkers, has_workers: bool, outcome: str) -> None:
     trace = Trace(script=Script(has_workers=has_workers), parts={ByWorkers: seen})
-    runs: Any = SimpleNamespace(run=lambda **_: [trace])
+    runs: Any = SimpleNamespace(own=lambda **_: trace)
     assert [verdict.outcome for verdict in workers(runs)] == [outcome]
 
 
@@ -228,7 +228,7 @@ def test_a_draw_is_known_by_the_generator_that_makes_it() -> None:
         draws.follow_batch(None)
         np.random.rand()
         draws.note()
-        found.append(trace.part(Drawn).states)
+        found.append(trace.part(Drawn))
     assert found[0] == found[2] != found[1]
 
 

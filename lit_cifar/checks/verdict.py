@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 # "note": true, and often no mistake. "abstain": it could not be judged. "crash": a run ended by an error.
 Outcome: TypeAlias = Literal["pass", "fail", "note", "abstain", "crash"]
 
+_SHOWN = 20  # most differences of a verdict
 NO_VERDICT = 3  # exit status where nothing is known to be wrong, but not all that ran could be compared
 
 
@@ -22,10 +23,15 @@ class Verdict:
     differences: list[str] = field(default_factory=list)
     seconds: float = 0.0
     has_other_samples: bool = False  # in a step
-    has_other_steps: bool = False  # more of them, or fewer
     cut: str = ""  # what the runs were of the whole training
     paste: str = ""  # lines of a script with which it would be judged
     asked: list[str] = field(default_factory=list)  # relations of the command that say it
+
+    @classmethod
+    def by_findings(cls, relation: str, found: list[str], looked_at: str = "", cut: str = "") -> "Verdict":
+        """A failure that says the first of what was found; a pass if there is nothing."""
+        outcome: Outcome = "fail" if found else "pass"
+        return cls(relation, outcome, "; ".join(found[:3]), looked_at, found[:_SHOWN], cut=cut)
 
     def __str__(self) -> str:
         said = (self.text or self.looked_at) + (f" ({self.cut})" if self.cut else "")

@@ -11,7 +11,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from lit_cifar import internals
-from lit_cifar.checks.relations import classes, landlock
+from lit_cifar.checks.relations import landlock
 from lit_cifar.checks.relations.judging import RELATIONS, Relation, judged
 from lit_cifar.checks.relations.notebooks import SUFFIX, cells_of
 from lit_cifar.checks.relations.options import with_further_arguments
@@ -34,11 +34,12 @@ Run your own training script in pairs that must train the same model: resumed or
 batch or two microbatches, evaluated in other batches. Say what differs. A Lightning script needs no change; a script in
 plain PyTorch calls lit_cifar.relations where its own values could be others. Runs are short, on the CPU, in float64,
 each in a folder that mirrors this one; no file of yours is changed."""
+_CLASSES = "lit_cifar.checks.relations.classes"  # the script that fits --module
 _RANKS = 6  # so many batches can be divided among 1, 2 and 3 ranks
 _MAIN = ("resume", "evaluation", "ranks")  # what is named, if it is not judged
-_NOT_LOOKED_AT = "GPUs and mixed precision (runs are on the CPU, in one precision), later steps"
-BY_FLAG = ("accumulate", "batch_size")
-_NOT_LOOKED_AT_THERE = "what is smaller than rounding there, later steps"
+_BY_FLAG = ("accumulate", "batch_size")  # knobs whose flag the reader may name
+_ON_CPU = "GPUs and mixed precision (runs are on the CPU, in one precision)"
+_ON_OWN_DEVICES = "what is smaller than rounding there"
 _UNGUARDED = ", files written by C code or other programs (this Linux has no Landlock that keeps them from yours)"
 _EPILOG = """\
 exit status: 0 all that was judged is equal, 1 a relation fails, 2 a mistake in the command, 3 nothing could be judged,
@@ -48,7 +49,6 @@ exit status: 0 all that was judged is equal, 1 a relation fails, 2 a mistake in 
   python -m lit_cifar relations train.py --only=resume,ranks -- --lr=0.1
   python -m lit_cifar relations train.py --accumulate-by=--grad-steps
   python -m lit_cifar relations train.py --same=--eval-batch-size=7
-  python -m lit_cifar relations -m my_package.train
   python -m lit_cifar relations my-train -- --lr=0.1
   python -m lit_cifar relations --module=my_package.MyModule --data=my_package.MyData -- --trainer.max_epochs=2"""
 
@@ -62,20 +62,19 @@ def main(args: list[str]) -> int:
     target = _target(options, arguments)
     evaluated = -(-options.batches // _RANKS) * _RANKS
     limits = Limits(batches=options.batches, epochs=options.epochs, steps=options.steps, evaluated=evaluated)
-    how = {"made_data": options.fake_data, "on_own_devices": options.gpu}
+    how = {"limit_s": options.limit, "made_data": options.fake_data, "on_own_devices": options.gpu}
     chosen, verdicts = _chosen(options), []
-    for verdict in judged(target, chosen, limits=limits, limit_s=options.limit, **how):
+    for verdict in judged(target, chosen, limits=limits, **how):
         verdicts.append(verdict)
         if verdict.outcome != "abstain":
             say(str(verdict))
     _say_what_is_open([verdict for verdict in verdicts if verdict.outcome == "abstain"])
     unguarded = "" if landlock.is_there() else _UNGUARDED
-    say(f"not looked at: {_NOT_LOOKED_AT_THERE if options.gpu else _NOT_LOOKED_AT}{unguarded}")
+    say(f"not looked at: {_ON_OWN_DEVICES if options.gpu else _ON_CPU}, later steps{unguarded}")
     found = verdicts[1:] or [verdict for verdict in verdicts if verdict.outcome == "fail"]
-    said_by_name = options.only is not None
-    wanted = [name for name in chosen if said_by_name or name in _MAIN or name not in RELATIONS]
-    unjudged = [name for name in wanted if not _is_judged(name, found)]
-    is_open = any(said_by_name or options.strict or name not in RELATIONS for name in unjudged)
+    must = {name for name in chosen if options.only is not None or name not in RELATIONS}  # asked for by name
+    unjudged = [name for name in chosen if (name in must or name in _MAIN) and not _is_judged(name, found)]
+    is_open = bool(unjudged) and (options.strict or not must.isdisjoint(unjudged))
     if unjudged and verdicts[1:]:
         strict = "" if is_open else f"; --strict makes it exit status {NO_VERDICT}"
         say(f"NOT JUDGED: {', '.join(unjudged).upper()}. What would judge it stands above{strict}")
@@ -107,38 +106,25 @@ def _is_judged(name: str, verdicts: list[Verdict]) -> bool:
 
 def relations_parser() -> argparse.ArgumentParser:
     parser = CommandParser("relations", description=_DESCRIPTION, epilog=_EPILOG)
-    help = "A script, notebook or command; its arguments follow a --."
-    parser.add_argument("program", nargs="?", metavar="SCRIPT", help=help)
-    parser.add_argument(
-        "--module", metavar="CLASS", help="In place of a script, a LightningModule; its flags follow a --."
-    )
-    parser.add_argument("--data", metavar="CLASS", help="A LightningDataModule for --module.")
-    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for `python -m`.")
-    parser.add_argument("--only", metavar="A,B", help=f"Of {', '.join(RELATIONS)}.")
-    parser.add_argument(
-        "--also", action="append", default=[], metavar="PACKAGE.FUNCTION", help="A relation of your own."
-    )
-    parser.add_argument(
-        "--same", action="append", default=[], metavar="ARGUMENTS", help="Of the script, that should change nothing."
-    )
-    help = "Few made samples in place of known data sets of torchvision and Hugging Face; no download."
-    parser.add_argument("--fake-data", action="store_true", help=help)
-    help = "On the devices that the script uses, in its own precision, against the spread of equal runs."
-    parser.add_argument("--gpu", action="store_true", help=help)
-    help = "Of the script, that resume it: '--resume {checkpoint}'."
-    parser.add_argument("--resume-by", metavar="ARGUMENTS", help=help)
+    add = parser.add_argument
+    add("program", nargs="?", metavar="SCRIPT", help="A script, notebook or command; its arguments follow a --.")
+    add("--module", metavar="CLASS", help="In place of a script, a LightningModule; its flags follow a --.")
+    add("--data", metavar="CLASS", help="A LightningDataModule for --module.")
+    add("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for `python -m`.")
+    add("--only", metavar="A,B", help=f"Of {', '.join(RELATIONS)}.")
+    add("--also", action="append", default=[], metavar="PACKAGE.FUNCTION", help="A relation of your own.")
+    add("--same", action="append", default=[], metavar="ARGUMENTS", help="Of the script, that should change nothing.")
+    add("--fake-data", action="store_true", help="Few made samples in place of known data sets; no download.")
+    add("--gpu", action="store_true", help="On its own devices, in its precision, against the spread of equal runs.")
+    add("--resume-by", metavar="ARGUMENTS", help="Of the script, that resume it: '--resume {checkpoint}'.")
     for name, of in {"batches": "an epoch", "epochs": "a Trainer", "steps": "a script"}.items():
         usual = vars(Limits())[name]
-        help = f"At most, of {of} (default: {usual})."
-        parser.add_argument(f"--{name}", type=positive, default=usual, metavar="N", help=help)
-    for knob in BY_FLAG:
-        help = "The script's flag for it, where its name does not say so."
-        parser.add_argument(f"--{knob.replace('_', '-')}-by", metavar="FLAG", help=help)
-    help = f"Seconds of a run (default: {LIMIT_S:g})."
-    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help=help)
-    help = f"Exit status {NO_VERDICT} unless {', '.join(_MAIN)} are judged."
-    parser.add_argument("--strict", action="store_true", help=help)
-    parser.add_argument("--json", metavar="FILE", help="Write all differences there.")
+        add(f"--{name}", type=positive, default=usual, metavar="N", help=f"At most, of {of} (default: {usual}).")
+    for knob in _BY_FLAG:
+        add(f"--{knob.replace('_', '-')}-by", metavar="FLAG", help="The script's flag for it, if no name says so.")
+    add("--limit", type=float, default=LIMIT_S, metavar="S", help=f"Seconds of a run (default: {LIMIT_S:g}).")
+    add("--strict", action="store_true", help=f"Exit status {NO_VERDICT} unless {', '.join(_MAIN)} are judged.")
+    add("--json", metavar="FILE", help="Write all differences there.")
     return parser
 
 
@@ -149,17 +135,21 @@ def _target(options: argparse.Namespace, arguments: list[str]) -> Target:
     if options.module is None and options.data is not None:
         raise ConfigError(f"--data={options.data} has no effect without --module", remedy="add --module=CLASS")
     if options.module is not None:
-        words = (options.module, options.data or "", *arguments)
-        return Target(program=classes.__name__, arguments=words, is_module=True, folder=str(folder))
-    if not options.is_module:
+        program = _CLASSES
+        arguments = [options.module, options.data or "", *arguments]
+    elif not options.is_module:
         path = Path(os.path.normpath(Path(program).absolute()))
         path = path if path.is_file() else _command(program)
         if path.suffix == SUFFIX:
             cells_of(path)
         program = str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
-    flags = {knob: word for knob in BY_FLAG if (word := vars(options)[f"{knob}_by"])}
-    where = {"is_module": options.is_module, "folder": str(folder)}
-    return Target(program=program, arguments=tuple(arguments), flags=tuple(flags.items()), **where)
+    return Target(
+        program=program,
+        arguments=tuple(arguments),
+        is_module=options.is_module or options.module is not None,
+        folder=str(folder),
+        flags=tuple((knob, word) for knob in _BY_FLAG if (word := vars(options)[f"{knob}_by"])),
+    )
 
 
 def _command(name: str) -> Path:
@@ -190,7 +180,6 @@ def _chosen(options: argparse.Namespace) -> dict[str, Relation]:
         try:
             chosen[path] = resolve_name(path)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"--also={path} cannot be imported: {error}", remedy="pass package.module.function"
-            ) from None
+            problem = f"--also={path} cannot be imported: {error}"
+            raise ConfigError(problem, remedy="pass package.module.function") from None
     return chosen

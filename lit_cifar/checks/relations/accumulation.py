@@ -1,19 +1,19 @@
 """Microbatches train what one batch of all trains."""
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any
 
 from lit_cifar.checks.compare import differences
 from lit_cifar.checks.relations import remarks
 from lit_cifar.checks.relations.plan import Trace
-from lit_cifar.checks.relations.ranks import LEFT_OUT, reported, weighed
+from lit_cifar.checks.relations.ranks import LEFT_OUT, weighed
 from lit_cifar.checks.relations.runs import NotJudgedError, Runs, are_same_samples, unused
 from lit_cifar.checks.verdict import Verdict
 
 _PASTE = 'accumulate = relations.knob("accumulate", accumulate)  # microbatches of a step'
+_PASTE_SIZE = 'size = relations.knob("batch_size", size)  # samples of a microbatch'
 _RECORDED = {"quiet": True, "record": True}  # the changes of a run that keeps its batches
-Pair: TypeAlias = tuple[Trace, Trace]  # with one batch to a step, and with microbatches of the same samples
 
 
 def accumulation(runs: Runs) -> Iterator[Verdict]:
@@ -22,148 +22,130 @@ def accumulation(runs: Runs) -> Iterator[Verdict]:
     script = own.script
     if script.is_lightning and remarks.MANUAL in own.remarks:
         raise NotJudgedError(remarks.MANUAL)
-    flags = script.by_flag
     if not script.is_lightning and "accumulate" not in script.knobs:
         raise NotJudgedError("nothing says how many microbatches a step has", _PASTE)
-    micro = script.window
-    whole, divided = _pair(runs, own, micro)
-    said = f"{max(micro, 2)} microbatches"
-    verdict = _compared(runs, whole, divided, said)
-    if verdict.outcome == "fail" and own.reading.batches and {"accumulate", "batch_size"} <= flags.keys():
-        sized = _with_flag_of_size(runs, own, micro)
-        if (other := _compared(runs, *sized, said)).outcome != "fail":
-            verdict, (whole, divided) = other, sized
-    if verdict.outcome == "fail" and micro > 1 and len(own.reading.lengths) == 1:
-        verdict = _without_rest(runs, own, micro, verdict)
-    if "accumulate" in flags and own.reading.batches:
-        verdict = _by_flag(runs, own, micro, flags["accumulate"].words[-1], verdict, whole, divided)
-    yield weighed(verdict, [whole, divided], "" if micro > 1 else "the script does not accumulate")
-    yield from reported(runs, verdict, whole, divided, f"with {said}")
+    pair = _Pair(runs)
+    verdict = pair.verdict()
+    if verdict.outcome == "fail" and own.reading.batches and {"accumulate", "batch_size"} <= script.by_flag.keys():
+        sized = replace(pair, is_sized=True)
+        if (other := sized.verdict()).outcome != "fail":
+            pair, verdict = sized, other
+    if verdict.outcome == "fail" and script.window > 1 and len(own.reading.lengths) == 1:
+        verdict = pair.without_rest(verdict)
+    if "accumulate" in script.by_flag and own.reading.batches:
+        verdict = pair.judged_by_flag(script.by_flag["accumulate"].words[-1], verdict)
+    yield weighed(verdict, [*pair.traces()], "" if script.window > 1 else "the script does not accumulate")
 
 
-def _compared(runs: Runs, whole: Trace, divided: Trace, said: str) -> Verdict:
-    return runs.judge("accumulation", whole, divided, leave_out=LEFT_OUT, samples=False, said=f"{said}: ")
+@dataclass(frozen=True)
+class _Pair:
+    """Two runs whose steps have the same samples: in one batch, and in microbatches, two if the script has none."""
 
+    runs: Runs
+    is_even: bool = False  # batches that the script divides are cut, so that all microbatches have as many samples
+    is_sized: bool = False  # their size is given by the script's flag too, as a setting such as the rate may follow it
 
-def _without_rest(runs: Runs, own: Trace, micro: int, failed: Verdict) -> Verdict:
-    """The failure; what is said of it if the training holds without what is left over at the end of its epochs."""
+    @property
+    def own(self) -> Trace:
+        return self.runs.own()
 
-    def holds(batches: int, *, is_even: bool = False) -> bool:
-        if batches < 1:
-            return False
-        pair = _pair(runs.with_limits(batches=batches), own, micro, is_even=is_even)
-        return _compared(runs, *pair, "").outcome != "fail"
+    @property
+    def micro(self) -> int:
+        """Microbatches of a step of the script."""
+        return self.own.script.window
 
-    (length,) = own.reading.lengths.values()
-    is_whole = not own.reading.cut
-    if holds(length, is_even=True) or (is_whole and holds(length - micro)):
-        text = f"equal only if all microbatches have as many samples: one of fewer counts as much ({failed.text})"
-        return replace(failed, outcome="note", text=text)
-    if not length % micro or not holds((length - is_whole) // micro * micro):
-        return failed
-    rest = f"{length % micro} of {micro} microbatches, with which an epoch ends"
-    if failed.has_other_steps:
-        return replace(failed, outcome="note", text=f"no step of their own is made by {rest} ({failed.text})")
-    return replace(failed, text=f"only a last window differs, of {rest}: {failed.text}")
+    def verdict(self) -> Verdict:
+        said = f"{max(self.micro, 2)} microbatches: "
+        return self.runs.judge("accumulation", *self.traces(), leave_out=LEFT_OUT, samples=False, said=said)
 
+    def without_rest(self, failed: Verdict) -> Verdict:
+        """The failure; what is said of it if the training holds without what is left over at the end of its epochs."""
 
-def _by_flag(runs: Runs, own: Trace, micro: int, flag: str, verdict: Verdict, whole: Trace, divided: Trace) -> Verdict:
-    """The verdict; one that blames nobody where the flag seems to mean something else than microbatches."""
-    if verdict.outcome == "fail" and whole.steps != divided.steps:
-        raise NotJudgedError(f"another {flag} makes other steps", _PASTE)
-    if not differences(whole.state, divided.state):
-        raise NotJudgedError(f"another {flag} changes nothing", _PASTE)
-    if verdict.outcome == "fail" and _divides_batches(runs, own, micro):
-        return unused(verdict, f"if {flag} divides each batch")
-    return verdict
+        def holds(batches: int, **which: bool) -> bool:
+            if batches < 1:
+                return False
+            return replace(self, runs=self.runs.with_limits(batches=batches), **which).verdict().outcome != "fail"
 
+        (length,) = self.own.reading.lengths.values()
+        is_whole = not self.own.reading.cut
+        micro = self.micro
+        if holds(length, is_even=True) or (is_whole and holds(length - micro)):
+            text = f"equal only if all microbatches have as many samples: one of fewer counts as much ({failed.text})"
+            return replace(failed, outcome="note", text=text)
+        if not length % micro or not holds((length - is_whole) // micro * micro):
+            return failed
+        rest = f"{length % micro} of {micro} microbatches, with which an epoch ends"
+        whole, divided = self.traces()
+        if len(whole.norms) != len(divided.norms):
+            return replace(failed, outcome="note", text=f"no step of their own is made by {rest} ({failed.text})")
+        return replace(failed, text=f"only a last window differs, of {rest}: {failed.text}")
 
-def _with_flag_of_size(runs: Runs, own: Trace, micro: int) -> Pair:
-    """A pair whose batches have their size by the script's flag too, as a setting such as the rate may follow it."""
-    size = int(own.script.knobs["batch_size"])
-    if micro > 1:
-        return _joined(runs, own, micro, ("batch_size", size * micro))
-    return _halved(runs, own, ("batch_size", max(1, size // 2)))
+    def judged_by_flag(self, flag: str, verdict: Verdict) -> Verdict:
+        """The verdict; one that blames nobody where the flag seems to mean something else than microbatches."""
+        whole, divided = self.traces()
+        if verdict.outcome == "fail" and whole.steps != divided.steps:
+            raise NotJudgedError(f"another {flag} makes other steps", _PASTE)
+        if not differences(whole.state, divided.state):
+            raise NotJudgedError(f"another {flag} changes nothing", _PASTE)
+        is_divided = verdict.outcome == "fail" and self._divides_batches()
+        return unused(verdict, f"if {flag} divides each batch" if is_divided else "")
 
-
-def _pair(runs: Runs, own: Trace, micro: int, *, is_even: bool = False) -> Pair:
-    """Two runs whose steps have the same samples. A script that does not accumulate is given two microbatches.
-
-    With `is_even` the batches that a script divides are cut, so that all microbatches have as many samples.
-    """
-    number = max(micro, 2)
-    if "batch_size" in own.script.calls or ("batch_size" in own.script.by_flag and not own.reading.batches):
-        whole, divided = _of_other_sizes(runs, int(own.script.knobs["batch_size"]) * micro, number)
-        is_alike = are_same_samples(whole.samples, divided.samples)
-        if is_alike and not (own.script.by_flag and runs.differences(whole.state, divided.state, kinds=("settings",))):
+    def traces(self) -> tuple[Trace, Trace]:
+        """With one batch to a step, and with microbatches."""
+        own = self.own
+        script = own.script
+        if "batch_size" in script.calls or ("batch_size" in script.by_flag and not own.reading.batches):
+            whole, divided = self._by_knobs(int(script.knobs["batch_size"]) * self.micro)
+            is_other = script.by_flag and self.runs.differences(whole.state, divided.state, kinds=("settings",))
+            if are_same_samples(whole.samples, divided.samples) and not is_other:
+                return whole, divided
+        if not own.reading.batches:  # a step may have the same samples, however many microbatches there are
+            whole, divided = self._by_knobs()
+            if not are_same_samples(whole.samples, divided.samples):
+                raise NotJudgedError(f"{remarks.NO_LOADER}, and each step has other samples", _PASTE_SIZE)
             return whole, divided
-    if not own.reading.batches:
-        return _alike_by_themselves(runs, own, number)
-    if remarks.UNDIVIDED in own.remarks:
-        raise NotJudgedError(remarks.UNDIVIDED)
-    if not own.script.is_lightning and _divides_batches(runs, own, micro):
-        cut = number if is_even else 1
-        same = {"quiet": True, "imposed": runs.imposed(_RECORDED, multiple=cut)}
-        return _run(runs, same, _accumulate(runs, own, 1)), _run(runs, same, _accumulate(runs, own, number))
-    return _joined(runs, own, micro) if micro > 1 else _halved(runs, own)
+        if remarks.UNDIVIDED in own.remarks:
+            raise NotJudgedError(remarks.UNDIVIDED)
+        return self._of_recorded()
 
+    def _of_recorded(self) -> tuple[Trace, Trace]:
+        """Both read the batches that the script reads: divided by itself, joined, or in halves."""
+        script = self.own.script
+        batches = self.runs.plan.limits.batches
+        size = int(script.knobs["batch_size"]) if self.is_sized else 0
+        if not script.is_lightning and not self.is_sized and self._divides_batches():
+            number = max(self.micro, 2)
+            same = self.runs.imposed(_RECORDED, multiple=number if self.is_even else 1)
+            return self._run(1, imposed=same), self._run(number, imposed=same)
+        if self.micro > 1:
+            joined = self.runs.imposed(_RECORDED, window=self.micro)
+            whole = self._run(1, -(-batches // self.micro), size * self.micro, imposed=joined)
+            return whole, self.runs.own(**_RECORDED)
+        halves = self.runs.imposed(_RECORDED, parts=2, multiple=2)
+        whole = self.runs.own(quiet=True, imposed=replace(halves, parts=1))
+        return whole, self._run(2, 2 * batches, -(-size // 2), imposed=halves)
 
-def _of_other_sizes(runs: Runs, size: int, number: int) -> Pair:
-    """By knobs: one batch of `size` to a step, and `number` of them; an epoch's last step may have fewer."""
-    windows = -(-runs.plan.limits.batches // number)
-    whole, divided = (
-        runs.run(
-            quiet=True,
-            limits=replace(runs.plan.limits, batches=windows * parts),
-            knobs=(("accumulate", parts), ("batch_size", size // parts)),
-        )[0]
-        for parts in (1, number)
-    )
-    return whole, divided
+    def _by_knobs(self, size: int = 0) -> tuple[Trace, Trace]:
+        """One batch to a step, of `size` samples if it is given; and microbatches, fewer in a last step."""
+        number = max(self.micro, 2)
+        windows = -(-self.runs.plan.limits.batches // number)
+        whole, divided = (self._run(parts, windows * parts, size // parts) for parts in (1, number))
+        return whole, divided
 
+    def _run(self, number: int, batches: int = 0, size: int = 0, **changes: Any) -> Trace:
+        """A run in which `number` batches make a step, of so many samples if it is said; an epoch has `batches`."""
+        limits = self.runs.plan.limits
+        changes["limits"] = limits = replace(limits, batches=batches or limits.batches)
+        if self.own.script.is_lightning:
+            changes["trainer"] = (("accumulate_grad_batches", number), ("limit_train_batches", limits.batches))
+        else:
+            changes["knobs"] = (("accumulate", number), *([("batch_size", size)] if size else []))
+        return self.runs.own(quiet=True, **changes)
 
-def _alike_by_themselves(runs: Runs, own: Trace, number: int) -> Pair:
-    """Batches that no loader makes may have the same samples in a step, however many there are."""
-    whole, divided = (_run(runs, {"quiet": True}, _accumulate(runs, own, parts, parts=parts)) for parts in (1, number))
-    if not are_same_samples(whole.samples, divided.samples):
-        paste = 'size = relations.knob("batch_size", size)  # samples of a microbatch'
-        raise NotJudgedError(f"{remarks.NO_LOADER}, and each step has other samples", paste)
-    return whole, divided
+    def _divides_batches(self) -> bool:
+        """Whether the script makes its microbatches of each batch: then a batch has as many steps with them as without.
 
-
-def _joined(runs: Runs, own: Trace, micro: int, *knobs: tuple[str, int]) -> Pair:
-    """The script's own microbatches; and those of each step joined to one batch."""
-    joined = {"quiet": True, "imposed": runs.imposed(_RECORDED, window=micro)}
-    return _run(runs, joined, _accumulate(runs, own, 1, *knobs, window=micro)), _run(runs, _RECORDED)
-
-
-def _halved(runs: Runs, own: Trace, *knobs: tuple[str, int]) -> Pair:
-    """The script's own batches, of an even size; and halves of them."""
-    whole = _run(runs, {"quiet": True, "imposed": runs.imposed(_RECORDED, multiple=2)})
-    halves = {"quiet": True, "imposed": runs.imposed(_RECORDED, parts=2, multiple=2)}
-    return whole, _run(runs, halves, _accumulate(runs, own, 2, *knobs, parts=2))
-
-
-def _run(runs: Runs, *changes: dict[str, Any]) -> Trace:
-    return runs.run(**{name: value for each in changes for name, value in each.items()})[0]
-
-
-def _accumulate(
-    runs: Runs, own: Trace, number: int, *knobs: tuple[str, int], window: int = 1, parts: int = 1
-) -> dict[str, Any]:
-    """The changes of a run in which `number` batches make a step."""
-    if not own.script.is_lightning:
-        return {"knobs": (("accumulate", number), *knobs)}
-    limits = runs.plan.limits
-    most = -(-limits.batches // window) * parts
-    trainer = (("accumulate_grad_batches", number), ("limit_train_batches", most))
-    return {"trainer": trainer, "limits": replace(limits, batches=most)}
-
-
-def _divides_batches(runs: Runs, own: Trace, micro: int) -> bool:
-    """Whether the script makes its microbatches of each batch: then a batch has as many steps with them as without.
-
-    Each of several optimizers makes steps, and a run may end by their number.
-    """
-    other = _run(runs, _accumulate(runs, own, 1 if micro > 1 else 2))
-    return other.steps * own.reading.batches == own.steps * other.reading.batches
+        Each of several optimizers makes steps, and a run may end by their number.
+        """
+        other = self._run(1 if self.micro > 1 else 2)
+        return other.steps * self.own.reading.batches == self.own.steps * other.reading.batches

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lit_cifar.checks.compare import Difference, difference
+from lit_cifar.checks.compare import Difference
 from lit_cifar.checks.relations import remarks
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import NotJudgedError, Runs, first_apart, unused
@@ -12,21 +12,15 @@ from lit_cifar.checks.relations.told import apart, by_time, results
 from lit_cifar.checks.verdict import Verdict
 
 NAME = "evaluation"
-TOLD = 1e-6  # relative difference of numbers that may have been rounded
+_TOLD = 1e-6  # relative difference of numbers that may have been rounded
 VALIDATED = "validated.ckpt"  # in the folder of the process
 CUT = "an evaluation has more batches than were read: pass a higher --batches"
 _ALL = 2**20  # samples of a batch of all
-_TRAINS_OTHERWISE = "with other batches wherever no gradient is made, it trains other weights"
-_NO_LOADER = "the evaluation reads no DataLoader of torch"
-# With Lightning, ways to validate the same weights, and the sizes of their batches; 0 for all samples.
+_NO_LOADER = "the evaluation reads no DataLoader of torch in torch.no_grad()"
+_IN_BATCHES = {"in batches of 1": 1, "in batches of 7": 7, "as one batch": 0}  # samples; 0 for all
+# With Lightning, ways to validate the same weights, and the sizes of their batches.
 AS_IT_IS, _AGAIN = "as it is", "again"
-WAYS: dict[str, int | None] = {
-    AS_IT_IS: None,
-    _AGAIN: None,
-    "in batches of 1": 1,
-    "in batches of 7": 7,
-    "as one batch": 0,
-}
+WAYS: dict[str, int | None] = {AS_IT_IS: None, _AGAIN: None, **_IN_BATCHES}
 
 
 @dataclass(frozen=True)
@@ -69,69 +63,62 @@ def evaluation(runs: Runs) -> Iterator[Verdict]:
 
 
 def _in_lightning(runs: Runs) -> Iterator[Verdict]:
-    limits = replace(runs.plan.limits, epochs=1)
-    trace = runs.run(asks=ValidateInManyWays(), limits=limits)[0]
+    trace = runs.own(asks=ValidateInManyWays(), limits=replace(runs.plan.limits, epochs=1))
     seen = trace.part(Evaluations)
     metrics = seen.metrics
     if not metrics:
         raise NotJudgedError("no validation: give the Trainer validation data and the module a validation_step")
     reason = _why_not_in_other_batches(trace)
     own, *ways = (AS_IT_IS, _AGAIN) if reason else metrics
-    found = [text for way in ways if (text := _apart(runs, metrics[own], metrics[way], f"validated {way}"))]
+    found = [text for way in ways for text in _worst(runs, metrics[own], metrics[way], f"validated {way}")]
     looked_at = f"{', '.join(metrics[own])}: {', '.join(ways)}"
     yield from _judged(trace, found, looked_at)
     if reason:
         yield Verdict(f"{NAME} in other batches", "abstain", reason)
-    for way, error in seen.failed.items():
-        yield Verdict(f"{NAME} {way}", "note", f"ends by {error}", looked_at)
+    yield from (Verdict(f"{NAME} {way}", "note", f"ends by {error}") for way, error in seen.failed.items())
     one = validated(runs)
-    asks = runs.own().script.ranks
-    why = f"the script asks for {'one process' if asks == 1 else f'{asks} processes'}"
+    asks = trace.script.ranks
     for number in (2, 3):
         name = f"{NAME} on {number} ranks"
         try:
-            several = validated(runs, ranks=number)
+            several = validated(runs.planned(ranks=number))
         except NotJudgedError as error:
             yield Verdict(name, "abstain", str(error))
             continue
-        text = _apart(runs, one, several, f"validated by {number} processes")
-        found = [text] if text else []
-        verdict = Verdict(name, "fail" if found else "pass", text, ", ".join(one), found, cut=seen.cut)
-        yield (verdict if asks == number else unused(verdict, why))
+        found = _worst(runs, one, several, f"validated by {number} processes")
+        verdict = Verdict.by_findings(name, found, ", ".join(one), seen.cut)
+        why = f"the script asks for {'one process' if asks == 1 else f'{asks} processes'}"
+        yield unused(verdict, why if asks != number else "")
 
 
 def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
     """The training again, with other batches wherever no gradient is made."""
-    own = runs.run(seeded_by_step=True)[0]
+    own = runs.own(seeded_by_step=True)
     if not _results(runs, own):
         raise NotJudgedError("no result of an evaluation is told", "relations.report(loss=loss)")
     by_hand = "evaluation_batch" in own.script.calls
     if not by_hand and (reason := _why_not_in_other_batches(own)):
-        where = " in torch.no_grad()" if reason == _NO_LOADER else ""
-        raise NotJudgedError(f"{reason}{where}", 'batch = relations.knob("evaluation_batch", batch)  # its samples')
+        raise NotJudgedError(reason, 'batch = relations.knob("evaluation_batch", batch)  # its samples')
     if by_hand and own.part(Evaluations).cut:
         raise NotJudgedError(CUT)
     found = []
-    for way, size in (("in batches of 1", 1), ("in batches of 7", 7), ("as one batch", 0)):
+    for way, size in _IN_BATCHES.items():
         changes: dict[str, Any] = {"asks": EvaluateInBatches(size)}
         if by_hand:
             limits = replace(runs.plan.limits, evaluated=_ALL)
             changes = {"knobs": (("evaluation_batch", size or _ALL),), "limits": limits}
-        changes["seeded_by_step"] = True
-        other = runs.run(**changes)[0]
+        other = runs.own(seeded_by_step=True, **changes)
         if first_apart(own.norms, other.norms, runs.limit) is not None:
-            raise NotJudgedError(_TRAINS_OTHERWISE)
+            raise NotJudgedError("with other batches wherever no gradient is made, it trains other weights")
         if _unlike(runs, own, other):  # perhaps by the clock, which was the same in two runs by chance
-            runs.unsteady |= apart(other, runs.run(repetition=1, **changes)[0], runs.limit)
+            runs.unsteady |= apart(other, runs.own(seeded_by_step=True, repetition=1, **changes), runs.limit)
         found += [_in_words(each, f"evaluated {way}") for each in _unlike(runs, own, other)[:1]]
     yield from _judged(own, found, f"{_names(runs, own)}: in batches of 1, 7, all")
 
 
-def validated(runs: Runs, checkpoint: str | None = None, *, ranks: int | None = None) -> dict[str, float]:
+def validated(runs: Runs, checkpoint: str | None = None) -> dict[str, float]:
     """What Lightning's Trainer says of a checkpoint, or of the weights as they are made."""
-    ranks = runs.plan.ranks if ranks is None else ranks
-    trace = runs.run(asks=Validate(checkpoint), ranks=ranks)[0]
-    return trace.part(Evaluations).metrics.get(AS_IT_IS, {})
+    return runs.own(asks=Validate(checkpoint)).part(Evaluations).metrics.get(AS_IT_IS, {})
 
 
 def _why_not_in_other_batches(trace: Trace) -> str:
@@ -142,28 +129,26 @@ def _why_not_in_other_batches(trace: Trace) -> str:
 
 def on_two_ranks(runs: Runs, alone: dict[str, Any], two: Trace) -> Iterator[Verdict]:
     """Compare what a plain script tells on one process and on two, which have trained the same weights."""
-    name, one, how = f"{NAME} on 2 ranks", runs.run(**alone)[0], "evaluated by 2 processes"
+    name = f"{NAME} on 2 ranks"
+    one = runs.own(**alone)
     if not _results(runs, one):
         return
     found = _unlike(runs, one, two)
     if found and any(trace.part(Evaluations).cut for trace in (one, two)):
         yield Verdict(name, "abstain", CUT)
         return
-    looked_at = _names(runs, one)
-    if not found:
-        yield Verdict(name, "pass", looked_at=looked_at)
-        return
     # A number may be of the training, which rank 0 tells of its own part: no other evaluation changes it.
-    less = _results(runs, runs.run(**alone, limits=replace(runs.plan.limits, evaluated=1))[0])
+    less = _results(runs, runs.own(**alone, limits=replace(runs.plan.limits, evaluated=1))) if found else {}
     of_evaluation = [each for each in found if each.name.startswith("val") or less.get(each.name) != each.one]
-    text = _in_words((of_evaluation or found)[0], how)
-    yield Verdict(name, "fail" if of_evaluation else "note", text, looked_at, [text])
+    said = [_in_words(each, "evaluated by 2 processes") for each in (of_evaluation or found)[:1]]
+    verdict = Verdict.by_findings(name, said, _names(runs, one))
+    yield replace(verdict, outcome="note") if found and not of_evaluation else verdict
 
 
 def _judged(trace: Trace, found: list[str], looked_at: str) -> Iterator[Verdict]:
     """A failure by what was found; a note where an evaluation draws random numbers and differs, or its model draws."""
     seen = trace.part(Evaluations)
-    verdict = Verdict(NAME, "fail" if found else "pass", "; ".join(found[:3]), looked_at, found, cut=seen.cut)
+    verdict = Verdict.by_findings(NAME, found, looked_at, seen.cut)
     drawn = {remarks.IN_EVALUATION, *([] if seen.has_loader else [remarks.BESIDE_EVALUATION])}
     if remarks.IN_MODEL in trace.remarks:
         verdict = replace(verdict, outcome="note", text=": ".join(filter(None, (remarks.IN_MODEL, verdict.text))))
@@ -184,10 +169,9 @@ def _names(runs: Runs, trace: Trace) -> str:
     return ", ".join(dict.fromkeys(name for name, _ in results(trace) if name not in runs.unsteady))
 
 
-def _apart(runs: Runs, own: Mapping[str, float], other: Mapping[str, float], how: str) -> str:
-    """In words, the result that differs most."""
-    worst = runs.apart(own, other, own)[:1]
-    return _in_words(worst[0], how) if worst else ""
+def _worst(runs: Runs, own: Mapping[str, float], other: Mapping[str, float], how: str) -> list[str]:
+    """In words, the result that differs most, if any does."""
+    return [_in_words(each, how) for each in runs.apart(own, other, own)[:1]]
 
 
 def _in_words(worst: Difference, how: str) -> str:
@@ -199,49 +183,38 @@ def _unlike(runs: Runs, one: Trace, other: Trace) -> list[Difference]:
     """Results of a plain script that differ, the largest difference first; both runs need not tell all of them."""
     values, others = _results(runs, one), _results(runs, other)
     names = values.keys() & others.keys() or values.keys()
-    return runs.apart(values, others, names, least=TOLD)
+    return runs.apart(values, others, names, least=_TOLD)
 
 
 def rescored(runs: Runs) -> Iterator[Verdict]:
     """Validate the last checkpoint by a new process; for a script with calls, compare what it reports."""
     own = runs.own()
     if own.script.is_lightning:
-        yield from _rescored_in_lightning(runs)
+        yield _rescored_in_lightning(runs)
         return
     numbers = {name: value for _, values in own.logged for name, value in values.items()}
-    pairs = [
-        (name, again)
-        for name in numbers
-        if name.startswith("score") and (again := numbers.get(f"re{name.replace('score', 'scored', 1)}")) is not None
-    ]
-    if not pairs:
+    scores = {name: name.replace("score", "rescored", 1) for name in numbers if name.startswith("score")}
+    again = {name: numbers[other] for name, other in scores.items() if other in numbers}
+    if not again:
         paste = "relations.report(score=best)  # when it is saved; rescored=... of what is loaded from its file"
-        yield Verdict("score of a file", "abstain", "no score of a file is reported", paste=paste)
-        return
-    for name, again in pairs:
-        is_same = difference(numbers[name], again) <= runs.limit
-        text = "" if is_same else f"{name} was {numbers[name]:.9g} when it was kept, and is {again:.9g}"
-        yield Verdict("score of a file", "pass" if is_same else "fail", text, f"{len(pairs)} scores")
+        raise NotJudgedError("no score of a file is reported", paste)
+    apart = runs.apart(numbers, again, again)
+    found = [f"{each.name} was {each.one:.9g} when it was kept, and is {each.other:.9g}" for each in apart]
+    yield Verdict.by_findings("score of a file", found, f"{len(again)} scores")
 
 
-def _rescored_in_lightning(runs: Runs) -> Iterator[Verdict]:
-    run = runs.run(asks=KeepValidated())[0]
+def _rescored_in_lightning(runs: Runs) -> Verdict:
+    run = runs.own(asks=KeepValidated())
     if not run.logged:
-        yield Verdict("score of a file", "abstain", "no validation")
-        return
-    file = runs.folder_of(asks=KeepValidated()) / "0" / VALIDATED
-    again = validated(runs, str(file))
+        raise NotJudgedError("no validation")
+    again = validated(runs, str(run.folder / VALIDATED))
     history = [values for _, values in run.logged]
-    found: list[str] = []
-    notes: list[str] = []
-    for name, value in again.items():
-        if name not in history[-1] or difference(history[-1][name], value) <= runs.limit:
-            continue
-        text = f"{name} was logged as {history[-1][name]:.9g}, and is {value:.9g} where the checkpoint is validated"
-        (notes if _is_running(name, history) else found).append(text)
-    outcome: Any = "fail" if found else "note" if notes else "pass"
-    why = "; ".join(found[:2]) or "; ".join(f"{text}: it is the best so far" for text in notes[:2])
-    yield Verdict("score of a file", outcome, why, ", ".join(again), found)
+    apart = runs.apart(history[-1], again, history[-1].keys() & again.keys())
+    running = [each for each in apart if _is_running(each.name, history)]
+    where = "where the checkpoint is validated"
+    found = [f"{each.name} was logged as {each.one:.9g}, and is {each.other:.9g} {where}" for each in apart]
+    verdict = Verdict.by_findings("score of a file", found, ", ".join(again))
+    return unused(verdict, "the best so far is logged" if len(running) == len(apart) else "")
 
 
 def _is_running(name: str, history: list[dict[str, float]]) -> bool:
@@ -249,7 +222,6 @@ def _is_running(name: str, history: list[dict[str, float]]) -> bool:
     own = [values.get(name) for values in history]
     for other in history[-1].keys() - {name}:
         series = [values.get(other, 0.0) for values in history]
-        for best in (max, min):
-            if own == [best(series[: end + 1]) for end in range(len(series))]:
-                return True
+        if any(own == [best(series[: end + 1]) for end in range(len(series))] for best in (max, min)):
+            return True
     return False

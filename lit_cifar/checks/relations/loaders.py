@@ -101,10 +101,10 @@ class Loaders:
         orders = self._trace.part(Orders)
         last, steps = self._last.get(sampler, (None, -1))
         if steps == self._trace.steps:  # the script has only looked at the last one
-            orders.seen = [one for one in orders.seen if one is not last]
+            orders[:] = [one for one in orders if one is not last]
         order = Order(len(sampler.sampler), isinstance(sampler.sampler, _DRAWN))
         self._last[sampler] = order, self._trace.steps
-        orders.seen.append(order)
+        orders.append(order)
         for batch in own(sampler):
             order.places += batch
             yield batch

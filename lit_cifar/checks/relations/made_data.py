@@ -6,7 +6,6 @@ They are the same in each process, and nothing is downloaded. All other data set
 import inspect
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
@@ -35,11 +34,8 @@ _COLUMNS |= dict.fromkeys(("glue/mrpc", "glue/rte"), (["sentence1", "sentence2"]
 _WORDS = ["the", "made", "words", "of", "a", "text", "that", "nobody", "reads", "to", "learn", "from", "it"]
 
 
-@dataclass
-class Made:
-    """What a process writes down."""
-
-    names: dict[str, None] = field(default_factory=dict)  # data sets that made samples stand for, in their order
+class Made(dict[str, None]):
+    """What a process writes down: the data sets that made samples stand for, in their order."""
 
 
 def make_data(made: Made) -> None:
@@ -69,7 +65,7 @@ def misses_data(error: BaseException | None) -> bool:
 def _split(made: Made, split: Any, data: Any, lengths: Sequence[float], *args: Any, **own: Any) -> Any:
     """Divide as many samples as there are, where a script counts on those of the real data set."""
     total = sum(lengths)
-    is_scaled = made.names and total > 1 and total != len(data)
+    is_scaled = made and total > 1 and total != len(data)
     return split(data, [length / total for length in lengths] if is_scaled else lengths, *args, **own)
 
 
@@ -89,7 +85,7 @@ def picture(label: int, number: int, *, size: int, channels: int = 3) -> np.ndar
 def _make_in_memory(made: Made, name: str, make: Any, own: Any, *args: Any, **given: Any) -> None:
     from torchvision import datasets  # which the script has imported
 
-    made.names[f"torchvision.datasets.{type(own).__name__}"] = None
+    made[f"torchvision.datasets.{type(own).__name__}"] = None
     bound = inspect.signature(make).bind(own, *args, **given)
     bound.apply_defaults()
     arguments = bound.arguments
@@ -127,7 +123,7 @@ def _make_imagenet(_: Any, own: Any, root: Any, split: str = "train", **given: A
 
 def _make_folder(made: Made, make: Any, own: Any, root: Any, *args: Any, names: Any = None, **given: Any) -> None:
     """Make images in as many classes as the folder has, or in two, which any network can tell apart."""
-    made.names[f"torchvision.datasets.{type(own).__name__}"] = None
+    made[f"torchvision.datasets.{type(own).__name__}"] = None
     classes = names or sorted(path.name for path in Path(root).glob("*/")) or ["a", "b"]
     place = Path(tempfile.mkdtemp(prefix="made-"))
     for name in classes:
@@ -149,7 +145,7 @@ def _load(made: Made, load: Any, *args: Any, **given: Any) -> Any:
     import datasets  # which the script has imported
 
     path, name, split = arguments["path"], arguments.get("name"), arguments.get("split")
-    made.names["/".join(filter(None, ("load_dataset of " + path, name)))] = None
+    made["/".join(filter(None, ("load_dataset of " + path, name)))] = None
     texts, classes = _COLUMNS.get(f"{path}/{name}") or _COLUMNS.get(path) or (["text"], 2)
     label = {"label": datasets.ClassLabel(num_classes=classes)} if classes else {}
     features = datasets.Features(dict.fromkeys(texts, datasets.Value("string")) | label)

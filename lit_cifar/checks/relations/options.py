@@ -2,13 +2,12 @@
 
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from lit_cifar.checks.relations.evaluation import CUT, Evaluations
 from lit_cifar.checks.relations.remarks import FOLLOWS_EVALUATION
-from lit_cifar.checks.relations.runs import TRAINED, RunError, Runs, unused
+from lit_cifar.checks.relations.runs import TRAINED, NotJudgedError, Runs, unused
 from lit_cifar.checks.verdict import Verdict
 
 _SCALE = 2.0**-6
@@ -23,27 +22,21 @@ class ScaleLoss:
 
 def validated_more_often(runs: Runs) -> Iterator[Verdict]:
     """Validate and log more often."""
-    name, own = "validating more often", runs.run(seeded_by_step=True)[0]
-    why = paste = ""
-    changes: dict[str, Any] = {}
-    if own.script.is_lightning:
-        changes = {"trainer": (("val_check_interval", 0.5), ("check_val_every_n_epoch", 1), ("log_every_n_steps", 1))}
-        if not own.logged:
-            why = "no validation"
-        elif FOLLOWS_EVALUATION in own.remarks:
-            why = FOLLOWS_EVALUATION
-    elif "validate_every" in own.script.calls:
-        value = int(own.script.calls["validate_every"])
-        changes = {"knobs": (("validate_every", value // 2 if value > 1 else 2),)}
-    else:
-        why = "nothing says how often it evaluates"
-        paste = 'every = relations.knob("validate_every", every)  # steps or epochs between evaluations'
-    if why:
-        yield Verdict(name, "abstain", why, paste=paste)
+    name = "validating more often"
+    own = runs.own(seeded_by_step=True)
+    if not own.script.is_lightning:
+        if (value := own.script.calls.get("validate_every")) is None:
+            paste = 'every = relations.knob("validate_every", every)  # steps or epochs between evaluations'
+            raise NotJudgedError("nothing says how often it evaluates", paste)
+        often = (("validate_every", int(value) // 2 if int(value) > 1 else 2),)
+        yield runs.judge(name, own, runs.own(seeded_by_step=True, knobs=often), kinds=TRAINED)
         return
-    verdict = runs.judge(name, own, runs.run(seeded_by_step=True, **changes)[0], kinds=TRAINED)
-    if verdict.outcome == "fail" and own.script.is_lightning:
-        without = runs.run(seeded_by_step=True, trainer=(("limit_val_batches", 0),))[0]
+    if not own.logged or FOLLOWS_EVALUATION in own.remarks:
+        raise NotJudgedError(FOLLOWS_EVALUATION if own.logged else "no validation")
+    trainer = (("val_check_interval", 0.5), ("check_val_every_n_epoch", 1), ("log_every_n_steps", 1))
+    verdict = runs.judge(name, own, runs.own(seeded_by_step=True, trainer=trainer), kinds=TRAINED)
+    if verdict.outcome == "fail":
+        without = runs.own(seeded_by_step=True, trainer=(("limit_val_batches", 0),))
         own_places = runs.judge(name, own, without, kinds=TRAINED)
         verdict = unused(verdict, "" if own_places.outcome == "fail" else "where the script validates, nothing changes")
     yield verdict
@@ -52,19 +45,17 @@ def validated_more_often(runs: Runs) -> Iterator[Verdict]:
 def with_smaller_scale(runs: Runs) -> Iterator[Verdict]:
     """Begin with a smaller scale of the loss: a power of two, which rounds nothing."""
     same: dict[str, Any] = {"seeded_by_step": True}
+    own = runs.own(**same)
     why = ""
-    own = runs.run(**same)[0]
     amp = own.script.by_flag.get("amp")
     if not own.script.scales_loss and amp and not amp.value:
+        same["knobs"] = (("amp", True),)
         why = f"the script is started without {amp.words[-1]}"
-        with_amp = {**same, "knobs": (("amp", True),)}
-        with suppress(RunError):  # it may need a GPU
-            own, same = runs.run(**with_amp)[0], with_amp
-    changes: dict[str, Any] = {"asks": ScaleLoss(_SCALE)}
+        own = runs.own(**same)
     if value := own.script.calls.get("loss_scale"):
-        changes["knobs"] = (("loss_scale", value * _SCALE),)
+        same["knobs"] = (*same.get("knobs", ()), ("loss_scale", value * _SCALE))
     if own.script.scales_loss or value:
-        other = runs.run(**same | changes)[0]
+        other = runs.own(**same, asks=ScaleLoss(_SCALE))
         yield unused(runs.judge("scale of the loss", own, other, kinds=TRAINED), why)
 
 
@@ -72,7 +63,7 @@ def with_further_arguments(words: str) -> Callable[[Runs], Iterator[Verdict]]:
     """A relation: these arguments of the script change nothing that it trains or reports."""
 
     def relation(runs: Runs) -> Iterator[Verdict]:
-        own, other = runs.own(), runs.run(arguments=tuple(shlex.split(words)))[0]
+        own, other = runs.own(), runs.own(arguments=tuple(shlex.split(words)))
         verdict = runs.judge(f"same with {words}", own, other)
         if verdict.outcome == "fail" and any(trace.part(Evaluations).cut for trace in (own, other)):
             verdict = Verdict(verdict.relation, "abstain", CUT)

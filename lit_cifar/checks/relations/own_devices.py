@@ -84,21 +84,22 @@ def _round_otherwise(tensor: Tensor, digit: float, step: int, *, usual: float = 
 
 def measure(runs: Runs) -> str:
     """Let `runs` know how far equal runs differ, and say it. Raise a `NotJudgedError` if a mistake could hide in it."""
-    equal = [runs.own(), runs.run(repetition=1)[0], runs.run(asks=RoundOtherwise())[0]]
+    equal = [runs.own(), runs.own(repetition=1), runs.own(asks=RoundOtherwise())]
     seen = equal[0].part(OwnDevices)
     states: list[dict[Any, Any]] = [{**of.state, **of.reported, **by_time(of)} for of in equal]
     for one, other in combinations(states, 2):
         for name in one.keys() & other.keys():
             runs.spread[name] = max(runs.spread.get(name, 0.0), difference(one[name], other[name]))
     runs.digit = seen.digit
-    weights = [runs.spread[name] for name in equal[0].state if name.startswith("weights/")]
-    kept = [size for size in weights if size <= LARGEST]
-    if 2 * len(kept) < len(weights):
-        text = f"{len(weights) - len(kept)} of {len(weights)} weights of equal runs differ by more than {LARGEST}"
-        raise NotJudgedError(f"{text}, in which a mistake could hide: pass fewer --steps than {equal[0].steps}")
-    left_out = f", {len(weights) - len(kept)} that differ more are left out" if len(kept) < len(weights) else ""
-    of_equal = f"equal runs differ by {max(kept, default=0.0):.1g}{left_out}"
-    return f"on {', '.join(sorted(seen.names))} in its own precision, where weights of {of_equal}"
+    weights = [name for name in equal[0].state if name.startswith("weights/")]
+    kept = [runs.spread[name] for name in weights if runs.spread[name] <= LARGEST]
+    lost = len(weights) - len(kept)
+    if lost > len(kept):
+        text = f"{lost} of {len(weights)} weights of equal runs differ by more than {LARGEST}, in which a mistake"
+        raise NotJudgedError(f"{text} could hide: pass fewer --steps than {equal[0].steps}")
+    of_equal = f"{max(kept, default=0.0):.1g}" + (f", {lost} that differ more are left out" if lost else "")
+    on = ", ".join(sorted(seen.names))
+    return f"on {on} in its own precision, where weights of equal runs differ by {of_equal}"
 
 
 def of_trainer(plan: RunPlan, own: dict[str, Any]) -> dict[str, Any]:

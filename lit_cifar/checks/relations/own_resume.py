@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,7 @@ def resumed(runs: Runs, by: str = "") -> Iterator[Verdict]:
         yield from interruption.resumed(runs)
         return
     first, *_ = places = [*_places(runs, Way())]
-    ways = [Way(tuple(shlex.split(by)), number) for number in range(len(_names(first.written)))] if by else []
-    ways = ways or [*guessed(script.flags, first.written)]
+    ways = _with_names(shlex.split(by), first.written) if by else guessed(script.flags, first.written)
     if way := next((way for way in ways if replace(first, way=way).works()), None):
         yield from interruption.judged_at(runs, lambda runs: (each.verdict() for each in _places(runs, way)))
         return
@@ -62,7 +61,11 @@ def guessed(flags: dict[str, Flag], written: Written) -> Iterator[Way]:
         if not flag.takes_value or flag.kind == "bool":
             yield Way(flag.given(True))
         elif flag.kind not in ("int", "float"):
-            yield from (Way(flag.given(CHECKPOINT), number) for number in range(len(_names(written))))
+            yield from _with_names(flag.given(CHECKPOINT), written)
+
+
+def _with_names(words: Iterable[str], written: Written) -> Iterator[Way]:
+    return (Way(tuple(words), number) for number in range(len(_names(written))))
 
 
 def _names(written: Written) -> list[str]:
@@ -72,20 +75,20 @@ def _names(written: Written) -> list[str]:
 
 
 def _places(runs: Runs, way: Way) -> Iterator["_Resumption"]:
-    """Where to stop: at the checkpoints after a third and two thirds of those that are written before the end."""
+    """Where to stop: behind two of the checkpoints that it writes."""
     whole = runs.own()
     if runs.plan.ranks > 1:
         raise NotJudgedError("it trains on two processes alone, where only calls are understood", PASTE)
-    places = [place for place in whole.part(Checkpoints).written if place.files and place.steps < whole.steps]
-    if not places:
+    places = [place for place in whole.part(Checkpoints).written if place.files]
+    if not (numbers := interruption.chosen([place.steps for place in places], whole.steps)):
         text = f"it writes no checkpoint before its last step ({whole.steps}): let it, by arguments after a --"
         raise NotJudgedError(text, PASTE)
-    for written in (places[number - 1] for number in interruption.thirds(len(places))):
+    for written in (places[number] for number in numbers):
         name, stop = f"{interruption.NAME} after {written.steps} steps", StopAt(written.steps, "write", written.batches)
-        yield _Resumption(runs, name, 1, interruption.drawn_parameters(runs, 1), stop, written, way)
+        yield _Resumption(runs, name, stop, written=written, way=way)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Resumption(Interruption):
     """A training that is stopped behind a checkpoint of its own, and goes on from that in its own way."""
 
@@ -107,14 +110,14 @@ class _Resumption(Interruption):
 
     def _as_they_ended(self) -> tuple[Trace, Trace]:
         """Both halves of the training as it is, of which the second may have ended by an error."""
-        begun = self.runs.run(asks=self.stop)
-        return begun[0], self.runs.ended(**self.goes_on(begun, self.runs.folder_of(asks=self.stop)))[0]
+        begun = self.runs.own(asks=self.stop)
+        return begun, self.runs.ended(**self.goes_on(begun))[0]
 
-    def goes_on(self, begun: list[Trace], folder: Path) -> dict[str, Any]:
-        *_, written = begun[0].part(Checkpoints).written
+    def goes_on(self, begun: Trace) -> dict[str, Any]:
+        *_, written = begun.part(Checkpoints).written
         plan, files = self.runs.plan, tuple(written.files)
         return {
-            "asks": GoOn(str(folder), self.drawn, begun[0].steps, files),
+            "asks": GoOn(str(begun.folder.parent), self.drawn(), begun.steps, files),
             "arguments": (*plan.arguments, *self.way.given(written)),
             "limits": replace(plan.limits, steps=self.last or plan.limits.steps),
         }

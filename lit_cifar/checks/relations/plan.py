@@ -1,10 +1,11 @@
 """What a process of a run is told, and what it writes down. Both are pickled.
 
 A relation that asks for more has a dataclass in its own file, which a plan holds as `asks`; what the process writes
-down for it is another, which a trace gives by `part`.
+down for it is another class, which a trace gives by `part`.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from lit_cifar.checks.relations.flags import Flag, by_knob
@@ -172,9 +173,10 @@ class Trace:
     logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # steps before, and numbers told then
     remarks: set[str] = field(default_factory=set)  # properties of the training that a relation must know
     parts: dict[type, Any] = field(default_factory=dict)
+    folder: Path = Path()  # of this rank, below that of the run
 
     def part(self, kind: type[Asked]) -> Asked:
-        """What is written down for one relation alone, in its own dataclass."""
+        """What is written down for one relation alone, in a class of its own."""
         own: Asked = self.parts.setdefault(kind, kind())
         return own
 

@@ -6,17 +6,17 @@ import pickle
 import sys
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from tempfile import mkdtemp
+from typing import Any, TypeAlias
 
 import torch
 
 from lit_cifar.checks.compare import Difference, difference, differences
-from lit_cifar.checks.relations.crashes import in_words, is_final, remedy
+from lit_cifar.checks.relations.crashes import in_words
 from lit_cifar.checks.relations.mirror import MIRROR, folders_of, mirror, mirrored
 from lit_cifar.checks.relations.parts import BESIDE
 from lit_cifar.checks.relations.plan import End, Imposed, RunPlan, Target, Trace
@@ -31,10 +31,10 @@ LARGEST = 0.02  # a difference of equal runs in which a mistake could hide
 _COUNTERS = ("num_batches_tracked", "._step_count", "n_averaged")
 _KINDS = ("weights", "buffers", "optimizer", "settings", "schedule", "kept")
 TRAINED = _KINDS[:3]
-METRIC = "metric."  # begins the names of Lightning's, in what is kept
-_SHOWN = 20  # most differences of a verdict
+METRIC = "kept/metric."  # begins the names of Lightning's
 # What a process of a run imports before the script.
 _PRELOAD = ("lit_cifar.checks.relations.in_lightning", "lit_cifar.checks.relations.loaders")
+State: TypeAlias = dict[str, Any]  # tensors and numbers by name
 
 
 class NotJudgedError(Exception):
@@ -46,14 +46,11 @@ class NotJudgedError(Exception):
 
 
 class RunError(NotJudgedError):
-    """A run ended by an error; by a final one, if no other way to run the script mends it."""
+    """A run ended by an error, or was not at its end in time."""
 
-    remedy = ""
-    is_final = False
-
-
-class RunTimeoutError(NotJudgedError):
-    """A run did not end in time."""
+    def __init__(self, reason: str, end: End) -> None:
+        super().__init__(reason)
+        self.end = end
 
 
 class Runs:
@@ -62,27 +59,17 @@ class Runs:
     def __init__(self, target: Target, plan: RunPlan, folder: Path, *, limit_s: float) -> None:
         self.target, self.plan, self.folder, self.limit_s = target, plan, folder, limit_s
         self.unsteady: set[str] = set()  # numbers that two equal runs do not share, such as images per second
-        self.wants_cuda = False  # whether a run that ended by an error has named CUDA
-        self.wants_data = False  # whether one has missed a data set that could be made
         # On the script's own devices: by name, the largest difference of equal runs, and the last digit of a 1.
         self.spread: dict[Hashable, float] = {}
         self.digit = 0.0
         self._made: dict[RunPlan, list[Trace]] = {}
-        self._folders: dict[RunPlan, Path] = {}
 
     def run(self, **changes: Any) -> list[Trace]:
         """What each rank of a run with these changes to the common plan has written. An error raises a `RunError`."""
-        traces, plan = self.ended(**changes), self._plan(changes)
-        failed = [trace.end for trace in traces if trace.end.error]
-        for end in sorted(failed, key=lambda end: end.at or float("inf")):  # others end when one has failed
-            self.wants_cuda |= end.wants_cuda
-            self.wants_data |= end.wants_data
-            said = in_words(end, self.target, plan.ranks)
-            if end.is_late:
-                raise RunTimeoutError(said)
-            error = RunError(said)
-            error.remedy, error.is_final = remedy(end, self.target), is_final(end)
-            raise error
+        traces = self.ended(**changes)
+        if failed := [trace.end for trace in traces if trace.end.error]:
+            first = min(failed, key=lambda end: end.at or math.inf)  # others end when one has failed
+            raise RunError(in_words(first, self.target, len(traces)), first)
         return traces
 
     def ended(self, **changes: Any) -> list[Trace]:
@@ -92,19 +79,18 @@ class Runs:
             self._made[plan] = self._start(plan)
         return self._made[plan]
 
-    def with_limits(self, **limits: int) -> "Runs":
-        """The same runs, but for these limits."""
+    def own(self, **changes: Any) -> Trace:
+        """Rank 0 of a run with these changes: without any, of the training as the script has it."""
+        return self.run(**changes)[0]
+
+    def planned(self, **changes: Any) -> "Runs":
+        """The same runs with these changes to the common plan."""
         other = copy(self)
-        other.plan = replace(self.plan, limits=replace(self.plan.limits, **limits))
+        other.plan = replace(self.plan, **changes)
         return other
 
-    def own(self) -> Trace:
-        """Rank 0 of the training as the script has it, on one process."""
-        return self.run()[0]
-
-    def folder_of(self, **changes: Any) -> Path:
-        self.run(**changes)
-        return self._folders[self._plan(changes)]
+    def with_limits(self, **limits: int) -> "Runs":
+        return self.planned(limits=replace(self.plan.limits, **limits))
 
     def _plan(self, changes: dict[str, Any]) -> RunPlan:
         """The common plan with these changes. A knob that the script does not call is given by its flag."""
@@ -118,11 +104,11 @@ class Runs:
 
     def imposed(self, recorded: dict[str, Any], **how: int) -> Imposed:
         """The batches of the run with the changes `recorded`, which keeps them."""
-        lengths = tuple(self.run(**recorded)[0].reading.lengths.items())
-        return Imposed(folder=str(self.folder_of(**recorded)), lengths=lengths, **how)
+        own = self.own(**recorded)
+        return Imposed(folder=str(own.folder.parent), lengths=tuple(own.reading.lengths.items()), **how)
 
     def _start(self, plan: RunPlan) -> list[Trace]:
-        folder = self._folders[plan] = self.folder / f"run-{len(self._folders)}"
+        folder = Path(mkdtemp(prefix="run-", dir=self.folder))
         for rank in range(plan.ranks):
             (folder / str(rank)).mkdir(parents=True)
         place, own, program = folder / MIRROR, Path(self.target.folder), self.target.program
@@ -150,15 +136,18 @@ class Runs:
         return [self._read(folder / str(rank), ended) for rank in range(plan.ranks)]
 
     def _read(self, folder: Path, ended: EndedRun) -> Trace:
-        with suppress(FileNotFoundError):
-            trace: Trace = pickle.loads((folder / "trace").read_bytes())
+        trace = Trace()
+        if (file := folder / "trace").exists():
+            trace = pickle.loads(file.read_bytes())
             if "SystemExit" in trace.end.kinds:
                 trace.end.error += f": {_last_lines(ended)}"
-            return trace
-        if ended.status is None:
+        elif ended.status is None:
             remedy = "pass a higher --limit, or make the training smaller"
-            return Trace(end=End(error=f"a limit of {self.limit_s:.0f} s: {remedy}", is_late=True))
-        return Trace(end=End(error=f"exit status {ended.status}, without a result: {_last_lines(ended)}"))
+            trace.end = End(error=f"a limit of {self.limit_s:.0f} s: {remedy}", is_late=True)
+        else:
+            trace.end = End(error=f"exit status {ended.status}, without a result: {_last_lines(ended)}")
+        trace.folder = folder
+        return trace
 
     # Comparisons
     @property
@@ -179,17 +168,12 @@ class Runs:
         return [each for each in found if each.size > max(least, self.limit_of(each.name))]
 
     def differences(
-        self,
-        one: dict[str, Any],
-        other: dict[str, Any],
-        *,
-        kinds: Sequence[str] = _KINDS,
-        leave_out: Sequence[str] = (),
+        self, one: State, other: State, *, kinds: Sequence[str] = _KINDS, leave_out: Sequence[str] = ()
     ) -> list[Difference]:
         """Those above the limit: weights first, and the largest of a kind first."""
         names = [name for name in {**one, **other} if _kind_of(name) in kinds and not name.endswith(_COUNTERS)]
         both = one.keys() & other.keys()
-        unsteady = {f"kept/{kind}{name}" for name in self.unsteady for kind in ("", METRIC)}
+        unsteady = {f"{kind}{name}" for name in self.unsteady for kind in ("kept/", METRIC)}
         left = [name for name in names if not name.startswith(tuple(leave_out)) and name not in unsteady]
         left = [name for name in left if name in both or not name.startswith(BESIDE)]  # called in one of them alone
         return sorted(self.apart(one, other, left), key=lambda each: _KINDS.index(_kind_of(each.name)))
@@ -198,34 +182,31 @@ class Runs:
         self, relation: str, one: Trace, other: Trace, *, samples: bool = True, said: str = "", **which: Sequence[str]
     ) -> Verdict:
         """Compare states, `which` as in `differences`, numbers of steps, and with `samples` those of each step."""
-        apart = self.differences(one.state, other.state, **which)
-        found = [str(each) for each in apart]
-        if has_other_steps := len(one.norms) != len(other.norms):
-            found.insert(0, f"one has {len(one.norms)} steps, the other {len(other.norms)}")
-        if others := other_samples(one.samples, other.samples) if samples else "":
-            found.insert(0, others)
-        num_samples = sum(map(len, one.samples))
-        looked_at = f"{len(one.norms)} steps, {num_samples} samples, {len(one.state)} tensors and numbers"
         if not one.state or not one.norms:
             return Verdict(relation, "abstain", "no step of an optimizer was seen")
+        apart = self.differences(one.state, other.state, **which)
+        others = other_samples(one.samples, other.samples) if samples else ""
+        steps = [len(trace.norms) for trace in (one, other)]
+        of_steps = f"one has {steps[0]} steps, the other {steps[1]}" if steps[0] != steps[1] else ""
+        found = [*filter(None, (others, of_steps)), *map(str, apart)]
+        looked_at = f"{steps[0]} steps, {sum(map(len, one.samples))} samples, {len(one.state)} tensors and numbers"
+        verdict = Verdict.by_findings(relation, found, looked_at)
         if not found:
-            return Verdict(relation, "pass", looked_at=looked_at)
+            return verdict
         if len(found) == len(apart) and all(_is_own_number(each.name, one.state) for each in apart):
             text = f"{said}{found[0]}; {len(found)} such numbers differ, and nothing that is trained"
-            return Verdict(relation, "note", text, looked_at, found[:_SHOWN])
+            return replace(verdict, outcome="note", text=text)
         since = first_apart(one.norms, other.norms, self.limit)
         when = "" if since is None else f"; parameters differ since step {since}"
         more = f"; {len(found)} tensors and numbers differ" if len(found) > 1 else ""
-        text = f"{said}{found[0]}{when}{more}"
-        verdict = Verdict(relation, "fail", text, looked_at, found[:_SHOWN])
-        return replace(verdict, has_other_samples=bool(others), has_other_steps=has_other_steps)
+        return replace(verdict, text=f"{said}{found[0]}{when}{more}", has_other_samples=bool(others))
 
 
 def _kind_of(name: str) -> str:
     return name.partition("/")[0]
 
 
-def _is_own_number(name: str, state: dict[str, Any]) -> bool:
+def _is_own_number(name: str, state: State) -> bool:
     """Whether it is a number that a module or callback holds beside its parameters, such as a counter for its log."""
     return name.startswith(("kept/module.", "kept/callback ")) and not isinstance(state.get(name), torch.Tensor)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, swa_utils
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lit_cifar.checks.relations.batches import sample_digests, tensors_in
 from lit_cifar.checks.relations.evaluation import EvaluateInBatches
@@ -18,7 +18,7 @@ from lit_cifar.checks.relations.generators import Draws, seed_all, states, turn_
 from lit_cifar.checks.relations.interruption import CHECKPOINT, Checkpoints, GoOn, StopAt
 from lit_cifar.checks.relations.own_checkpoints import Writes
 from lit_cifar.checks.relations.parts import TrainedParts, outermost
-from lit_cifar.checks.relations.patching import patched
+from lit_cifar.checks.relations.patching import before, patched
 from lit_cifar.checks.relations.plan import RunPlan, Trace
 from lit_cifar.checks.relations.remarks import BESIDE_EVALUATION, BY_HAND, IN_EVALUATION, IN_MODEL, IN_STEP, PARTS
 from lit_cifar.checks.relations.switches import in_double
@@ -104,11 +104,10 @@ class Watched:
         self.parts.patch()
         self._writes.patch()
         patched(nn.Module, "__call__", self._called)
-        patched(torch.Tensor, "backward", self._observer.follow_backward)
+        patched(torch.Tensor, "backward", before(self._observer.follow_backward))
         for name in ("backward", "grad"):
-            patched(torch.autograd, name, self._observer.note_backward)
+            patched(torch.autograd, name, before(self._observer.note_backward))
         patched(swa_utils, "update_bn", self._as_it_is)
-        register_optimizer_step_pre_hook(self._observer.before_step)
         register_optimizer_step_post_hook(self._after_step)
 
     def _as_it_is(self, evaluate: Any, *args: Any, **settings: Any) -> Any:
@@ -120,7 +119,7 @@ class Watched:
         if not self.trace.first and all(group.get("lr") == 0 for group in optimizer.param_groups):
             return  # torch makes the states of an optimizer so, before it loads a checkpoint into them
         self._count_step(owned_by([optimizer]))
-        self._observer.follow_step(optimizer)
+        self._observer.follow_step(optimizer, self.trace.norms[-1])
 
     def _count_step(self, parameters: Sequence[torch.Tensor]) -> None:
         self.draws.note()

@@ -14,7 +14,6 @@ from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import NotJudgedError, Runs, unused
 from lit_cifar.checks.verdict import Verdict
 
-NAME = "workers"
 _PROBES = 16  # how often a sample is asked for
 _MOST_SAMPLES = 2000  # of a stream that are read
 _FEW = 4  # samples, whose order may be the same by chance
@@ -30,11 +29,8 @@ class Order:
     places: list[int] = field(default_factory=list)  # those of the samples that were read
 
 
-@dataclass
-class Orders:
+class Orders(list[Order]):
     """What a process writes down."""
-
-    seen: list[Order] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -54,53 +50,47 @@ def epochs(runs: Runs) -> Iterator[Verdict]:
     script = runs.own().script
     ranks = min(2, max(script.ranks, runs.plan.ranks))
     knobs = (("epochs", 2),) if script.knobs.get("epochs", 2) < 2 else ()
-    yield from same_orders(runs.run(ranks=ranks, knobs=knobs)[0])
+    yield from same_orders(runs.own(ranks=ranks, knobs=knobs))
 
 
 def same_orders(trace: Trace) -> Iterator[Verdict]:
     """A verdict for what a run has shuffled in two epochs or more."""
-    orders = trace.part(Orders).seen
     alike: dict[tuple[int, bool], list[list[int]]] = {}
-    for order in orders:
+    for order in trace.part(Orders):
         alike.setdefault((order.length, order.is_drawn), []).append(order.places)
     pairs = [(a, b) for places in alike.values() for a, b in pairwise(places) if min(len(a), len(b)) > _FEW]
     shuffled = [(a, b) for a, b in pairs if a != sorted(a)]
-    if not shuffled:
-        return
     again = sum(all(one == other for one, other in zip(a, b, strict=False)) for a, b in shuffled)
     remedy = "give each epoch another order, such as by the sampler's set_epoch"
-    text = f"{again} of {len(shuffled)} epochs have the order of the one before: {remedy}" if again else ""
-    verdict = Verdict("order of epochs", "fail" if again else "pass", text, f"{len(shuffled) + 1} epochs")
-    yield unused(verdict, "" if any(order.is_drawn for order in orders) else "right if the order was chosen")
+    found = [f"{again} of {len(shuffled)} epochs have the order of the one before: {remedy}"] if again else []
+    if shuffled:
+        verdict = Verdict.by_findings("order of epochs", found, f"{len(shuffled) + 1} epochs")
+        is_drawn = any(is_drawn for _, is_drawn in alike)
+        yield unused(verdict, "" if is_drawn else "right if the order was chosen")
 
 
 def workers(runs: Runs) -> Iterator[Verdict]:
-    trace = runs.run(asks=ReadWithWorkers())[0]
+    """Read the loaders of the training once more, without workers and with two."""
+    trace = runs.own(asks=ReadWithWorkers())
     read = trace.part(ByWorkers)
+    found = []
     if not read.streams and not read.samples:
         raise NotJudgedError(remarks.NO_LOADER)
-    found = [text for seen in read.samples for text in _of_samples(*seen)]
-    found += [text for seen in read.streams for text in _of_stream(*seen)]
+    for (first_alone, second_alone), (first, second) in read.samples:
+        if len({*first_alone, *second_alone}) == 1 == len({*first, *second}):
+            continue  # no random changes
+        if first == second and first_alone != second_alone:
+            found.append("with two workers each epoch repeats the random changes of the one before")
+        if first[0::2] == first[1::2] and first_alone[0::2] != first_alone[1::2]:
+            found.append("two workers make the same random changes")
+    for alone, two in read.streams:
+        again = sum(two[sample] > alone[sample] for sample in alone)
+        if again > len(alone) / 2:
+            remedy = "divide the stream by torch.utils.data.get_worker_info()"
+            found.append(f"two workers read {again} of {len(alone)} samples twice: {remedy}")
     looked_at = f"{len(read.streams) + len(read.samples)} loaders, without workers and with 2"
-    verdict = Verdict(NAME, "fail" if found else "pass", "; ".join(found), looked_at, found)
+    verdict = Verdict.by_findings("workers", found, looked_at)
     yield unused(verdict, "" if trace.script.has_workers else "the script has no workers")
-
-
-def _of_samples(alone: Draws, two: Draws) -> Iterator[str]:
-    (first_alone, second_alone), (first, second) = alone, two
-    if len({*first_alone, *second_alone}) == 1 == len({*first, *second}):
-        return  # no random changes
-    if first == second and first_alone != second_alone:
-        yield "with two workers each epoch repeats the random changes of the one before"
-    if first[0::2] == first[1::2] and first_alone[0::2] != first_alone[1::2]:
-        yield "two workers make the same random changes"
-
-
-def _of_stream(alone: Counter[int], two: Counter[int]) -> Iterator[str]:
-    again = sum(two[sample] > alone[sample] for sample in alone)
-    if again > len(alone) / 2:
-        remedy = "divide the stream by torch.utils.data.get_worker_info()"
-        yield f"two workers read {again} of {len(alone)} samples twice: {remedy}"
 
 
 def read_with_workers(loader: Any, seen: ByWorkers) -> None:
