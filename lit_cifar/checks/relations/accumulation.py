@@ -13,7 +13,6 @@ from lit_cifar.checks.verdict import Verdict
 
 _PASTE = 'accumulate = relations.knob("accumulate", accumulate)  # microbatches of a step'
 _PASTE_SIZE = 'size = relations.knob("batch_size", size)  # samples of a microbatch'
-_RECORDED = {"quiet": True, "record": True}  # the changes of a run that keeps its batches
 
 
 def accumulation(runs: Runs) -> Iterator[Verdict]:
@@ -48,6 +47,10 @@ class _Pair:
     @property
     def own(self) -> Trace:
         return self.runs.own()
+
+    @property
+    def quiet(self) -> Runs:
+        return self.runs.planned(quiet=True)
 
     @property
     def micro(self) -> int:
@@ -115,14 +118,14 @@ class _Pair:
         size = int(script.knobs["batch_size"]) if self.is_sized else 0
         if not script.is_lightning and not self.is_sized and self._divides_batches():
             number = max(self.micro, 2)
-            same = self.runs.imposed(_RECORDED, multiple=number if self.is_even else 1)
+            same = self.quiet.imposed(multiple=number if self.is_even else 1)
             return self._run(1, imposed=same), self._run(number, imposed=same)
         if self.micro > 1:
-            joined = self.runs.imposed(_RECORDED, window=self.micro)
+            joined = self.quiet.imposed(window=self.micro)
             whole = self._run(1, -(-batches // self.micro), size * self.micro, imposed=joined)
-            return whole, self.runs.own(**_RECORDED)
-        halves = self.runs.imposed(_RECORDED, parts=2, multiple=2)
-        whole = self.runs.own(quiet=True, imposed=replace(halves, parts=1))
+            return whole, self.quiet.own(record=True)
+        halves = self.quiet.imposed(parts=2, multiple=2)
+        whole = self.quiet.own(imposed=replace(halves, parts=1))
         return whole, self._run(2, 2 * batches, -(-size // 2), imposed=halves)
 
     def _by_knobs(self, size: int = 0) -> tuple[Trace, Trace]:
@@ -140,7 +143,7 @@ class _Pair:
             changes["trainer"] = (("accumulate_grad_batches", number), ("limit_train_batches", limits.batches))
         else:
             changes["knobs"] = (("accumulate", number), *([("batch_size", size)] if size else []))
-        return self.runs.own(quiet=True, **changes)
+        return self.quiet.own(**changes)
 
     def _divides_batches(self) -> bool:
         """Whether the script makes its microbatches of each batch: then a batch has as many steps with them as without.

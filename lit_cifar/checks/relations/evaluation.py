@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from lit_cifar.checks.compare import Difference
 from lit_cifar.checks.relations import remarks
@@ -63,7 +62,7 @@ def evaluation(runs: Runs) -> Iterator[Verdict]:
 
 
 def _in_lightning(runs: Runs) -> Iterator[Verdict]:
-    trace = runs.own(asks=ValidateInManyWays(), limits=replace(runs.plan.limits, epochs=1))
+    trace = runs.with_limits(epochs=1).own(asks=ValidateInManyWays())
     seen = trace.part(Evaluations)
     metrics = seen.metrics
     if not metrics:
@@ -93,7 +92,8 @@ def _in_lightning(runs: Runs) -> Iterator[Verdict]:
 
 def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
     """The training again, with other batches wherever no gradient is made."""
-    own = runs.own(seeded_by_step=True)
+    runs = runs.planned(seeded_by_step=True)
+    own = runs.own()
     if not _results(runs, own):
         raise NotJudgedError("no result of an evaluation is told", "relations.report(loss=loss)")
     by_hand = "evaluation_batch" in own.script.calls
@@ -103,15 +103,14 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
         raise NotJudgedError(CUT)
     found = []
     for way, size in _IN_BATCHES.items():
-        changes: dict[str, Any] = {"asks": EvaluateInBatches(size)}
+        others = runs.planned(asks=EvaluateInBatches(size))
         if by_hand:
-            limits = replace(runs.plan.limits, evaluated=_ALL)
-            changes = {"knobs": (("evaluation_batch", size or _ALL),), "limits": limits}
-        other = runs.own(seeded_by_step=True, **changes)
+            others = runs.with_limits(evaluated=_ALL).planned(knobs=(("evaluation_batch", size or _ALL),))
+        other = others.own()
         if first_apart(own.norms, other.norms, runs.limit) is not None:
             raise NotJudgedError("with other batches wherever no gradient is made, it trains other weights")
         if _unlike(runs, own, other):  # perhaps by the clock, which was the same in two runs by chance
-            runs.unsteady |= apart(other, runs.own(seeded_by_step=True, repetition=1, **changes), runs.limit)
+            runs.unsteady |= apart(other, others.own(repetition=1), runs.limit)
         found += [_in_words(each, f"evaluated {way}") for each in _unlike(runs, own, other)[:1]]
     yield from _judged(own, found, f"{_names(runs, own)}: in batches of 1, 7, all")
 
@@ -127,21 +126,21 @@ def _why_not_in_other_batches(trace: Trace) -> str:
     return remarks.UNDIVIDED_EVALUATION if remarks.UNDIVIDED_EVALUATION in trace.remarks else ""
 
 
-def on_two_ranks(runs: Runs, alone: dict[str, Any], two: Trace) -> Iterator[Verdict]:
+def on_two_ranks(alone: Runs, two: Trace) -> Iterator[Verdict]:
     """Compare what a plain script tells on one process and on two, which have trained the same weights."""
     name = f"{NAME} on 2 ranks"
-    one = runs.own(**alone)
-    if not _results(runs, one):
+    one = alone.own()
+    if not _results(alone, one):
         return
-    found = _unlike(runs, one, two)
+    found = _unlike(alone, one, two)
     if found and any(trace.part(Evaluations).cut for trace in (one, two)):
         yield Verdict(name, "abstain", CUT)
         return
     # A number may be of the training, which rank 0 tells of its own part: no other evaluation changes it.
-    less = _results(runs, runs.own(**alone, limits=replace(runs.plan.limits, evaluated=1))) if found else {}
+    less = _results(alone, alone.with_limits(evaluated=1).own()) if found else {}
     of_evaluation = [each for each in found if each.name.startswith("val") or less.get(each.name) != each.one]
     said = [_in_words(each, "evaluated by 2 processes") for each in (of_evaluation or found)[:1]]
-    verdict = Verdict.by_findings(name, said, _names(runs, one))
+    verdict = Verdict.by_findings(name, said, _names(alone, one))
     yield replace(verdict, outcome="note") if found and not of_evaluation else verdict
 
 

@@ -69,26 +69,27 @@ def resumed(runs: Runs) -> Iterator[Verdict]:
     if not script.is_lightning:
         yield from judged_at(runs, _at_calls_of_save)
         return
-    reading = runs.own().reading
-    batches, epochs, window = reading.batches_of_epoch, reading.epochs_begun, script.accumulation
-    after = Interruption(runs, f"{NAME} after epoch 1", StopAt(1, "epoch")).verdict()
+    batches = runs.own().reading.batches_of_epoch
+    epochs = runs.own().reading.epochs_begun
+    window = script.accumulation
+    after = Interruption(runs, f"{NAME} after epoch 1", StopAt(1, "epoch"), drawn(runs)).verdict()
     if epochs > 1 or batches == 1:
         yield after
     is_usual = script.saves_inside or after.outcome == "fail"
     for epoch in range(min(1, epochs - 1), epochs if batches > 1 else 0):
         inside = epoch * batches + window * max(1, (batches + 1) // 2 // window)
-        verdict = Interruption(runs, f"{NAME} inside epoch {epoch + 1}", StopAt(inside)).verdict()
+        verdict = Interruption(runs, f"{NAME} inside epoch {epoch + 1}", StopAt(inside), drawn(runs)).verdict()
         yield unused(verdict, "" if is_usual else "the script writes no checkpoint inside an epoch")
 
 
-def _at_calls_of_save(runs: Runs) -> Iterator[Verdict]:
+def _at_calls_of_save(runs: Runs) -> Iterator["Interruption"]:
     """Stop a plain script at two of its calls."""
     whole = runs.own()
     saves = whole.part(Checkpoints).saves
     if not (calls := chosen(saves, whole.steps)):
         raise NotJudgedError("relations.save() is not called between the first step and the last: call it earlier")
     for call in calls:
-        yield Interruption(runs, f"{NAME} after {saves[call]} steps", StopAt(call + 1)).verdict()
+        yield Interruption(runs, f"{NAME} after {saves[call]} steps", StopAt(call + 1), drawn(runs))
 
 
 def chosen(steps: Sequence[int], last: int) -> list[int]:
@@ -99,9 +100,16 @@ def chosen(steps: Sequence[int], last: int) -> list[int]:
     return [place for place in between if place in wanted] or between[-1:]
 
 
-def judged_at(runs: Runs, places: Callable[[Runs], Iterator[Verdict]]) -> Iterator[Verdict]:
+def drawn(runs: Runs) -> tuple[int, ...]:
+    """Parameters that another seed draws otherwise. Those that come from a file need not be in a checkpoint."""
+    other = runs.with_limits(steps=1).own(seed=1)
+    pairs = enumerate(zip(runs.own().first, other.first, strict=False))
+    return tuple(place for place, (one, another) in pairs if one != another)
+
+
+def judged_at(runs: Runs, places: Callable[[Runs], Iterator["Interruption"]]) -> Iterator[Verdict]:
     """The verdicts at all places; with whole epochs if it fails with cut ones, from which it may compute its place."""
-    verdicts = [*places(runs)]
+    verdicts = [place.verdict() for place in places(runs)]
     batches, limits = runs.own().reading.cut_from, runs.plan.limits
     if batches and any(verdict.has_other_samples for verdict in verdicts):
         steps = max(limits.steps, 3 * batches)  # with epochs in which it is stopped twice
@@ -112,7 +120,7 @@ def judged_at(runs: Runs, places: Callable[[Runs], Iterator[Verdict]]) -> Iterat
                 verdict.text += f"; {cut} --batches={batches} --steps={steps}"
         if batches <= limits.steps:
             with suppress(RunError):  # there may be no time for it
-                whole = places(runs.with_limits(batches=batches, steps=steps))
+                whole = [place.verdict() for place in places(runs.with_limits(batches=batches, steps=steps))]
                 verdicts = [replace(verdict, cut=f"all {batches} batches") for verdict in whole]
     yield from verdicts
 
@@ -143,12 +151,12 @@ class Interruption:
     runs: Runs
     name: str
     stop: StopAt
-    spoils: bool = True  # what another seed draws otherwise, before the checkpoint is loaded
+    redrawn: tuple[int, ...]  # parameters, as in `GoOn`
+    imposed: Imposed | None = None  # batches of the second half
 
     def verdict(self) -> Verdict:
         """Judge the training as it is; where it differs, say why, or on what condition it does not."""
         begun, whole = self.runs.own(asks=self.stop), self.runs.own()
-        self.drawn()  # an error in the runs that it needs is none of the resumed training
         if begun.steps >= whole.steps:
             remedy = ": pass a higher --steps, --epochs or --batches" if whole.cuts else ""
             return Verdict(self.name, "abstain", f"no step follows in {whole.steps} steps{remedy}")
@@ -160,36 +168,36 @@ class Interruption:
             return Verdict(self.name, "fail", f"the resumed training: {error}")
         if as_it_is.outcome != "fail":
             return as_it_is
-        for condition, verdict in self._on_conditions():
+        seeded = replace(self, runs=self.runs.planned(seeded_by_step=True))  # then only the state can differ
+        for condition, verdict in self._on_conditions(seeded):
             if verdict.outcome != "fail":
                 is_open = verdict.outcome == "abstain"
                 text = f"{condition} ({as_it_is.text})"
                 return replace(verdict, outcome="abstain" if is_open else "note", text=text)
-        return replace(verdict, text="; in the end ".join(filter(None, (self._lost(), verdict.text))))
+        return replace(verdict, text="; in the end ".join(filter(None, (seeded._lost(), verdict.text))))
 
-    def _on_conditions(self) -> Iterator[tuple[str, Verdict]]:
+    def _on_conditions(self, seeded: "Interruption") -> Iterator[tuple[str, Verdict]]:
         """In words, conditions on which it may not differ, and the verdicts under them. The last one has all."""
-        if self.drawn():
-            unspoilt = replace(self, spoils=False)._judged()
+        if self.redrawn:
+            unspoilt = replace(self, redrawn=())._judged()
             yield "equal only because the same seed draws what the checkpoint does not hold", unspoilt
-        # Then only the state can differ.
-        verdict = self._judged(seeded_by_step=True)
+        verdict = seeded._judged()
         yield "equal only if random generators are set alike: a checkpoint does not hold their states", verdict
-        (begun, *_), _ = self.halves(seeded_by_step=True)
+        (begun, *_), _ = seeded.halves()
         if not (begun.script.is_lightning and begun.reading.epochs and self.stop.after == "batch"):
             return
         if len(begun.reading.lengths) > 1:
             text = "in the middle of an epoch of several loaders, the order cannot be given"
             yield text, replace(verdict, outcome="abstain")
-        own = self._judged_with_samples()
+        own = seeded._with_samples()._judged()
         yield "equal but for the samples: Lightning begins the order of an epoch anew, if its loader has no state", own
         late = "written when the next batch begins: Lightning's callbacks write it before the module's own"
-        with_hooks = replace(self, stop=replace(self.stop, after="hooks"))._judged_with_samples()
+        with_hooks = replace(seeded, stop=replace(self.stop, after="hooks"))._with_samples()._judged()
         yield f"equal only if the checkpoint is {late} on_train_batch_end", with_hooks
 
     def _lost(self) -> str:
         """In words, what is not as it was where the checkpoint was written, after it was read."""
-        (begun, *_), (ended, *_) = self.halves(seeded_by_step=True)
+        (begun, *_), (ended, *_) = self.halves()
         states = [begun.part(Checkpoints).saved, ended.part(Checkpoints).resumed]
         had, has = (any(name.startswith("optimizer/") for name in state) for state in states)
         if had and not has:
@@ -198,19 +206,10 @@ class Interruption:
         lost = self.runs.differences(*both, leave_out=(*_LEFT_OUT, "kept/val"))
         return _not_restored(lost[0]) if lost else ""
 
-    def drawn(self) -> tuple[int, ...]:
-        """Parameters that another seed draws otherwise. Those that come from a file need not be in a checkpoint."""
-        own = self.runs.own().first
-        other = self.runs.own(seed=1, limits=replace(self.runs.plan.limits, steps=1)).first
-        pairs = enumerate(zip(own, other, strict=False))
-        return tuple(place for place, (a, b) in pairs if self.spoils and a != b)
-
-    def _judged(self, *, seeded_by_step: bool = False, imposed: Imposed | None = None) -> Verdict:
+    def _judged(self) -> Verdict:
         """The verdict of the first rank whose halves are not equal to its whole, or that of rank 0."""
-        whole = self.runs.run(seeded_by_step=seeded_by_step)
-        halves = self.halves(seeded_by_step=seeded_by_step, imposed=imposed)
         verdicts = []
-        for rank, (of_whole, begun, ended) in enumerate(zip(whole, *halves, strict=True)):
+        for rank, (of_whole, begun, ended) in enumerate(zip(self.runs.run(), *self.halves(), strict=True)):
             reported = {f"kept/{name}" for _, values in begun.logged for name in values}  # and perhaps not again
             state = {name: value for name, value in begun.state.items() if name in reported} | ended.state
             samples = _samples(of_whole, begun, ended)
@@ -222,23 +221,21 @@ class Interruption:
             verdicts.append(unused(verdict, others if 0 < then != models else ""))
         return next((verdict for verdict in verdicts if verdict.outcome == "fail"), verdicts[0])
 
-    def _judged_with_samples(self) -> Verdict:
-        """Give the second half the samples that come next."""
-        (first, *_), _ = self.halves(seeded_by_step=True)
+    def _with_samples(self) -> "Interruption":
+        """The same, whose second half is given the samples that come next."""
+        (first, *_), _ = self.halves()
         *before, begun = first.reading.epochs
         skip = begun - (self.stop.after == "hooks")
-        recorded = {"record": True, "seeded_by_step": True}
-        imposed = self.runs.imposed(recorded, first_epoch=len(before), skip=skip)
-        return self._judged(seeded_by_step=True, imposed=imposed)
+        return replace(self, imposed=self.runs.imposed(first_epoch=len(before), skip=skip))
 
-    def halves(self, *, imposed: Imposed | None = None, **how: bool) -> tuple[list[Trace], list[Trace]]:
+    def halves(self) -> tuple[list[Trace], list[Trace]]:
         """The run that writes a checkpoint, and the one that reads it."""
-        begun = self.runs.run(asks=self.stop, **how)
-        return begun, self.runs.run(**how, **self.goes_on(begun[0]), imposed=imposed)
+        begun = self.runs.run(asks=self.stop)
+        return begun, self.runs.run(**self.goes_on(begun[0]), imposed=self.imposed)
 
     def goes_on(self, begun: Trace) -> dict[str, Any]:
         """The changes of a run that goes on from the one that was stopped."""
         folder = begun.folder.parent
         if not any(folder.glob(f"{CHECKPOINT}*")):
             raise NotJudgedError("a run ended before it wrote a checkpoint where relations.save() said")
-        return {"asks": GoOn(str(folder / CHECKPOINT), self.drawn(), begun.steps)}
+        return {"asks": GoOn(str(folder / CHECKPOINT), self.redrawn, begun.steps)}

@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from lit_cifar.checks.relations.evaluation import CUT, Evaluations
 from lit_cifar.checks.relations.remarks import FOLLOWS_EVALUATION
@@ -23,20 +22,21 @@ class ScaleLoss:
 def validated_more_often(runs: Runs) -> Iterator[Verdict]:
     """Validate and log more often."""
     name = "validating more often"
-    own = runs.own(seeded_by_step=True)
+    runs = runs.planned(seeded_by_step=True)
+    own = runs.own()
     if not own.script.is_lightning:
         if (value := own.script.calls.get("validate_every")) is None:
             paste = 'every = relations.knob("validate_every", every)  # steps or epochs between evaluations'
             raise NotJudgedError("nothing says how often it evaluates", paste)
         often = (("validate_every", int(value) // 2 if int(value) > 1 else 2),)
-        yield runs.judge(name, own, runs.own(seeded_by_step=True, knobs=often), kinds=TRAINED)
+        yield runs.judge(name, own, runs.own(knobs=often), kinds=TRAINED)
         return
     if not own.logged or FOLLOWS_EVALUATION in own.remarks:
         raise NotJudgedError(FOLLOWS_EVALUATION if own.logged else "no validation")
     trainer = (("val_check_interval", 0.5), ("check_val_every_n_epoch", 1), ("log_every_n_steps", 1))
-    verdict = runs.judge(name, own, runs.own(seeded_by_step=True, trainer=trainer), kinds=TRAINED)
+    verdict = runs.judge(name, own, runs.own(trainer=trainer), kinds=TRAINED)
     if verdict.outcome == "fail":
-        without = runs.own(seeded_by_step=True, trainer=(("limit_val_batches", 0),))
+        without = runs.own(trainer=(("limit_val_batches", 0),))
         own_places = runs.judge(name, own, without, kinds=TRAINED)
         verdict = unused(verdict, "" if own_places.outcome == "fail" else "where the script validates, nothing changes")
     yield verdict
@@ -44,18 +44,19 @@ def validated_more_often(runs: Runs) -> Iterator[Verdict]:
 
 def with_smaller_scale(runs: Runs) -> Iterator[Verdict]:
     """Begin with a smaller scale of the loss: a power of two, which rounds nothing."""
-    same: dict[str, Any] = {"seeded_by_step": True}
-    own = runs.own(**same)
+    runs = runs.planned(seeded_by_step=True)
+    own = runs.own()
     why = ""
     amp = own.script.by_flag.get("amp")
     if not own.script.scales_loss and amp and not amp.value:
-        same["knobs"] = (("amp", True),)
+        runs = runs.planned(knobs=(("amp", True),))
+        own = runs.own()
         why = f"the script is started without {amp.words[-1]}"
-        own = runs.own(**same)
+    scaled = runs.planned(asks=ScaleLoss(_SCALE))
     if value := own.script.calls.get("loss_scale"):
-        same["knobs"] = (*same.get("knobs", ()), ("loss_scale", value * _SCALE))
+        scaled = scaled.planned(knobs=(*runs.plan.knobs, ("loss_scale", value * _SCALE)))
     if own.script.scales_loss or value:
-        other = runs.own(**same, asks=ScaleLoss(_SCALE))
+        other = scaled.own()
         yield unused(runs.judge("scale of the loss", own, other, kinds=TRAINED), why)
 
 

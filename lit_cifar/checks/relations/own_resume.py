@@ -4,6 +4,7 @@ import os
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def resumed(runs: Runs, by: str = "") -> Iterator[Verdict]:
     first, *_ = places = [*_places(runs, Way())]
     ways = _with_names(shlex.split(by), first.written) if by else guessed(script.flags, first.written)
     if way := next((way for way in ways if replace(first, way=way).works()), None):
-        yield from interruption.judged_at(runs, lambda runs: (each.verdict() for each in _places(runs, way)))
+        yield from interruption.judged_at(runs, partial(_places, way=way))
         return
     if lacks := places[-1].lacks:
         yield Verdict("checkpoint", "note", f"{lacks}: a training that goes on from it would begin them anew")
@@ -85,7 +86,7 @@ def _places(runs: Runs, way: Way) -> Iterator["_Resumption"]:
         raise NotJudgedError(text, PASTE)
     for written in (places[number] for number in numbers):
         name, stop = f"{interruption.NAME} after {written.steps} steps", StopAt(written.steps, "write", written.batches)
-        yield _Resumption(runs, name, stop, written=written, way=way)
+        yield _Resumption(runs, name, stop, interruption.drawn(runs), written=written, way=way)
 
 
 @dataclass(kw_only=True)
@@ -117,13 +118,13 @@ class _Resumption(Interruption):
         *_, written = begun.part(Checkpoints).written
         plan, files = self.runs.plan, tuple(written.files)
         return {
-            "asks": GoOn(str(begun.folder.parent), self.drawn(), begun.steps, files),
+            "asks": GoOn(str(begun.folder.parent), self.redrawn, begun.steps, files),
             "arguments": (*plan.arguments, *self.way.given(written)),
             "limits": replace(plan.limits, steps=self.last or plan.limits.steps),
         }
 
-    def halves(self, **how: Any) -> tuple[list[Trace], list[Trace]]:
-        begun, ended = super().halves(**how)
+    def halves(self) -> tuple[list[Trace], list[Trace]]:
+        begun, ended = super().halves()
         if not ended[0].part(Checkpoints).read:
             raise NotJudgedError(f"its checkpoint after {begun[0].steps} steps is not read, though an earlier one is")
         return begun, ended

@@ -23,8 +23,8 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
     """Train on two processes; then give one process the batches of both, joined."""
     own = runs.own()
     script = own.script
-    recorded = {"ranks": 2, "quiet": True, "record": True}
-    two = runs.run(**recorded)
+    on_two = runs.planned(ranks=2, quiet=True)
+    two = on_two.run(record=True)
     if not two[0].script.is_distributed:
         text = "the script makes no process group: start it as torchrun would, or call init_process_group"
         raise NotJudgedError(text)
@@ -55,8 +55,8 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
         raise NotJudgedError(remarks.UNDIVIDED)
     takes_rows = shares and are_alike  # each rank, of a batch that all have
     batches = two[0].reading.batches
-    alone = {"quiet": True, "imposed": runs.imposed(recorded, ranks=2) if batches and not takes_rows else None}
-    one = runs.own(**alone)
+    alone = runs.planned(quiet=True, imposed=on_two.imposed(ranks=2) if batches and not takes_rows else None)
+    one = alone.own()
     both = [[*a, *b] for a, b in zip(two[0].samples, two[1].samples, strict=False)]
     if not batches and not shares and not are_same_samples(one.samples, both):
         raise NotJudgedError(remarks.NO_LOADER, "batch = relations.share(batch)  # this rank's rows of it")
@@ -66,7 +66,7 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
     verdict = runs.judge("ranks", one, two[0], leave_out=LEFT_OUT, samples=False, said="2 processes: ")
     yield weighed(verdict, [*two, one], why)
     if verdict.outcome == "pass" and not script.is_lightning:
-        yield from (unused(verdict, why) for verdict in on_two_ranks(runs, alone, two[0]))
+        yield from (unused(verdict, why) for verdict in on_two_ranks(alone, two[0]))
 
 
 def _of_parts(runs: Runs, two: list[Trace]) -> Verdict:

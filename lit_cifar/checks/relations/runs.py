@@ -63,6 +63,7 @@ class Runs:
         self.spread: dict[Hashable, float] = {}
         self.digit = 0.0
         self._made: dict[RunPlan, list[Trace]] = {}
+        self._first = self  # of all that are `planned` from it
 
     def run(self, **changes: Any) -> list[Trace]:
         """What each rank of a run with these changes to the common plan has written. An error raises a `RunError`."""
@@ -97,14 +98,14 @@ class Runs:
         plan = replace(self.plan, **changes)
         if not plan.knobs:
             return plan
-        flags = self.own().script.by_flag
+        flags = self._first.own().script.by_flag
         by_flag = {name: flags[name].given(value) for name, value in plan.knobs if name in flags}
         called = tuple((name, value) for name, value in plan.knobs if name not in by_flag)
         return replace(plan, knobs=called, arguments=(*plan.arguments, *chain(*by_flag.values())))
 
-    def imposed(self, recorded: dict[str, Any], **how: int) -> Imposed:
-        """The batches of the run with the changes `recorded`, which keeps them."""
-        own = self.own(**recorded)
+    def imposed(self, **how: int) -> Imposed:
+        """The batches of this training."""
+        own = self.own(record=True)
         return Imposed(folder=str(own.folder.parent), lengths=tuple(own.reading.lengths.items()), **how)
 
     def _start(self, plan: RunPlan) -> list[Trace]:
