@@ -15,6 +15,8 @@ from lit_cifar.cli.overview import PROGRAM
 from lit_cifar.errors import ConfigError, SaveError, printable
 from lit_cifar.reporting.run_folder import process_rank
 
+_MAX_LINES = 5  # of a report
+
 
 class HelpAction(_HelpAction):
     """`--help` shows the commands, or the common flags of one; `--help=all` shows every flag."""
@@ -114,7 +116,7 @@ def refuse(message: str, *, remedy: str | None = None, status: int = 2) -> NoRet
     rank = f"[rank {process_rank()}] " if process_rank() else ""
     lines = [line.strip()[:300] for line in printable(message, lines=True).split("\n") if line.strip()]
     last = [] if remedy is None else [printable(remedy, lines=True)]
-    shown = lines[: 5 - len(last)] + last
+    shown = lines[: _MAX_LINES - len(last)] + last
     print(f"{rank}lit_cifar: error: " + "\n  ".join(shown), file=sys.stderr, flush=True)
     raise SystemExit(status)
 

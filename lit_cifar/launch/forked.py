@@ -22,6 +22,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
@@ -122,21 +123,31 @@ def start_forked(
 ) -> ForkServerProcess:
     """A new process that calls `target(*args)`, forked from one that has imported `preload`."""
     process = multiprocessing.get_context("forkserver").Process(target=target, args=args)
-    imports = tuple(preload)
-    with _starting:
-        if imports not in _servers:  # multiprocessing's own has the imports of whoever was first to ask for a process
-            _servers[imports] = forkserver.ForkServer()
-            _servers[imports].set_forkserver_preload([__name__, *imports])
-        connect, folder, main = forkserver.connect_to_new_process, tempfile.tempdir, sys.modules["__main__"]
-        forkserver.connect_to_new_process = _servers[imports].connect_to_new_process
-        if len(tempfile.gettempdir()) > _LONGEST_FOLDER:
-            tempfile.tempdir = "/tmp"
-        sys.modules["__main__"] = ModuleType("__main__")  # else the new process would import this one's program
-        try:
+    with (
+        _starting,
+        mock.patch.object(forkserver, "connect_to_new_process", _server(tuple(preload)).connect_to_new_process),
+        mock.patch.object(tempfile, "tempdir", _short_temporary_folder()),
+    ):
+        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+        try:  # otherwise the new process would import this one's program
             process.start()
         finally:
-            forkserver.connect_to_new_process, tempfile.tempdir, sys.modules["__main__"] = connect, folder, main
+            sys.modules["__main__"] = main
     return process
+
+
+def _server(preload: tuple[str, ...]) -> forkserver.ForkServer:
+    """A fork server with these imports: multiprocessing's own has those of whoever was first to ask for a process."""
+    if preload not in _servers:
+        _servers[preload] = forkserver.ForkServer()
+        _servers[preload].set_forkserver_preload([__name__, *preload])
+    return _servers[preload]
+
+
+def _short_temporary_folder() -> str:
+    """A folder for the socket of a fork server, whose path may not be long."""
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= _LONGEST_FOLDER else "/tmp"
 
 
 @contextmanager

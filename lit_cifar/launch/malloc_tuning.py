@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 _TRIM_THRESHOLD = -1  # bytes that may be free at the heap's end before they are returned
 _MMAP_THRESHOLD = -3  # bytes from which a block lies outside the heap
 _MMAP_MAX = -4  # blocks that may lie outside the heap, where freeing a block returns it
+_NEVER = 2**31 - 1
 
 
 class KeepFreedMemory(Callback):
@@ -28,7 +29,7 @@ def keep_freed_memory() -> None:
     Source: mallopt(3), M_TRIM_THRESHOLD and M_MMAP_MAX.
     """
     libc = ctypes.CDLL(None)
-    libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+    libc.mallopt(_TRIM_THRESHOLD, _NEVER)
     libc.mallopt(_MMAP_MAX, 0)
 
 

@@ -15,6 +15,8 @@ from lit_cifar.launch.addresses import address_of, loopback_interface, named_int
 from lit_cifar.launch.startup import die_with_parent
 from lit_cifar.launch.torchrun import torchrun_variables
 
+_PIPE_BYTES = 2**20  # more than a pipe holds
+
 
 class NodeProcesses:
     """Starts processes, hands over their output, and ends them; they never outlive the thread that starts them."""
@@ -69,6 +71,6 @@ def reserved_port(address: str) -> Iterator[int]:
 
 def _new(pipe: int) -> bytes:
     try:
-        return os.read(pipe, 2**20)
+        return os.read(pipe, _PIPE_BYTES)
     except BlockingIOError:
         return b""

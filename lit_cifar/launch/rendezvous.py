@@ -25,6 +25,8 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError, one_line
 from lit_cifar.launch.addresses import LOOPBACK, listen_only_on, loopback_interface
 
+_LAST_PORT = 65535
+
 
 class LocalEnvironment(LightningEnvironment):
     """Processes that Lightning starts on this machine; the one that starts them keeps the store."""
@@ -125,7 +127,7 @@ def open_store(address: str, *, port: int = 0, only_there: bool = False) -> TCPS
 def given_port() -> int:
     """The port in `MASTER_PORT`; 0 if it is not set."""
     text = os.environ.get("MASTER_PORT", "0")
-    if not text.isdecimal() or int(text) > 65535:
+    if not text.isdecimal() or int(text) > _LAST_PORT:
         problem = f"MASTER_PORT={text} in the environment is not a port"
         raise ConfigError(problem, remedy="unset MASTER_PORT, or export MASTER_PORT=29500")
     return int(text)
