@@ -40,9 +40,11 @@ from lit_cifar.checks.relations.judging import RELATIONS, _in_windows, judged
 from lit_cifar.checks.relations.loaders import Loaders, is_divided
 from lit_cifar.checks.relations.mirror import mirror, mirrored
 from lit_cifar.checks.relations.own_resume import guessed
+from lit_cifar.checks.relations.parts import TrainedParts
 from lit_cifar.checks.relations.plan import Limits, RunPlan, Script, Target, Trace
 from lit_cifar.checks.relations.ranks import Drawn
 from lit_cifar.checks.relations.runs import Runs, are_same_samples, first_apart, other_samples
+from lit_cifar.checks.relations.trained import Observer, nothing_changes
 from lit_cifar.checks.relations.workers import ByWorkers, Order, Orders, same_orders, workers
 from lit_cifar.checks.verdict import Verdict
 
@@ -230,6 +232,16 @@ def test_a_draw_is_known_by_the_generator_that_makes_it() -> None:
         draws.note()
         found.append(trace.part(Drawn))
     assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.parametrize(("norms", "says"), [((1.0, 2.0), ""), ((1.0, 1.0), "no parameter changes in 2 steps")])
+def test_a_training_that_ends_with_its_first_weights_has_changed_them(norms: tuple[float, float], says: str) -> None:
+    observer = Observer(trace := Trace(norms=[*norms]), TrainedParts(None, ()))
+    optimizer = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
+    for norm in norms:
+        observer.follow_step(optimizer, norm)
+    assert nothing_changes(trace).startswith(says)
+    assert bool(nothing_changes(trace)) == bool(says)
 
 
 WRITER = """

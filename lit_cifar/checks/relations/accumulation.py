@@ -21,7 +21,7 @@ def accumulation(runs: Runs) -> Iterator[Verdict]:
     script = own.script
     if script.is_lightning and remarks.MANUAL in own.remarks:
         raise NotJudgedError(remarks.MANUAL)
-    if not script.is_lightning and "accumulate" not in script.knobs:
+    if "accumulate" not in script.knobs:
         raise NotJudgedError("nothing says how many microbatches a step has", _PASTE)
     pair = _Pair(runs)
     verdict = pair.verdict()
@@ -139,10 +139,9 @@ class _Pair:
         """A run in which `number` batches make a step, of so many samples if it is said; an epoch has `batches`."""
         limits = self.runs.plan.limits
         changes["limits"] = limits = replace(limits, batches=batches or limits.batches)
+        changes["knobs"] = (("accumulate", number), *([("batch_size", size)] if size else []))
         if self.own.script.is_lightning:
-            changes["trainer"] = (("accumulate_grad_batches", number), ("limit_train_batches", limits.batches))
-        else:
-            changes["knobs"] = (("accumulate", number), *([("batch_size", size)] if size else []))
+            changes["trainer"] = (("limit_train_batches", limits.batches),)
         return self.quiet.own(**changes)
 
     def _divides_batches(self) -> bool:

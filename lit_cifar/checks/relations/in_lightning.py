@@ -111,7 +111,7 @@ class InLightning(Checkpoint):
             script.ranks = 2 if "ddp" in str(strategy).lower() else 1
         else:  # a number, or the numbers of devices
             script.ranks = int(devices) if str(devices).isdigit() else 1 + str(devices).strip("[],").count(",")
-        script.accumulation = own.get("accumulate_grad_batches") or 1
+        script.calls["accumulate"] = own.get("accumulate_grad_batches") or 1
         script.epochs, script.batches = own.get("max_epochs") or 0, own.get("limit_train_batches") or 1.0
         if (most := own.get("max_steps", -1)) >= 0:
             self._watched.most_steps = min(self._watched.most_steps, most - self._watched.steps_before)
@@ -121,6 +121,7 @@ class InLightning(Checkpoint):
             "accelerator": "cpu",
             "callbacks": [one for one in callbacks if not isinstance(one, ProgressBar | ModelSummary)],
             **{"devices": plan.ranks, "num_nodes": 1},
+            "accumulate_grad_batches": dict(plan.knobs).get("accumulate", script.window),
             "strategy": "auto" if plan.ranks == 1 else _DDP if strategy == "auto" else strategy,
             "max_epochs": _at_most(limits.epochs, own.get("max_epochs")),
             "limit_train_batches": _at_most(limits.batches, own.get("limit_train_batches")),

@@ -71,13 +71,12 @@ def resumed(runs: Runs) -> Iterator[Verdict]:
         return
     batches = runs.own().reading.batches_of_epoch
     epochs = runs.own().reading.epochs_begun
-    window = script.accumulation
     after = Interruption(runs, f"{NAME} after epoch 1", StopAt(1, "epoch"), drawn(runs)).verdict()
     if epochs > 1 or batches == 1:
         yield after
     is_usual = script.saves_inside or after.outcome == "fail"
     for epoch in range(min(1, epochs - 1), epochs if batches > 1 else 0):
-        inside = epoch * batches + window * max(1, (batches + 1) // 2 // window)
+        inside = epoch * batches + script.window * max(1, (batches + 1) // 2 // script.window)
         verdict = Interruption(runs, f"{NAME} inside epoch {epoch + 1}", StopAt(inside), drawn(runs)).verdict()
         yield unused(verdict, "" if is_usual else "the script writes no checkpoint inside an epoch")
 

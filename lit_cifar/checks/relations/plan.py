@@ -111,20 +111,19 @@ class Script:
     is_lightning: bool = False
     is_distributed: bool = False  # it has made a process group
     ranks: int = 1  # processes that it asks for
-    accumulation: int = 1
     scales_loss: bool = False  # by a `GradScaler`
     has_workers: bool = False  # in some loader
     saves_inside: bool = False  # it writes checkpoints inside epochs, with Lightning
     epochs: int = 0  # of a Trainer
     batches: float = 1.0  # of an epoch of a Trainer: a number, or with a fraction a part
-    calls: dict[str, Any] = field(default_factory=dict)  # knobs and their own values; "resume", "save", "share"
+    calls: dict[str, Any] = field(default_factory=dict)  # own values of knobs, also a Trainer's; "resume", "save"...
     flags: dict[str, Flag] = field(default_factory=dict)  # of its command line, by the first of their words
     said: dict[str, str] = field(default_factory=dict)  # knobs and the flags that mean them, as the reader says
 
     @property
     def window(self) -> int:
         """Microbatches of a step."""
-        return self.accumulation if self.is_lightning else int(self.knobs.get("accumulate") or 1)
+        return int(self.knobs.get("accumulate") or 1)
 
     @property
     def by_flag(self) -> dict[str, Flag]:
