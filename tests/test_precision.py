@@ -14,7 +14,7 @@ from lit_cifar.models.precision import choose_fast
 NAMES = ("trainer.precision", "model.channels_last", "trainer.benchmark", "model.optimizer.init_args.fused")
 CHOSEN_ON_CPU, CHOSEN_ON_GPU = ("bf16-mixed", True, None, None), ("bf16-mixed", True, True, True)
 OTHERS = {"trainer.deterministic": None, "trainer.num_nodes": 1, "trainer.strategy": "ddp", "virtual_replicas": None}
-OTHERS |= {"model.network": None, "model.optimizer.class_path": "lit_cifar.NesterovSGD"}
+OTHERS |= {"trainer.plugins": None, "model.network": None, "model.optimizer.class_path": "lit_cifar.NesterovSGD"}
 
 
 def settings(accelerator: str = "cpu", **given: Any) -> Namespace:
@@ -40,6 +40,7 @@ def settings(accelerator: str = "cpu", **given: Any) -> Namespace:
         (True, {"trainer__deterministic": True}, (None, None, None, None)),
         (True, {"trainer__num_nodes": 2}, (None, None, None, None)),
         (True, {"virtual_replicas": 4}, (None, None, None, None)),
+        (True, {"trainer__plugins": ["MixedPrecision"]}, (None, None, None, None)),
         (True, {"model__network": Namespace(class_path="torch.nn.Flatten")}, (None, None, None, None)),
     ],
 )

@@ -32,19 +32,20 @@ def choose_fast(arguments: Namespace, *, before: Mapping[str, Any] | None) -> st
     """Fill in what is fast on this machine where the `arguments` of a fit leave it open; the choice in words, if any.
 
     With instructions for bfloat16 it is bf16-mixed and channels_last; on a GPU also cuDNN's search and an optimizer in
-    one kernel. Nothing is chosen beside a precision of the user's, where results are to be exact, for a network of the
-    user's own, which may need another layout, and on several machines, whose processors may differ. A training that
-    goes on has the settings of `before`, as others round differently; they are None for a new one.
+    one kernel. Nothing is chosen beside a precision or plugin of the user's, where results are to be exact, for a
+    network of the user's own, which may need another layout, and on several machines, whose processors may differ. A
+    training that goes on has the settings of `before`, as others round differently; they are None for a new one.
     """
     trainer = arguments.trainer
     is_on_gpu = torch.cuda.is_available() and trainer.accelerator != "cpu"
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if is_on_gpu else cpu_has_bf16()
     is_exact = trainer.deterministic or arguments.virtual_replicas is not None
     has_others = trainer.num_nodes > 1 or int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1
+    is_own = arguments.model.network is not None or trainer.plugins is not None
     was_left_open = trainer.precision is None
     if before is not None:
         chosen = {name: _setting(before, name) for name in (*_FAST, *_FAST_ON_GPU)}
-    elif has_bf16 and not (is_exact or has_others or arguments.model.network) and trainer.precision in _ALIKE:
+    elif has_bf16 and not (is_exact or has_others or is_own) and trainer.precision in _ALIKE:
         takes_fused = trainer.strategy in _FUSED_MODES and arguments.model.optimizer.class_path in _FUSED
         chosen = _FAST | (_FAST_ON_GPU | {_FUSED_FLAG: takes_fused or None} if is_on_gpu else {})
     else:
