@@ -8,8 +8,10 @@ import yaml
 from commands import TINY, run_here
 from jsonargparse import Namespace
 
+from lit_cifar.errors import ConfigError
 from lit_cifar.models import precision
-from lit_cifar.models.precision import choose_fast
+from lit_cifar.models.precision import choose_fast, keep_choice
+from lit_cifar.reporting.run_folder import of_checkpoint
 
 NAMES = ("trainer.precision", "model.channels_last", "trainer.benchmark", "model.optimizer.init_args.fused")
 CHOSEN_ON_CPU, CHOSEN_ON_GPU = ("bf16-mixed", True, None, None), ("bf16-mixed", True, True, True)
@@ -51,7 +53,7 @@ def test_what_is_fast_here_and_left_open_is_chosen(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: has_bf16)
     asked = settings(accelerator, **given)
-    said = choose_fast(asked, before=None)
+    said = choose_fast(asked)
     if chosen is ...:
         chosen = CHOSEN_ON_CPU if accelerator == "cpu" else CHOSEN_ON_GPU
     assert tuple(asked.get(name) for name in NAMES) == chosen
@@ -67,15 +69,27 @@ def test_no_fused_optimizer_is_chosen_where_it_is_refused(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)
     asked = settings("auto", **given)
-    choose_fast(asked, before=None)
+    choose_fast(asked)
     assert tuple(asked.get(name) for name in NAMES) == ("bf16-mixed", True, True, None)
 
 
 def test_what_a_user_has_said_no_to_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "cpu_has_bf16", lambda: True)
     asked = settings(model__channels_last=False)
-    choose_fast(asked, before=None)
+    choose_fast(asked)
     assert tuple(asked.get(name) for name in NAMES) == ("bf16-mixed", False, None, None)
+
+
+@pytest.mark.parametrize("wrong", [{"trainer": {"precision": ["bf16"]}}, {"model": {"channels_last": "yes"}}])
+def test_settings_that_no_run_has_are_not_kept(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="is not what a run writes"):
+        keep_choice(settings(), before=wrong, source=Path("config.yaml"))
+
+
+def test_settings_beside_a_checkpoint_of_another_folder_are_not_its_runs(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    assert of_checkpoint(tmp_path / "saved/last.ckpt") is None
+    assert of_checkpoint(tmp_path / "checkpoints/last.ckpt") == tmp_path
 
 
 @pytest.mark.parametrize("resume", ["--resume=auto", "--ckpt_path={}/checkpoints/last.ckpt"])

@@ -39,7 +39,7 @@ from lit_cifar.launch import startup
 from lit_cifar.launch.signals import handlers_put_back, signals_to_spawned
 from lit_cifar.launch.world_size import as_list, check_processes, resolve_world_size
 from lit_cifar.models import DEFAULT_ARCH
-from lit_cifar.models.precision import choose_fast
+from lit_cifar.models.precision import choose_fast, keep_choice
 from lit_cifar.reporting import run_folder
 from lit_cifar.reporting.figures import EvaluationFigures
 from lit_cifar.reporting.loggers import logger_below, run_loggers
@@ -188,14 +188,15 @@ class CLI(LightningCLI):
         self._classes = source.classes
         model.num_classes, model.image_size = len(source.classes), source.image_size
         if self._subcommand == "fit":
-            self._choice = choose_fast(self._arguments, before=self._settings_before())
+            self._choose_fast()
 
-    def _settings_before(self) -> dict[str, Any] | None:
-        """The settings of the training that this fit continues, as far as they are known; None of a new one."""
-        if self._arguments.ckpt_path is None or self._start.has_weights_alone:
-            return None
-        folder = Path(self._arguments.ckpt_path).parent.parent
-        return run_folder.read_config(folder) if (folder / CONFIG).is_file() else {}
+    def _choose_fast(self) -> None:
+        """Choose what is fast for a new training; one that goes on keeps that of its run, if known."""
+        checkpoint = self._arguments.ckpt_path
+        if checkpoint is None or self._start.has_weights_alone:
+            self._choice = choose_fast(self._arguments)
+        elif (folder := run_folder.of_checkpoint(Path(checkpoint))) is not None:
+            keep_choice(self._arguments, before=run_folder.read_config(folder), source=folder / CONFIG)
 
     def instantiate_classes(self) -> None:
         """Build data, model and trainer; an error of their constructors is a mistake in the user's input.

@@ -14,7 +14,7 @@ trained in `dp`, `ddp`, `ddp_spawn` and `fsdp2`. It may tell more about itself:
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from torch import nn
@@ -58,7 +58,7 @@ def tensor_split_of(network: nn.Module) -> dict[str, SplitKind]:
     return {
         f"{name}.{layer}" if name else layer: part
         for name, module in network.named_modules()
-        for layer, part in getattr(module, "tensor_split", {}).items()
+        for layer, part in _own_split(module).items()
     }
 
 
@@ -67,10 +67,14 @@ def num_tensor_parts(network: nn.Module) -> int:
     return math.gcd(*(count for module in network.modules() for count in _numbers_of_parts(module)))
 
 
+def _own_split(module: nn.Module) -> Mapping[str, SplitKind]:
+    return getattr(module, "tensor_split", {})
+
+
 def _numbers_of_parts(module: nn.Module) -> Iterator[int]:
     """Channels of each layer that begins a split, or the groups of a module whose channels belong together."""
     together: int | None = getattr(module, "tensor_parts", None)
-    for layer, part in getattr(module, "tensor_split", {}).items():
+    for layer, part in _own_split(module).items():
         if part in ("columns", "head"):
             num_outputs, num_inputs = module.get_submodule(layer).weight.shape[:2]  # type: ignore[index]
             yield num_inputs if part == "head" else together or num_outputs

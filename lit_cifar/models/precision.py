@@ -28,13 +28,12 @@ def cpu_has_bf16() -> bool:
     return cpus.exists() and not _CPU_FLAGS.isdisjoint(cpus.read_text().split())
 
 
-def choose_fast(arguments: Namespace, *, before: Mapping[str, Any] | None) -> str:
+def choose_fast(arguments: Namespace) -> str:
     """Fill in what is fast on this machine where the `arguments` of a fit leave it open; the choice in words, if any.
 
     With instructions for bfloat16 it is bf16-mixed and channels_last; on a GPU also cuDNN's search and an optimizer in
     one kernel. Nothing is chosen beside a precision or plugin of the user's, where results are to be exact, for a
-    network of the user's own, which may need another layout, and on several machines, whose processors may differ. A
-    training that goes on has the settings of `before`, as others round differently; they are None for a new one.
+    network of the user's own, which may need another layout, and on several machines, whose processors may differ.
     """
     trainer = arguments.trainer
     is_on_gpu = torch.cuda.is_available() and trainer.accelerator != "cpu"
@@ -42,18 +41,35 @@ def choose_fast(arguments: Namespace, *, before: Mapping[str, Any] | None) -> st
     is_exact = trainer.deterministic or arguments.virtual_replicas is not None
     has_others = trainer.num_nodes > 1 or int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1
     is_own = arguments.model.network is not None or trainer.plugins is not None
-    was_left_open = trainer.precision is None
-    if before is not None:
-        chosen = {name: _setting(before, name) for name in (*_FAST, *_FAST_ON_GPU)}
-    elif has_bf16 and not (is_exact or has_others or is_own) and trainer.precision in _ALIKE:
-        takes_fused = trainer.strategy in _FUSED_MODES and arguments.model.optimizer.class_path in _FUSED
-        chosen = _FAST | (_FAST_ON_GPU | {_FUSED_FLAG: takes_fused or None} if is_on_gpu else {})
-    else:
+    if not has_bf16 or is_exact or has_others or is_own or trainer.precision not in _ALIKE:
         return ""
+    chosen = _FAST
+    if is_on_gpu:
+        takes_fused = trainer.strategy in _FUSED_MODES and arguments.model.optimizer.class_path in _FUSED
+        chosen = _FAST | _FAST_ON_GPU | {_FUSED_FLAG: takes_fused or None}
+    was_left_open = trainer.precision is None
+    _fill_in(arguments, chosen)
+    return _CHOICE if was_left_open else ""
+
+
+def keep_choice(arguments: Namespace, *, before: Mapping[str, Any], source: Path) -> None:
+    """Give a fit that goes on the choice of its run `before`, from the file `source`, as others round differently.
+
+    Raises a `ConfigError` for settings that no run has.
+    """
+    chosen = {name: _setting(before, name) for name in (*_FAST, *_FAST_ON_GPU)}
+    for name, value in chosen.items():
+        kinds = (str, int) if name == "trainer.precision" else (bool,)
+        if value is not None and not isinstance(value, kinds):
+            problem = f"{name} in {source} is not what a run writes there"
+            raise ConfigError(problem, remedy="move it away and pass the flags instead")
+    _fill_in(arguments, chosen)
+
+
+def _fill_in(arguments: Namespace, chosen: Mapping[str, Any]) -> None:
     for name, value in chosen.items():
         if value is not None and arguments.get(name) is None:
             arguments[name] = value
-    return _CHOICE if was_left_open and before is None else ""
 
 
 def _setting(settings: Any, name: str) -> Any:

@@ -136,6 +136,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_settings(file_in(folder, CONFIG, remedy="name the folder of a run"))
 
 
+def of_checkpoint(path: Path) -> Path | None:
+    """The run folder in which a checkpoint lies, if it has the settings of its run."""
+    folder = path.parent.parent
+    return folder if path.parent.name == "checkpoints" and (folder / CONFIG).exists() else None
+
+
 def read_settings(path: Path) -> dict[str, Any]:
     """The settings in a file; a `ConfigError` for one that they cannot be in, such as one that grows.
 
@@ -148,7 +154,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     except (OSError, RecursionError, ValueError, yaml.YAMLError):
         settings = None
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path} is not what a run writes there", remedy="pass the flags instead")
+        raise ConfigError(f"{path} is not what a run writes there", remedy="move it away and pass the flags instead")
     return settings
 
 

@@ -14,7 +14,7 @@ from lit_cifar.errors import printable
 from lit_cifar.mode import Layout, mode_of
 from lit_cifar.reporting.environment import environment
 from lit_cifar.reporting.output import leave_out_banners, outlast_streams
-from lit_cifar.reporting.run_folder import CONFIG, run_folder
+from lit_cifar.reporting.run_folder import CONFIG, of_checkpoint, run_folder
 
 FILE_NAME = "environment.json"
 
@@ -190,7 +190,7 @@ def next_steps(folder: Path, stage: str, *, checkpoint: Path | None = None) -> l
     if checkpoint is not None:
         config = folder / CONFIG
         words = (f"--config {shown(config)} " if config.exists() else "") + f"--ckpt_path {shown(checkpoint)}"
-        if config.exists() and checkpoint.parent == folder / "checkpoints":
+        if of_checkpoint(checkpoint) == folder:
             words = shown(folder)
         lines.append(_line("test it", f"python -m lit_cifar test {words}"))
     return lines
