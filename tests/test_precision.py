@@ -73,6 +73,12 @@ def test_no_fused_optimizer_is_chosen_where_it_is_refused(
     assert tuple(asked.get(name) for name in NAMES) == ("bf16-mixed", True, True, None)
 
 
+def test_nothing_is_chosen_under_a_launcher_on_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "cpu_has_bf16", lambda: True)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert choose_fast(settings()) == ""
+
+
 def test_what_a_user_has_said_no_to_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "cpu_has_bf16", lambda: True)
     asked = settings(model__channels_last=False)
