@@ -146,3 +146,13 @@ def test_a_script_that_cannot_run_here_has_a_place_and_a_remedy(name: str, home:
     output = said(home, "train.py", "--limit=3" if name == "never ends" else "--limit=60")
     assert re.match(f"CRASH   run .*{reason}", output, flags=re.M), output
     assert len(output.splitlines()[0]) < 600
+
+
+@pytest.mark.parametrize(("words", "steps"), [([], 9), (["--steps=20"], 20)])
+def test_a_slow_training_is_cut_short_and_judged(
+    words: list[str], steps: int, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lit_cifar.checks.relations.runs._SLOW", 0.01)
+    Path("train.py").write_text(f"{STEPS}\ntrain(40, wait=0.05)")
+    output = said(home, "train.py", *words)
+    assert re.search(rf"^PASS    what is trained .*\(the first {steps} steps\)$", output, flags=re.M), output

@@ -61,8 +61,8 @@ def main(args: list[str]) -> int:
     options = relations_parser().parse_args(words)
     file = writable(options.json)
     target = _target(options, arguments)
-    evaluated = -(-options.batches // _RANKS) * _RANKS
-    limits = Limits(batches=options.batches, epochs=options.epochs, steps=options.steps, evaluated=evaluated)
+    evaluated = dict.fromkeys(("evaluated", "undivided"), -(-options.batches // _RANKS) * _RANKS)
+    limits = Limits(batches=options.batches, epochs=options.epochs, steps=options.steps, **evaluated)
     how = {"limit_s": options.limit, "made_data": options.fake_data, "on_own_devices": options.gpu}
     chosen, verdicts = _chosen(options), []
     for verdict in judged(target, chosen, limits=limits, **how):

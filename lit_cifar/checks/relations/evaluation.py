@@ -105,7 +105,8 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
     for way, size in _IN_BATCHES.items():
         others = runs.planned(asks=EvaluateInBatches(size))
         if by_hand:
-            others = runs.with_limits(evaluated=_ALL).planned(knobs=(("evaluation_batch", size or _ALL),))
+            unlimited = runs.with_limits(evaluated=_ALL, undivided=_ALL)
+            others = unlimited.planned(knobs=(("evaluation_batch", size or _ALL),))
         other = others.own()
         if first_apart(own.norms, other.norms, runs.limit) is not None:
             raise NotJudgedError("with other batches wherever no gradient is made, it trains other weights")

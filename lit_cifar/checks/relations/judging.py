@@ -39,6 +39,9 @@ RELATIONS: dict[str, Relation] = {
 _WAYS = [(*way, double) for way in ((1, False), (1, True), (2, False)) for double in (True, False)]
 
 
+_SHORT = Limits(batches=3, steps=9, evaluated=6, undivided=1)  # for a slow training
+
+
 def judged(
     target: Target, relations: Mapping[str, Relation], *, limits: Limits, limit_s: float, **how: Any
 ) -> Iterator[Verdict]:
@@ -75,9 +78,17 @@ def _said(name: str, relation: Relation, runs: Runs) -> Iterator[Verdict]:
         yield Verdict(name, "crash", f"{type(error).__name__}: {one_line(error)}")
 
 
+def _first(runs: Runs, limits: Limits) -> Trace:
+    """The first run; if it is slow and the reader has set no limits, one that is cut short, as all later ones are."""
+    runs.plan = replace(runs.plan, limits=limits)
+    if limits == Limits() and runs.is_slow():
+        runs.plan = replace(runs.plan, limits=_SHORT)
+    return runs.own()
+
+
 def _found_way(runs: Runs) -> str:
     """Change the common plan to the first way to run the training that ends without an error; say what it is like."""
-    is_own = runs.plan.on_own_devices
+    is_own, limits = runs.plan.on_own_devices, runs.plan.limits
     errors: list[RunError] = []
     said: list[str] = []
     for place in ("",) if is_own else ("", "with the CPU in place of CUDA"):
@@ -85,11 +96,11 @@ def _found_way(runs: Runs) -> str:
         for number, torchrun, double in [way for way in _WAYS if not (is_own and way[-1])]:
             runs.plan = replace(runs.plan, double=double, torchrun=torchrun, ranks=number, without_gpu=bool(place))
             try:
-                names = runs.own().part(Made)
+                names = _first(runs, limits).part(Made)
             except RunError as error:
                 errors.append(error)
                 by_way[number, torchrun, double] = str(error)
-                if error.end.is_late or is_final(error.end):
+                if (error.end.is_late and not double) or is_final(error.end):
                     raise _with_remedies(str(error), runs, errors) from None
                 continue
             data = f"on made samples in place of {', '.join(names)}" if names else ""

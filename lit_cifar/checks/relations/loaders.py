@@ -115,8 +115,13 @@ class Loaders:
         imposed = self._plan.imposed
         if imposed and (own := dict(imposed.lengths).get(self._number(loader))) is not None:
             return -(-own // imposed.window) * imposed.parts
-        most = self._plan.limits.batches if self._watched.phase() == "train" else self._plan.evaluated
+        most = self._plan.limits.batches if self._watched.phase() == "train" else self._most_evaluated
         return min(int(length(loader)), most)
+
+    @property
+    def _most_evaluated(self) -> int:
+        script = self._trace.script
+        return self._plan.evaluated if script.is_lightning or script.is_distributed else self._plan.limits.undivided
 
     def _training(self, loader: Any, iterate: Any) -> Iterator[Any]:
         number, part, reading = self._number(loader), self._trace.script.batches, self._trace.reading
@@ -152,9 +157,10 @@ class Loaders:
 
     def _evaluated(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         self._watched.is_evaluating = True
-        own = [*self._fetched(islice(batches, self._plan.evaluated))]
+        most = self._most_evaluated
+        own = [*self._fetched(islice(batches, most))]
         size, asked, seen = self._watched.evaluation_batch, self._asked, self._trace.part(Evaluations)
-        is_cut = len(own) == self._plan.evaluated and next(batches, None) is not None
+        is_cut = len(own) == most and next(batches, None) is not None
         if is_cut:
             is_stream = isinstance(loader.dataset, IterableDataset)
             seen.cut = f"{len(own)} of {'more' if is_stream else self._length_of(loader)} batches of an evaluation"

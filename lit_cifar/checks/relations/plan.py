@@ -5,6 +5,7 @@ down for it is another class, which a trace gives by `part`.
 """
 
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ class Limits:
     epochs: int = 3  # of a Trainer
     steps: int = 96  # of the optimizers; the training ends after it
     evaluated: int = 12  # batches of an evaluation, by all ranks
+    undivided: int = 12  # the same, of a training that makes no ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,7 @@ class RunPlan:
     imposed: Imposed | None = None
     asks: Any = None  # what the relation asks beyond this
     repetition: int = 0
+    most_s: float = field(default=inf, compare=False)  # of training: it is ended, and is then no run of this plan
 
     @property
     def evaluated(self) -> int:
@@ -164,6 +167,7 @@ class Trace:
     script: Script = field(default_factory=Script)
     reading: Reading = field(default_factory=Reading)
     steps: int = 0
+    seconds: float = 0.0  # since the first batch
     samples: list[list[int]] = field(default_factory=list)  # digests of those of each step
     norms: list[float] = field(default_factory=list)  # of all parameters, after each step
     first: list[int] = field(default_factory=list)  # digests of parameters before the first step, as they were made

@@ -23,6 +23,7 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
     """Train on two processes; then give one process the batches of both, joined."""
     own = runs.own()
     script = own.script
+    runs = runs.with_limits(undivided=runs.plan.limits.evaluated)  # one process evaluates what two divide
     on_two = runs.planned(ranks=2, quiet=True)
     two = on_two.run(record=True)
     if not two[0].script.is_distributed:

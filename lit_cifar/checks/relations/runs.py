@@ -34,6 +34,7 @@ TRAINED = _KINDS[:3]
 METRIC = "kept/metric."  # begins the names of Lightning's
 # What a process of a run imports before the script.
 _PRELOAD = ("lit_cifar.checks.relations.in_lightning", "lit_cifar.checks.relations.loaders")
+_SLOW = 1 / 8  # of the limit of a run, of which relations need some ten
 State: TypeAlias = dict[str, Any]  # tensors and numbers by name
 
 
@@ -79,6 +80,14 @@ class Runs:
         if plan not in self._made:
             self._made[plan] = self._start(plan)
         return self._made[plan]
+
+    def is_slow(self) -> bool:
+        """Whether the training takes a large part of the limit of a run: it is then ended, and forgotten."""
+        most_s = self.limit_s * _SLOW
+        slow = any(trace.seconds > most_s for trace in self.ended(most_s=most_s))
+        if slow:
+            del self._made[self.plan]
+        return slow
 
     def own(self, **changes: Any) -> Trace:
         """Rank 0 of a run with these changes: without any, of the training as the script has it."""

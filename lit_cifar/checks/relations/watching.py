@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 from unittest import mock
 
@@ -53,6 +54,7 @@ class Watched:
         self._has_trained = self._is_saved = self._is_in_batch = False
         self._has_evaluated = False  # since the last step
         self._batch_of_step = 0
+        self._began = perf_counter()
 
     def _own_phase(self) -> str:
         """Of a plain loop: it evaluates without gradients, or with a model in eval mode that is else trained."""
@@ -204,14 +206,16 @@ class Watched:
         """Called before each batch and call of training: end the training if it is time."""
         self.look_for_step()
         self._writes.close()
+        self.trace.seconds = perf_counter() - self._began
         self.trace.end.at_limit = self.trace.steps >= self.most_steps
-        if self._is_saved or self.trace.end.at_limit:
+        if self._is_saved or self.trace.end.at_limit or self.trace.seconds > self.plan.most_s:
             raise Ended
 
     def begins(self) -> None:
         """Note what the training begins with, the first time."""
         if not self.trace.first:
             self._observer.begins()
+            self._began = perf_counter()
         self.parts.to_spoil.clear()  # whatever is loaded from now on is no checkpoint to go on from
         if self.go_on and not self.trace.part(Checkpoints).resumed:
             self.trace.part(Checkpoints).resumed = self.parts.snapshot()
@@ -234,6 +238,7 @@ class Watched:
         self.look_for_step()
         parts, trace = self.parts, self.trace
         self._writes.close()
+        trace.seconds = perf_counter() - self._began
         trace.state = trace.state or parts.snapshot()
         trace.part(Checkpoints).models = len(outermost(parts.roots))
         if any(isinstance(parameter, DTensor) for parameter in owned_by(parts.optimizers)):
