@@ -1,11 +1,11 @@
 """Judges every case by `python -m lit_cifar relations`, with its bug and mended, and writes what was found.
 
-    python benchmarks/silent_bugs/relate.py --out RECORD.json [CASE ...]
+    python benchmarks/silent_bugs/relate.py --out RECORD.json [--unedited] [CASE ...]
 
-A project in plain PyTorch gets the calls of `lit_cifar.relations` by `related.patch`; one with Lightning is judged as
-it is. A bug is "found" if a relation fails that does not fail in the mended twin, "noted" if a verdict is a
-note, an abstention or a crash that the mended twin has not, with whatever numbers and names. Each failure of the mended
-twin is a false alarm, also one by a mistake of the installed library.
+A project in plain PyTorch gets the calls of `lit_cifar.relations` by `related.patch`; one with Lightning, and with
+`--unedited` each, is judged as it is. A bug is "found" if a relation fails that does not fail in the mended twin,
+"noted" if a verdict is a note, an abstention or a crash that the mended twin has not, with whatever numbers and names.
+Each failure of the mended twin is a false alarm, also one by a mistake of the installed library.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
@@ -40,13 +41,14 @@ def verdicts(script: Path, *, bug: bool) -> list[Verdict]:
         return list(judged(Target(program=str(script), folder=folder), RELATIONS, limits=LIMITS, limit_s=LIMIT_S))
 
 
-def row(case: str) -> dict[str, Any]:
+def row(case: str, *, unedited: bool) -> dict[str, Any]:
     """What the relations say of a case."""
     project, patch = (HERE / "cases" / case / name for name in ("project.py", "related.patch"))
+    is_patched = patch.exists() and not unedited
     start = perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, "related.py") if patch.exists() else project
-        if patch.exists():
+        script = Path(folder, "related.py") if is_patched else project
+        if is_patched:
             subprocess.run(["patch", "--silent", f"--output={script}", str(project), str(patch)], check=True)
         with_bug, mended = (verdicts(script, bug=bug) for bug in (True, False))
     seconds = perf_counter() - start
@@ -60,7 +62,7 @@ def row(case: str) -> dict[str, Any]:
     return {
         "case": case,
         **{name: of_case[name] for name in ("report", "class", "kind", "place")},
-        "added_lines": added_lines(patch) if patch.exists() else None,
+        "added_lines": added_lines(patch) if is_patched else None,
         "found": "fail" if fails else "note" if hints else "",
         "said": lines(telling)[:2],
         "relations": [verdict.relation for verdict in telling],
@@ -95,13 +97,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="Default: all.")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE")
+    parser.add_argument("--unedited", action="store_true", help="Without the calls that a patch adds.")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="Cases beside each other.")
     options = parser.parse_args()
     cases = options.cases or sorted(path.name for path in (HERE / "cases").iterdir())
     sys.path[:0] = [str(HERE.parents[1]), str(HERE)]  # a run gets these as PYTHONPATH
     record: dict[str, Any] = about() | {"limits": vars(LIMITS), "limit_s": LIMIT_S, "rows": []}
     with ProcessPoolExecutor(options.at_once, mp_context=get_context("spawn")) as pool:
-        for one in pool.map(row, cases):
+        for one in pool.map(partial(row, unedited=options.unedited), cases):
             record["rows"].append(one)
             options.out.write_text(json.dumps(record, indent=1) + "\n")
             alarm = "FALSE ALARM" if one["false_alarm"] else ""

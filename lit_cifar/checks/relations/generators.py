@@ -78,7 +78,8 @@ class Draws:
         """
 
         def drawn(draw: Any, *args: Any, **settings: Any) -> Any:
-            before = torch.get_rng_state()
+            generators = [torch.default_generator, *torch.cuda.default_generators]
+            before = [generator.get_state() for generator in generators]
             found: Tensor = draw(*args, **settings)
             self._count += 1
             samples = self._samples or []
@@ -86,14 +87,14 @@ class Draws:
                 if settings.get("generator") is not None:
                     remark()
                 return found
-            generator = torch.cuda.default_generators[found.device.index] if found.is_cuda else torch.default_generator
-            state = generator.get_state() if found.is_cuda else before
+            device = found.device.index + 1 if found.is_cuda else 0
+            generator = generators[device]
             with torch.no_grad():
                 for place, sample in enumerate(samples):
                     generator.manual_seed(hash((self._trace.steps, self._count, sample)) % 2**63)
                     of_row = {name: _of_row(value, place, found) for name, value in settings.items()}
                     found[place] = draw(*(_of_row(value, place, found) for value in args), **of_row)[0]
-            generator.set_state(state)
+            generator.set_state(before[device])
             return found
 
         def of_sizes(draw: Any, *sizes: Any, **settings: Any) -> Any:

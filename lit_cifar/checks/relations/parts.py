@@ -136,6 +136,8 @@ def _add_optimizer(found: dict[str, Any], optimizer: Optimizer, prefix: str, nam
     for group_number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             name = prefix + names.get(id(parameter), f"group {group_number}.{place}")
+            if not isinstance(parameter, nn.Parameter):  # a tensor of the script's own, which is in no module
+                _add(found, f"weights/{name}", parameter)
             for what, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor | Real):
                     _add(found, f"optimizer/{name}.{what}", value)
