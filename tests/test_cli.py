@@ -61,7 +61,7 @@ def test_training_goes_on_without_a_usable_stream(
     with contextlib.redirect_stdout(broken):
         main(["fit", *TINY, "--trainer.enable_progress_bar=true", f"--run_dir={tmp_path / 'run'}"])
     with contextlib.redirect_stderr(broken), pytest.raises(SystemExit, match="2"):
-        main(["modes", "--nonsense"])
+        main(["doctor", "--nonsense"])
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
     assert capsys.readouterr().err == told
     if broken is not None:

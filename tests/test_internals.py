@@ -22,7 +22,7 @@ import lit_cifar
 from lit_cifar import Watchdog, internals
 from lit_cifar.checks.replica_audit.replicas import why_not_compared
 from lit_cifar.errors import ConfigError
-from lit_cifar.tools.doctor.command import check_internals
+from lit_cifar.tools.doctor import check_internals
 
 PACKAGE = Path(lit_cifar.__file__).parent
 LEAVES = {name for _, name, _ in internals.each()} | {"_get_init_p2p_neighbors_ops"}  # torch 2.15 has it no more

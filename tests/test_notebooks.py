@@ -158,7 +158,7 @@ def test_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path, monkeypatch
     NotebookClient(notebook, timeout=280, startup_timeout=120, kernel_name="python3", resources=resources).execute()
 
 
-COMMANDS = {"modes": "print('ddp_spawn')", "fail": "raise SystemExit('--model.arch')"}
+COMMANDS = {"doctor": "print('ddp_spawn')", "fail": "raise SystemExit('--model.arch')"}
 
 
 def start(command: str) -> runs.Run:
@@ -168,18 +168,18 @@ def start(command: str) -> runs.Run:
 
 def test_a_run_returns_what_the_command_printed_or_raises_its_last_lines(capfd: pytest.CaptureFixture[str]) -> None:
     import_module("ipykernel")  # as another test may have done: that makes no notebook
-    done = start("modes").wait()
+    done = start("doctor").wait()
     assert (done.process.returncode, done.output) == (0, "ddp_spawn\n")
-    assert capfd.readouterr().out.startswith("lit_cifar modes: done after ")
+    assert capfd.readouterr().out.startswith("lit_cifar doctor: done after ")
     with pytest.raises(RuntimeError, match=r"(?s)lit_cifar fail: exit status 1\n.*--model.arch"):
         start("fail").wait()
 
 
 def test_runs_print_and_fail_as_on_the_command_line(capfd: pytest.CaptureFixture[str]) -> None:
-    assert "ddp_spawn" in runs.run("modes")
-    assert capfd.readouterr().out.startswith("lit_cifar modes: 1 run done after ")
+    assert "ddp_spawn" in runs.run("doctor")
+    assert capfd.readouterr().out.startswith("lit_cifar doctor: 1 run done after ")
     with pytest.raises(RuntimeError, match=r"(?s)lit_cifar fit: exit status 2\n.*--model.arch"):
-        runs.run_all([["modes"], ["fit", "--model.arch=none"]], at_once=2)
+        runs.run_all([["doctor"], ["fit", "--model.arch=none"]], at_once=2)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import yaml
 from documents import PAGES, ROOT, SCRIPTS, blocks, commit_of, exists_at, inline_commands, is_in_history, parser_of
 from torch.distributed.run import get_args_parser
 
-from lit_cifar.tools.doctor.command import doctor_parser
+from lit_cifar.tools.doctor import doctor_parser
 from lit_cifar.tools.ray import ray_parser
 from lit_cifar.tools.relations import relations_parser
 from lit_cifar.tools.verify.command import verify_parser
@@ -90,8 +90,6 @@ def check_command(words: Sequence[str]) -> None:
 
 def check_program(args: list[str]) -> None:
     match args[0]:
-        case "modes":
-            assert args == ["modes"]
         case "doctor":
             doctor_parser().parse_args(args[1:])
         case "ray":

@@ -32,6 +32,7 @@ INSTEAD: dict[str, str] = {
     "doctor --json": "its exit status, and `python -m torch.utils.collect_env`",
     "doctor --run_dir": "fit, which refuses a folder that it cannot write to",
     "export": "torch.export and torch.onnx: docs/data-and-networks.md has the lines",
+    "modes": "doctor, which lists them",
     "report": "tensorboard --logdir runs, or the notebooks",
     # Data.
     "--data.augment.small_epochs": "leave it out",

@@ -43,7 +43,7 @@ _TEXTS = {
     "RUN_FOLDER/checkpoints/best.ckpt.",
     "weights_only": "Has no effect: only tensors and primitives are read from a checkpoint, and false is refused.",
     "trainer.accelerator": "Kind of device: cpu, gpu, or auto, which takes GPUs if there are any.",
-    "trainer.strategy": "Mode of parallelism, as dp, ddp, ddp_spawn, mp, pp, fsdp2 or tp. `python -m lit_cifar modes` "
+    "trainer.strategy": "Mode of parallelism, as dp, ddp, ddp_spawn, mp, pp, fsdp2 or tp. `python -m lit_cifar doctor` "
     "lists them all, and which of them run on this machine.",
     "trainer.devices": "Number of devices on each machine: GPUs, or on the CPU processes or virtual devices.",
     "trainer.num_nodes": "Number of machines, on which torchrun or srun starts the processes.",

@@ -21,9 +21,8 @@ _COMMANDS = {
     "check": {
         "verify": "Compare modes with the one device that each must equal.",
         "relations": "Run your own script in pairs that must train the same model.",
-        "doctor": "Whether this machine is fit to train in parallel.",
+        "doctor": "Which modes run on this machine, how to start them, and whether it is fit to.",
     },
-    "inspect": {"modes": "Which modes run on this machine, and how to start them."},
 }
 _COUNTS = ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS"]
 _COUNTS += ["SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_NODEID"]

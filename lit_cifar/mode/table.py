@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A mode, as `python -m lit_cifar modes` lists it."""
+    """A mode, as `python -m lit_cifar doctor` lists it."""
 
     name: str  # as in `--trainer.strategy` and `configs/modes/`; "single" is one device without a strategy
     splits: str  # what is divided, and over what

@@ -5,8 +5,7 @@ from importlib import import_module
 
 # The module of each, whose `main` takes what follows the name on the command line and returns the exit status.
 COMMANDS = {
-    "doctor": "doctor.command",
-    "modes": "doctor.modes",
+    "doctor": "doctor",
     "ray": "ray",
     "relations": "relations",
     "verify": "verify.command",

@@ -1,7 +1,8 @@
-"""`python -m lit_cifar doctor`: the modes in which this machine can train, and what speaks against one of them."""
+"""`python -m lit_cifar doctor`: the modes in which this machine can train, how, and what speaks against one of them."""
 
 import argparse
 import multiprocessing
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -11,19 +12,21 @@ from rich.console import Console
 from rich.markup import escape
 
 from lit_cifar import internals
-from lit_cifar.mode.table import MODES
+from lit_cifar.mode.table import MODES, Row
 from lit_cifar.reporting.run_report import counted
 from lit_cifar.strategies.device_copies import copy_faults
 from lit_cifar.tools import terminal
-from lit_cifar.tools.doctor.modes import ModeRow, cores_and_gpus, mode_table
 
 ALL_MODES = tuple(mode.name for mode in MODES)
 COPY_MODES = ("dp", "mp", "ddp_mp")  # in which one process copies tensors from GPU to GPU
 _TIMEOUT_S = 120.0
 _MEND_COPIES = "turn off the IOMMU or PCIe ACS in the BIOS, or boot with iommu=pt; or use ddp: docs/troubleshooting.md"
+# More stages than devices need the name of the class: a short name takes no arguments.
+_TWO_STAGES = "--trainer.strategy=LayerParallelStrategy --trainer.strategy.num_stages=2"
+_STAGES_ON_ONE_GPU = f"python -m lit_cifar fit {_TWO_STAGES} --trainer.devices=1"
 _DESCRIPTION = """\
-Whether this machine is fit to train, mode by mode: whether copies between its GPUs arrive, and whether torch and
-Lightning have the private names that a mode needs. `torch.utils.collect_env` describes the machine.
+Which modes run on this machine, and how to start them. Whether it is fit to: whether copies between its GPUs arrive,
+and torch and Lightning have the private names that a mode needs. `torch.utils.collect_env` describes the machine.
 Exit status: 0 if no fault was found, 1 if one was, 2 for arguments that cannot work."""
 
 
@@ -39,6 +42,38 @@ def main(args: list[str]) -> int:
 
 def doctor_parser() -> argparse.ArgumentParser:
     return terminal.CommandParser("doctor", description=_DESCRIPTION)
+
+
+@dataclass(frozen=True)
+class ModeRow:
+    mode: Row
+    verdict: str  # the devices, or the reason why it does not run
+    command: str  # the command to run it there
+
+
+def cores_and_gpus() -> tuple[int, int]:
+    return len(os.sched_getaffinity(0)), torch.cuda.device_count()
+
+
+def mode_table(num_cores: int, num_gpus: int) -> list[ModeRow]:
+    """Every mode on a machine: on its GPUs where they suffice, otherwise on the CPU."""
+    return [_row(mode, num_cores, num_gpus) for mode in MODES]
+
+
+def _row(mode: Row, num_cores: int, num_gpus: int) -> ModeRow:
+    command = " ".join(["python -m lit_cifar fit", *mode.flags(mode.min_devices)])
+    if mode.name == "mp" and num_gpus == 1:
+        return ModeRow(mode, "yes, all stages on the one GPU", _STAGES_ON_ONE_GPU)
+    if num_gpus >= mode.min_devices:
+        on = "1 GPU" if mode.min_devices == 1 else f"{mode.min_devices} GPUs or more"
+        return ModeRow(mode, f"yes, on {on}", command)
+    if num_gpus:
+        verdict = f"on the CPU alone: needs {mode.min_devices} GPUs"
+    elif mode.has_processes:
+        verdict = f"yes, gloo processes on {counted(num_cores, 'core')}"
+    else:
+        verdict = "yes, on the CPU" if mode.min_devices == 1 else "yes, on virtual devices of the CPU"
+    return ModeRow(mode, verdict, f"{command} --trainer.accelerator=cpu")
 
 
 @dataclass(frozen=True)
@@ -120,10 +155,15 @@ def print_page(found: Examination, out: Console) -> None:
     for label, finding in [*numbered, *(("note", note) for note in found.notes)]:
         out.print(f"[bold]{label:>5}[/] {escape(finding.problem)}")
         out.print(f"      {finding.mend}", markup=False, style="cyan", soft_wrap=True)  # commands stay whole
-    out.print("\n[bold]modes[/]")
+    modes = terminal.table("[bold]modes", ("mode", "what is split", "processes", "runs here"))
     for row in found.modes:
         numbers = ", ".join(map(str, found.against(row)))
-        out.print(f"  {row.mode.name:<13}" + (f"[red]no, see {numbers}" if numbers else f"[green]{row.verdict}"))
+        verdict = f"[red]no, see {numbers}" if numbers else f"[green]{row.verdict}"
+        modes.add_row(row.mode.name, row.mode.splits, row.mode.processes, verdict)
+    out.print(modes)
+    out.print("N: --trainer.devices; S: stages of the network, 2 by default. To run one:\n")
+    for row in found.modes:
+        out.print(f"  {row.command}", markup=False, soft_wrap=True)
     out.print("\n[bold]checks[/]")
     for check in found.checks:
         out.print(f"  {check.name:<13}{escape(check.seen)}")

@@ -1,1 +1,0 @@
-"""Whether this machine is fit to train: the commands `doctor` and `modes`."""
