@@ -221,6 +221,12 @@ def test_workers_are_judged_where_there_are_some(seen: ByWorkers, has_workers: b
     assert [verdict.outcome for verdict in workers(runs)] == [outcome]
 
 
+def test_a_tensor_of_no_module_that_an_optimizer_has_is_a_weight() -> None:
+    parts, tensor = TrainedParts(None, ()), torch.ones(2, requires_grad=True)
+    parts.optimizers.append(torch.optim.SGD([tensor]))
+    assert torch.equal(parts.snapshot()["weights/group 0.0"], torch.ones(2))
+
+
 def test_a_draw_is_known_by_the_generator_that_makes_it() -> None:
     found = []
     for seed in (1, 2, 1):
@@ -235,12 +241,6 @@ def test_a_draw_is_known_by_the_generator_that_makes_it() -> None:
 
 
 @pytest.mark.parametrize(("norms", "says"), [((1.0, 2.0), ""), ((1.0, 1.0), "no parameter changes in 2 steps")])
-def test_a_tensor_of_no_module_that_an_optimizer_has_is_a_weight() -> None:
-    parts, tensor = TrainedParts(None, ()), torch.ones(2, requires_grad=True)
-    parts.optimizers.append(torch.optim.SGD([tensor]))
-    assert torch.equal(parts.snapshot()["weights/group 0.0"], torch.ones(2))
-
-
 def test_a_training_that_ends_with_its_first_weights_has_changed_them(norms: tuple[float, float], says: str) -> None:
     observer = Observer(trace := Trace(norms=[*norms]), TrainedParts(None, ()))
     optimizer = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
