@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from case import BUG, SEED, report_loss, spawn, watch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 

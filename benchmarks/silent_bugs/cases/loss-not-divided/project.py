@@ -6,7 +6,7 @@ The loss of a micro-batch is not divided by their number: gradients are four tim
 import torch
 from case import BUG, SEED, report_loss, spawn, watch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 gradient_accumulation_steps = 4
 grad_clip = 10.0

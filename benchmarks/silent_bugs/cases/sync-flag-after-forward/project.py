@@ -7,7 +7,7 @@ communicates, the others stay on their process and the replicas drift apart.
 import torch
 from case import BUG, SEED, report_loss, spawn, watch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 grad_accum_steps = 4
 

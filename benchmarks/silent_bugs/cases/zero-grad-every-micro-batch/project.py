@@ -6,7 +6,7 @@ Gradients are cleared before each micro-batch, so a step knows only its last one
 import torch
 from case import BUG, SEED, report_loss, spawn, watch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 grad_accum_steps = 4
 
