@@ -35,6 +35,7 @@ def settings(accelerator: str = "cpu", **given: Any) -> Namespace:
     [
         (True, {}, ...),
         (True, {"trainer__precision": "bf16-mixed"}, ...),
+        (True, {"model__channels_last": False}, ...),
         (False, {}, (None, None, None, None)),
         (True, {"trainer__precision": "64-true"}, ("64-true", None, None, None)),
         (False, {"trainer__precision": "bf16-mixed"}, ("bf16-mixed", None, None, None)),
@@ -55,9 +56,10 @@ def test_what_is_fast_here_and_left_open_is_chosen(
     asked = settings(accelerator, **given)
     said = choose_fast(asked)
     if chosen is ...:
-        chosen = CHOSEN_ON_CPU if accelerator == "cpu" else CHOSEN_ON_GPU
+        usual = CHOSEN_ON_CPU if accelerator == "cpu" else CHOSEN_ON_GPU
+        chosen = tuple(given.get(name.replace(".", "__"), value) for name, value in zip(NAMES, usual, strict=True))
     assert tuple(asked.get(name) for name in NAMES) == chosen
-    assert bool(said) == (asked.trainer.precision == "bf16-mixed" and not given)
+    assert bool(said) == (asked.trainer.precision == "bf16-mixed" and "trainer__precision" not in given)
 
 
 @pytest.mark.parametrize(
@@ -79,20 +81,10 @@ def test_nothing_is_chosen_under_a_launcher_on_several_machines(monkeypatch: pyt
     assert choose_fast(settings()) == ""
 
 
-def test_what_a_user_has_said_no_to_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "cpu_has_bf16", lambda: True)
-    asked = settings(model__channels_last=False)
-    choose_fast(asked)
-    assert tuple(asked.get(name) for name in NAMES) == ("bf16-mixed", False, None, None)
-
-
 @pytest.mark.parametrize("wrong", [{"trainer": {"precision": ["bf16"]}}, {"model": {"channels_last": "yes"}}])
-def test_settings_that_no_run_has_are_not_kept(wrong: dict[str, Any]) -> None:
+def test_settings_that_are_of_no_run_are_not_kept(wrong: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not what a run writes"):
         keep_choice(settings(), before=wrong, source=Path("config.yaml"))
-
-
-def test_settings_beside_a_checkpoint_of_another_folder_are_not_its_runs(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     assert of_checkpoint(tmp_path / "saved/last.ckpt") is None
     assert of_checkpoint(tmp_path / "checkpoints/last.ckpt") == tmp_path

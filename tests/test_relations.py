@@ -45,6 +45,7 @@ from lit_cifar.checks.relations.plan import Limits, RunPlan, Script, Target, Tra
 from lit_cifar.checks.relations.ranks import Drawn
 from lit_cifar.checks.relations.runs import Runs, are_same_samples, first_apart, other_samples
 from lit_cifar.checks.relations.trained import Observer, nothing_changes
+from lit_cifar.checks.relations.watching import Watched
 from lit_cifar.checks.relations.workers import ByWorkers, Order, Orders, same_orders, workers
 from lit_cifar.checks.verdict import Verdict
 
@@ -219,6 +220,16 @@ def test_workers_are_judged_where_there_are_some(seen: ByWorkers, has_workers: b
     trace = Trace(script=Script(has_workers=has_workers), parts={ByWorkers: seen})
     runs: Any = SimpleNamespace(own=lambda **_: trace)
     assert [verdict.outcome for verdict in workers(runs)] == [outcome]
+
+
+def test_a_batch_that_is_evaluated_alone_is_no_sample_of_a_step(tmp_path: Path) -> None:
+    watched, model = Watched(RunPlan(), tmp_path, 0), torch.nn.Linear(2, 1)
+    for samples in ([1], [2]):
+        watched.begins_batch(samples, is_divided=True)
+        with torch.set_grad_enabled(samples == [1]):
+            watched._before_call(model, ())
+        watched.fetches_batch()
+    assert watched.trace.samples == [[1]]
 
 
 def test_a_tensor_of_no_module_that_an_optimizer_has_is_a_weight() -> None:

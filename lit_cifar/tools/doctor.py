@@ -99,16 +99,7 @@ class Examination:
 
     @property
     def faults(self) -> list[MachineFinding]:
-        """The findings that make the machine unfit for some mode."""
         return [finding for check in self.checks for finding in check.findings if finding.modes]
-
-    @property
-    def notes(self) -> list[MachineFinding]:
-        return [finding for check in self.checks for finding in check.findings if not finding.modes]
-
-    def against(self, row: ModeRow) -> dict[int, MachineFinding]:
-        """The faults that make the machine unfit for a mode, by their numbers on the page."""
-        return {number: fault for number, fault in enumerate(self.faults, start=1) if row.mode.name in fault.modes}
 
 
 def check_internals() -> Check:
@@ -152,12 +143,13 @@ def print_page(found: Examination, out: Console) -> None:
     else:
         out.print(f"\n[bold green]Fit: no fault was found, and {len(found.modes)} modes run here[/]")
     numbered = [(f"{number}.", fault) for number, fault in enumerate(faults, start=1)]
-    for label, finding in [*numbered, *(("note", note) for note in found.notes)]:
+    notes = [("note", finding) for check in found.checks for finding in check.findings if not finding.modes]
+    for label, finding in [*numbered, *notes]:
         out.print(f"[bold]{label:>5}[/] {escape(finding.problem)}")
         out.print(f"      {finding.mend}", markup=False, style="cyan", soft_wrap=True)  # commands stay whole
     modes = terminal.table("[bold]modes", ("mode", "what is split", "processes", "runs here"))
     for row in found.modes:
-        numbers = ", ".join(map(str, found.against(row)))
+        numbers = ", ".join(str(number) for number, fault in enumerate(faults, start=1) if row.mode.name in fault.modes)
         verdict = f"[red]no, see {numbers}" if numbers else f"[green]{row.verdict}"
         modes.add_row(row.mode.name, row.mode.splits, row.mode.processes, verdict)
     out.print(modes)

@@ -157,10 +157,9 @@ class Loaders:
 
     def _evaluated(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         self._watched.is_evaluating = True
-        most = self._most_evaluated
-        own = [*self._fetched(islice(batches, most))]
+        own = [*self._fetched(islice(batches, self._most_evaluated))]
         size, asked, seen = self._watched.evaluation_batch, self._asked, self._trace.part(Evaluations)
-        is_cut = len(own) == most and next(batches, None) is not None
+        is_cut = len(own) == self._most_evaluated and next(batches, None) is not None
         if is_cut:
             is_stream = isinstance(loader.dataset, IterableDataset)
             seen.cut = f"{len(own)} of {'more' if is_stream else self._length_of(loader)} batches of an evaluation"

@@ -54,6 +54,7 @@ class Watched:
         self._has_trained = self._is_saved = self._is_in_batch = False
         self._has_evaluated = False  # since the last step
         self._batch_of_step = 0
+        self._fetched: list[int] | None = None  # digests of samples, while it is not known what a batch is for
         self._began = perf_counter()
 
     def _own_phase(self) -> str:
@@ -125,6 +126,7 @@ class Watched:
 
     def _count_step(self, parameters: Sequence[torch.Tensor]) -> None:
         self.draws.note()
+        self._note_batch(is_trained=True)
         self.trace.steps += 1
         self._batch_of_step = 0
         self._has_evaluated = False
@@ -143,8 +145,7 @@ class Watched:
 
     def begins_batch(self, samples: list[int], *, is_divided: bool) -> None:
         """Called after a batch of training was fetched, with digests of its samples, if they can be told apart."""
-        if not self.trace.script.is_lightning:
-            self.note_samples(samples)
+        self._fetched = None if self.trace.script.is_lightning else samples
         self._batch_of_step += 1
         self._is_in_batch = True
         follows = self.plan.quiet and is_divided
@@ -154,10 +155,17 @@ class Watched:
     def fetches_batch(self) -> None:
         """Called before a batch of training is fetched, but for the first of a loader."""
         self.look_for_step()
+        self._note_batch(is_trained=not self._has_evaluated)
         self.draws.note()
         self.draws.stop()
         self._is_in_batch = False
         self.seed(f"fetch {self._batch_of_step}")
+
+    def _note_batch(self, *, is_trained: bool) -> None:
+        """Note samples, or forget them: the loader of an evaluation may begin before its model is in eval mode."""
+        if self._fetched is not None and is_trained:
+            self.note_samples(self._fetched)
+        self._fetched = None
 
     def seed(self, what: str) -> None:
         """If generators follow the step, seed them by the steps before, also of the run that this one goes on from."""
@@ -197,6 +205,7 @@ class Watched:
         if not is_lightning:  # where a rank may call other modules than the other, or none
             self.continues()
         self.begins()
+        self._note_batch(is_trained=True)
         self.draws.follow_call()
         if not self._is_in_batch and not is_lightning:
             tensors = tensors_in(inputs)
