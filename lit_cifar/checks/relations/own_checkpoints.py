@@ -32,7 +32,8 @@ class Writes:
         self._stop = (stop.number, stop.batches) if stop and stop.after == "write" else None
         self._awaited = {os.path.realpath(file) for file in go_on.files} if go_on else set()
         self._noted, self._folder = trace.part(Checkpoints), Path.cwd()
-        self._now: Written | None = None  # what is being written, of which the next is known
+        self._opened: dict[Path, None] = {}  # files for writing since the last batch, in their order
+        self._now: Written | None = None  # what is being written
 
     def patch(self) -> None:
         for owner, name in ((torch, "save"), ("safetensors.torch", "save_file")):
@@ -47,6 +48,7 @@ class Writes:
     def close(self) -> None:
         """What is written from now on is no part of what was written before."""
         now, self._now = self._now, None
+        opened, self._opened = self._opened, {}
         if now is None:
             return
         optimizers, schedules = self._parts.optimizers, self._parts.schedules
@@ -57,7 +59,7 @@ class Writes:
             found = sum(size for digest, size in sizes.items() if digest in self._digests)
             now.held |= {kind: found / sizes.total()} if sizes else {}
         now.held |= {"schedule": len(self._schedules) / len(schedules)} if schedules else {}
-        now.files = [os.path.relpath(path, self._folder) for path in self._opened if _holds_tensors(path)]
+        now.files = [os.path.relpath(path, self._folder) for path in opened if _holds_tensors(path)]
         if now.held.get("weights", 0.0) >= _ENOUGH:
             self._noted.written.append(now)
 
@@ -69,7 +71,6 @@ class Writes:
         place = (self._trace.steps, self._trace.reading.batches)
         if self._now is None:
             self._now = Written(*place)
-            self._opened: dict[Path, None] = {}  # files, in their order
             self._digests: set[int] = set()
             self._schedules: set[int] = set()  # by their places
         live = [_numbers(schedule.state_dict()) for schedule in self._parts.schedules]
@@ -89,12 +90,12 @@ class Writes:
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(args[0], str | os.PathLike):
             writes = isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
-            if writes and self._now:
+            if writes:
                 self._opened[Path(args[0]).absolute()] = None
             elif not writes and self._awaited and not self._trace.steps and os.path.realpath(args[0]) in self._awaited:
                 self._noted.read = True
                 self._parts.spoil_all()
-        elif event == "os.rename" and self._now and Path(os.fsdecode(args[0])).absolute() in self._opened:
+        elif event == "os.rename" and Path(os.fsdecode(args[0])).absolute() in self._opened:
             self._opened[Path(os.fsdecode(args[1])).absolute()] = None
 
 

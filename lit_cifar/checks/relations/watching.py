@@ -53,9 +53,8 @@ class Watched:
         self._called_now: nn.Module | None = None
         self._has_trained = self._is_saved = self._is_in_batch = False
         self._has_evaluated = False  # since the last step
-        self._batch_of_step = 0
+        self._batch_of_step, self._began = 0, perf_counter()
         self._fetched: list[int] | None = None  # digests of samples, while it is not known what a batch is for
-        self._began = perf_counter()
 
     def _own_phase(self) -> str:
         """Of a plain loop: it evaluates without gradients, or with a model in eval mode that is else trained."""
