@@ -99,7 +99,7 @@ def compared() -> Values:
 
 
 def related() -> Values:
-    """Which of these bugs a relation shows, and of how many mended twins one fails, in three rounds and once more."""
+    """Which of these bugs a relation shows, and of how many mended twins one fails, in rounds and once more."""
     values: Values = {}
     blind: set[str] = set()  # cases of both rounds, which were not known before
     for name, record in {"relations-first": "2026-11-27", "relations": "2026-11-27-second"}.items():
@@ -110,8 +110,8 @@ def related() -> Values:
         for kind, of_kind in {"": known, "-blind": rows["blind"], "-again": again}.items():
             values |= judged_by_relations(f"{name}{kind}", of_kind)
     values |= judged_by_relations("relations-all", read("silent_bugs/2026-11-28-all/relations.json"))
-    for kind in ("blind", "again"):
-        values |= judged_by_relations(f"relations-third-{kind}", read(f"silent_bugs/2026-11-27-third/{kind}.json"))
+    for kind in ("unedited", "edited"):
+        values |= judged_by_relations(f"relations-fourth-{kind}", read(f"silent_bugs/2026-11-29-fourth/{kind}.json"))
     return values
 
 
