@@ -97,7 +97,7 @@ def main(args):
     start, best = 0, 0.0
     os.makedirs(args.output_dir, exist_ok=True)
     if args.resume:
-        checkpoint = torch.load(args.resume)
+        checkpoint = torch.load(args.resume, weights_only=True)
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         torch.set_rng_state(checkpoint["rng"])

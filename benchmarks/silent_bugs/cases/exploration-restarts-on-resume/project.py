@@ -104,17 +104,18 @@ class DQN:
         state = {
             "networks": [part.state_dict() for part in (self.q, self.target, self.optimizer)],
             "replay": self.replay,
-            "env": vars(self.env),
+            "env": vars(self.env) | {"rng": self.env.rng.bit_generator.state},
             "counts": (self.iteration, self.updates, self.exploration.timesteps),
             "random": random.getstate(),
         }
         torch.save(state, path)
 
     def restore(self, path):
-        state = torch.load(path, weights_only=False)
+        state = torch.load(path, weights_only=True)
         for part, saved in zip((self.q, self.target, self.optimizer), state["networks"], strict=True):
             part.load_state_dict(saved)
         self.replay = state["replay"]
+        self.env.rng.bit_generator.state = state["env"].pop("rng")
         vars(self.env).update(state["env"])
         self.iteration, self.updates, timesteps = state["counts"]
         if not BUG:

@@ -81,7 +81,7 @@ def main():
 
     model = SentenceEncoder()
     criterion = RankingLoss(model)
-    checkpoint = torch.load(args.resume) if args.resume else None
+    checkpoint = torch.load(args.resume, weights_only=True) if args.resume else None
     if checkpoint:
         model = SentenceEncoder.from_checkpoint(checkpoint["model"])
         if not BUG:

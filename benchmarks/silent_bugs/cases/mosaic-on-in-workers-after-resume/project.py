@@ -91,7 +91,7 @@ class Trainer:
     def __init__(self, args):
         self.args = args
         torch.manual_seed(SEED)
-        ckpt = torch.load(args.resume) if args.resume else None
+        ckpt = torch.load(args.resume, weights_only=True) if args.resume else None
         self.start_epoch = ckpt["epoch"] + 1 if ckpt else 0
         self.model = nn.Sequential(
             nn.Conv2d(1, 16, 3, stride=2, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
