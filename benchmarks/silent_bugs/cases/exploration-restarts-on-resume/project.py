@@ -104,7 +104,7 @@ class DQN:
         state = {
             "networks": [part.state_dict() for part in (self.q, self.target, self.optimizer)],
             "replay": self.replay,
-            "env": vars(self.env) | {"rng": self.env.rng.bit_generator.state},
+            "env": (self.env.at.tolist(), self.env.age, self.env.rng.bit_generator.state),
             "counts": (self.iteration, self.updates, self.exploration.timesteps),
             "random": random.getstate(),
         }
@@ -115,8 +115,8 @@ class DQN:
         for part, saved in zip((self.q, self.target, self.optimizer), state["networks"], strict=True):
             part.load_state_dict(saved)
         self.replay = state["replay"]
-        self.env.rng.bit_generator.state = state["env"].pop("rng")
-        vars(self.env).update(state["env"])
+        at, self.env.age, self.env.rng.bit_generator.state = state["env"]
+        self.env.at = np.array(at)
         self.iteration, self.updates, timesteps = state["counts"]
         if not BUG:
             self.exploration.timesteps = timesteps
