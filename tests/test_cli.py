@@ -231,29 +231,41 @@ def test_what_needs_no_training_imports_none_of_it() -> None:
         assert not {"torch", "lightning", "jsonargparse"} & {*literal_eval(found.stdout.splitlines()[-1])}
 
 
-@pytest.mark.parametrize("flags", [["--trainer.strategy=ddp"], ["--trainer.strategy=ddp_spawn"]])
-@pytest.mark.parametrize("moment", graded(slow=["run folder", "", "model", "a rank begins"]))
-def test_an_interrupt_before_training_ends_all_at_once(flags: list[str], moment: str, tmp_path: Path) -> None:
-    """Sent to all processes, as by a terminal, while they begin, import or wait for one another."""
+@pytest.mark.parametrize(
+    ("command", "moment"),
+    graded(
+        ("relations", "a process begins"),
+        slow=[
+            *((mode, moment) for mode in ("ddp", "ddp_spawn") for moment in ("run folder", "", "model")),
+            *((name, moment) for name in ("ddp", "ddp_spawn", "verify") for moment in ("a process begins", "alone")),
+        ],
+    ),
+)
+def test_an_interrupt_before_training_ends_all_at_once(command: str, moment: str, tmp_path: Path) -> None:
+    """Sent to all processes, as by a terminal, or to the first alone, while they begin, import or wait for others."""
+    moment, send = ("a process begins", os.kill) if moment == "alone" else (moment, os.killpg)
     begins = (
-        "import os, sys, time\nif 'LOCAL_RANK' in os.environ or '--multiprocessing-fork' in sys.orig_argv:\n"
-        "    print('a rank begins', file=sys.stderr, flush=True); time.sleep(1)"
+        "import os, re, sys, time\n"
+        "if 'LOCAL_RANK' in os.environ or re.search('multiprocessing.fork', ' '.join(sys.orig_argv)):\n"
+        "    print('a process begins', file=sys.stderr, flush=True); time.sleep(1)"
     )
-    if moment == "a rank begins":
+    if moment == "a process begins":
         (tmp_path / "sitecustomize.py").write_text(begins)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    words = [sys.executable, "-m", "lit_cifar", "fit", *TINY, *flags]
-    words += ["--trainer.devices=2", f"--run_dir={tmp_path / 'x'}"]
+    (tmp_path / "x.py").touch()
+    words = {"verify": ["verify"], "relations": ["relations", str(tmp_path / "x.py")]}.get(command)
+    words = words or ["fit", *TINY, *mode_flags(command), f"--run_dir={tmp_path / 'x'}"]
     said = tmp_path / "said"
     with said.open("wb") as file:
+        words = [sys.executable, "-m", "lit_cifar", *words]
         run = subprocess.Popen(words, stdout=file, stderr=file, start_new_session=True, env=environment)
         try:
             while run.poll() is None and moment not in said.read_text():
                 time.sleep(0.01)
             if not moment:
                 time.sleep(0.7)  # it imports
-            os.killpg(run.pid, signal.SIGINT)
-            assert run.wait(60) == 130
+            send(run.pid, signal.SIGINT)
+            assert run.wait(60) in (130, -signal.SIGINT)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(run.pid, signal.SIGKILL)

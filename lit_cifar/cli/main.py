@@ -77,7 +77,7 @@ def _run(words: list[str]) -> None:
         from lit_cifar.cli.gone import refuse_words
 
         refuse_words(words)
-        startup.raise_at_interrupt()  # they end the processes that they have started
+        startup.raise_at_interrupt(startup.raise_once)  # they end the processes that they have started
         raise SystemExit(commands.run(words[0], words[1:]))
     if "SLURM_STEP_NUM_TASKS" in os.environ:  # a task of `srun` is then what torchrun would have started
         from lit_cifar.launch.torchrun import task_variables

@@ -125,8 +125,8 @@ def start_forked(
     process = multiprocessing.get_context("forkserver").Process(target=target, args=args)
     with (
         _starting,
-        mock.patch.object(forkserver, "connect_to_new_process", _server(tuple(preload)).connect_to_new_process),
         mock.patch.object(tempfile, "tempdir", _short_temporary_folder()),
+        mock.patch.object(forkserver, "connect_to_new_process", _server(tuple(preload)).connect_to_new_process),
     ):
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
         try:  # otherwise the new process would import this one's program
@@ -140,7 +140,9 @@ def _server(preload: tuple[str, ...]) -> forkserver.ForkServer:
     """A fork server with these imports: multiprocessing's own has those of whoever was first to ask for a process."""
     if preload not in _servers:
         _servers[preload] = forkserver.ForkServer()
-        _servers[preload].set_forkserver_preload([__name__, *preload])
+        _servers[preload].set_forkserver_preload(["lit_cifar.launch.server_start", __name__, *preload])
+    with startup.interrupts_held():  # until it knows what to do
+        _servers[preload].ensure_running()
     return _servers[preload]
 
 
@@ -170,6 +172,7 @@ def _run(
     startup.die_with_parent()
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for name, stream in ((stdout, 1), (stderr, 2)):
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(file, stream)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -117,6 +118,7 @@ def end_at_interrupt() -> None:
 @contextmanager
 def interrupts_held() -> Iterator[None]:
     """Hold Ctrl-C back in copies of this process while they begin, and would show a traceback; and here meanwhile."""
+    resource_tracker.ensure_running()  # its start would let the signals through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS_AT)
     try:
         yield
@@ -124,11 +126,18 @@ def interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def raise_at_interrupt() -> None:
-    """Let Ctrl-C be an exception of this process again."""
+def raise_at_interrupt(handler: Any = signal.default_int_handler) -> None:
+    """Let Ctrl-C be an exception of this process again, by `handler`."""
     if signal.getsignal(signal.SIGINT) is _leave_to_thread:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, handler)
+
+
+def raise_once(number: int, frame: FrameType | None) -> None:
+    """Raise at the first Ctrl-C: a second one would cut short the end of what this process has started."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _interrupt_children()
+    raise KeyboardInterrupt
 
 
 def _leave_to_thread(number: int, frame: FrameType | None) -> None:
@@ -139,13 +148,18 @@ def _end_at_interrupt(read: int) -> None:
     while os.read(read, 1) != bytes([signal.SIGINT]) or signal.getsignal(signal.SIGINT) is not _leave_to_thread:
         pass
     kill_workers()
-    for task in Path("/proc/self/task").glob("*/children"):
-        for child in task.read_text().split():
-            with suppress(OSError):  # one that is spawned would show that it is cut off
-                is_spawned = b"--multiprocessing-fork" in Path("/proc", child, "cmdline").read_bytes()
-                os.kill(int(child), signal.SIGKILL if is_spawned else signal.SIGINT)
+    _interrupt_children()
     is_first = all(os.environ.get(name, "0") == "0" for name in RANKS) and multiprocessing.parent_process() is None
     if is_first:
         with suppress(AttributeError, OSError, ValueError):
             print("lit_cifar: interrupted", file=sys.stderr, flush=True)
     os._exit(128 + signal.SIGINT)
+
+
+def _interrupt_children() -> None:
+    """Interrupt what this process has started, as a terminal does: others send the signal to one process alone."""
+    for task in Path("/proc/self/task").glob("*/children"):
+        for child in task.read_text().split():
+            with suppress(OSError):  # one that is spawned would show that it is cut off
+                is_spawned = b"--multiprocessing-fork" in Path("/proc", child, "cmdline").read_bytes()
+                os.kill(int(child), signal.SIGKILL if is_spawned else signal.SIGINT)

@@ -1,6 +1,5 @@
 """Commands beside Lightning's fit, validate, test and predict: they start processes of their own, or none."""
 
-import sys
 from importlib import import_module
 
 # The module of each, whose `main` takes what follows the name on the command line and returns the exit status.
@@ -13,9 +12,5 @@ COMMANDS = {
 
 
 def run(name: str, words: list[str]) -> int:
-    """Run a command, whose import takes the others some tenths of a second; 130 after Ctrl-C."""
-    try:
-        return int(import_module(f"lit_cifar.tools.{COMMANDS[name]}").main(words))
-    except KeyboardInterrupt:
-        print("interrupted; every process was ended", file=sys.stderr)
-        return 130
+    """Run a command, whose import takes the others some tenths of a second."""
+    return int(import_module(f"lit_cifar.tools.{COMMANDS[name]}").main(words))
