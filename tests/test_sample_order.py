@@ -10,6 +10,7 @@ from lit_cifar.errors import CheckpointError
 SETTINGS = {
     **{"dataset": "synthetic", "num_train": 120, "val_size": 20, "batch_size": 24, "seed": 0},
     **{"order.shuffle": True, "order.frozen": False, "order.drop_last": False},
+    **{"balance.class_weights": "null", "mixing.mixup": 0.0},
 }
 OWN_VAL = {"train files": "a", "val files": "c", "val_size": 0}  # pictures in folders, of which some are to validate on
 
@@ -20,6 +21,8 @@ OWN_VAL = {"train files": "a", "val files": "c", "val_size": 0}  # pictures in f
         ({"seed": 1}, "--data.seed=1", "--data.seed=0"),
         ({"batch_size": 20}, "--data.batch_size=20", "--data.batch_size=24"),
         ({"order.shuffle": False}, "--data.order.shuffle=false", "--data.order.shuffle=true"),
+        ({"balance.class_weights": "[1,2.5]"}, *(f"--data.balance.class_weights={it}" for it in ("[1,2.5]", "null"))),
+        ({"mixing.mixup": 0.4}, "--data.mixing.mixup=0.4", "--data.mixing.mixup=0.0"),
         ({"val_size": 10}, "--data.val_size=10", "--data.val_size=20"),
         ({"dataset": "cifar10"}, "--data.dataset=cifar10", "--data.dataset=synthetic"),
         ({"num_train": 130, "seed": 1}, "--data.num_train=130 --data.seed=1", "--data.num_train=120 --data.seed=0"),
@@ -29,7 +32,7 @@ OWN_VAL = {"train files": "a", "val files": "c", "val_size": 0}  # pictures in f
 def test_other_settings_are_refused_within_an_epoch(changed: dict[str, Any], problem: str, remedy: str) -> None:
     with pytest.raises(CheckpointError) as error:
         check_rest_of_epoch(SETTINGS, SETTINGS | changed)
-    assert error.value.problem.endswith(f"within an epoch with {remedy}; {problem} would order the rest otherwise")
+    assert error.value.problem.endswith(f"within an epoch with {remedy}; {problem} would train on the rest otherwise")
     # Between two epochs the order may change, but not what is held out.
     mixed = bool({"seed", "num_train"} & changed.keys())
     other = "start a new training" if mixed else "resume a checkpoint from between two epochs"

@@ -1,10 +1,13 @@
 """Whether a run that resumes would use other images than the one before, or in another order."""
 
+import re
+
 from lit_cifar.data.datasets import DATASETS
 from lit_cifar.data.sample_order import OrderSettings
 from lit_cifar.errors import CheckpointError
 
 _TRAIN, _VAL = _FILES = ("train files", "val files")  # settings that are no flags: digests of lists of files
+_WEIGHTS = "balance.class_weights"
 _PUT_BACK = "put them back as they were, with an empty file in place of each picture that could not be read then"
 
 
@@ -26,12 +29,12 @@ def check_rest_of_epoch(then: OrderSettings, now: OrderSettings) -> None:
     if then.get(_TRAIN) != now.get(_TRAIN):
         changes = "since then files to train on were added, removed or renamed, or others can be read"
         raise CheckpointError(f"the checkpoint was written within an epoch; {changes}", remedy=_PUT_BACK)
-    names = [name for name, value in now.items() if name not in _FILES and then.get(name) != value]
+    names = [name for name, value in now.items() if name not in _FILES and then.get(name, value) != value]
     if names:
-        before = _flags({name: then[name] for name in names if name in then})
+        before = _flags({name: then[name] for name in names})
         other = "start a new training" if _mixed(then, now) else "resume a checkpoint from between two epochs"
         asked = _flags({name: now[name] for name in names})
-        problem = f"the checkpoint was written within an epoch with {before}; {asked} would order the rest otherwise"
+        problem = f"the checkpoint was written within an epoch with {before}; {asked} would train on the rest otherwise"
         raise CheckpointError(problem, remedy=f"pass {before}, or {other}")
 
 
@@ -51,8 +54,10 @@ def _mixed(then: OrderSettings, now: OrderSettings) -> list[str]:
 
 
 def _flags(settings: OrderSettings) -> str:
-    """Flags to paste. A data set that is none of ours is left open: what a checkpoint says may come from anybody."""
+    """Flags to paste. What is no value of ours is left open: what a checkpoint says may come from anybody."""
     values = {name: str(value).lower() if isinstance(value, bool) else value for name, value in settings.items()}
     if values.get("dataset", "synthetic") not in DATASETS:
         values["dataset"] = "..."
+    if not re.fullmatch(r"[\d.,e+\[\]-]*|balanced|null", str(values.get(_WEIGHTS, ""))):
+        values[_WEIGHTS] = "..."
     return " ".join(f"--data.{name}={value}" for name, value in values.items())

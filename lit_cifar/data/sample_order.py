@@ -1,4 +1,4 @@
-"""Settings that decide which image is used in which step. Checkpoints hold them, to compare with a resumed run's."""
+"""Settings that decide which image is used in which step, and how; checkpoints hold them, for a run that resumes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from lit_cifar.errors import clash
 
-OrderSettings = dict[str, int | str]
+OrderSettings = dict[str, int | float | str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,7 @@ def order_settings(data: Any) -> OrderSettings:
     """The settings by the flags of the data module `data`, after its `setup` to fit or to validate."""
     sampler, listed = data.train_sampler(), data.source.listed
     held_out = 0 if data.source.own_val else data.val_size
+    weights = data.balance.class_weights
     files = {f"{split} files": listed[split] for split in ("train", "val") if split in listed}
     return files | {
         "dataset": data.source.identity(data.dataset),
@@ -46,6 +47,9 @@ def order_settings(data: Any) -> OrderSettings:
         "order.frozen": sampler.frozen,
         "order.drop_last": sampler.drop_last,
         "balance.draw_equally": sampler.balanced is not None,
+        "balance.class_weights": "null" if weights is None else str(weights).replace(" ", ""),
+        "mixing.mixup": data.mixing.mixup,
+        "mixing.cutmix": data.mixing.cutmix,
     }
 
 
