@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.functional import dropout
+from torchmetrics import SumMetric
 from torchvision.ops import stochastic_depth
 
 from lit_cifar.models.blocks import SplitKind
@@ -184,6 +185,19 @@ class Whole(nn.Module):
 class DrawingWhole(Whole):
     def __init__(self) -> None:
         super().__init__(Drawing())
+
+
+class Counting(DrawingWhole):
+    """What it answers depends on a sum in float64 over all of its training, which nothing resets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = SumMetric().set_dtype(torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen.update(len(x) / 3)
+        return super().forward(x) * (1 + self.seen.sum_value.sin().to(x.dtype))
 
 
 class TiedWhole(Whole):

@@ -271,6 +271,7 @@ CASES = {
     "random masks": Case(drawing("single", "Drawing"), [2]),
     "random masks, ddp": Case(drawing("ddp", "DrawingWhole"), [2], ranks=2),
     "averaged weights": Case([*SETTINGS, *AVERAGE], [2]),
+    "a sum of the network's own": Case([*drawing("single", "Counting"), "--trainer.precision=bf16-true"], [2, 5]),
 }
 # Over three processes the sums of a ring depend on how DistributedDataParallel has cut its buckets.
 THREE = [*SETTINGS, *mode_flags("ddp", 3), "--data.batch_size=18"]

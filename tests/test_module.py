@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau, StepLR
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from lit_cifar import CIFAR10DataModule, LitResNet, MuonSGD, WarmupDecay
@@ -283,10 +283,10 @@ def test_a_schedule_that_is_made_for_steps_steps_with_the_optimizer(made: Any, t
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_sum_of_losses_stays_wide_in_a_narrow_module(dtype: torch.dtype) -> None:
     """As `bf16-true` and `16-true` make it. In float16 the sum would be infinite, in bfloat16 it would end growing."""
-    metric = MeanLoss()
-    nn.Sequential(metric).to(dtype)
-    for _ in range(2):
-        for _ in range(1000):
-            metric.update(torch.full((128,), 1.7))
-        assert float(metric.compute()) == pytest.approx(1.7, rel=1e-3)
-        metric.reset()
+    for metric in (MeanLoss(), MeanMetric().set_dtype(torch.float64)):
+        LitResNet(network=nn.Sequential(metric)).to(dtype)
+        for _ in range(2):
+            for _ in range(1000):
+                metric.update(torch.full((128,), 1.75))
+            assert float(metric.compute()) == pytest.approx(1.75, rel=1e-3)
+            metric.reset()

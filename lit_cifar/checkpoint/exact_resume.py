@@ -177,9 +177,10 @@ class ExactResume(Callback):
                 state |= {"stopping_reason": EarlyStoppingReason.NOT_STOPPED.value, "stopping_reason_message": None}
         position = Position.read(checkpoint)
         position.write(checkpoint["loops"]["fit_loop"], accumulation=trainer.accumulate_grad_batches)
-        if position.started:
-            rank = mode_of(trainer.strategy).layout.data_parallel_rank
-            _restore(pl_module, checkpoint[METRICS], data_parallel_rank=rank)
+        counts = checkpoint[METRICS]
+        if not position.started:  # nothing resets those of the network
+            counts = {name: each for name, each in counts.items() if name.startswith("network.")}
+        _restore(pl_module, counts, data_parallel_rank=mode_of(trainer.strategy).layout.data_parallel_rank)
         self._resumed = position
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -5,8 +5,7 @@ of zeros and ones, some dozens of operators. Results of the metrics here are the
 pairs of classes.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -36,14 +35,6 @@ class MeanLoss(Metric):
         """Count a batch; `losses` float, (n,)."""
         self.total.add_((losses.double() * 2.0**32).round_().sum())
         self.count.add_(len(losses))
-
-    def _apply(self, fn: Callable[..., Any], exclude_state: Sequence[str] = "") -> nn.Module:
-        """Move the states; the sum stays as it is in float64, which `Module.to` of `bf16-true` would narrow."""
-        super()._apply(fn, ["total", *exclude_state])
-        as_integers = fn(self.total.view(torch.int64))  # which nothing narrows
-        self.total = as_integers.view(torch.float64)
-        self._defaults["total"] = torch.zeros_like(self.total)
-        return self
 
     def compute(self) -> Tensor:
         return (self.total * 2.0**-32 / self.count).to(torch.get_default_dtype())

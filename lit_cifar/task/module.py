@@ -170,6 +170,18 @@ class LitResNet(L.LightningModule):
         self.weights = None
         return super().load_state_dict(*args, **kwargs)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LitResNet":
+        """Move or convert all tensors; sums of metrics in float64 stay so: `Module.to` of `bf16-true` would narrow."""
+        metrics = [each for each in self.modules() if isinstance(each, Metric)]
+        held: list[tuple[Metric, str, Any, Any]] = []
+        held += [(each, *state, each._defaults[state[0]]) for each in metrics for state in each.metric_state.items()]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for metric, name, state, default in held:
+            if isinstance(state, Tensor) and state.dtype == torch.float64:
+                setattr(metric, name, fn(state.view(torch.int64)).view(torch.float64))  # nothing narrows integers
+                metric._defaults[name] = fn(default.view(torch.int64)).view(torch.float64)
+        return self
+
     def setup(self, stage: str) -> None:
         """Take the given weights, and whiten by the training images, in a network that does; reset the metrics.
 
