@@ -39,6 +39,7 @@ from lit_cifar.checks.relations.interruption import Written
 from lit_cifar.checks.relations.judging import RELATIONS, _in_windows, judged
 from lit_cifar.checks.relations.loaders import Loaders, is_divided
 from lit_cifar.checks.relations.mirror import mirror, mirrored
+from lit_cifar.checks.relations.own_checkpoints import Writes, _holds_tensors
 from lit_cifar.checks.relations.own_resume import guessed
 from lit_cifar.checks.relations.parts import TrainedParts
 from lit_cifar.checks.relations.plan import Limits, RunPlan, Script, Target, Trace
@@ -230,6 +231,27 @@ def test_a_batch_that_is_evaluated_alone_is_no_sample_of_a_step(tmp_path: Path) 
             watched._before_call(model, ())
         watched.fetches_batch()
     assert watched.trace.samples == [[1]]
+
+
+def test_only_regular_files_are_looked_into_wherever_a_script_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    writes = Writes(RunPlan(), Trace(), TrainedParts(None, ()), list)
+    os.mkfifo("pipe")
+    torch.save({}, "last.pt")
+    assert [_holds_tensors(tmp_path / name) for name in ("pipe", "last.pt", "nothing", "a\0b")] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir("below")
+    (tmp_path / "below").rmdir()
+    writes._audit("open", ("x", "w", os.O_WRONLY))
+    writes._audit("os.rename", (b"x", b"y"))
+    assert [*writes._opened] == [tmp_path / "x", tmp_path / "y"]
 
 
 def test_a_tensor_of_no_module_that_an_optimizer_has_is_a_weight() -> None:

@@ -82,7 +82,7 @@ class Writes:
                 self._schedules |= {number for number, own in enumerate(live) if own.items() <= numbers.items()}
         name = file if isinstance(file, str | os.PathLike) else getattr(file, "name", None)
         if isinstance(name, str | os.PathLike):
-            self._opened[Path(name).absolute()] = None
+            self._opened[self._place_of(name)] = None
         if place == self._stop:
             self._stop = None
             self._has_saved()
@@ -91,12 +91,18 @@ class Writes:
         if event == "open" and isinstance(args[0], str | os.PathLike):
             writes = isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
             if writes:
-                self._opened[Path(args[0]).absolute()] = None
+                self._opened[self._place_of(args[0])] = None
             elif not writes and self._awaited and not self._trace.steps and os.path.realpath(args[0]) in self._awaited:
                 self._noted.read = True
                 self._parts.spoil_all()
-        elif event == "os.rename" and Path(os.fsdecode(args[0])).absolute() in self._opened:
-            self._opened[Path(os.fsdecode(args[1])).absolute()] = None
+        elif event == "os.rename" and self._place_of(args[0]) in self._opened:
+            self._opened[self._place_of(args[1])] = None
+
+    def _place_of(self, name: str | bytes | os.PathLike[Any]) -> Path:
+        """Where a file is, also if the working folder has been removed."""
+        with suppress(OSError):
+            return Path(os.fsdecode(name)).absolute()
+        return self._folder / os.fsdecode(name)
 
 
 def _sizes(tensors: Iterable[Tensor]) -> Counter[int]:
@@ -121,7 +127,9 @@ def _parts_of(value: Any) -> Iterator[Any]:
 
 
 def _holds_tensors(path: Path) -> bool:
-    with suppress(OSError), path.open("rb") as file:
-        begin = file.read(9)
-        return begin.startswith(_OF_TORCH) or begin[8:] == b"{"  # that of safetensors
-    return False
+    begin = b""
+    with suppress(OSError, ValueError):
+        if path.is_file():  # a pipe would wait for whoever writes into it
+            with path.open("rb") as file:
+                begin = file.read(9)
+    return begin.startswith(_OF_TORCH) or begin[8:] == b"{"  # that of safetensors
