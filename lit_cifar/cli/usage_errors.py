@@ -6,6 +6,7 @@ from argparse import SUPPRESS, _HelpAction
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -56,7 +57,10 @@ class Parser(LightningArgumentParser):
         refuse(problem, remedy=remedy)
 
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Parse a file like jsonargparse, with a short error if it is not text."""
+        """Parse a file like jsonargparse, with a short error if it is not text. A pipe of `<(COMMAND)` has no name."""
+        if Path(path).resolve().is_fifo():
+            problem = f"--config={path} is a named pipe, which would wait for whoever writes into it"
+            raise ConfigError(problem, remedy="pass a file, or --config=<(COMMAND)")
         try:
             return super().parse_path(path, *args, **kwargs)
         except UnicodeDecodeError as error:
