@@ -88,7 +88,7 @@ def test_the_previous_is_used_where_the_last_is_damaged(saved: Path) -> None:
     assert (step_of(saved / LAST), step_of(saved / PREVIOUS)) == (3, 1)  # the damaged one was not kept
     os.truncate(saved / PREVIOUS, 0)
     (saved / LAST).unlink()
-    (saved / LAST).mkdir()
+    (saved / LAST / ".metadata").mkdir(parents=True)
     path, refused = newest_valid(saved)
     assert path is None
     assert "is of before version 0.2.0" in refused[0]
@@ -318,7 +318,7 @@ def test_a_checkpoint_of_before_names_the_commit_that_reads_it(command: str, is_
     run = tmp_path / "run"
     file = run / "checkpoints" / LAST
     if is_folder:
-        file.mkdir(parents=True)
+        (file / ".metadata").mkdir(parents=True)
     else:
         file.parent.mkdir(parents=True)
         header = {"arch": "tiny", "stem": "imagenet", "num_classes": 10, "image_size": 32, "network": None}

@@ -261,6 +261,8 @@ OF_A_FIT = [
     (put(*FIRST, value={}), "its optimizer_states.0.state.0.momentum_buffer is missing"),
     (put(*FIRST, "momentum_buffer", value=torch.zeros(3)), "its optimizer_states.0.state.0.momentum_buffer is (3,)"),
     (put(*FIRST, "momentum_buffer", value=lambda held: held.fill_(torch.nan)), "its optimizer holds nan"),
+    (put(*FIRST, value=lambda held: held | {"step": torch.tensor(-6.0)}), "the step of its optimizer is negative"),
+    (put("state_dict", "bn1.running_var", value=torch.neg), "the weights are negative variances: bn1.running_var"),
     (without("optimizer_states", 0, "param_groups"), "its optimizer_states.0.param_groups is missing"),
     (put("optimizer_states", 0, "param_groups", 0, "lr", value=math.nan), "its optimizer holds nan"),
     (put("optimizer_states", 0, "param_groups", 0, "lr", value=math.inf), "its learning rates are [inf, "),
@@ -329,11 +331,15 @@ def test_what_may_be_right_is_said(tmp_path: Path, trained: Path) -> None:
     content["state_dict"]["conv1.weight"].fill_(torch.nan)
     with_hash(content, tmp_path / "nan.ckpt")
     torch.save(content["state_dict"], tmp_path / "nan.pth")
+    content["state_dict"]["bn1.running_var"].neg_()
+    content["state_dict"]["conv1.weight"].zero_()
+    with_hash(content, tmp_path / "negative.ckpt")
     more = "--trainer.max_epochs=2"
     for name, command, says in [
         ("less.ckpt", ["fit", more], "no state of the optimizer for 1 of 41 parameters"),
         ("nan.ckpt", ["test"], "not finite: conv1.weight"),
         ("nan.pth", ["test"], "not finite: conv1.weight"),
+        ("negative.ckpt", ["test"], "negative variances: bn1.running_var"),
     ]:
         flags = [f"--ckpt_path={tmp_path / name}", f"--run_dir={tmp_path / name}.run"]
         with warnings.catch_warnings(record=True) as caught:
@@ -361,6 +367,14 @@ def test_no_pipe_in_a_run_folder_is_waited_for(tmp_path: Path, trained: Path, na
     (run / name).unlink()
     os.mkfifo(run / name)
     refused("fit", *TINY, f"--run_dir={run}", "--resume=auto", says=["is neither a file nor a folder"])
+
+
+def test_a_folder_in_the_place_of_a_file_is_said_in_a_sentence(tmp_path: Path, trained: Path) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    (run / "environment.json").unlink()
+    (run / "environment.json").mkdir()
+    result = run_here("fit", *TINY, "--trainer.max_epochs=2", f"--run_dir={run}", "--resume=auto", check=False)
+    assert (result.status, "environment.json could not be saved: Is a directory" in result.stderr) == (1, True)
 
 
 @pytest.mark.parametrize("content", [BOMB, "[" * 5000, "a: *b", "x" * 2**21, "- 1", "\xff"])

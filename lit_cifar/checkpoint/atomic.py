@@ -27,7 +27,7 @@ from lit_cifar.reporting.files import sync
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 _TENSORS_ALONE = "put nothing but tensors and primitives into a checkpoint, in `on_save_checkpoint` and `state_dict`"
-_DISK = (errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
+_DISK = (errno.EISDIR, errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 _LABEL = b"sha256="
 _COMMENT_BYTES = len(_LABEL) + 2 * hashlib.sha256().digest_size
 _CHUNK_BYTES = 1 << 22

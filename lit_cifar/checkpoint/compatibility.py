@@ -29,6 +29,7 @@ _OF_BEST = {  # what a ModelCheckpoint holds once it has saved
     "best_k_models": dict[str, float],
     **dict.fromkeys(("best_model_score", "current_score", "kth_value"), float | None),
 }
+_SQUARES = {"step", "exp_avg_sq", "max_exp_avg_sq", "square_avg"}  # what no step of an optimizer makes negative
 _CONFIG = "which RUN_FOLDER/config.yaml has"
 _PACKAGES = ("", "torch.optim.lr_scheduler", "lit_cifar")  # of optimizers and schedules; "" is torch.optim
 _SIZES = {"arch": "--model.arch", "stem": "--model.stem", "image_size": "--data.image_size"}
@@ -163,6 +164,9 @@ def _check_state(found: dict[str, Any], optimizer: Optimizer, *, frozen: frozens
         rank_zero_warn(f"{problem}: none of them has had a gradient, or the file is not whole")
     if _holds_nan(found):
         raise CheckpointError("the state of its optimizer holds nan: it has diverged")
+    numbers = [(name, state[name]) for state in found["state"].values() for name in _SQUARES & state.keys()]
+    if negative := [name for name, value in numbers if (torch.as_tensor(value) < 0).any()]:
+        raise CheckpointError(f"the {negative[0]} of its optimizer is negative")
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
     for number, state in _after_a_step(optimizer, frozen).items():

@@ -199,10 +199,11 @@ def _check_names(content: Any) -> None:
 
 def check_is_file(path: Path) -> None:
     """Refuse what is no file; a pipe would wait for whoever writes into it."""
-    if path.is_dir():
+    if (path / ".metadata").exists():
         raise _earlier_format(path)
     if not path.is_file():
-        raise CheckpointError(f"there is no checkpoint {path}", remedy="look under RUN_FOLDER/checkpoints/")
+        problem = f"{path} is a folder, and no checkpoint" if path.is_dir() else f"there is no checkpoint {path}"
+        raise CheckpointError(problem, remedy="look under RUN_FOLDER/checkpoints/")
 
 
 def _earlier_format(name: Path | str) -> CheckpointError:

@@ -181,11 +181,12 @@ class StartingCheckpoint(Start):
                 compatibility.check_states(content, trainer, optimizer, scheduler, frozen=frozen)
 
     def _check_finite(self, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Refuse to train with weights that hold nan, or a parameter that is infinite; other commands say so."""
+        """Refuse to train with nan, an infinite parameter or a negative variance; other commands say so."""
         parameters = {name for name, _ in network.named_parameters()}
         for name, tensor in weights.items() if process_rank() == 0 else ():
-            if (~tensor.isfinite() if name in parameters else tensor.isnan()).any():
-                problem = f"the weights are not finite: {name}"
+            is_negative = name.endswith("running_var") and bool((tensor < 0).any())
+            if is_negative or (~tensor.isfinite() if name in parameters else tensor.isnan()).any():
+                problem = f"the weights are {'negative variances' if is_negative else 'not finite'}: {name}"
                 if self._fits:
                     raise CheckpointError(problem)
                 rank_zero_warn(f"{self._config.ckpt_path}: {problem}. What the network answers means nothing")

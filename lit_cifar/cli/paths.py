@@ -10,12 +10,15 @@ from jsonargparse import Namespace
 from lit_cifar.errors import ConfigError
 
 # Options that hold a path, by their last name, of ours and of other people's loggers and callbacks.
-_NAMES = {"run_dir", "ckpt_path", "root", "predict_dir", "weights", "dirpath", "save_dir", "root_dir"}
+_OURS = {"run_dir", "ckpt_path", "root", "predict_dir", "weights"}
+_NAMES = _OURS | {"dirpath", "save_dir", "root_dir"}
 
 
 def expand_paths(config: dict[str, Any], prefix: str = "--") -> None:
     """Expand, in place, every path in a parsed configuration."""
     for name, value in config.items():
+        if value == "" and name in _OURS:  # as where a shell has no such variable
+            raise ConfigError(f"{prefix}{name}= is empty", remedy="leave it out, or name a path")
         if isinstance(value, str) and name in _NAMES:
             config[name] = expanded(value, given=f"{prefix}{name}={value}")
         for inner in value if isinstance(value, list) else [value]:
