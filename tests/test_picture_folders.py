@@ -71,6 +71,7 @@ LAYOUTS = {
     "classes by year": (["valley/2023 1", "valley/2024 1", "peak/2023 1"], {"train": {"peak": 1, "valley": 2}}),
     "a class with a folder like a split": (["bus/train 1", "bus/car 1", "dog 2"], {"train": {"bus": 2, "dog": 2}}),
     "what is hidden": (["cat 3", "dog 2", ".val/cat 1", ".git 1"], {"train": {"cat": 3, "dog": 2}}),
+    "what a system writes": (["cat 3", "dog 2", "cat/@eaDir 1", "lost+found 0"], {"train": {"cat": 3, "dog": 2}}),
 }
 
 
@@ -215,13 +216,15 @@ def test_other_labels_become_folders_by_the_lines_of_the_page(tmp_path: Path, mo
     for name in names:
         (tmp_path / "images" / name).write_bytes(name.encode())
     Path("labels.csv").write_text("file,label\n" + "".join(f"{name},{label}\n" for name, label in names.items()))
-    for name in ("labels.csv", "train.txt", "train.parquet", "labels.json"):
+    for name in ("labels.csv", "train.txt", "train.parquet", "labels.json", "train.npz"):
         table = Path("labels.csv").rename(name)
         with pytest.raises(
             DataError, match=r"a .* may tell the classes: docs/data-and-networks.md has lines of Python"
         ):
             PictureFolders.of(tmp_path)
         table.rename("labels.csv")
+    with pytest.raises(DataError, match=r"labels.csv is a file\n.*docs/data-and-networks.md has lines"):
+        PictureFolders.of(tmp_path / "labels.csv")
     with tarfile.open("part-0.tar", "w") as tar:
         for name, label in names.items():
             for end, content in (("jpg", name), ("cls", f"{label}\n")):

@@ -36,6 +36,15 @@ SUFFIXES = {
     ".pgm",
     ".pbm",
 }  # as of most files
+_OF_SYSTEMS = {
+    "__MACOSX",
+    "@eaDir",
+    "$RECYCLE.BIN",
+    "System Volume Information",
+    "lost+found",
+    "Thumbs.db",
+    "desktop.ini",
+}
 NEW_SUBFILE_TYPE = 254  # a tag of TIFF
 _CHUNK = 32  # pictures that a thread decodes at a time
 IMAGES_WANTED = "name a folder that holds images, e.g. PNG or JPEG files"
@@ -63,6 +72,11 @@ def list_files(folder: Path, *, remedy: str = IMAGES_WANTED) -> dict[str, int]:
     return listed
 
 
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder is one of an operating system's, or of a network drive's thumbnails."""
+    return name.startswith(".") or name in _OF_SYSTEMS
+
+
 def _scan(folder: str, prefix: str, chain: tuple[Path, ...], circles: list[str]) -> Iterator[tuple[str, int]]:
     """Yield each file below `folder` with its number, see `list_files`.
 
@@ -72,7 +86,7 @@ def _scan(folder: str, prefix: str, chain: tuple[Path, ...], circles: list[str])
     """
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.startswith("."):
+            if is_hidden(entry.name):
                 continue
             if entry.is_dir(follow_symlinks=False):
                 below = (*chain[:-1], chain[-1] / entry.name)

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 
 from lit_cifar.data.dataset import Split
-from lit_cifar.data.picture_files import SUFFIXES, list_files
+from lit_cifar.data.picture_files import SUFFIXES, is_hidden, list_files
 from lit_cifar.errors import DataError, nearest, printable
 
 # The usual names of folders to train, validate and test on, in any case.
@@ -33,7 +33,10 @@ _TARGETS = {"mask", "label", "annotation", "segmentation", "groundtruth", "groun
 _TARGETS |= {"preview", "thumbnail", "overlay", "depth", "bbox"}
 # What may tell the labels of pictures that are in no folders of classes, by the end of its name.
 _LABELS = {".mdb": "an LMDB data base", ".tar": "a webdataset"}
+_LABELS |= dict.fromkeys((".npy", ".npz", ".h5", ".hdf5", ".mat", ".pt", ".tfrecord"), "a file of arrays")
+_LABELS |= dict.fromkeys((".zip", ".gz", ".tgz"), "an archive")
 _LABELS |= dict.fromkeys((".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet", ".xlsx"), "a table")
+_PAGE = "docs/data-and-networks.md has lines of Python that make folders of it"
 _CLASS_WANTED = "put pictures of the class into it, or remove it if there is no such class"
 
 
@@ -187,8 +190,7 @@ def _check_classes(folder: Path, classes: dict[str, Path], splits: Iterable[Path
 def _told_elsewhere(*places: Path) -> str:
     """The beginning of a remedy where something else than folders may tell the classes; "" if nothing is seen."""
     found = {_LABELS.get(path.suffix.lower()) for place in places for path in islice(place.iterdir(), 1000)} - {None}
-    page = "docs/data-and-networks.md has lines of Python that make folders of it"
-    return f"{found.pop()} may tell the classes: {page}; or " if found else ""
+    return f"{found.pop()} may tell the classes: {_PAGE}; or " if found else ""
 
 
 def _check_level(folder: Path, classes: dict[str, Path]) -> None:
@@ -222,8 +224,10 @@ def _check_within(folder: Path, files: Iterable[str], classes: dict[str, Path]) 
 def _folders(folder: Path) -> list[Path]:
     """The folders in `folder` that are not hidden."""
     if not folder.is_dir():
+        if folder.exists():
+            raise DataError(f"{folder} is a file", remedy=f"unpack it into folders of pictures, ROOT/CLASS/; {_PAGE}")
         raise DataError(f"there is no folder {folder}", remedy=f"put pictures into {folder}/CLASS/")
-    entries = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    entries = [path for path in folder.iterdir() if not is_hidden(path.name)]
     broken = next((path for path in entries if path.is_symlink() and not path.exists()), None)
     if broken is not None:  # it may be a class, or pictures to validate on
         problem = f"{printable(str(broken))} is a link to {printable(str(broken.readlink()))}, which is not there"
