@@ -1,6 +1,7 @@
 """What cannot work is refused at once and in words, and what is told to be passed instead works."""
 
 import math
+import os
 import re
 from collections.abc import Callable
 from functools import partial, reduce
@@ -32,6 +33,11 @@ TRANSFORM = "--data.augment.transforms+=torchvision.transforms.v2."
 REFUSED = {
     "--trainer.strategy=dp --trainer.devices=3": ["--data.batch_size=15 or"],
     "--trainer.strategy=dpp": ["did you mean --trainer.strategy=ddp?", "ddp_spawn, mp,", "fsdp2"],
+    "\u2013trainer.max_epochs=1": ["did you mean --trainer.max_epochs?"],
+    "trainer.max_epochs=1": ["did you mean --trainer.max_epochs?"],
+    "--trainer.precision=fp16": ["did you mean --trainer.precision=16-mixed?"],
+    "--ckpt_path=": ["--ckpt_path= is empty"],
+    "--ckpt_path=.": [". is a folder, and no checkpoint"],
     "--data.batchsize=3": ["batchsize", "did you mean --data.batch_size?", "--help"],
     "--model.optimizer.lr=-1": ["learning rate: -1"],
     "--trainer.max_epochs=-1": ["plans over the whole run, and this one has no end"],
@@ -212,6 +218,18 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
 def test_a_config_without_settings_or_with_one_twice_is_refused(content: bytes, says: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
     refused("fit", f"--config={tmp_path / 'config.yaml'}", says=[says])
+
+
+def test_a_config_may_come_from_a_pipe_that_has_no_name(tmp_path: Path) -> None:
+    """As of `<(COMMAND)`. One with a name would wait for whoever writes into it."""
+    os.mkfifo(tmp_path / "config.yaml")
+    refused("fit", f"--config={tmp_path / 'config.yaml'}", says=["is a named pipe", "<(COMMAND)"])
+    reader, writer = os.pipe()
+    os.write(writer, b"trainer: {max_epochs: 7}")
+    os.close(writer)
+    settings = yaml.safe_load(run_here("fit", *TINY, f"--config=/dev/fd/{reader}", "--print_config").stdout)
+    os.close(reader)
+    assert settings["trainer"]["max_epochs"] == 7
 
 
 def test_sections_of_a_config_that_are_left_empty_change_nothing(tmp_path: Path) -> None:

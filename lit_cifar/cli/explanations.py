@@ -44,8 +44,8 @@ def explained(message: str, *, known: Iterable[str], program: str) -> tuple[str,
     # Flags once one of their group, or of the default optimizer, is given.
     settings = [f"--data.augment.{field.name}" for field in fields(Augment)]
     settings += [f"--model.optimizer.{name}" for name in ("lr", "momentum", "weight_decay")]
-    if found := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
-        guess = _meant(found[1], [*settings, *known])
+    if found := re.match(r"unrecognized arguments: [-\u2010-\u2015]*([^\s=]+)", message):  # dashes of typesetters too
+        guess = _meant(f"--{found[1]}", [*settings, *known])
     if found := re.search(r"does not accept option '([\w.]+)'", message):  # of a file
         meant = _meant(f"--{found[1]}", [*settings, *known])
         guess = meant and meant.removeprefix("--")
@@ -117,7 +117,7 @@ def _of_value(message: str) -> tuple[str, str | None]:
     allowed = [*(_TYPES.get(kind, kind) for kind, _ in kinds if kind not in ("", "NoneType")), *words]
     allowed += ["null"] if ("NoneType", "") in kinds else []
     *most, last = dict.fromkeys(allowed)
-    meant = nearest(given[1], words)
+    meant = {"fp16": "16-mixed"}.get(given[1]) or nearest(given[1], words)
     problem = f"{flag}={given[1]} must be {', '.join(most)}{' or ' if most else ''}{last}"
     return problem, None if meant is None else f"{flag}={meant}"
 
