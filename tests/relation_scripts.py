@@ -323,6 +323,34 @@ for epoch in range(first, 3):
         torch.save({"epoch": epoch + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
 """)
 
+# As an engine of ignite: it begins to read before a step sets the mode of the model.
+ENGINE = script("""
+def run(step, size, shuffle):
+    return [step(*batch) for batch in DataLoader(data, size, shuffle)]
+
+
+def train(x, y):
+    model.train()
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+
+
+def evaluate(x, y):
+    model.eval()
+    with torch.no_grad():
+        return nn.functional.mse_loss(model(x), y).item(), 1 if BUG == "mean of means" else len(x)
+
+
+inputs = torch.randn(36, 4)
+data, model = TensorDataset(inputs, inputs.sum(1, keepdim=True)), nn.Sequential(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    run(train, 8, True)
+    losses = run(evaluate, 16, False)
+    relations.report(val=sum(loss * size for loss, size in losses) / sum(size for _, size in losses))
+""")
+
 # Sentences of many lengths, padded to the longest of their part. Parts make a step; a run goes on inside one.
 PADDED = script("""
 COUNT, WINDOW = 28, 7

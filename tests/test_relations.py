@@ -43,10 +43,10 @@ from lit_cifar.checks.relations.own_checkpoints import Writes, _holds_tensors
 from lit_cifar.checks.relations.own_resume import guessed
 from lit_cifar.checks.relations.parts import TrainedParts
 from lit_cifar.checks.relations.plan import Limits, RunPlan, Script, Target, Trace
+from lit_cifar.checks.relations.purposes import Purposes
 from lit_cifar.checks.relations.ranks import Drawn
 from lit_cifar.checks.relations.runs import Runs, are_same_samples, first_apart, other_samples
 from lit_cifar.checks.relations.trained import Observer, nothing_changes
-from lit_cifar.checks.relations.watching import Watched
 from lit_cifar.checks.relations.workers import ByWorkers, Order, Orders, same_orders, workers
 from lit_cifar.checks.verdict import Verdict
 
@@ -223,14 +223,19 @@ def test_workers_are_judged_where_there_are_some(seen: ByWorkers, has_workers: b
     assert [verdict.outcome for verdict in workers(runs)] == [outcome]
 
 
-def test_a_batch_that_is_evaluated_alone_is_no_sample_of_a_step(tmp_path: Path) -> None:
-    watched, model = Watched(RunPlan(), tmp_path, 0), torch.nn.Linear(2, 1)
-    for samples in ([1], [2]):
-        watched.begins_batch(samples, is_divided=True)
-        with torch.set_grad_enabled(samples == [1]):
-            watched._before_call(model, ())
-        watched.fetches_batch()
-    assert watched.trace.samples == [[1]]
+@pytest.mark.parametrize(
+    ("seen", "mistaken"),
+    [
+        ({("train", "train"), ("evaluate", "train")}, (("here", "train"),)),
+        ({("train", "evaluate")}, (("here", "evaluate"),)),
+        ({("evaluate", "evaluate")}, ()),
+        ({("train", "train"), ("train", "evaluate")}, ()),  # the calls of both are at one place
+    ],
+)
+def test_what_batches_are_for_is_learnt_where_it_was_mistaken(
+    seen: set[tuple[str, str]], mistaken: tuple[tuple[str, str], ...]
+) -> None:
+    assert Purposes({"here": seen}).mistaken == mistaken
 
 
 def test_only_regular_files_are_looked_into_wherever_a_script_is(
@@ -486,6 +491,8 @@ QUICK = [
     ("PLAIN", "times ranks", "ranks", SHUFFLED | {"samples of ranks": "pass", "ranks": "fail"}),
     ("PLAIN", "no set_epoch", "ranks", EQUAL | {"order of epochs": "fail"}),
     ("PLAIN", "not divided", "accumulation", {"accumulation": "fail"}),
+    ("ENGINE", "", "evaluation,epochs", {"evaluation": "pass", "order of epochs": "pass"}),
+    ("ENGINE", "mean of means", "evaluation", {"evaluation": "fail"}),
     (
         "NOISY",
         "",

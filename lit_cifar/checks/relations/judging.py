@@ -16,6 +16,7 @@ from lit_cifar.checks.relations.crashes import elsewhere, is_final, remedy
 from lit_cifar.checks.relations.made_data import Made
 from lit_cifar.checks.relations.own_resume import resumed
 from lit_cifar.checks.relations.plan import Limits, RunPlan, Target, Trace
+from lit_cifar.checks.relations.purposes import Purposes
 from lit_cifar.checks.relations.runs import METRIC, NotJudgedError, RunError, Runs
 from lit_cifar.checks.verdict import Verdict
 from lit_cifar.errors import one_line
@@ -80,9 +81,11 @@ def _said(name: str, relation: Relation, runs: Runs) -> Iterator[Verdict]:
 
 def _first(runs: Runs, limits: Limits) -> Trace:
     """The first run; if it is slow and the reader has set no limits, one that is cut short, as all later ones are."""
-    runs.plan = replace(runs.plan, limits=limits)
+    runs.plan = replace(runs.plan, limits=limits, purposes=())
     if limits == Limits() and runs.is_slow():
         runs.plan = replace(runs.plan, limits=_SHORT)
+    if mistaken := runs.own().part(Purposes).mistaken:
+        runs.plan = replace(runs.plan, purposes=mistaken)
     return runs.own()
 
 

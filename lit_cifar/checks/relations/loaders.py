@@ -24,8 +24,10 @@ from lit_cifar.checks.relations.batches import (
     with_sample_lists,
 )
 from lit_cifar.checks.relations.evaluation import Evaluations
+from lit_cifar.checks.relations.mirror import MIRROR
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Imposed
+from lit_cifar.checks.relations.purposes import place_in
 from lit_cifar.checks.relations.remarks import UNDIVIDED, UNDIVIDED_EVALUATION
 from lit_cifar.checks.relations.watching import Watched
 from lit_cifar.checks.relations.workers import ByWorkers, Order, Orders, read_with_workers
@@ -47,6 +49,9 @@ class Loaders:
         self._last = WeakKeyDictionary[Any, tuple[Order, int]]()
         self._asked: int | None = None  # number of samples of the batch that was fetched last
         self._length_of = DataLoader.__len__
+        self._scripts = watched.folder.parent / MIRROR
+        self._made_at = WeakKeyDictionary[Any, str]()  # of loaders: the place in the script
+        self._known = WeakKeyDictionary[data.BatchSampler, str]()  # what its batches are for, where phases do not tell
 
     def patch(self) -> None:
         patched(DataLoader, "__init__", self._make)
@@ -65,6 +70,7 @@ class Loaders:
             vars(loader).update(alone)
             loader.multiprocessing_context = None
         self._number(loader)
+        self._made_at[loader] = place_in(self._scripts)
 
     def _worker(self, own: Any) -> Any:
         """A script that has workers may not expect to be without: it has one, this process."""
@@ -78,9 +84,18 @@ class Loaders:
         if _goes_on(loader):  # its constructor begins it
             _give_epochs(loader)
         elif not self._is_read_again:
-            is_training = self._watched.phase() == "train"
-            return self._training(loader, own) if is_training else self._evaluated(loader, own(loader))
+            place, purpose = self._purpose(loader)
+            batches = self._training(loader, own) if purpose == "train" else self._evaluated(loader, own(loader))
+            return self._watched.uses.follow(batches, place, purpose)
         return own(loader)
+
+    def _purpose(self, loader: Any) -> tuple[str, str]:
+        """The place at which a loader is read, or its length; and what for."""
+        place = f"{place_in(self._scripts)}, made at {self._made_at.get(loader, '')}"
+        known = dict(self._plan.purposes).get(place)
+        if known and isinstance(loader.batch_sampler, data.BatchSampler):
+            self._known[loader.batch_sampler] = known
+        return place, known or self._watched.phase()
 
     def _ask(self, ask: Any, iterator: Any) -> Any:
         index = ask(iterator)
@@ -95,7 +110,8 @@ class Loaders:
             yield marked
 
     def _ordered(self, own: Any, sampler: Any) -> Iterator[Any]:
-        if self._watched.phase() != "train" or not isinstance(sampler.sampler, Sized):
+        purpose = self._known.get(sampler) or self._watched.phase()
+        if purpose != "train" or not isinstance(sampler.sampler, Sized):
             yield from own(sampler)
             return
         orders = self._trace.part(Orders)
@@ -110,12 +126,13 @@ class Loaders:
             yield batch
 
     def _length(self, length: Any, loader: Any) -> int:
-        if self._watched.phase() == "evaluate" and self._watched.evaluation_batch is not None:
+        _, purpose = self._purpose(loader)
+        if purpose == "evaluate" and self._watched.evaluation_batch is not None:
             return sum(1 for _ in loader)
         imposed = self._plan.imposed
         if imposed and (own := dict(imposed.lengths).get(self._number(loader))) is not None:
             return -(-own // imposed.window) * imposed.parts
-        most = self._plan.limits.batches if self._watched.phase() == "train" else self._most_evaluated
+        most = self._plan.limits.batches if purpose == "train" else self._most_evaluated
         return min(int(length(loader)), most)
 
     @property

@@ -68,6 +68,7 @@ class RunPlan:
     double: bool = True  # in float64
     without_gpu: bool = False  # CUDA is the CPU
     made_data: bool = False  # in place of known data sets
+    purposes: tuple[tuple[str, str], ...] = ()  # of batches, by the place in the script, where its model does not tell
     on_own_devices: bool = False  # those that the script uses, in its own precision
     arguments: tuple[str, ...] = ()  # of the script, behind its own
     knobs: tuple[tuple[str, Any], ...] = ()

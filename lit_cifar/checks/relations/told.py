@@ -1,4 +1,4 @@
-"""Numbers that a script tells: to `report`, TensorBoard, wandb, mlflow, accelerate, transformers and torchmetrics."""
+"""Numbers that a script tells: to `report`, TensorBoard, wandb, mlflow, accelerate, transformers, and as metrics."""
 
 import sys
 from collections.abc import Callable, Container, Mapping
@@ -61,6 +61,7 @@ def listen(hear: Hear) -> None:
         patched("mlflow", name, _hearing(hear, "mlflow", 0))
     patched("mlflow", "set_tracking_uri", lambda *_, **__: None)
     patched("torchmetrics.metric:Metric", "__init__", after(partial(_follow_metric, hear)))
+    patched("ignite.engine.engine:Engine", "run", after(lambda engine: hear("ignite", engine.state.metrics)))
 
 
 def _hearing(hear: Hear, who: str, place: int) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ from lit_cifar.checks.relations.own_checkpoints import Writes
 from lit_cifar.checks.relations.parts import TrainedParts, outermost
 from lit_cifar.checks.relations.patching import before, patched
 from lit_cifar.checks.relations.plan import RunPlan, Trace
+from lit_cifar.checks.relations.purposes import Purposes, Uses
 from lit_cifar.checks.relations.remarks import BESIDE_EVALUATION, BY_HAND, IN_EVALUATION, IN_MODEL, IN_STEP, PARTS
 from lit_cifar.checks.relations.switches import in_double
 from lit_cifar.checks.relations.told import Told
@@ -54,7 +55,7 @@ class Watched:
         self._has_trained = self._is_saved = self._is_in_batch = False
         self._has_evaluated = False  # since the last step
         self._batch_of_step, self._began = 0, perf_counter()
-        self._fetched: list[int] | None = None  # digests of samples, while it is not known what a batch is for
+        self.uses = Uses(self.trace.part(Purposes))
 
     def _own_phase(self) -> str:
         """Of a plain loop: it evaluates without gradients, or with a model in eval mode that is else trained."""
@@ -125,7 +126,6 @@ class Watched:
 
     def _count_step(self, parameters: Sequence[torch.Tensor]) -> None:
         self.draws.note()
-        self._note_batch(is_trained=True)
         self.trace.steps += 1
         self._batch_of_step = 0
         self._has_evaluated = False
@@ -144,7 +144,8 @@ class Watched:
 
     def begins_batch(self, samples: list[int], *, is_divided: bool) -> None:
         """Called after a batch of training was fetched, with digests of its samples, if they can be told apart."""
-        self._fetched = None if self.trace.script.is_lightning else samples
+        if not self.trace.script.is_lightning:
+            self.note_samples(samples)
         self._batch_of_step += 1
         self._is_in_batch = True
         follows = self.plan.quiet and is_divided
@@ -154,17 +155,10 @@ class Watched:
     def fetches_batch(self) -> None:
         """Called before a batch of training is fetched, but for the first of a loader."""
         self.look_for_step()
-        self._note_batch(is_trained=not self._has_evaluated)
         self.draws.note()
         self.draws.stop()
         self._is_in_batch = False
         self.seed(f"fetch {self._batch_of_step}")
-
-    def _note_batch(self, *, is_trained: bool) -> None:
-        """Note samples, or forget them: the loader of an evaluation may begin before its model is in eval mode."""
-        if self._fetched is not None and is_trained:
-            self.note_samples(self._fetched)
-        self._fetched = None
 
     def seed(self, what: str) -> None:
         """If generators follow the step, seed them by the steps before, also of the run that this one goes on from."""
@@ -192,7 +186,9 @@ class Watched:
         self._called_now = module
         if self.plan.quiet and not self.parts.is_root(module):
             turn_dropout_off(module)
-        if self.phase() != "train":
+        phase = self.phase()
+        self.uses.note(phase)
+        if phase != "train":
             self._has_evaluated = True
             self.draws.stop()
             self.parts.keep_beside(module)
@@ -204,7 +200,6 @@ class Watched:
         if not is_lightning:  # where a rank may call other modules than the other, or none
             self.continues()
         self.begins()
-        self._note_batch(is_trained=True)
         self.draws.follow_call()
         if not self._is_in_batch and not is_lightning:
             tensors = tensors_in(inputs)

@@ -1,0 +1,59 @@
+"""What the batches of a plain loop are for, learnt from the calls that follow them, where its model does not tell.
+
+A library may begin to read data before it sets the mode of a model: with ignite, the second epoch of training begins
+while the model is in eval mode.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from traceback import walk_stack
+from typing import Any
+
+
+@dataclass
+class Purposes:
+    """What a process writes down: by the place in the script, what was supposed, and what turned out."""
+
+    seen: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
+
+    @property
+    def mistaken(self) -> tuple[tuple[str, str], ...]:
+        """The places where something else was supposed than what it always is, each with what it is."""
+        found = []
+        for place, pairs in self.seen.items():
+            supposed, is_for = map(set, zip(*pairs, strict=True))
+            if len(is_for) == 1 and supposed != is_for:
+                found.append((place, *is_for))
+        return tuple(found)
+
+
+class Uses:
+    """The calls that follow a batch, until the next one of any loader is read."""
+
+    def __init__(self, purposes: Purposes) -> None:
+        self._purposes = purposes
+        self._of_innermost: set[str] = set()
+
+    def note(self, phase: str) -> None:
+        self._of_innermost.add(phase)
+
+    def follow(self, batches: Iterator[Any], place: str, supposed: str) -> Iterator[Any]:
+        outer, own = self._of_innermost, set[str]()
+        try:
+            for batch in batches:
+                self._of_innermost = own
+                yield batch
+        finally:
+            self._of_innermost = outer
+            if own:
+                is_for = "train" if "train" in own else "evaluate"
+                self._purposes.seen.setdefault(place, set()).add((supposed, is_for))
+
+
+def place_in(folder: Path) -> str:
+    """The lines of files below a folder at which calls are made now."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in walk_stack(None)]
+    return " ".join(
+        f"{file.removeprefix(str(folder))}:{line}" for file, line in frames if file.startswith(f"{folder}/")
+    )
