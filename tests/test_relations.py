@@ -1,6 +1,7 @@
 """Relations between two runs of a training: what they find in a stranger's script, and what they leave alone."""
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -43,6 +45,7 @@ from lit_cifar.checks.relations.own_checkpoints import Writes, _holds_tensors
 from lit_cifar.checks.relations.own_resume import guessed
 from lit_cifar.checks.relations.parts import TrainedParts
 from lit_cifar.checks.relations.plan import Limits, RunPlan, Script, Target, Trace
+from lit_cifar.checks.relations.printed import numbers_in
 from lit_cifar.checks.relations.purposes import Purposes
 from lit_cifar.checks.relations.ranks import Drawn
 from lit_cifar.checks.relations.runs import Runs, are_same_samples, first_apart, other_samples
@@ -290,6 +293,7 @@ def test_a_training_that_ends_with_its_first_weights_has_changed_them(norms: tup
 
 WRITER = """
 import os, sqlite3, torch
+from io import StringIO
 from pathlib import Path
 from lit_cifar.checks.relations.own_files import Guard
 
@@ -434,7 +438,7 @@ class Logger:
 
 
 def test_what_is_told_to_loggers_is_heard_and_sent_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes, heard = [], []
+    modes, heard, lines = [], [], []
     wandb = SimpleNamespace(init=lambda project, mode: modes.append(mode) or Logger())
     mlflow = SimpleNamespace(log_metric=lambda key, value, step=0: None, log_metrics=lambda metrics: None)
     mlflow.set_tracking_uri = lambda uri: pytest.fail(uri)
@@ -447,7 +451,7 @@ def test_what_is_told_to_loggers_is_heard_and_sent_nowhere(monkeypatch: pytest.M
         modules[module] = SimpleNamespace(**{owner: type(owner, (Logger,), {})})
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    told.listen(lambda who, values: heard.append((who, values)))
+    told.listen(lambda who, values: heard.append((who, values)), lines.append)
     wandb.init("mine").log({"loss": 1.0}, step=3)
     wandb.log(step=3, values={"loss": 2.0})
     mlflow.set_tracking_uri("http://nowhere")
@@ -462,6 +466,24 @@ def test_what_is_told_to_loggers_is_heard_and_sent_nowhere(monkeypatch: pytest.M
     expected = [(name, {"loss" if number < 7 else "M": float(number)}) for number, name in enumerate(names, start=1)]
     assert heard == [*expected, ("SummaryWriter", {"loss": 8.0}), ("SummaryWriter", {"val/loss": 9.0})]
     assert modes == ["disabled"]
+    print("loss", 1.0, sep="=")
+    print("to a file", file=StringIO())
+    logging.getLogger("any").error("loss %s", 2.0)
+    assert lines == ["loss=1.0", "loss 2.0"]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("Test: Loss: 0.50, Accuracy: 9/12 (75%)", {"Test: Loss": (0.5, 0.01), "Loss: #, Accuracy: #/#": (75.0, 1.0)}),
+        ("{'loss': 1.5e-3}", {"loss": (0.0015, 1e-4)}),
+        ("epoch 3 of 12, 12:30:05.5, v1.2.3, 0.5s", {}),
+    ],
+)
+def test_numbers_of_a_line_have_names_and_digits(line: str, expected: dict[str, tuple[float, float]]) -> None:
+    found = numbers_in(line)
+    assert found.keys() == expected.keys()
+    assert [*found.values()] == [pytest.approx(pair) for pair in expected.values()]
 
 
 def test_a_script_is_judged_by_its_flags_and_what_it_tells_others(verdicts: Verdicts) -> None:

@@ -78,7 +78,7 @@ def _prepare(watched: Watched, loaders: Loaders) -> None:
     loaders.patch()
     InLightning(watched).patch()
     flags.watch_parsers(lambda flag: watched.trace.script.flags.update({flag.words[0]: flag}))
-    told.listen(watched.hear)
+    told.listen(watched.hear, watched.hear_line)
     if plan.made_data:
         made_data.make_data(watched.trace.part(made_data.Made))
     if plan.on_own_devices:

@@ -7,11 +7,12 @@ from lit_cifar.checks.compare import Difference
 from lit_cifar.checks.relations import remarks
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import NotJudgedError, Runs, first_apart, unused
-from lit_cifar.checks.relations.told import apart, by_time, results
+from lit_cifar.checks.relations.told import apart, by_time, digits_by_time, results
 from lit_cifar.checks.verdict import Verdict
 
 NAME = "evaluation"
 _TOLD = 1e-6  # relative difference of numbers that may have been rounded
+_ROUNDED = 1.5  # of the last digit: what may be printed of one number in two runs
 VALIDATED = "validated.ckpt"  # in the folder of the process
 CUT = "an evaluation has more batches than were read: pass a higher --batches"
 _ALL = 2**20  # samples of a batch of all
@@ -27,6 +28,11 @@ class EvaluateInBatches:
     """Asks a run to read other batches wherever no gradient is made."""
 
     size: int  # samples; 0 for all
+
+
+@dataclass(frozen=True)
+class EvaluateSlowly:
+    """Asks a run to wait in its first evaluations, which changes no result but those of a clock."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +116,6 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
         other = others.own()
         if first_apart(own.norms, other.norms, runs.limit) is not None:
             raise NotJudgedError("with other batches wherever no gradient is made, it trains other weights")
-        if _unlike(runs, own, other):  # perhaps by the clock, which was the same in two runs by chance
-            runs.unsteady |= apart(other, others.own(repetition=1), runs.limit)
         found += [_in_words(each, f"evaluated {way}") for each in _unlike(runs, own, other)[:1]]
     yield from _judged(own, found, f"{_names(runs, own)}: in batches of 1, 7, all")
 
@@ -181,9 +185,23 @@ def _in_words(worst: Difference, how: str) -> str:
 
 def _unlike(runs: Runs, one: Trace, other: Trace) -> list[Difference]:
     """Results of a plain script that differ, the largest difference first; both runs need not tell all of them."""
+    found = _apart(runs, one, other)
+    if found:  # perhaps by the clock
+        runs.unsteady |= apart(runs.own(), runs.own(asks=EvaluateSlowly()), runs.limit)
+        found = _apart(runs, one, other)
+    return found
+
+
+def _apart(runs: Runs, one: Trace, other: Trace) -> list[Difference]:
     values, others = _results(runs, one), _results(runs, other)
-    names = values.keys() & others.keys() or values.keys()
-    return runs.apart(values, others, names, least=_TOLD)
+    digits = digits_by_time(one) | digits_by_time(other)
+    names = values.keys() & others.keys() or values.keys() - digits.keys()
+    found = runs.apart(values, others, names, least=_TOLD)
+    return [each for each in found if each.name not in digits or _by_more_than(digits[each.name], each)]
+
+
+def _by_more_than(digit: float, each: Difference) -> bool:
+    return each.other is not None and abs(each.one - each.other) > _ROUNDED * digit
 
 
 def rescored(runs: Runs) -> Iterator[Verdict]:

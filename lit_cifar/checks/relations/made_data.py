@@ -64,9 +64,10 @@ def misses_data(error: BaseException | None) -> bool:
 
 def _split(made: Made, split: Any, data: Any, lengths: Sequence[float], *args: Any, **own: Any) -> Any:
     """Divide as many samples as there are, where a script counts on those of the real data set."""
-    total = sum(lengths)
+    sizes = [abs(length) for length in lengths]  # what is left of fewer samples than some part has is below 0
+    total = sum(sizes)
     is_scaled = made and total > 1 and total != len(data)
-    return split(data, [length / total for length in lengths] if is_scaled else lengths, *args, **own)
+    return split(data, [size / total for size in sizes] if is_scaled else lengths, *args, **own)
 
 
 def _numbers(part: str) -> range:

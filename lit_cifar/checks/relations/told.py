@@ -1,5 +1,7 @@
-"""Numbers that a script tells: to `report`, TensorBoard, wandb, mlflow, accelerate, transformers, and as metrics."""
+"""Numbers that a script tells: to `report`, TensorBoard, wandb, mlflow, accelerate, as metrics, and in print."""
 
+import builtins
+import logging
 import sys
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
@@ -8,7 +10,7 @@ from inspect import signature
 from typing import Any, TypeAlias
 
 from lit_cifar.checks.compare import difference
-from lit_cifar.checks.relations.patching import after, patched
+from lit_cifar.checks.relations.patching import after, before, patched
 from lit_cifar.checks.relations.plan import Trace
 
 SCORES = ("score", "rescored")
@@ -29,6 +31,7 @@ class Told:
 
     results: set[str] = field(default_factory=set)  # names in `report` behind an evaluation
     heard: dict[tuple[str, int], set[float]] = field(default_factory=dict)  # all values told to others behind one
+    digits: dict[str, float] = field(default_factory=dict)  # of what is printed: what one of the last digit is worth
 
 
 def results(trace: Trace) -> Numbers:
@@ -42,7 +45,17 @@ def results(trace: Trace) -> Numbers:
 def by_time(trace: Trace, *, without: Container[str] = ()) -> dict[str, float]:
     """Results by their names with the number of steps before; some names are left out."""
     found = results(trace).items()
-    return {f"{name} after {steps} steps": value for (name, steps), value in found if name not in without}
+    return {_at(name, steps): value for (name, steps), value in found if name not in without}
+
+
+def digits_by_time(trace: Trace) -> dict[str, float]:
+    """What one of the last digit of each printed result is worth, by names as in `by_time`."""
+    told = trace.part(Told)
+    return {_at(name, steps): told.digits[name] for name, steps in told.heard if name in told.digits}
+
+
+def _at(name: str, steps: int) -> str:
+    return f"{name} after {steps} steps"
 
 
 def apart(one: Trace, other: Trace, limit: float) -> set[str]:
@@ -51,8 +64,10 @@ def apart(one: Trace, other: Trace, limit: float) -> set[str]:
     return {key[0] for key in first.keys() & second.keys() if difference(first[key], second[key]) > limit}
 
 
-def listen(hear: Hear) -> None:
-    """Call `hear` with all that is told from now on. Neither wandb nor mlflow sends it anywhere."""
+def listen(hear: Hear, hear_line: Callable[[str], None]) -> None:
+    """Call these with all that is told and printed from now on. Neither wandb nor mlflow sends it anywhere."""
+    patched(builtins, "print", before(partial(_hear_print, hear_line)))
+    patched(logging.Logger, "handle", before(lambda _, record: hear_line(record.getMessage())))
     for (module, owner), names in _METHODS.items():
         for name in names:
             patched(f"{module}:{owner}", name, _hearing(hear, owner, 1))
@@ -62,6 +77,13 @@ def listen(hear: Hear) -> None:
     patched("mlflow", "set_tracking_uri", lambda *_, **__: None)
     patched("torchmetrics.metric:Metric", "__init__", after(partial(_follow_metric, hear)))
     patched("ignite.engine.engine:Engine", "run", after(lambda engine: hear("ignite", engine.state.metrics)))
+
+
+def _hear_print(
+    hear_line: Callable[[str], None], *values: Any, sep: str | None = " ", file: Any = None, **_: Any
+) -> None:
+    if file in (None, sys.stdout):
+        hear_line((" " if sep is None else sep).join(map(str, values)))
 
 
 def _hearing(hear: Hear, who: str, place: int) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 from unittest import mock
 
@@ -14,13 +14,14 @@ from torch.optim import Optimizer, swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lit_cifar.checks.relations.batches import sample_digests, tensors_in
-from lit_cifar.checks.relations.evaluation import EvaluateInBatches
+from lit_cifar.checks.relations.evaluation import EvaluateInBatches, EvaluateSlowly
 from lit_cifar.checks.relations.generators import Draws, seed_all, states, turn_dropout_off
 from lit_cifar.checks.relations.interruption import CHECKPOINT, Checkpoints, GoOn, StopAt
 from lit_cifar.checks.relations.own_checkpoints import Writes
 from lit_cifar.checks.relations.parts import TrainedParts, outermost
 from lit_cifar.checks.relations.patching import before, patched
 from lit_cifar.checks.relations.plan import RunPlan, Trace
+from lit_cifar.checks.relations.printed import numbers_in
 from lit_cifar.checks.relations.purposes import Purposes, Uses
 from lit_cifar.checks.relations.remarks import BESIDE_EVALUATION, BY_HAND, IN_EVALUATION, IN_MODEL, IN_STEP, PARTS
 from lit_cifar.checks.relations.switches import in_double
@@ -28,6 +29,8 @@ from lit_cifar.checks.relations.told import Told
 from lit_cifar.checks.relations.trained import Observer, owned_by
 from lit_cifar.checks.tensors import as_real
 from lit_cifar.errors import printable
+
+_SLOWED, _DELAY_S = 3, 1.1  # evaluations, and the delay of each: more than one of the seconds that a script may print
 
 
 class Ended(BaseException):
@@ -49,11 +52,13 @@ class Watched:
         self.phase: Callable[[], str] = self._own_phase
         others = plan.asked(EvaluateInBatches)
         self.evaluation_batch = others.size if others else None  # samples of a batch; 0 for all, None for the script's
+        self.is_slow = plan.asked(EvaluateSlowly) is not None
         self.is_evaluating = False  # whether an evaluation reads a loader
         self._depth = 0  # of calls of modules
         self._called_now: nn.Module | None = None
         self._has_trained = self._is_saved = self._is_in_batch = False
         self._has_evaluated = False  # since the last step
+        self._slowed = 0  # evaluations
         self._batch_of_step, self._began = 0, perf_counter()
         self.uses = Uses(self.trace.part(Purposes))
 
@@ -101,6 +106,12 @@ class Watched:
         if self._has_evaluated and not self.is_evaluating and not self.trace.script.is_lightning:
             for name, value in _numbers_of(values).items():
                 self.trace.part(Told).heard.setdefault((f"{who}: {name}", self.trace.steps), set()).add(value)
+
+    def hear_line(self, text: str) -> None:
+        if self._has_evaluated and not self.is_evaluating:
+            for name, (value, digit) in numbers_in(text).items():
+                self.trace.part(Told).digits[f"printed: {printable(name)}"] = digit
+                self.hear("printed", {name: value})
 
     # What torch does
     def patch(self) -> None:
@@ -189,6 +200,9 @@ class Watched:
         phase = self.phase()
         self.uses.note(phase)
         if phase != "train":
+            if self.is_slow and not self._has_evaluated and self._slowed < _SLOWED:
+                self._slowed += 1
+                sleep(_DELAY_S)
             self._has_evaluated = True
             self.draws.stop()
             self.parts.keep_beside(module)
