@@ -15,7 +15,7 @@ _TOLD = 1e-6  # relative difference of numbers that may have been rounded
 _ROUNDED = 1.5  # of the last digit: what may be printed of one number in two runs
 VALIDATED = "validated.ckpt"  # in the folder of the process
 CUT = "an evaluation has more batches than were read: pass a higher --batches"
-_ALL = 2**20  # samples of a batch of all
+ALL = 2**20  # samples of a batch of all
 _NO_LOADER = "the evaluation reads no DataLoader of torch in torch.no_grad()"
 _IN_BATCHES = {"in batches of 1": 1, "in batches of 7": 7, "as one batch": 0}  # samples; 0 for all
 # With Lightning, ways to validate the same weights, and the sizes of their batches.
@@ -111,8 +111,8 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
     for way, size in _IN_BATCHES.items():
         others = runs.planned(asks=EvaluateInBatches(size))
         if by_hand:
-            unlimited = runs.with_limits(evaluated=_ALL, undivided=_ALL)
-            others = unlimited.planned(knobs=(("evaluation_batch", size or _ALL),))
+            unlimited = runs.with_limits(evaluated=ALL, undivided=ALL)
+            others = unlimited.planned(knobs=(("evaluation_batch", size or ALL),))
         other = others.own()
         if first_apart(own.norms, other.norms, runs.limit) is not None:
             raise NotJudgedError("with other batches wherever no gradient is made, it trains other weights")

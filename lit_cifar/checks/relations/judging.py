@@ -13,6 +13,7 @@ import torch
 from lit_cifar.checks.relations import evaluation, options, own_devices, ranks, remarks, told, trained, workers
 from lit_cifar.checks.relations.accumulation import accumulation
 from lit_cifar.checks.relations.crashes import elsewhere, is_final, remedy
+from lit_cifar.checks.relations.evaluation import ALL, Evaluations
 from lit_cifar.checks.relations.made_data import Made
 from lit_cifar.checks.relations.own_resume import resumed
 from lit_cifar.checks.relations.plan import Limits, RunPlan, Target, Trace
@@ -80,12 +81,19 @@ def _said(name: str, relation: Relation, runs: Runs) -> Iterator[Verdict]:
 
 
 def _first(runs: Runs, limits: Limits) -> Trace:
-    """The first run; if it is slow and the reader has set no limits, one that is cut short, as all later ones are."""
+    """The first run, which is like all later ones.
+
+    It is cut short if it is slow and the reader has set no limits. If it ends by an error, it may count on all batches.
+    """
     runs.plan = replace(runs.plan, limits=limits, purposes=())
     if limits == Limits() and runs.is_slow():
         runs.plan = replace(runs.plan, limits=_SHORT)
-    if mistaken := runs.own().part(Purposes).mistaken:
+    if mistaken := runs.ended()[0].part(Purposes).mistaken:
         runs.plan = replace(runs.plan, purposes=mistaken)
+    if any(trace.end.error and (trace.reading.cut or trace.part(Evaluations).cut) for trace in runs.ended()):
+        whole = runs.with_limits(batches=ALL, evaluated=ALL, undivided=ALL)
+        if not any(trace.end.error for trace in whole.ended()):
+            runs.plan = whole.plan
     return runs.own()
 
 

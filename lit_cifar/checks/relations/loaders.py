@@ -142,19 +142,22 @@ class Loaders:
 
     def _training(self, loader: Any, iterate: Any) -> Iterator[Any]:
         number, part, reading = self._number(loader), self._trace.script.batches, self._trace.reading
+        most: int | None = self._plan.limits.batches
         self._trained.setdefault(number, loader)
         reading.epochs.append(0)
         with suppress(TypeError):  # of a stream
             reading.lengths[number] = read = len(loader)
             own = self._length_of(loader)
             own = min(own, part if isinstance(part, int) else int(part * own))
-            if not self._plan.imposed and own > read:
+            if own <= read:
+                most = None  # an iteration without an end may go on behind the epoch
+            elif not self._plan.imposed:
                 reading.cut[number] = own
         self._watched.seed("order")
         batches = iterate(loader)  # which draws a number, of the generator that may make the model next
         # A plain loop over a stream may read more than an epoch, and ends with its steps.
-        is_endless = isinstance(loader.dataset, IterableDataset) and not self._trace.script.is_lightning
-        most = None if is_endless else self._plan.limits.batches
+        if isinstance(loader.dataset, IterableDataset) and not self._trace.script.is_lightning:
+            most = None
         return self._followed(loader, len(reading.epochs) - 1, self._fetched(islice(batches, most)))
 
     def _followed(self, loader: Any, epoch: int, batches: Iterator[Any]) -> Iterator[Any]:

@@ -99,6 +99,7 @@ class End:
     error: str = ""  # the last line of a traceback
     kinds: list[str] = field(default_factory=list)  # names of its class and those above
     where: str = ""  # file and line in the user's code
+    words: str = ""  # the last that were printed
     at: float = 0.0  # the time of the error
     is_late: bool = False  # the checker ended it
     at_limit: bool = False  # the same, after as many steps as a run may have

@@ -48,7 +48,7 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
     if is_used:
         yield from _draws(runs)
     shares = "share" in two[0].script.calls
-    if not shares and (verdict := _data(two)):
+    if not shares and (verdict := _data(own, two)):
         yield unused(verdict, why)
         if verdict.outcome == "fail":
             raise NotJudgedError("ranks read the same samples, so there is no batch of both")
@@ -105,15 +105,21 @@ def _draws(runs: Runs) -> Iterator[Verdict]:
         yield Verdict("draws of ranks", "note", text)
 
 
-def _data(two: list[Trace]) -> Verdict | None:
-    """Whether ranks read the same samples."""
+def _data(one: Trace, two: list[Trace]) -> Verdict | None:
+    """Whether ranks read the same samples, or each as many in an epoch as one process."""
     first, second = ({sample for step in trace.samples for sample in step} for trace in two)
     if min(len(first), len(second)) < 2:
         return None
     steps = [({*a}, {*b}) for a, b in zip(two[0].samples, two[1].samples, strict=False)]
     together = sum(len(a & b) for a, b in steps) / max(1, sum(len(a) for a, _ in steps))
     found = [f"{together:.0%} of a step's samples are read by both ranks"] if together >= _MOST_SHARED else []
-    return Verdict.by_findings("samples of ranks", found, f"{len(first)} and {len(second)} samples")
+    verdict = Verdict.by_findings("samples of ranks", found, f"{len(first)} and {len(second)} samples")
+    epochs = [trace.reading.lengths | trace.reading.cut for trace in (one, *two)]
+    sizes = [[*map(len, trace.samples[:1])] for trace in (one, *two)]
+    if found or not epochs[0] or epochs.count(epochs[0]) < len(epochs) or sizes.count(sizes[0]) < len(sizes):
+        return verdict
+    text = f"an epoch of each rank has as many batches as one of one process: {max(epochs[0].values())}"
+    return replace(verdict, outcome="note", text=text)
 
 
 def weighed(verdict: Verdict, traces: list[Trace], why: str) -> Verdict:

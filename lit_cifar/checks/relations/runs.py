@@ -149,8 +149,9 @@ class Runs:
         trace = Trace()
         if (file := folder / "trace").exists():
             trace = pickle.loads(file.read_bytes())
+            trace.end.words = _last_lines(ended)
             if "SystemExit" in trace.end.kinds:
-                trace.end.error += f": {_last_lines(ended)}"
+                trace.end.error += f": {trace.end.words}"
         elif ended.status is None:
             remedy = "pass a higher --limit, or make the training smaller"
             trace.end = End(error=f"a limit of {self.limit_s:.0f} s: {remedy}", is_late=True)

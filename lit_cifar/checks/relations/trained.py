@@ -14,9 +14,10 @@ from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import NotJudgedError, Runs
 from lit_cifar.checks.tensors import digest
 from lit_cifar.checks.verdict import Verdict
+from lit_cifar.errors import printable
 
 NAME = "what is trained"
-_SHOWN = 3  # names
+_SHOWN, _LONGEST = 3, 120  # names, and characters of what was printed
 _STEPS_TO_TELL = 2
 
 
@@ -59,7 +60,8 @@ def nothing_changes(trace: Trace) -> str:
             raise NotJudgedError(f"{text}; pass a higher --steps, if its schedule begins so")
         return text
     if not seen.backwards:
-        raise NotJudgedError("no step of an optimizer was seen: does the script train when it is run?")
+        words = f" It ends with: {printable(trace.end.words)[-_LONGEST:]}" if trace.end.words else ""
+        raise NotJudgedError(f"no step of an optimizer was seen: does the script train when it is run?{words}")
     if not trace.first:
         raise NotJudgedError("it trains tensors of no torch.nn.Module without an optimizer: give them to one")
     if trace.moved:
