@@ -116,7 +116,8 @@ def _data(one: Trace, two: list[Trace]) -> Verdict | None:
     verdict = Verdict.by_findings("samples of ranks", found, f"{len(first)} and {len(second)} samples")
     epochs = [trace.reading.lengths | trace.reading.cut for trace in (one, *two)]
     sizes = [[*map(len, trace.samples[:1])] for trace in (one, *two)]
-    if found or not epochs[0] or epochs.count(epochs[0]) < len(epochs) or sizes.count(sizes[0]) < len(sizes):
+    is_divided = epochs.count(epochs[0]) < len(epochs) or sizes.count(sizes[0]) < len(sizes)
+    if found or one.script.is_lightning or not epochs[0] or is_divided:  # Lightning divides by itself
         return verdict
     text = f"an epoch of each rank has as many batches as one of one process: {max(epochs[0].values())}"
     return replace(verdict, outcome="note", text=text)
