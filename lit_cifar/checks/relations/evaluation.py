@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from lit_cifar.checks.compare import Difference
 from lit_cifar.checks.relations import remarks
 from lit_cifar.checks.relations.plan import Trace
-from lit_cifar.checks.relations.runs import NotJudgedError, Runs, first_apart, unused
+from lit_cifar.checks.relations.runs import NotJudgedError, RunError, Runs, first_apart, unused
 from lit_cifar.checks.relations.told import apart, by_time, digits_by_time, results
 from lit_cifar.checks.verdict import Verdict
 
@@ -107,17 +107,25 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
         raise NotJudgedError(reason, 'batch = relations.knob("evaluation_batch", batch)  # its samples')
     if by_hand and own.part(Evaluations).cut:
         raise NotJudgedError(CUT)
-    found = []
+    found, failed, judged = [], [], []
     for way, size in _IN_BATCHES.items():
         others = runs.planned(asks=EvaluateInBatches(size))
         if by_hand:
             unlimited = runs.with_limits(evaluated=ALL, undivided=ALL)
             others = unlimited.planned(knobs=(("evaluation_batch", size or ALL),))
-        other = others.own()
+        try:
+            other = others.own()
+        except RunError as error:
+            failed.append(Verdict(f"{NAME} {way}", "note", str(error)))
+            if error.end.is_late or len(failed) == len(_IN_BATCHES):
+                raise
+            continue
         if first_apart(own.norms, other.norms, runs.limit) is not None:
             raise NotJudgedError("with other batches wherever no gradient is made, it trains other weights")
+        judged.append(way)
         found += [_in_words(each, f"evaluated {way}") for each in _unlike(runs, own, other)[:1]]
-    yield from _judged(own, found, f"{_names(runs, own)}: in batches of 1, 7, all")
+    yield from _judged(own, found, f"{_names(runs, own)}: {', '.join(judged)}")
+    yield from failed
 
 
 def validated(runs: Runs, checkpoint: str | None = None) -> dict[str, float]:
