@@ -187,7 +187,8 @@ def main() -> None:
             continue
         say(f"\n{name}")
         root = clone(training.repository, training.commit, options.clones.resolve())
-        content["trainings"].append(asdict(training) | record(training, root, options.limit, options.most))
+        judged_by = {"checker": about()["git"]}  # a record may be made in several pieces
+        content["trainings"].append(asdict(training) | judged_by | record(training, root, options.limit, options.most))
         write_json(options.out, content)
 
 
