@@ -24,7 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from lit_cifar import relations
 from lit_cifar.checks.compare import difference, differences
-from lit_cifar.checks.relations import told
+from lit_cifar.checks.relations import ranks, told
 from lit_cifar.checks.relations.batches import (
     SampleList,
     SampleTuple,
@@ -40,6 +40,7 @@ from lit_cifar.checks.relations.in_lightning import InLightning
 from lit_cifar.checks.relations.interruption import Written
 from lit_cifar.checks.relations.judging import RELATIONS, _in_windows, judged
 from lit_cifar.checks.relations.loaders import Loaders, is_divided
+from lit_cifar.checks.relations.made_data import Made, divided
 from lit_cifar.checks.relations.mirror import mirror, mirrored
 from lit_cifar.checks.relations.own_checkpoints import Writes, _holds_tensors
 from lit_cifar.checks.relations.own_resume import guessed
@@ -193,8 +194,8 @@ def test_an_order_that_is_drawn_is_another_in_each_epoch(
     assert [verdict.outcome for verdict in same_orders(trace)] == expected
 
 
-def test_an_order_that_the_script_only_looks_at_is_no_epoch() -> None:
-    watched: Any = SimpleNamespace(plan=RunPlan(), trace=Trace(), phase=lambda: "train")
+def test_an_order_that_the_script_only_looks_at_is_no_epoch(tmp_path: Path) -> None:
+    watched: Any = SimpleNamespace(plan=RunPlan(), trace=Trace(), phase=lambda: "train", folder=tmp_path)
     loaders = Loaders(watched)
     sampler = BatchSampler(RandomSampler(range(8)), 4, False)
     next(loaders._ordered(BatchSampler.__iter__, sampler))
@@ -202,6 +203,22 @@ def test_an_order_that_the_script_only_looks_at_is_no_epoch() -> None:
         assert [len(batch) for batch in loaders._ordered(BatchSampler.__iter__, sampler)] == [4, 4]
         watched.trace.steps = step + 1
     assert [len(order.places) for order in watched.trace.part(Orders)] == [8, 8]
+
+
+@pytest.mark.parametrize(("batches", "outcome"), [(6, "pass"), (12, "note")])
+def test_ranks_that_read_as_much_as_one_process_are_noted(batches: int, outcome: str) -> None:
+    one, *two = (Trace(samples=[[sample, -sample]]) for sample in (1, 2, 3))
+    one.reading.lengths, one.reading.cut = {0: 8}, {0: 12}
+    for trace in two:
+        trace.reading.lengths, trace.reading.cut = {0: 8}, {0: batches}
+    verdict = ranks.data_of_ranks(one, two)
+    assert verdict is not None
+    assert verdict.outcome == outcome
+
+
+def test_made_samples_are_divided_where_a_script_subtracts_the_size_of_a_part() -> None:
+    parts = divided(Made(some=None), lambda data, lengths: lengths, range(300), [300 - 5000, 5000])
+    assert parts == [pytest.approx(4700 / 9700), pytest.approx(5000 / 9700)]
 
 
 ONCE, TWICE = Counter({1: 1, 2: 1}), Counter({1: 2, 2: 2})

@@ -41,6 +41,7 @@ RELATIONS: dict[str, Relation] = {
 _WAYS = [(*way, double) for way in ((1, False), (1, True), (2, False)) for double in (True, False)]
 
 
+_MOST_RUNS = 2  # to learn what batches are for
 _SHORT = Limits(batches=3, steps=9, evaluated=6, undivided=1)  # for a slow training
 
 
@@ -88,13 +89,22 @@ def _first(runs: Runs, limits: Limits) -> Trace:
     runs.plan = replace(runs.plan, limits=limits, purposes=())
     if limits == Limits() and runs.is_slow():
         runs.plan = replace(runs.plan, limits=_SHORT)
-    if mistaken := runs.ended()[0].part(Purposes).mistaken:
-        runs.plan = replace(runs.plan, purposes=mistaken)
+    runs.plan = _with_purposes(runs)
     if any(trace.end.error and (trace.reading.cut or trace.part(Evaluations).cut) for trace in runs.ended()):
         whole = runs.with_limits(batches=ALL, evaluated=ALL, undivided=ALL)
+        whole.plan = _with_purposes(whole)
         if not any(trace.end.error for trace in whole.ended()):
             runs.plan = whole.plan
     return runs.own()
+
+
+def _with_purposes(runs: Runs) -> RunPlan:
+    """The plan with what batches are for, where runs have mistaken it; each run may show more."""
+    plan = runs.plan
+    for _ in range(_MOST_RUNS):
+        mistaken = runs.planned(purposes=plan.purposes).ended()[0].part(Purposes).mistaken
+        plan = replace(plan, purposes=tuple((dict(plan.purposes) | dict(mistaken)).items()))
+    return plan
 
 
 def _found_way(runs: Runs) -> str:

@@ -40,7 +40,7 @@ class Made(dict[str, None]):
 
 def make_data(made: Made) -> None:
     """Let the script have made samples where it asks for known data sets."""
-    patched(torch.utils.data, "random_split", partial(_split, made))
+    patched(torch.utils.data, "random_split", partial(divided, made))
     for name in _IN_MEMORY:
         patched(f"torchvision.datasets:{name}", "__init__", partial(_make_in_memory, made, name))
     patched("torchvision.datasets:ImageNet", "__init__", _make_imagenet)
@@ -62,12 +62,12 @@ def misses_data(error: BaseException | None) -> bool:
     return False
 
 
-def _split(made: Made, split: Any, data: Any, lengths: Sequence[float], *args: Any, **own: Any) -> Any:
+def divided(made: Made, split: Any, dataset: Any, lengths: Sequence[float], *args: Any, **own: Any) -> Any:
     """Divide as many samples as there are, where a script counts on those of the real data set."""
     sizes = [abs(length) for length in lengths]  # what is left of fewer samples than some part has is below 0
     total = sum(sizes)
-    is_scaled = made and total > 1 and total != len(data)
-    return split(data, [size / total for size in sizes] if is_scaled else lengths, *args, **own)
+    is_scaled = made and total > 1 and total != len(dataset)
+    return split(dataset, [size / total for size in sizes] if is_scaled else lengths, *args, **own)
 
 
 def _numbers(part: str) -> range:
@@ -148,15 +148,18 @@ def _load(made: Made, load: Any, *args: Any, **given: Any) -> Any:
     import datasets  # which the script has imported
 
     path, name, split = arguments["path"], arguments.get("name"), arguments.get("split")
+    known = path.rpartition("/")[2]  # of nyu-mll/glue, as of glue
     made["/".join(filter(None, ("load_dataset of " + path, name)))] = None
-    texts, classes = _COLUMNS.get(f"{path}/{name}") or _COLUMNS.get(path) or (["text"], 2)
+    texts, classes = _COLUMNS.get(f"{known}/{name}") or _COLUMNS.get(known) or (["text"], 2)
     label = {"label": datasets.ClassLabel(num_classes=classes)} if classes else {}
+    if known == "glue":
+        label["idx"] = datasets.Value("int32")
     features = datasets.Features(dict.fromkeys(texts, datasets.Value("string")) | label)
 
     def rows(part: str) -> Any:
         numbers = _numbers(part)
         columns = {column: [_text(number, place) for number in numbers] for place, column in enumerate(texts)}
-        labels = {column: [number % classes for number in numbers] for column in label}
+        labels = {column: [number if column == "idx" else number % classes for number in numbers] for column in label}
         data = datasets.Dataset.from_dict(columns | labels, features=features)
         return data.to_iterable_dataset() if arguments.get("streaming") else data
 

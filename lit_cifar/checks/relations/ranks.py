@@ -48,7 +48,7 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
     if is_used:
         yield from _draws(runs)
     shares = "share" in two[0].script.calls
-    if not shares and (verdict := _data(own, two)):
+    if not shares and (verdict := data_of_ranks(own, two)):
         yield unused(verdict, why)
         if verdict.outcome == "fail":
             raise NotJudgedError("ranks read the same samples, so there is no batch of both")
@@ -105,7 +105,7 @@ def _draws(runs: Runs) -> Iterator[Verdict]:
         yield Verdict("draws of ranks", "note", text)
 
 
-def _data(one: Trace, two: list[Trace]) -> Verdict | None:
+def data_of_ranks(one: Trace, two: list[Trace]) -> Verdict | None:
     """Whether ranks read the same samples, or each as many in an epoch as one process."""
     first, second = ({sample for step in trace.samples for sample in step} for trace in two)
     if min(len(first), len(second)) < 2:

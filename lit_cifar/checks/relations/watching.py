@@ -177,7 +177,7 @@ class Watched:
             seed_all(what, self.trace.steps + self.steps_before)
 
     def _called(self, call: Any, module: nn.Module, /, *args: Any, **settings: Any) -> Any:
-        is_outermost = self._depth == 0
+        is_outermost = self._depth == 0 and not torch.jit.is_tracing()  # which would follow what we compute too
         if is_outermost and next(module.parameters(), None) is not None:
             self._before_call(module, (args, settings))
             if self.plan.double:
