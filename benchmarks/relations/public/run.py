@@ -93,23 +93,23 @@ def _make_citations(content: Path) -> None:
     """As the archive of Cora has them, with 60 words in place of 1433, of the papers that the repository names."""
     draws, cites = np.random.default_rng(0), content.with_name("cora.cites")
     if not cites.exists():
-        np.savetxt(cites, draws.permutation(np.arange(5416) % 2708).reshape(-1, 2), fmt="%d", delimiter="\t")
+        np.savetxt(cites, draws.permutation(np.arange(3400) % 1700).reshape(-1, 2), fmt="%d", delimiter="\t")
     nodes = np.unique(np.loadtxt(cites, dtype=int))
     rows = ([node, *draws.integers(0, 2, 60), f"class{node % 7}"] for node in nodes)
     content.write_text("".join("\t".join(map(str, row)) + "\n" for row in rows))
 
 
-def _make_language_model(folder: Path) -> None:
-    """A small BERT with random weights, which looks ahead only where its name says that it is one."""
+def _make_bert(folder: Path) -> None:
+    """A small one with random weights, which spells words."""
     import transformers
 
     letters = "abcdefghijklmnopqrstuvwxyz"
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
     (folder / "vocab.txt").write_text("\n".join(words))
-    transformers.BertTokenizerFast(str(folder / "vocab.txt"), eos_token="[SEP]").save_pretrained(folder)
+    transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
     transformers.set_seed(0)
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    config = transformers.BertConfig(vocab_size=len(words), is_decoder="bert" not in folder.name, **small)
+    config = transformers.BertConfig(vocab_size=len(words), **small)
     transformers.BertForMaskedLM(config).save_pretrained(folder)
 
 
@@ -126,7 +126,7 @@ MAKERS = {
     "tokens": _make_tokens,
     "images": _make_images,
     "citations": _make_citations,
-    "language model": _make_language_model,
+    "bert": _make_bert,
     "metric": _make_metric,
 }
 
