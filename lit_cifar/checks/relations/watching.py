@@ -177,7 +177,8 @@ class Watched:
             seed_all(what, self.trace.steps + self.steps_before)
 
     def _called(self, call: Any, module: nn.Module, /, *args: Any, **settings: Any) -> Any:
-        is_outermost = self._depth == 0 and not torch.jit.is_tracing()  # which would follow what we compute too
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        is_outermost = self._depth == 0 and not is_traced  # a trace would follow what we compute too
         if is_outermost and next(module.parameters(), None) is not None:
             self._before_call(module, (args, settings))
             if self.plan.double:
