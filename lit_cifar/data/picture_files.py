@@ -23,28 +23,9 @@ from lit_cifar.errors import DataError, one_line, printable
 # The formats that are read, whatever a file is called. Pillow knows forty more, most of them old, and starts
 # Ghostscript for one.
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
-SUFFIXES = {
-    ".png",
-    ".jpg",
-    ".jpeg",
-    ".gif",
-    ".bmp",
-    ".tif",
-    ".tiff",
-    ".webp",
-    ".ppm",
-    ".pgm",
-    ".pbm",
-}  # as of most files
-_OF_SYSTEMS = {
-    "__MACOSX",
-    "@eaDir",
-    "$RECYCLE.BIN",
-    "System Volume Information",
-    "lost+found",
-    "Thumbs.db",
-    "desktop.ini",
-}
+# As of most files.
+SUFFIXES = {".png", ".jpg", ".jpeg", ".gif", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm"}
+_OF_SYSTEMS = {"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found", "Thumbs.db"}
 NEW_SUBFILE_TYPE = 254  # a tag of TIFF
 _CHUNK = 32  # pictures that a thread decodes at a time
 IMAGES_WANTED = "name a folder that holds images, e.g. PNG or JPEG files"
