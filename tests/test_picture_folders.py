@@ -71,7 +71,10 @@ LAYOUTS = {
     "classes by year": (["valley/2023 1", "valley/2024 1", "peak/2023 1"], {"train": {"peak": 1, "valley": 2}}),
     "a class with a folder like a split": (["bus/train 1", "bus/car 1", "dog 2"], {"train": {"bus": 2, "dog": 2}}),
     "what is hidden": (["cat 3", "dog 2", ".val/cat 1", ".git 1"], {"train": {"cat": 3, "dog": 2}}),
-    "what a system writes": (["cat 3", "dog 2", "cat/@eaDir 1", "lost+found 0"], {"train": {"cat": 3, "dog": 2}}),
+    "what a system writes": (
+        ["cat 3", "dog 2", "cat/@eaDir 1", "__MACOSX/cat 1", "lost+found 0"],
+        {"train": {"cat": 3, "dog": 2}},
+    ),
 }
 
 

@@ -70,7 +70,7 @@ class PictureFolders:
             problem = f"{folder} holds no folders of pictures"
             raise DataError(problem, remedy=f"{_told_elsewhere(root, folder)}put pictures into {folder}/CLASS/")
         used = {folder, *splits.values(), *classes.values()}
-        beside = [path for path in sorted({*root.iterdir(), *folder.iterdir()} - used) if path.name[0] != "."]
+        beside = [path for path in sorted({*root.iterdir(), *folder.iterdir()} - used) if not is_hidden(path.name)]
         _check_beside(root, beside, classes)
         _check_classes(folder, classes, [*splits.values()])
         return cls(root, splits, classes, [printable(str(path.relative_to(root))) for path in beside])
@@ -158,7 +158,7 @@ def _by_class(folder: Path) -> dict[str, Path]:
 
 def _inner(folder: Path) -> set[str]:
     with os.scandir(folder) as entries:
-        return {_name(Path(entry.name)) for entry in entries if entry.name[0] != "." and entry.is_dir()}
+        return {_name(Path(entry.name)) for entry in entries if not is_hidden(entry.name) and entry.is_dir()}
 
 
 def _check_beside(root: Path, beside: Iterable[Path], classes: dict[str, Path]) -> None:
@@ -201,7 +201,9 @@ def _check_level(folder: Path, classes: dict[str, Path]) -> None:
         raise DataError(problem, remedy=f"make a folder of each class with its pictures, {folder}/CLASS/")
     inner = {name: _inner(path) for name, path in classes.items()}
     counted = Counter(name for names in inner.values() for name in names)
-    beside = {entry.suffix.lower() for path in classes.values() for entry in path.iterdir() if entry.name[0] != "."}
+    beside = {
+        entry.suffix.lower() for path in classes.values() for entry in path.iterdir() if not is_hidden(entry.name)
+    }
     if len(counted) > 1 and all(inner.values()) and min(counted.values()) > 1 and not beside & SUFFIXES:
         named = ", ".join(sorted(counted)[:3])
         problem = f"each of {', '.join([*classes][:3])} holds folders of the same names, {named}, perhaps the classes"
