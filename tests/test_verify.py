@@ -38,18 +38,18 @@ from lit_cifar.tools.verify.record import (
     KINDS,
     Evaluated,
     Record,
-    Step,
     gap,
     gaps_of_step,
-    largest_gaps,
+    note_largest,
     step_problems,
 )
 from lit_cifar.tools.verify.recorder import (
     Snapshot,
     State,
+    Step,
     Trace,
     metric_counts,
-    numbers_by_kind,
+    numbers,
     own_state,
     short_digest,
 )
@@ -61,10 +61,12 @@ def step(*, loss: float = 2.0, weight: float = 0.5, mean: float = 0.1, momentum:
     """A network of two layers, the second with BatchNorm, after a step."""
     of = partial(torch.tensor, dtype=torch.float64)
     return {
-        "loss": {"loss": of(loss)},
-        "parameters": {"conv.weight": of([[weight] * 2] * 2), "bn.weight": of([1.0, 1.0])},
-        "buffers": {"bn.running_mean": of([mean, mean]), "bn.num_batches_tracked": torch.tensor(1)},
-        "optimizer": {"conv.weight:momentum_buffer": of([momentum, momentum]), "group 0:lr": of(lr)},
+        ("loss", "loss"): of(loss),
+        ("parameters", "conv.weight"): of([[weight] * 2] * 2),
+        ("parameters", "bn.weight"): of([1.0, 1.0]),
+        ("buffers", "bn.running_mean"): of([mean, mean]),
+        ("optimizer", "conv.weight:momentum_buffer"): of([momentum, momentum]),
+        ("optimizer", "group 0:lr"): of(lr),
     }
 
 
@@ -85,9 +87,10 @@ def test_small_values_are_compared_absolutely_and_nan_equals_nothing() -> None:
     ],
 )
 def test_a_change_of_each_kind_is_seen_and_named(change: dict[str, float], kind: str | None, name: str | None) -> None:
-    gaps = gaps_of_step(step(**change), step())
-    assert [*largest_gaps(gaps)] == [*KINDS]
-    assert [k for k, value in largest_gaps(gaps).items() if value] == [kind] * bool(change)
+    gaps, largest = gaps_of_step(step(**change), step()), dict[str, float]()
+    note_largest(largest, gaps)
+    assert [*largest] == [*KINDS]
+    assert [k for k, value in largest.items() if value] == [kind] * bool(change)
     problems = step_problems(gaps, dict.fromkeys(KINDS, EXACT_BOUND if change else 0.0), step=2)
     assert [(words.split(" differs ")[0], words.rpartition(" ")[2]) for words in problems] == (
         [(f"step 2: {name}", f"({kind})")] if change else []
@@ -107,7 +110,7 @@ def test_a_digest_is_of_bits_and_prints_no_tensor() -> None:
 
 
 def test_the_first_difference_follows_the_network_and_the_others_are_counted() -> None:
-    gaps = {"loss": {}, "buffers": {}, "parameters": {"a": 0.0, "b": 2.0, "c": 3.0}, "optimizer": {"a": 9.0}}
+    gaps = {("optimizer", "a"): 9.0, ("parameters", "a"): 0.0, ("parameters", "b"): 2.0, ("parameters", "c"): 3.0}
     problems = step_problems(gaps, dict.fromkeys(KINDS, 1.0), step=1)
     assert problems == ["step 1: b differs by 2.0e+00, allowed 1.0e+00 (parameters), and 2 more"]
 
@@ -469,8 +472,8 @@ def test_logged_metrics_are_compared_name_by_name(found: dict[tuple[str, int], f
 def test_a_rate_is_not_rounded_to_float32_before_it_is_compared() -> None:
     rate, other = 0.1, 0.1 * (1 + 1e-8)
     assert logged_problems({("lr-SGD", 1): other}, {("lr-SGD", 1): rate}, bounds={"lr-": 0.0}, source="one device has")
-    found, wanted = (numbers_by_kind([("group 0: lr", "optimizer", value)])["optimizer"] for value in (other, rate))
-    assert gap(found["group 0: lr"], wanted["group 0: lr"]) > 0.9e-9
+    (found,), (wanted,) = (numbers([("group 0:lr", "optimizer", value)]).values() for value in (other, rate))
+    assert gap(found, wanted) > 0.9e-9
 
 
 def test_a_batch_that_is_counted_twice_shows_in_the_metrics_themselves() -> None:

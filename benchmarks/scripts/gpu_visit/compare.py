@@ -7,7 +7,8 @@ import torch
 
 from gpu_visit.step import FailedError
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.tools.verify.record import EXACT_BOUND, KINDS, gaps_of_step, largest_gaps, step_problems
+from lit_cifar.tools.verify.record import EXACT_BOUND, KINDS, LOSS, gaps_of_step, note_largest, step_problems
+from lit_cifar.tools.verify.recorder import BUFFERS, OPTIMIZER, PARAMETERS, Step
 
 _LOSSES = ("train/loss", "val/loss")  # of all samples of an epoch; that of a step is of this process alone
 
@@ -18,12 +19,13 @@ def agreement(found: Path, expected: Path) -> tuple[str, dict[str, float]]:
     Raises:
         FailedError: Further than rounding in float64.
     """
-    gaps = gaps_of_step(_end(found), _end(expected))
+    gaps, largest = gaps_of_step(_end(found), _end(expected)), dict[str, float]()
+    note_largest(largest, gaps)
     last = read_checkpoint(last_checkpoint(expected))["global_step"]
-    worst = ", ".join(f"{kind} {value:.1e}" for kind, value in largest_gaps(gaps).items())
+    worst = ", ".join(f"{kind} {value:.1e}" for kind, value in largest.items())
     if problems := step_problems(gaps, dict.fromkeys(KINDS, EXACT_BOUND), step=last):
         raise FailedError(f"{''.join(problems)} (largest: {worst})")
-    return f"off by {worst}", largest_gaps(gaps)
+    return f"off by {worst}", largest
 
 
 def last_checkpoint(run: Path) -> Path:
@@ -36,7 +38,7 @@ def logged(run: Path, column: str) -> dict[int, float]:
         return {int(row["step"]): float(row[column]) for row in csv.DictReader(file) if row.get(column)}
 
 
-def _end(run: Path) -> dict[str, dict[str, torch.Tensor]]:
+def _end(run: Path) -> Step:
     """The last losses and the last checkpoint, by kind and name, as `gaps_of_step` takes them."""
     checkpoint = read_checkpoint(last_checkpoint(run))
     state = checkpoint["state_dict"]
@@ -45,8 +47,7 @@ def _end(run: Path) -> dict[str, dict[str, torch.Tensor]]:
     of_optimizer = [(f"{number} {name}", value) for number, own in of_parameters for name, value in own.items()]
     losses = {name: [*logged(run, name).values()][-1] for name in _LOSSES}
     return {
-        "loss": {name: torch.tensor(loss, dtype=torch.float64) for name, loss in losses.items()},
-        "parameters": {name: value for name, value in state.items() if name not in buffers},
-        "buffers": {name: state[name] for name in buffers},
-        "optimizer": {name: value for name, value in of_optimizer if isinstance(value, torch.Tensor)},
+        **{(LOSS, name): torch.tensor(loss, dtype=torch.float64) for name, loss in losses.items()},
+        **{(BUFFERS if name in buffers else PARAMETERS, name): value for name, value in state.items()},
+        **{(OPTIMIZER, name): value for name, value in of_optimizer if isinstance(value, torch.Tensor)},
     }

@@ -21,8 +21,8 @@ from lit_cifar.reporting.evaluation_tables import CONFUSION, PER_RANK
 from lit_cifar.reporting.files import plain, read_csv
 from lit_cifar.reporting.rank_statistics import AccuracyCount
 from lit_cifar.tools.verify.configuration import Configuration
-from lit_cifar.tools.verify.record import ANY, METRICS, Evaluated, Record, Step, first_of, gap, gaps_of_step
-from lit_cifar.tools.verify.recorder import numbers_by_kind, own_values, with_weights
+from lit_cifar.tools.verify.record import ANY, LOSS, METRICS, Evaluated, Record, first_of, gap, gaps_of_step
+from lit_cifar.tools.verify.recorder import Step, numbers, own_values, with_weights
 
 # Entries of a checkpoint that need not be those of the one device, and why.
 MAY_DIFFER = {
@@ -64,10 +64,9 @@ def checkpoint_problems(record: Record, settings: Configuration) -> list[str]:
         if number not in record.steps:
             found.append(f"{name}: it is of step {number}, which this run has not made")
             continue
-        step = record.step(number)
-        gaps = gaps_of_step({**step, **loaded}, step)
-        other = [(key, kind) for kind, by_name in gaps.items() for key, size in by_name.items() if size]
-        found += first_of([f"{name}: {key} differs from step {number} ({kind})" for key, kind in other])
+        gaps = gaps_of_step(loaded, {key: value for key, value in record.step(number).items() if key[0] != LOSS})
+        other = [key for key, size in gaps.items() if size]
+        found += first_of([f"{name}: {key} differs from step {number} ({kind})" for kind, key in other])
     return found
 
 
@@ -78,7 +77,7 @@ def _loaded(checkpoint: dict[str, Any], settings: Configuration) -> Step:
     groups = settings.plain_module.optimization.parameter_groups(network)
     optimizer: Optimizer = made(settings.config["model"]["optimizer"], groups)
     optimizer.load_state_dict(checkpoint["optimizer_states"][0])
-    return numbers_by_kind(own_values(SimpleNamespace(strategy=None, optimizers=[optimizer]), network))
+    return numbers(own_values(SimpleNamespace(strategy=None, optimizers=[optimizer]), network))
 
 
 def entry_problems(

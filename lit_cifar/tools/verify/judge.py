@@ -12,8 +12,8 @@ from lit_cifar.tools.verify import record as records
 from lit_cifar.tools.verify.configuration import EXACT, Configuration
 from lit_cifar.tools.verify.files import OF_RESUME, entry_problems, file_problems, table_problems
 from lit_cifar.tools.verify.processes import count_problems, own_problems, sample_problems
-from lit_cifar.tools.verify.record import EXACT_BOUND, LOGITS, Bounds, Evaluated, Logged, Record, Step
-from lit_cifar.tools.verify.recorder import BUFFERS, PARAMETERS, Logits, with_weights
+from lit_cifar.tools.verify.record import EXACT_BOUND, LOGITS, Bounds, Evaluated, Logged, Record
+from lit_cifar.tools.verify.recorder import BUFFERS, PARAMETERS, Logits, Step, with_weights
 from lit_cifar.tools.verify.runs import last_words
 
 ONE_DEVICE, SAME_WEIGHTS, FIRST_RUN = "one device", "one device with the same weights", "the undisturbed run"
@@ -75,9 +75,7 @@ def _compare_steps(row: VerifiedMode, record: Record, reference: Record) -> list
     problems = []
     for number in reference.steps if row.tolerance else []:  # without a bound nothing would be said
         gaps = records.gaps_of_step(record.step(number), reference.step(number))
-        for kind, value in records.largest_gaps(gaps).items():
-            if kind in row.tolerance:
-                row.differences[kind] = max(row.differences.get(kind, 0.0), value)
+        records.note_largest(row.differences, {key: size for key, size in gaps.items() if key[0] in row.tolerance})
         problems += records.step_problems(gaps, row.tolerance, step=number)
     return problems
 
@@ -93,13 +91,11 @@ def frozen_problems(record: Record, settings: Configuration) -> list[str]:
     last = record.ends_of_epochs.get((module.frozen.until or 0) - 1, max(record.steps))
     start, problems = record.step(min(record.steps)), []
     for number in [number for number in record.steps if number <= last]:
-        step = record.step(number)
-        for kind in (PARAMETERS, BUFFERS):
-            for name, tensor in step.get(kind, {}).items():
-                layer = name.rpartition(".")[0]
-                still = name in module.frozen.parameters or (kind == BUFFERS and layer in module.frozen.norms)
-                if still and not tensor.equal(start[kind][name]):
-                    problems.append(f"step {number}: {name} is frozen, and has moved since step {min(record.steps)}")
+        for (kind, name), tensor in record.step(number).items():
+            still = kind == PARAMETERS and name in module.frozen.parameters
+            still = still or (kind == BUFFERS and name.rpartition(".")[0] in module.frozen.norms)
+            if still and not tensor.equal(start[kind, name]):
+                problems.append(f"step {number}: {name} is frozen, and has moved since step {min(record.steps)}")
     return records.first_of(problems)
 
 

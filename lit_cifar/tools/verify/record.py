@@ -1,7 +1,7 @@
 """The records of a run's processes, read back, and the differences between two of them.
 
-A *step* has the whole tensors after one optimizer step, by kind and name. Optimizer state is named after the
-parameters.
+A *step* has the whole tensors after one optimizer step, by kind and name: ("parameters", "fc.bias"). Optimizer state is
+named after the parameters.
 """
 
 import csv
@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from lit_cifar.checks.compare import difference
-from lit_cifar.tools.verify.recorder import Piece, Pieces, is_shared
+from lit_cifar.tools.verify.recorder import BUFFERS, OPTIMIZER, PARAMETERS, Key, Piece, Step, is_shared
 
-Step: TypeAlias = Mapping[str, Mapping[str, Tensor]]
-Bounds: TypeAlias = dict[str, float]
-Gaps: TypeAlias = Mapping[str, Mapping[str, float]]  # differences by kind and name
+Bounds: TypeAlias = dict[str, float]  # by kind
+Gaps: TypeAlias = Mapping[Key, float]  # differences by kind and name
 Logged: TypeAlias = dict[tuple[str, int], float]  # metrics by name and optimizer step, counted from 1
 T = TypeVar("T")
 
-KINDS = ("loss", "parameters", "buffers", "optimizer")
+LOSS = "loss"
+KINDS = (LOSS, PARAMETERS, BUFFERS, OPTIMIZER)
 LOGITS = "logits"  # the kind that is compared after an evaluation
 METRICS = "metrics.csv"
 
@@ -68,8 +68,8 @@ class Record:
         """The step's whole tensors; those that one process has whole stay on disk until they are used."""
         processes = [_load(path) for path in self._files(f"step{number}-*.pt")]
         losses = {process["data_parallel_rank"]: process["loss"] for process in processes}
-        loss = {"loss": torch.tensor(sum(losses.values()) / len(losses), dtype=torch.float64)}
-        return {"loss": loss, **_put_together(process["pieces"] for process in processes)}
+        loss = torch.tensor(sum(losses.values()) / len(losses), dtype=torch.float64)
+        return {(LOSS, LOSS): loss, **_put_together(process["pieces"] for process in processes)}
 
     def evaluated(self, number: int) -> dict[int, "Evaluated"]:
         """The evaluation by each process after step `number`; empty if there was none."""
@@ -127,19 +127,15 @@ def _load(path: Path) -> dict[str, Any]:
     return content
 
 
-def _put_together(processes: Iterable[Pieces]) -> dict[str, dict[str, Tensor]]:
-    """The whole tensors by kind and name; a part that several processes have is that of the first one."""
-    found: dict[str, dict[str, list[Piece]]] = {}
-    for pieces in processes:
-        for kind, by_name in pieces.items():
-            for name, piece in by_name.items():
-                found.setdefault(kind, {}).setdefault(name, []).append(piece)
+def _put_together(processes: Iterable[Mapping[Key, Piece]]) -> dict[Key, Tensor]:
+    """The whole tensors; a part that several processes have is that of the first one."""
+    found: dict[Key, list[Piece]] = {}
+    for of_process in processes:
+        for key, piece in of_process.items():
+            found.setdefault(key, []).append(piece)
     return {
-        kind: {
-            name: _whole({tuple(p["at"]): p["tensor"] for p in reversed(pieces)}, pieces[0]["dims"])
-            for name, pieces in of.items()
-        }
-        for kind, of in found.items()
+        key: _whole({tuple(p["at"]): p["tensor"] for p in reversed(pieces)}, pieces[0]["dims"])
+        for key, pieces in found.items()
     }
 
 
@@ -157,13 +153,8 @@ def _whole(pieces: Mapping[tuple[int, ...], Tensor], dims: Sequence[int | None])
 
 
 def gaps_of_step(found: Step, expected: Step) -> Gaps:
-    """The difference of every tensor by kind and name, in the order of `expected`; infinite where one side has none."""
-    return {
-        kind: {
-            name: gap(found.get(kind, {}).get(name), of_kind.get(name)) for name in {**of_kind, **found.get(kind, {})}
-        }
-        for kind, of_kind in expected.items()
-    }
+    """The difference of every tensor, in the order of `expected`; infinite where one side has none."""
+    return {key: gap(found.get(key), expected.get(key)) for key in {**expected, **found}}
 
 
 def step_problems(gaps: Gaps, bounds: Bounds, *, step: int) -> list[str]:
@@ -172,15 +163,13 @@ def step_problems(gaps: Gaps, bounds: Bounds, *, step: int) -> list[str]:
     A layer's buffers come from its forward pass alone. Parameters and optimizer state of the whole network move as
     soon as one gradient is wrong, so they say less about where a mistake is. Kinds without a bound are left out.
     """
-    problems = []
-    for kind in ("loss", "buffers", "parameters", "optimizer"):
-        bound = bounds.get(kind, math.inf)
-        for name, size in gaps.get(kind, {}).items():
-            if size > bound:
-                says = f"differs by {size:.1e}, allowed {bound:.1e}"
-                if math.isinf(size):
-                    says = "is missing, not a number or of another shape"
-                problems.append(f"step {step}: {name} {says} ({kind})")
+    problems, order = [], (LOSS, BUFFERS, PARAMETERS, OPTIMIZER)
+    for (kind, name), size in sorted(gaps.items(), key=lambda gap: order.index(gap[0][0])):
+        if size > (bound := bounds.get(kind, math.inf)):
+            says = f"differs by {size:.1e}, allowed {bound:.1e}"
+            if math.isinf(size):
+                says = "is missing, not a number or of another shape"
+            problems.append(f"step {step}: {name} {says} ({kind})")
     return first_of(problems)
 
 
@@ -190,8 +179,10 @@ def first_of(problems: Sequence[str]) -> list[str]:
     return [problem + more for problem in problems[:1]]
 
 
-def largest_gaps(gaps: Gaps) -> Bounds:
-    return {kind: max(values.values(), default=0.0) for kind, values in gaps.items()}
+def note_largest(found: Bounds, gaps: Gaps) -> None:
+    """Raise what is `found` of each kind to its largest difference."""
+    for (kind, _), size in gaps.items():
+        found[kind] = max(found.get(kind, 0.0), size)
 
 
 @dataclass(frozen=True)

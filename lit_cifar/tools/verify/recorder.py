@@ -26,9 +26,10 @@ from lit_cifar.mode.tensors import local_part
 State: TypeAlias = dict[str, tuple[str, int | None, str]]
 PARAMETERS, BUFFERS, OPTIMIZER, METRICS = "parameters", "buffers", "optimizer", "metrics"
 
+Key: TypeAlias = tuple[str, str]  # kind and name
+Step: TypeAlias = Mapping[Key, Tensor]
 # A process's own part of a tensor. "at": its place along each axis of a mesh; "dims": what each axis divides, if any.
 Piece: TypeAlias = dict[str, Any]
-Pieces: TypeAlias = dict[str, dict[str, Piece]]  # pieces by kind and name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,16 +180,14 @@ def metric_counts(module: nn.Module, prefix: str = "") -> dict[str, int]:
     return found
 
 
-def pieces_of(trainer: Any, module: nn.Module) -> Pieces:
+def pieces_of(trainer: Any, module: nn.Module) -> dict[Key, Piece]:
     """The tensors that this process answers for; nothing is gathered, and nothing is changed.
 
     Only the first replica writes tensors that every replica has: those of the others are compared bit for bit.
     """
     is_first = mode_of(trainer.strategy).layout.data_parallel_rank == 0
-    return {
-        kind: {name: _piece(tensor) for name, tensor in of_kind.items() if is_first or _part(tensor)}
-        for kind, of_kind in numbers_by_kind(own_values(trainer, module)).items()
-    }
+    held = numbers(own_values(trainer, module))
+    return {key: _piece(tensor) for key, tensor in held.items() if is_first or _part(tensor)}
 
 
 def _piece(tensor: Tensor) -> Piece:
@@ -199,14 +198,14 @@ def _piece(tensor: Tensor) -> Piece:
     return {"tensor": own, "at": list(tensor.device_mesh.get_coordinate() or []), "dims": dims}
 
 
-def numbers_by_kind(values: Iterable[tuple[str, str, Any]]) -> dict[str, dict[str, Tensor]]:
-    """Numbers by kind and name; the number of a list of names is its length."""
-    found: dict[str, dict[str, Tensor]] = {PARAMETERS: {}, BUFFERS: {}, OPTIMIZER: {}}
+def numbers(values: Iterable[tuple[str, str, Any]]) -> dict[Key, Tensor]:
+    """The numbers among values, of which each comes with name and kind; that of a list of names is its length."""
+    found: dict[Key, Tensor] = {}
     for name, kind, value in values:
         if isinstance(value, Tensor | float | int | tuple | list):
             number = len(value) if isinstance(value, list) else value
             # float32, torch's default, would round a rate by more than is allowed
-            found[kind][name] = number if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64)
+            found[kind, name] = number if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64)
     return found
 
 
@@ -238,15 +237,14 @@ def _plain(name: str, module: nn.Module) -> str:
 
 
 @torch.no_grad()
-def with_weights(network: nn.Module, step: Mapping[str, Mapping[str, Tensor]]) -> nn.Module:
+def with_weights(network: nn.Module, step: Step) -> nn.Module:
     """`network` itself with the parameters and buffers of a step.
 
     Its state dict is not used: it holds tied weights under all their names, a step under the first alone.
     """
-    found = {**step[PARAMETERS], **step.get(BUFFERS, {})}
-    network.to(next(iter(found.values())).dtype)
-    for name, _, tensor in _tensors(network):
-        tensor.copy_(found[name])
+    network.to(next(tensor for (kind, _), tensor in step.items() if kind == PARAMETERS).dtype)
+    for name, kind, tensor in _tensors(network):
+        tensor.copy_(step[kind, name])
     return network
 
 

@@ -20,7 +20,7 @@ from lit_cifar.tools.modes import SizedMode
 from lit_cifar.tools.terminal import say
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.judge import VerifiedMode, judge
-from lit_cifar.tools.verify.record import EXACT_BOUND, Bounds, Record, gaps_of_step, largest_gaps
+from lit_cifar.tools.verify.record import EXACT_BOUND, Bounds, Record, gaps_of_step, note_largest
 from lit_cifar.tools.verify.runs import ERROR, LIMIT_S, last_words, run
 
 _SMALL = 1e-6  # larger differences are not taken for rounding, whatever it does
@@ -201,8 +201,7 @@ class Verifier:
         record = self.run_alone(f"rounding: {self.settings.in_words(chunks)}", chunks, more=more)
         bounds = self.settings.bounds
         for number in reference.steps:
-            for kind, value in largest_gaps(gaps_of_step(record.step(number), reference.step(number))).items():
-                bounds[kind] = max(bounds.get(kind, 0.0), value)
+            note_largest(bounds, gaps_of_step(record.step(number), reference.step(number)))
         shutil.rmtree(record.folder)
         return bounds
 
