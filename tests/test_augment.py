@@ -26,7 +26,6 @@ def digest(tensor: Tensor) -> str:
     ("augmentation", "expected"),
     [
         (Augmentation(seed=5), "44edf9e5b545b3ce"),
-        (Augmentation(seed=5, flip=False, cutout=9), "8343261e24483fee"),
         (Augmentation(seed=5, cutout=16, padding=2), "74cd95c8dc744600"),
         (Augmentation(seed=5, resized_to=28), "468e9775e5df6949"),
     ],

@@ -19,9 +19,8 @@ from verifying import TINY as VERIFIED
 from lit_cifar.checkpoint.callbacks import LastCheckpoint
 from lit_cifar.cli.main import CLI
 from lit_cifar.cli.trainer_arguments import BOUNDS, check_bounds
-from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data import Augment, CIFAR10DataModule, Pictures
 from lit_cifar.data.loader import Placement
-from lit_cifar.data.options import Augment, Pictures
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.fine_tuning import FineTuning
 from lit_cifar.reporting.figures import EvaluationFigures

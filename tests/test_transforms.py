@@ -14,7 +14,7 @@ from lit_cifar.data import Augment, Balance, Mixing
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.counter_rng import Purpose, keyed_integers
 from lit_cifar.data.images import Batch
-from lit_cifar.data.transforms import Transforms
+from lit_cifar.data.transforms import transformed
 
 IMAGES = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
@@ -30,9 +30,9 @@ class DrawsEverywhere(nn.Module):
 
 
 def test_an_image_is_that_of_torchvision_after_crop_and_flip_and_before_cutout() -> None:
-    chain = (v2.TrivialAugmentWide(), v2.RandomErasing(0.5))
+    chain = [v2.TrivialAugmentWide(), v2.RandomErasing(0.5)]
     plain = Augmentation(seed=4)
-    augmentation = Augmentation(seed=4, transforms=Transforms(chain), cutout=8)
+    augmentation = Augmentation(seed=4, transforms=chain, cutout=8)
     keys = torch.arange(64)
     cropped = plain(IMAGES, plain.draw(keys, (32, 32), epoch=2))
     found = augmentation(IMAGES, augmentation.draw(keys, (32, 32), epoch=2))
@@ -49,12 +49,11 @@ def test_an_image_is_that_of_torchvision_after_crop_and_flip_and_before_cutout()
 
 
 def test_all_generators_are_seeded_by_sample_and_left_as_they_were() -> None:
-    transforms, seeds = Transforms((DrawsEverywhere(),)), torch.tensor([7, 8, 7])
     threads = torch.get_num_threads()
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
     try:
         torch.set_num_threads(2)
-        first, other, again = transforms(IMAGES[[0, 0, 0]], seeds)
+        first, other, again = transformed([DrawsEverywhere()], IMAGES[[0, 0, 0]], torch.tensor([7, 8, 7]))
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
@@ -67,7 +66,7 @@ def test_all_generators_are_seeded_by_sample_and_left_as_they_were() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"cutout": 8}, {"resized_to": 24}, {"transforms": Transforms((v2.RandAugment(), v2.ColorJitter(0.4, hue=0.1)))}],
+    [{"cutout": 8}, {"resized_to": 24}, {"transforms": [v2.RandAugment(), v2.ColorJitter(0.4, hue=0.1)]}],
 )
 def test_a_sample_is_augmented_alike_in_any_block_and_otherwise_in_another_epoch(settings: dict[str, Any]) -> None:
     keys = torch.randperm(64)
@@ -119,6 +118,6 @@ def test_images_that_a_balanced_epoch_repeats_are_drawn_anew() -> None:
 
 
 def test_a_change_of_size_that_is_seen_late_ends_the_run_too() -> None:
-    rarely = Transforms((v2.RandomApply([v2.Resize(16)], p=0.5),))
+    rarely = v2.RandomApply([v2.Resize(16)], p=0.5)
     with pytest.raises(ConfigError, match=r"RandomApply made torch\.uint8, \(3, 16, 16\)"):
-        rarely(IMAGES, torch.arange(64))
+        transformed([rarely], IMAGES, torch.arange(64))

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lit_cifar.data.options import Augment
+from lit_cifar.data.augment import Augment
 from lit_cifar.errors import nearest
 from lit_cifar.mode.table import MODES
 
@@ -29,7 +29,7 @@ _TYPES = {
     "bool": "true or false",
     "str": "a word",
     "datetime.timedelta": "a duration, as 0:10:00",
-    "lit_cifar.data.options.Augment": "settings",
+    "lit_cifar.data.augment.Augment": "settings",
 }
 
 

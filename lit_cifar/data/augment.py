@@ -6,35 +6,64 @@ throughout: the CPU and the GPU give the same bytes, and the host waits for noth
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_cifar.data.counter_rng import Purpose, keyed_integers
-
-if TYPE_CHECKING:
-    from lit_cifar.data.transforms import Transforms
+from lit_cifar.errors import ConfigError, bounded, clash
 
 
 @dataclass(frozen=True, kw_only=True)
-class Augmentation:
-    """The CIFAR recipe of He et al., "Deep residual learning", 2016, section 4.2, with optional cutout.
+class Augment:
+    """What training images go through, in this order.
 
-    With `resized_to` it begins as that of ImageNet does: a window of random size and place is resized (Szegedy et al.,
-    "Going deeper with convolutions", 2015, section 6).
+    Args:
+        padding: Pixels that are added on each side before a window of the image's size is cropped at random.
+        reflect: Let the added pixels mirror those inside. With false they are black.
+        alternate_flips: Half of the images are mirrored left to right. Mirror a random half in the first epoch and the
+            other half in the second, and so on (Jordan, 2024, https://arxiv.org/abs/2404.00498). With false each epoch
+            draws a new half.
+        transforms: Modules that then change one image, by class: those of torchvision.transforms.v2, or your own. They
+            get a uint8 tensor (3, height, width) and return one.
+        cutout: Side of a random black square, in pixels. With 0 there is none.
+    """
+
+    padding: int = 4
+    reflect: bool = False
+    alternate_flips: bool = False
+    transforms: list[nn.Module] = field(default_factory=list)
+    cutout: int = 0
+
+    def of_images(self, size: int, *, decoded_size: int | None, seed: int) -> "Augmentation":
+        """The augmentation of images of `size` x `size` pixels, windows of `decoded_size` x `decoded_size` if given."""
+        bounded("--data.augment.padding", self.padding, 0)
+        bounded("--data.augment.cutout", self.cutout, 0)
+        for name in ("padding", "reflect") if decoded_size is not None else ():
+            if getattr(self, name) != getattr(Augment, name):
+                raise clash("--data.pictures.decoded_size", f"--data.augment.{name}", "its crops are not padded")
+        if self.reflect and self.padding >= size:
+            remedy = "lower --data.augment.padding"
+            raise ConfigError("--data.augment.reflect=true has too few pixels to mirror", remedy=remedy)
+        if self.transforms:
+            from lit_cifar.data.transforms import check_transforms
+
+            check_transforms(self.transforms, size)
+        return Augmentation(**vars(self), seed=seed, resized_to=None if decoded_size is None else size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augmentation(Augment):
+    """The CIFAR recipe of He et al., "Deep residual learning", 2016, section 4.2, with what `Augment` adds to it.
+
+    Cutout is by DeVries and Taylor, 2017. With `resized_to` the recipe begins as that of ImageNet does: a window of
+    random size and place is resized (Szegedy et al., "Going deeper with convolutions", 2015, section 6).
     """
 
     seed: int  # a part of every draw's key
-    resized_to: int | None = None  # height and width of a resized window; with None there is none
-    padding: int = 4  # otherwise, pixels added on each side before a window of the image's size is cropped
-    reflect: bool = False  # whether added pixels mirror the inner ones; otherwise they are black
-    flip: bool = True  # whether half of the images are mirrored left to right
-    alternate_flips: bool = False  # whether every second epoch mirrors the other half; otherwise each epoch draws anew
-    transforms: "Transforms | None" = None  # what images then go through one by one
-    cutout: int = 0  # side in pixels of a black square at a random centre (DeVries and Taylor, 2017); 0 for none
+    resized_to: int | None = None  # height and width of a resized window; with None it is cropped from a padded image
 
     def draw(self, keys: Tensor, size: Sequence[int], *, epoch: int) -> Tensor:
         """Draw the augmentation in `epoch` of samples by their `keys` (int64, (n,)), images of `size` (height, width).
@@ -68,7 +97,7 @@ class Augmentation:
 
     def _mirrored(self, keys: Tensor, epoch: int) -> Tensor:
         drawn_in = 0 if self.alternate_flips else epoch
-        drawn = keyed_integers(keys, 1 + self.flip, seed=self.seed, epoch=drawn_in, purpose=Purpose.FLIP)
+        drawn = keyed_integers(keys, 2, seed=self.seed, epoch=drawn_in, purpose=Purpose.FLIP)
         return drawn ^ (epoch & 1) if self.alternate_flips else drawn
 
     def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
@@ -82,8 +111,10 @@ class Augmentation:
             heights, widths, *rest = rest
             made = resized_crop(images, rows, columns, heights, widths, mirrored.bool(), size=self.resized_to)
         if self.transforms:
+            from lit_cifar.data.transforms import transformed
+
             seeds, *rest = rest
-            made = self.transforms(made, seeds)
+            made = transformed(self.transforms, made, seeds)
         if self.cutout:
             blacken(made, *(centre - self.cutout // 2 for centre in rest), side=self.cutout)
         return made

@@ -9,14 +9,14 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lit_cifar.data.augment import Augmentation
+from lit_cifar.data.augment import Augment, Augmentation
 from lit_cifar.data.balance import Balance
 from lit_cifar.data.dataset import Split
 from lit_cifar.data.datasets import open_dataset
 from lit_cifar.data.images import Batch, ImageSet, normalised
 from lit_cifar.data.loader import BatchLoader, Placement, Resident
 from lit_cifar.data.mixing import Mixing
-from lit_cifar.data.options import Augment, Pictures
+from lit_cifar.data.options import Pictures
 from lit_cifar.data.sample_order import Order, OrderSettings, order_settings, settings_in
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
 from lit_cifar.errors import CheckpointError, ConfigError, bounded, clash
@@ -110,7 +110,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         if settings:
             self.augmentation = settings.of_images(self.image_size, decoded_size=pictures.decoded_size, seed=seed)
         balance.check(order)
-        transforms = self.augmentation is not None and self.augmentation.transforms is not None
+        transforms = self.augmentation is not None and bool(self.augmentation.transforms)
         self._placement = Placement(resident, num_workers, transforms=transforms, are_pictures=dataset == "folder")
         self.sets: dict[str, ImageSet] = {}
         self._resumed: OrderSettings = {}  # `state_dict` of the run that wrote the checkpoint

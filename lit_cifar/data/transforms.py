@@ -6,9 +6,8 @@ generators is a function of the image's seed: the same on any process, in any bl
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,52 +18,49 @@ from lit_cifar.errors import ConfigError, one_line
 _TRIES = 8  # images on which transforms are tried: some do something to few images
 
 
-@dataclass(frozen=True)
-class Transforms:
-    """What an image goes through, in this order; the last must return uint8 of the size that the first gets."""
+def transformed(chain: Sequence[nn.Module], images: Tensor, seeds: Tensor) -> Tensor:
+    """The `images` (uint8, (n, C, H, W), on the host) after each of `chain`, which draws by `seeds` (int64, (n,))."""
+    found = torch.empty_like(images)
+    with _generators_lent():
+        for image, seed, place in zip(images, seeds.tolist(), found, strict=True):
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed the GPU's, too
+            place.copy_(_after(chain, image))
+    return found
 
-    chain: tuple[nn.Module, ...]
 
-    def __call__(self, images: Tensor, seeds: Tensor) -> Tensor:
-        """The `images` (uint8, (n, C, H, W), on the host) after what `seeds` (int64, (n,)) let them draw."""
-        transformed = torch.empty_like(images)
-        with _generators_lent():
-            for image, seed, place in zip(images, seeds.tolist(), transformed, strict=True):
-                random.seed(seed)
-                np.random.seed(seed)
-                torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed the GPU's, too
-                place.copy_(self._after(image))
-        return transformed
+def _after(chain: Sequence[nn.Module], image: Tensor) -> Tensor:
+    found = image
+    for transform in chain:
+        found = transform(found)
+    if not isinstance(found, Tensor) or (found.dtype, found.shape) != (image.dtype, image.shape):
+        made = f"{found.dtype}, {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        problem = f"--data.augment.transforms: {_named(chain)} made {made} of {image.dtype}, {tuple(image.shape)}"
+        raise ConfigError(problem, remedy="leave out what changes size or type; --data.image_size resizes images")
+    return found
 
-    def _after(self, image: Tensor) -> Tensor:
-        found = image
-        for transform in self.chain:
-            found = transform(found)
-        if not isinstance(found, Tensor) or (found.dtype, found.shape) != (image.dtype, image.shape):
-            made = f"{found.dtype}, {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            problem = f"--data.augment.transforms: {self} made {made} of {image.dtype}, {tuple(image.shape)}"
-            raise ConfigError(problem, remedy="leave out what changes size or type; --data.image_size resizes images")
-        return found
 
-    def check(self, size: int) -> None:
-        """Refuse what is no transform of one image of `size` x `size` pixels."""
-        for transform in self.chain:
-            name = type(transform).__name__.lower()
-            if name in ("mixup", "cutmix"):
-                problem = f"--data.augment.transforms: {type(transform).__name__} mixes images of a batch"
-                raise ConfigError(problem, remedy=f"pass --data.mixing.{name}=1.0")
-        images = torch.arange(_TRIES * 3 * size * size).mul(2654435761).bitwise_right_shift(7).byte()
-        try:
-            self(images.view(_TRIES, 3, size, size), torch.arange(_TRIES))
-        except ConfigError:
-            raise
-        except Exception as error:  # modules of anybody
-            problem = f"{self} cannot transform a uint8 tensor (3, {size}, {size}): {one_line(error)}"
-            remedy = "pass transforms of one image, e.g. torchvision.transforms.v2.TrivialAugmentWide"
-            raise ConfigError(f"--data.augment.transforms: {problem}", remedy=remedy) from error
+def check_transforms(chain: Sequence[nn.Module], size: int) -> None:
+    """Refuse what is no transform of one image of `size` x `size` pixels."""
+    for transform in chain:
+        name = type(transform).__name__.lower()
+        if name in ("mixup", "cutmix"):
+            problem = f"--data.augment.transforms: {type(transform).__name__} mixes images of a batch"
+            raise ConfigError(problem, remedy=f"pass --data.mixing.{name}=1.0")
+    images = torch.arange(_TRIES * 3 * size * size).mul(2654435761).bitwise_right_shift(7).byte()
+    try:
+        transformed(chain, images.view(_TRIES, 3, size, size), torch.arange(_TRIES))
+    except ConfigError:
+        raise
+    except Exception as error:  # modules of anybody
+        problem = f"{_named(chain)} cannot transform a uint8 tensor (3, {size}, {size}): {one_line(error)}"
+        remedy = "pass transforms of one image, e.g. torchvision.transforms.v2.TrivialAugmentWide"
+        raise ConfigError(f"--data.augment.transforms: {problem}", remedy=remedy) from error
 
-    def __str__(self) -> str:
-        return ", ".join(type(transform).__name__ for transform in self.chain)
+
+def _named(chain: Sequence[nn.Module]) -> str:
+    return ", ".join(type(transform).__name__ for transform in chain)
 
 
 @contextmanager
