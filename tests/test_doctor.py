@@ -1,7 +1,6 @@
 """`doctor`: each planted fault is found and named, a machine without one passes, every mode has its row."""
 
 import multiprocessing
-import shlex
 import time
 from collections.abc import Sequence
 from io import StringIO
@@ -14,9 +13,11 @@ from documents import ROOT
 from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
 
+from lit_cifar.data.workers import num_cores
 from lit_cifar.mode.table import MODES
+from lit_cifar.reporting.run_report import counted
 from lit_cifar.tools import doctor
-from lit_cifar.tools.doctor import COPY_MODES, Check, MachineFinding, check_copies, mode_table
+from lit_cifar.tools.doctor import COPY_MODES, Check, MachineFinding, check_copies, mode_row
 
 CPU = torch.device("cpu")
 
@@ -60,7 +61,7 @@ def test_copies_that_arrive() -> None:
 
 
 NAMES = ["single", "dp", "ddp", "ddp_spawn", "mp", "ddp_mp", "pp", "ddp_pp", "fsdp2", "tp"]
-GLOO, VIRTUAL = "yes, gloo processes on 8 cores", "yes, on virtual devices of the CPU"
+GLOO, VIRTUAL = f"yes, gloo processes on {counted(num_cores(), 'core')}", "yes, on virtual devices of the CPU"
 TWO, FOUR = "on the CPU alone: needs 2 GPUs", "on the CPU alone: needs 4 GPUs"
 ONE_GPU = {"single": "yes, on 1 GPU", "mp": "yes, all stages on the one GPU", "ddp_mp": FOUR, "ddp_pp": FOUR}
 VERDICTS = {  # by the number of GPUs
@@ -71,27 +72,17 @@ VERDICTS = {  # by the number of GPUs
 }
 
 
-def table(num_gpus: int) -> dict[str, doctor.ModeRow]:
-    """The rows of a made-up machine of 8 cores, by mode."""
-    return {row.mode.name: row for row in mode_table(8, num_gpus)}
-
-
-def flags(row: doctor.ModeRow) -> list[str]:
-    """What a row's command passes to fit."""
-    words = shlex.split(row.command)
-    assert words[:4] == ["python", "-m", "lit_cifar", "fit"]
-    return words[4:]
-
-
 @pytest.mark.parametrize(("num_gpus", "verdicts"), VERDICTS.items())
 def test_every_mode_runs_on_the_gpus_or_else_on_the_cpu(num_gpus: int, verdicts: dict[str, str]) -> None:
-    rows = table(num_gpus)
+    rows = {mode.name: mode_row(mode, num_gpus) for mode in MODES}
     assert list(rows) == NAMES
     assert {name: rows[name].verdict for name in verdicts} == verdicts
     for name, row in rows.items():
         enough = num_gpus >= row.mode.min_devices or (name, num_gpus) == ("mp", 1)
-        assert ("--trainer.accelerator=cpu" in flags(row)) != enough
-    assert flags(rows["ddp_pp"])[:2] == ["--trainer.strategy=ddp_pp", "--trainer.devices=4"]
+        assert ("--trainer.accelerator=cpu" in row.flags) != enough
+    assert rows["ddp_pp"].flags[:2] == ["--trainer.strategy=ddp_pp", "--trainer.devices=4"]
+    stages = ["--trainer.strategy=LayerParallelStrategy", "--trainer.strategy.num_stages=2", "--trainer.devices=1"]
+    assert num_gpus != 1 or rows["mp"].flags == stages
 
 
 def test_names_are_those_of_strategies_and_configs() -> None:
@@ -108,8 +99,7 @@ def test_the_page_begins_with_what_is_wrong_and_what_mends_it() -> None:
     note, mend = MachineFinding("A name is missing.", "pip"), " ".join(["fit", *["--a_long_flag=1"] * 10])
     wrong = MachineFinding("Copies [cuda:0] are lost.", mend, COPY_MODES)
     checks = [Check("internals", "1 missing", [note]), Check("copies", "faults", [wrong])]
-    found = doctor.Examination(checks, [*table(2).values()])
-    doctor.print_page(found, Console(file=(out := StringIO()), width=100))
+    doctor.print_page(checks, [mode_row(mode, 2) for mode in MODES], Console(file=(out := StringIO()), width=100))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     begin = ["", "Not fit: 1 fault", "   1. Copies [cuda:0] are lost.", f"      {mend}", " note A name is missing."]
     assert lines[:6] == [*begin, "      pip"]
@@ -124,9 +114,10 @@ def test_this_machine_is_fit_and_a_fault_is_exit_status_1(monkeypatch: pytest.Mo
     lines = [line.rstrip() for line in result.stdout.splitlines()]
     assert "Fit: no fault was found, and 10 modes run here" in lines
     assert max(map(len, lines)) <= 120
-    rows = mode_table(*doctor.cores_and_gpus())
+    rows = [mode_row(mode, 0) for mode in MODES]
     assert all(line_of(row.mode.name, lines).endswith(row.verdict) for row in rows)
-    assert [line.strip() for line in lines if "lit_cifar fit" in line] == [row.command for row in rows]
+    commands = [" ".join(["  python -m lit_cifar fit", *row.flags]) for row in rows]
+    assert [line for line in lines if "lit_cifar fit" in line] == commands
     wrong = MachineFinding("Copies are lost.", "use ddp", COPY_MODES)
     monkeypatch.setattr(doctor, "check_copies", lambda devices: Check("copies", "lost", [wrong]))
     result = run_here("doctor", check=False)

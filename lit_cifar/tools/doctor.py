@@ -2,7 +2,6 @@
 
 import argparse
 import multiprocessing
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -12,18 +11,17 @@ from rich.console import Console
 from rich.markup import escape
 
 from lit_cifar import internals
+from lit_cifar.data.workers import num_cores
 from lit_cifar.mode.table import MODES, Row
 from lit_cifar.reporting.run_report import counted
 from lit_cifar.strategies.device_copies import copy_faults
 from lit_cifar.tools import terminal
+from lit_cifar.tools.modes import placed, sized_modes
 
 ALL_MODES = tuple(mode.name for mode in MODES)
 COPY_MODES = ("dp", "mp", "ddp_mp")  # in which one process copies tensors from GPU to GPU
 _TIMEOUT_S = 120.0
 _MEND_COPIES = "turn off the IOMMU or PCIe ACS in the BIOS, or boot with iommu=pt; or use ddp: docs/troubleshooting.md"
-# More stages than devices need the name of the class: a short name takes no arguments.
-_TWO_STAGES = "--trainer.strategy=LayerParallelStrategy --trainer.strategy.num_stages=2"
-_STAGES_ON_ONE_GPU = f"python -m lit_cifar fit {_TWO_STAGES} --trainer.devices=1"
 _DESCRIPTION = """\
 Which modes run on this machine, and how to start them. Whether it is fit to: whether copies between its GPUs arrive,
 and torch and Lightning have the private names that a mode needs. `torch.utils.collect_env` describes the machine.
@@ -33,11 +31,10 @@ Exit status: 0 if no fault was found, 1 if one was, 2 for arguments that cannot 
 def main(args: list[str]) -> int:
     doctor_parser().parse_args(args)
     terminal.exit_orderly_when_terminated()
-    num_cores, num_gpus = cores_and_gpus()
-    gpus = [torch.device("cuda", index) for index in range(num_gpus)]
-    found = Examination([check_internals(), check_copies(gpus)], mode_table(num_cores, num_gpus))
-    print_page(found, terminal.console())
-    return 1 if found.faults else 0
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    checks = [check_internals(), check_copies(gpus)]
+    print_page(checks, [mode_row(mode, len(gpus)) for mode in MODES], terminal.console())
+    return 1 if faults(checks) else 0
 
 
 def doctor_parser() -> argparse.ArgumentParser:
@@ -48,32 +45,24 @@ def doctor_parser() -> argparse.ArgumentParser:
 class ModeRow:
     mode: Row
     verdict: str  # the devices, or the reason why it does not run
-    command: str  # the command to run it there
+    flags: Sequence[str]  # with which `fit` runs it there
 
 
-def cores_and_gpus() -> tuple[int, int]:
-    return len(os.sched_getaffinity(0)), torch.cuda.device_count()
-
-
-def mode_table(num_cores: int, num_gpus: int) -> list[ModeRow]:
-    """Every mode on a machine: on its GPUs where they suffice, otherwise on the CPU."""
-    return [_row(mode, num_cores, num_gpus) for mode in MODES]
-
-
-def _row(mode: Row, num_cores: int, num_gpus: int) -> ModeRow:
-    command = " ".join(["python -m lit_cifar fit", *mode.flags(mode.min_devices)])
+def mode_row(mode: Row, num_gpus: int) -> ModeRow:
+    """A mode on this machine: on its GPUs where they suffice, otherwise on the CPU."""
+    flags = mode.flags(mode.min_devices)
     if mode.name == "mp" and num_gpus == 1:
-        return ModeRow(mode, "yes, all stages on the one GPU", _STAGES_ON_ONE_GPU)
+        return ModeRow(mode, "yes, all stages on the one GPU", placed(sized_modes(2)["mp"], num_gpus=1).flags)
     if num_gpus >= mode.min_devices:
         on = "1 GPU" if mode.min_devices == 1 else f"{mode.min_devices} GPUs or more"
-        return ModeRow(mode, f"yes, on {on}", command)
+        return ModeRow(mode, f"yes, on {on}", flags)
     if num_gpus:
         verdict = f"on the CPU alone: needs {mode.min_devices} GPUs"
     elif mode.has_processes:
-        verdict = f"yes, gloo processes on {counted(num_cores, 'core')}"
+        verdict = f"yes, gloo processes on {counted(num_cores(), 'core')}"
     else:
         verdict = "yes, on the CPU" if mode.min_devices == 1 else "yes, on virtual devices of the CPU"
-    return ModeRow(mode, verdict, f"{command} --trainer.accelerator=cpu")
+    return ModeRow(mode, verdict, [*flags, "--trainer.accelerator=cpu"])
 
 
 @dataclass(frozen=True)
@@ -92,14 +81,8 @@ class Check:
     findings: Sequence[MachineFinding] = ()
 
 
-@dataclass(frozen=True)
-class Examination:
-    checks: Sequence[Check]
-    modes: Sequence[ModeRow]  # as they are where nothing is found
-
-    @property
-    def faults(self) -> list[MachineFinding]:
-        return [finding for check in self.checks for finding in check.findings if finding.modes]
+def faults(checks: Sequence[Check]) -> list[MachineFinding]:
+    return [finding for check in checks for finding in check.findings if finding.modes]
 
 
 def check_internals() -> Check:
@@ -137,25 +120,27 @@ def check_copies(devices: Sequence[torch.device]) -> Check:
     return Check("copies", seen, [MachineFinding(problem, _MEND_COPIES, COPY_MODES)])
 
 
-def print_page(found: Examination, out: Console) -> None:
-    if faults := found.faults:
-        out.print(f"\n[bold red]Not fit: {counted(len(faults), 'fault')}[/]")
+def print_page(checks: Sequence[Check], rows: Sequence[ModeRow], out: Console) -> None:
+    """Print what was found; `rows` are the modes as they are where nothing is found."""
+    found = faults(checks)
+    if found:
+        out.print(f"\n[bold red]Not fit: {counted(len(found), 'fault')}[/]")
     else:
-        out.print(f"\n[bold green]Fit: no fault was found, and {len(found.modes)} modes run here[/]")
-    numbered = [(f"{number}.", fault) for number, fault in enumerate(faults, start=1)]
-    notes = [("note", finding) for check in found.checks for finding in check.findings if not finding.modes]
+        out.print(f"\n[bold green]Fit: no fault was found, and {len(rows)} modes run here[/]")
+    numbered = [(f"{number}.", fault) for number, fault in enumerate(found, start=1)]
+    notes = [("note", finding) for check in checks for finding in check.findings if not finding.modes]
     for label, finding in [*numbered, *notes]:
         out.print(f"[bold]{label:>5}[/] {escape(finding.problem)}")
         out.print(f"      {finding.mend}", markup=False, style="cyan", soft_wrap=True)  # commands stay whole
     modes = terminal.table("[bold]modes", ("mode", "what is split", "processes", "runs here"))
-    for row in found.modes:
-        numbers = ", ".join(str(number) for number, fault in enumerate(faults, start=1) if row.mode.name in fault.modes)
+    for row in rows:
+        numbers = ", ".join(str(number) for number, fault in enumerate(found, start=1) if row.mode.name in fault.modes)
         verdict = f"[red]no, see {numbers}" if numbers else f"[green]{row.verdict}"
         modes.add_row(row.mode.name, row.mode.splits, row.mode.processes, verdict)
     out.print(modes)
     out.print("N: --trainer.devices; S: stages of the network, 2 by default. To run one:\n")
-    for row in found.modes:
-        out.print(f"  {row.command}", markup=False, soft_wrap=True)
+    for row in rows:
+        out.print(f"  {' '.join(['python -m lit_cifar fit', *row.flags])}", markup=False, soft_wrap=True)
     out.print("\n[bold]checks[/]")
-    for check in found.checks:
+    for check in checks:
         out.print(f"  {check.name:<13}{escape(check.seen)}")

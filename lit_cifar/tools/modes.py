@@ -36,12 +36,9 @@ class SizedMode:
 
     @property
     def flags(self) -> list[str]:
-        return [
-            f"--trainer.strategy={self.strategy}",
-            *(f"--trainer.strategy.{name}={value}" for name, value in self.sizes.items()),
-            f"--trainer.devices={self.devices}",
-            f"--trainer.sync_batchnorm={str(self.sync_batchnorm).lower()}",
-        ]
+        """Flags of `fit`, but for BatchNorm."""
+        sizes = [f"--trainer.strategy.{name}={value}" for name, value in self.sizes.items()]
+        return [f"--trainer.strategy={self.strategy}", *sizes, f"--trainer.devices={self.devices}"]
 
     def ghost_batches(self, *, accumulation: int) -> GhostBatches:
         """The chunks of a global batch that BatchNorm normalises together in the mode."""

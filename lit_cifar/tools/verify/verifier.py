@@ -64,7 +64,7 @@ class Verifier:
     def run_mode(self, mode: SizedMode, folder: Path, *, title: str, more: Sequence[str] = ()) -> EndedRun:
         """Run the mode, then resume it before its last step. Return the first that failed, or the last."""
         flags = self.settings.length_flags(steps=self.steps, accumulation=self.settings.accumulation)
-        flags += [*mode.flags, *more]
+        flags += [*mode.flags, f"--trainer.sync_batchnorm={str(mode.sync_batchnorm).lower()}", *more]
         first = self._fit(title, folder, flags, mode)
         if first.status != 0:
             return first
