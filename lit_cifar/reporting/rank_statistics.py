@@ -14,6 +14,9 @@ class AccuracyCount:
     correct: int
     total: int
 
+    def __str__(self) -> str:
+        return f"{self.correct} of {self.total} right"
+
     def __add__(self, other: "AccuracyCount") -> "AccuracyCount":
         return AccuracyCount(self.correct + other.correct, self.total + other.total)
 

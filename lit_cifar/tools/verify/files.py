@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from lit_cifar.configured import made
 from lit_cifar.errors import CheckpointError
 from lit_cifar.reporting.evaluation_tables import CONFUSION, PER_RANK
 from lit_cifar.reporting.files import plain, read_csv
-from lit_cifar.reporting.rank_statistics import AccuracyCount
+from lit_cifar.reporting.rank_statistics import AccuracyCount, pooled
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.record import ANY, LOSS, METRICS, Evaluated, Record, first_of, gap, gaps_of_step
 from lit_cifar.tools.verify.recorder import Step, numbers, own_values, with_weights
@@ -148,19 +148,19 @@ def evaluation_table_problems(
     wanted_rows = [[classes[truth], classes[other], str(count)] for (truth, other), count in sorted(pairs.items())]
     if [row[1:] for row in _rows(record, CONFUSION)] != wanted_rows:
         problems.append(f"{CONFUSION} is not what the logits of the last evaluation say")
-    *counted, total = [(int(row[2]), int(row[3])) for row in _rows(record, PER_RANK)] or [(0, 0)]
+    rows = _rows(record, PER_RANK)
+    counts = [AccuracyCount(int(right), int(seen)) for _, _, right, seen, _ in rows]
+    *counted, total = counts or [AccuracyCount(0, 0)]
     share = max(1, len(counted) // len(ranks))  # replicas of one process of `dp`
     wanted = [counts for rank in ranks for counts in rank.of_replicas(share if in_chunks else 1)]
     if not in_chunks:
-        counted = [_sum(counted[place : place + share]) for place in range(0, len(counted), share)]
-    for place, (mine, right) in enumerate(zip_longest([*counted, total], [*wanted, _sum(wanted)])):
+        counted = [pooled(counted[place : place + share]) for place in range(0, len(counted), share)]
+    for place, (mine, right) in enumerate(zip_longest([*counted, total], [*wanted, pooled(wanted)])):
         if mine != right:
             who = "all" if place == len(wanted) else f"rank {place}"
-            problems.append(f"{PER_RANK}: right and seen of {who} are {mine}, its logits say {right}")
-    for _, who, right_ones, seen, accuracy in _rows(record, PER_RANK):
-        if accuracy != f"{AccuracyCount(int(right_ones), int(seen)).accuracy:.6f}":
-            problems.append(f"{PER_RANK}: the accuracy of {who} is not its quotient")
-    return problems
+            problems.append(f"{PER_RANK}: {who} has {mine}, its logits say {right}")
+    other = [row[1] for row, count in zip(rows, counts, strict=True) if row[-1] != f"{count.accuracy:.6f}"]
+    return problems + [f"{PER_RANK}: the accuracy of {who} is not its quotient" for who in other]
 
 
 def digest_problems(record: Record, expected: Record, network: nn.Module) -> list[str]:
@@ -182,8 +182,3 @@ def _line_problems(name: str, found: Sequence[Any], wanted: Sequence[Any], sourc
 
 def _rows(record: Record, name: str) -> list[list[str]]:
     return [[*map(plain, row)] for row in read_csv(record.run / name) if row[0] == "val"]
-
-
-def _sum(counts: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    right, seen = zip(*counts, strict=True)
-    return sum(right), sum(seen)

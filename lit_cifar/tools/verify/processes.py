@@ -8,7 +8,7 @@ from lit_cifar.checkpoint.atomic import LAST
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.checks.compare import disagreement
 from lit_cifar.tools.verify.record import Record, first_of
-from lit_cifar.tools.verify.recorder import Snapshot, short_digest
+from lit_cifar.tools.verify.recorder import WHOLE_NETWORK, Snapshot, short_digest
 
 
 def sample_problems(record: Record, reference: Record) -> list[str]:
@@ -55,10 +55,9 @@ def count_problems(record: Record) -> list[str]:
 def own_problems(record: Record) -> list[str]:
     """Values of a process that differ from those of its peers, its own earlier ones, or the checkpoint's."""
     snapshots = [Snapshot(**line) for line in record.written("own")]
-    whole = [snapshot for snapshot in snapshots if snapshot.when == "whole network"]
     last = record.checkpoints.get(LAST)
-    saved = [] if last is None else saved_problems(whole, read_checkpoint(last)["state_dict"])
-    return [*peer_problems(snapshots), *change_problems(snapshots), *saved]
+    saved = {} if last is None else read_checkpoint(last)["state_dict"]
+    return [*peer_problems(snapshots), *change_problems(snapshots, saved)]
 
 
 def peer_problems(snapshots: Sequence[Snapshot]) -> list[str]:
@@ -75,31 +74,24 @@ def peer_problems(snapshots: Sequence[Snapshot]) -> list[str]:
     return problems
 
 
-def change_problems(snapshots: Sequence[Snapshot]) -> list[str]:
-    """The first change, for each process and moment, since an earlier moment that must be the same."""
+def change_problems(snapshots: Sequence[Snapshot], saved: Mapping[str, Any]) -> list[str]:
+    """The first change, for each process and moment, since an earlier moment that must be the same.
+
+    The whole network in the end must be that of the checkpoint, whose "state_dict" is `saved`, if there is one.
+    """
     by_moment = {(snapshot.rank, snapshot.when): snapshot.state for snapshot in snapshots}
+    digests = {name: short_digest(value) for name, value in saved.items()}
     found = []
     for now in snapshots:
-        before = by_moment.get((now.rank, now.same_as or ""), {})
+        before, source = by_moment.get((now.rank, now.same_as or ""), {}), f"that of {now.same_as}"
+        if saved and now.when == WHOLE_NETWORK:
+            before = {name: ("", None, digests.get(name.split()[0], "")) for name in now.state}
+            source = "the checkpoint's"
         both = ((name, before[name], state) for name, state in now.state.items() if name in before)
         changed = [
-            f"{now.when}: {name} of process {now.rank} is not that of {now.same_as}"
+            f"{now.when}: {name} of process {now.rank} is not {source}"
             for name, (_, former_replica, former), (_, replica, digest) in both
             if digest != former and not (former_replica or replica)  # these were given the first one's statistics
         ]
         found += first_of(changed)
-    return found
-
-
-def saved_problems(snapshots: Sequence[Snapshot], saved: Mapping[str, Any]) -> list[str]:
-    """Processes with a whole network that differs from the checkpoint, whose "state_dict" is `saved`."""
-    wanted = {name: short_digest(value) for name, value in saved.items()}
-    found = []
-    for snapshot in snapshots:
-        other = [
-            f"{snapshot.when}: {name} of process {snapshot.rank} is not the checkpoint's"
-            for name, (_, replica, digest) in snapshot.state.items()
-            if not replica and digest != wanted.get(name.split()[0])
-        ]
-        found += first_of(other)
     return found

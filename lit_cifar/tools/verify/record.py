@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lit_cifar.checks.compare import difference
+from lit_cifar.reporting.rank_statistics import AccuracyCount
 from lit_cifar.tools.verify.recorder import BUFFERS, OPTIMIZER, PARAMETERS, Key, Piece, Step, is_shared
 
 Bounds: TypeAlias = dict[str, float]  # by kind
@@ -194,15 +195,13 @@ class Evaluated:
     logits: Tensor  # (n, num_classes)
     sizes: Tensor  # int64, number of samples of each batch
 
-    def of_replicas(self, count: int) -> list[tuple[int, int]]:
-        """Right and seen samples of each replica among which every batch is divided by `Tensor.chunk`, as in `dp`."""
-        right = torch.split(self.logits.argmax(dim=1) == self.labels, self.sizes.tolist())
-        found = [[0, 0] for _ in range(count)]
-        for batch in right:
-            for own, chunk in zip(found, batch.chunk(count), strict=False):  # a small batch has fewer chunks
-                own[0] += int(chunk.sum())
-                own[1] += len(chunk)
-        return [(own[0], own[1]) for own in found]
+    def of_replicas(self, count: int) -> list[AccuracyCount]:
+        """The counts of each replica among which every batch is divided by `Tensor.chunk`, as in `dp`."""
+        found = [AccuracyCount(0, 0)] * count
+        for batch in torch.split(self.logits.argmax(dim=1) == self.labels, self.sizes.tolist()):
+            for replica, chunk in enumerate(batch.chunk(count)):
+                found[replica] += AccuracyCount(int(chunk.sum()), len(chunk))
+        return found
 
     def gaps(self, wanted: "Evaluated") -> list[tuple[int, float]]:
         """Each sample with the difference of its logits from those of `wanted`, relative to the largest of all samples.

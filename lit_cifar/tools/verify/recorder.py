@@ -25,6 +25,7 @@ from lit_cifar.mode.tensors import local_part
 # all replicas), and the digest. Of equal names, parts and replicas the bits must be equal.
 State: TypeAlias = dict[str, tuple[str, int | None, str]]
 PARAMETERS, BUFFERS, OPTIMIZER, METRICS = "parameters", "buffers", "optimizer", "metrics"
+WHOLE_NETWORK = "whole network"  # the moment behind a run
 
 Key: TypeAlias = tuple[str, str]  # kind and name
 Step: TypeAlias = Mapping[Key, Tensor]
@@ -132,7 +133,7 @@ class Trace(Logits):
             self._write_own("end", self._own_state() | metrics_state(trainer.callback_metrics), same=True)
             teardown()
             replica = None if self._one_model else self._data_parallel_rank
-            self._write_own("whole network", _state(_tensors(pl_module), replica=replica))
+            self._write_own(WHOLE_NETWORK, _state(_tensors(pl_module), replica=replica))
 
         trainer.strategy.teardown = written_before_and_after  # type: ignore[method-assign]
         if trainer.is_global_zero:
