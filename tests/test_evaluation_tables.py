@@ -18,7 +18,6 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from tiny_task import CLASSES, Batches, TinyData, TinyTask, fake_trainer, read_events, tiny_trainer
 from torch import Tensor
 
-from lit_cifar.data.pictures import FolderImages
 from lit_cifar.data.synthetic import Synthetic
 from lit_cifar.mode import Layout, Mode
 from lit_cifar.reporting.evaluation_tables import EvaluationTables, write_confusion, write_per_rank
@@ -235,7 +234,7 @@ ERRORS = (None, None, "truncated, at byte 7", None, "not an image", None)
 
 def folder_data() -> TinyData:
     data = TinyData(num_images=4, batch_size=2)
-    data.folder = FolderImages(tuple(map(Path, NAMES)), ERRORS, data.sets["predict"])
+    data.files = dict(zip(NAMES, ERRORS, strict=True))
     return data
 
 

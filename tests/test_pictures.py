@@ -13,8 +13,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lit_cifar.data.images import ImageSet
 from lit_cifar.data.picture_files import FORMATS, list_files, read_image
-from lit_cifar.data.pictures import EncodedImages, FolderImages, read_folder
+from lit_cifar.data.pictures import EncodedImages, read_folder
 from lit_cifar.errors import DataError
 
 CLASSES = ("a", "b")
@@ -25,26 +26,26 @@ def save(path: Path, colour: Any = (10, 20, 30), size: tuple[int, int] = (40, 40
     Image.new(mode, size, colour).save(path)
 
 
-def read(folder: Path) -> FolderImages:
+def read(folder: Path) -> tuple[dict[str, str | None], ImageSet]:
     return read_folder(folder, classes=CLASSES)
 
 
 def only_image(folder: Path) -> Tensor:
-    (image,) = read(folder).images.images
-    return image
+    _, images = read(folder)
+    return images.images[0]
 
 
 def test_files_are_in_sorted_order_with_those_of_subfolders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for i, name in enumerate(["b.png", "a/z.png", "a.png", "B.png", "a/10.png", "a/9.png"]):
         save(tmp_path / "images" / name, colour=(i, 0, 0))
     monkeypatch.setenv("HOME", str(tmp_path))
-    found = read(Path("~/images"))
-    assert [file.as_posix() for file in found.files] == ["B.png", "a.png", "a/10.png", "a/9.png", "a/z.png", "b.png"]
-    assert found.images.images[:, 0, 0, 0].tolist() == [3, 2, 4, 5, 1, 0]
-    assert found.errors == (None,) * 6
-    assert (found.images.images.dtype, tuple(found.images.images.shape)) == (torch.uint8, (6, 3, 32, 32))
-    assert (found.images.labels.dtype, found.images.labels.tolist()) == (torch.int64, [-1] * 6)
-    assert found.images.classes == CLASSES
+    files, found = read(Path("~/images"))
+    names = ["B.png", "a.png", "a/10.png", "a/9.png", "a/z.png", "b.png"]
+    assert [*files.items()] == [(name, None) for name in names]
+    assert found.images[:, 0, 0, 0].tolist() == [3, 2, 4, 5, 1, 0]
+    assert (found.images.dtype, tuple(found.images.shape)) == (torch.uint8, (6, 3, 32, 32))
+    assert (found.labels.dtype, found.labels.tolist()) == (torch.int64, [-1] * 6)
+    assert found.classes == CLASSES
 
 
 def linked(path: Path, target: str) -> None:
@@ -113,8 +114,8 @@ def test_unreadable_files_are_listed_with_the_reason(tmp_path: Path) -> None:
     save(tmp_path / ".hidden.png")
     save(tmp_path / ".cache" / "thumbnail.png")
     os.mkfifo(tmp_path / "pipe.png")
-    found = read(tmp_path)
-    reasons = dict(zip([file.name for file in found.files], found.errors, strict=True))
+    files, found = read(tmp_path)
+    reasons = {**files}
     no_image, too_large = f"not an image ({', '.join(FORMATS)})", f"larger than {Image.MAX_IMAGE_PIXELS} pixels"
     assert "truncated" in (reasons.pop("cut.png") or "")
     assert (reasons.pop("bad.bmp") or "").startswith("ValueError: ")  # Pillow raises more than OSError
@@ -127,11 +128,11 @@ def test_unreadable_files_are_listed_with_the_reason(tmp_path: Path) -> None:
         "last.png": None,
         "notes.txt": no_image,
     }
-    assert found.images.images[:, :, 0, 0].tolist() == [[1, 2, 3], [4, 5, 6]]
-    needed = read_folder(tmp_path, classes=CLASSES, limit_gb=0)
-    assert needed.errors == found.errors
-    assert isinstance(needed.images, EncodedImages)
-    assert needed.images.gather(torch.arange(2)).equal(found.images.images)
+    assert found.images[:, :, 0, 0].tolist() == [[1, 2, 3], [4, 5, 6]]
+    again, needed = read_folder(tmp_path, classes=CLASSES, limit_gb=0)
+    assert again == files
+    assert isinstance(needed, EncodedImages)
+    assert needed.gather(torch.arange(2)).equal(found.images)
 
 
 def test_the_central_square_is_resized_without_aliasing(tmp_path: Path) -> None:
@@ -141,7 +142,7 @@ def test_the_central_square_is_resized_without_aliasing(tmp_path: Path) -> None:
     exact = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
     for name, pixels in (("a", wide), ("b", stripes), ("c", exact)):
         Image.fromarray(pixels).save(tmp_path / f"{name}.png")
-    of_wide, of_stripes, of_exact = read(tmp_path).images.images
+    of_wide, of_stripes, of_exact = read(tmp_path)[1].images
     assert (of_wide[:, :, 2:-2].int() - 200).abs().max() <= 2  # interpolation reaches two pixels over the edge
     assert of_wide.min() > 150
     assert (of_stripes.int() - 127).abs().max() <= 8

@@ -36,7 +36,6 @@ class TinyData(LightningDataModule):
         # Class 2 has no samples, so that empty classes are always part of the game.
         labels = torch.randint(0, 2, (num_images,), generator=generator)
         self.sets = {split: ImageSet(images, labels, CLASSES) for split in ("train", "val", "test", "predict")}
-        self.folder: Any = None
 
     def train_dataloader(self) -> "Batches":
         return self._batches("train")

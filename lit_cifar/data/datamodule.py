@@ -2,7 +2,7 @@
 
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
@@ -21,9 +21,6 @@ from lit_cifar.data.sample_order import Order, OrderSettings, order_settings, se
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
 from lit_cifar.errors import CheckpointError, ConfigError, bounded, clash
 from lit_cifar.mode import Layout, mode_of
-
-if TYPE_CHECKING:
-    from lit_cifar.data.pictures import FolderImages
 
 
 class CIFAR10DataModule(L.LightningDataModule):
@@ -63,7 +60,7 @@ class CIFAR10DataModule(L.LightningDataModule):
     Attributes:
         name: The data set's name in logs and tables.
         sets: Images that `setup` has read, by split: "train", "val", "test", "predict".
-        folder: Every file of `predict_dir`, readable or not.
+        files: Every file of `predict_dir`, with a line on why it cannot be read, or None.
 
     Raises:
         ConfigError: Settings that contradict each other; sizes that cannot be cut.
@@ -114,12 +111,12 @@ class CIFAR10DataModule(L.LightningDataModule):
         self._placement = Placement(resident, num_workers, transforms=transforms, are_pictures=dataset == "folder")
         self.sets: dict[str, ImageSet] = {}
         self._resumed: OrderSettings = {}  # `state_dict` of the run that wrote the checkpoint
-        self.folder: FolderImages | None = None
+        self.files: dict[str, str | None] = {}
         self._prepared = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without images: a spawned process reads them, as 150 MB do not fit every shared memory."""
-        return self.__dict__ | {"sets": {}, "folder": None}
+        return self.__dict__ | {"sets": {}, "files": {}}
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -168,14 +165,13 @@ class CIFAR10DataModule(L.LightningDataModule):
                 raise ConfigError("predict classifies a folder of images", remedy="pass --data.predict_dir=FOLDER")
             from lit_cifar.data.pictures import read_folder  # only `predict` needs it
 
-            self.folder = read_folder(
+            self.files, self.sets["predict"] = read_folder(
                 self.predict_dir,
                 classes=self.classes,
                 size=self.decoded_size,
                 limit_gb=self._memory_gb,
                 num_processes=self._num_processes,
             )
-            self.sets["predict"] = self.folder.images
 
     def _load(self, split: Split) -> ImageSet:
         return self.source.load(split, num_images=self.num_images.get(split))

@@ -218,21 +218,16 @@ def free_memory() -> int:
     return int(free)
 
 
-@dataclass(frozen=True)
-class FolderImages:
-    """The files of a folder in input order, and the images among them."""
-
-    files: tuple[Path, ...]  # paths relative to the folder, sorted as strings with `/` between their parts
-    errors: tuple[str | None, ...]  # one line on why a file could not be read, or None
-    images: ImageSet  # the readable files' images in the same order, with labels of -1
-
-
 def read_folder(
     folder: Path, *, classes: tuple[str, ...], size: int = 32, limit_gb: float | None = None, num_processes: int = 1
-) -> FolderImages:
+) -> tuple[dict[str, str | None], ImageSet]:
     """Read every file of `folder` and its subfolders, linked ones too, whatever its suffix, except hidden ones.
 
     Pictures that take more memory than `in_memory` would allow are tried here, and decoded when they are needed.
+
+    Returns:
+        The files, relative to the folder and sorted as strings with `/` between their parts, each with one line on why
+        it could not be read, or None; and the images of the others in this order, with labels of -1.
     """
     folder = folder.expanduser()
     files = [*list_files(folder)]
@@ -250,4 +245,4 @@ def read_folder(
         found = ImageSet(images, labels, classes)
     else:
         found = EncodedImages(torch.empty((0, *shape[1:]), dtype=torch.uint8), labels, classes, paths)
-    return FolderImages(tuple(map(Path, files)), tuple(errors), found.subset(readable))
+    return dict(zip(files, errors, strict=True)), found.subset(readable)

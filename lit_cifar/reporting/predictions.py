@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lit_cifar.data.images import Batch
+from lit_cifar.reporting.evaluation_tables import datamodule_of
 from lit_cifar.reporting.files import replace_csv
 from lit_cifar.reporting.run_folder import run_folder
 
@@ -28,7 +29,7 @@ class PredictionWriter(Callback):
     def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # One row for each readable image: class, confidence, how often it was classified. A row stays zero except on
         # the process that classifies the image, so that the sum over processes is the whole table.
-        num_images = len(trainer.datamodule.sets["predict"])  # type: ignore[attr-defined]  # Lightning's own omission
+        num_images = len(datamodule_of(trainer).sets["predict"])
         self._table = torch.zeros(num_images, 3, dtype=torch.float64, device=trainer.strategy.root_device)
 
     def on_predict_batch_end(
@@ -44,12 +45,9 @@ class PredictionWriter(Callback):
         folder = run_folder(trainer)
         if not trainer.is_global_zero:
             return
-        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning's own omission
-        results = _predicted(table.cpu(), datamodule.classes)
-        self.rows = [
-            (file.as_posix(), *(next(results) if error is None else ("", "", error)))
-            for file, error in zip(datamodule.folder.files, datamodule.folder.errors, strict=True)
-        ]
+        results = _predicted(table.cpu(), datamodule_of(trainer).classes)
+        files = datamodule_of(trainer).files.items()
+        self.rows = [(file, *(next(results) if error is None else ("", "", error))) for file, error in files]
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             replace_csv(folder / PREDICTIONS, [_COLUMNS, *self.rows])

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lit_cifar.errors import printable
 from lit_cifar.mode import Layout, mode_of
 from lit_cifar.reporting.environment import environment
+from lit_cifar.reporting.evaluation_tables import datamodule_of
 from lit_cifar.reporting.output import leave_out_banners, outlast_streams
 from lit_cifar.reporting.run_folder import CONFIG, of_checkpoint, run_folder
 
@@ -82,7 +83,7 @@ class RunReport(Callback):
     def _write_environment(self, trainer: Trainer) -> None:
         if trainer.is_global_zero and self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            found = environment(trainer, data_name=trainer.datamodule.name)  # type: ignore[attr-defined]
+            found = environment(trainer, data_name=datamodule_of(trainer).name)
             (self._folder / FILE_NAME).write_text(json.dumps(found, indent=2) + "\n")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -98,7 +99,7 @@ class RunReport(Callback):
         if self._folder is not None:
             lines += next_steps(self._folder, stage, checkpoint=checkpoint_path(trainer) if self._tests else None)
         if stage == "predict":
-            lines += _unread(trainer.datamodule)  # type: ignore[attr-defined]  # Lightning's own omission
+            lines += _unread(datamodule_of(trainer))
         print(*map(printable, lines), sep="\n", flush=True)
 
 
@@ -142,10 +143,10 @@ def _length(trainer: Trainer, datamodule: Any) -> str:
 
 def _evaluated(datamodule: Any) -> list[str]:
     """The images that another subcommand reads."""
-    if datamodule.folder is None:
+    if not datamodule.files:
         return _images(datamodule, val="validate on", test="test on")
-    files, errors = datamodule.folder.files, datamodule.folder.errors
-    return [_line("data", f"{counted(len(files), 'file')}, {errors.count(None):,} of them pictures")]
+    num_pictures = len(datamodule.sets["predict"])
+    return [_line("data", f"{counted(len(datamodule.files), 'file')}, {num_pictures:,} of them pictures")]
 
 
 def _mode(trainer: Trainer) -> str:
@@ -198,9 +199,9 @@ def next_steps(folder: Path, stage: str, *, checkpoint: Path | None = None) -> l
 
 def _unread(datamodule: Any) -> list[str]:
     """A line on the number of files that `predict` could not read, and the first of them; none if it has read all."""
-    files, errors = datamodule.folder.files, datamodule.folder.errors
-    broken = [f"{file}: {error}" for file, error in zip(files, errors, strict=True) if error is not None]
-    return [_line("not read", f"{len(broken)} of {len(files)} files; the first is {broken[0]}")] if broken else []
+    broken = [f"{file}: {error}" for file, error in datamodule.files.items() if error is not None]
+    number = f"{len(broken)} of {len(datamodule.files)} files"
+    return [_line("not read", f"{number}; the first is {broken[0]}")] if broken else []
 
 
 def shown(path: Path) -> str:
