@@ -17,9 +17,6 @@ import pytest
 from PIL import Image
 
 from lit_cifar.data.cifar10 import Cifar10
-from lit_cifar.data.dataset import Split
-from lit_cifar.data.datasets import open_dataset
-from lit_cifar.data.images import ImageSet
 
 NUM_CLASSES = 10
 
@@ -94,13 +91,3 @@ def draw_pictures(folder: Path, num: int, *, seed: int = 0, kind: str = "png") -
     for index in range(num):
         pixels = generator.integers(0, 256, (30 + index, 50, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{index}.{kind}")
-
-
-def prepare(name: str, root: Path, *, download: bool) -> None:
-    """Check or download the data set."""
-    open_dataset(name, root).prepare(download=download)
-
-
-def load(name: str, root: Path, *, split: Split, num_images: int | None = None, seed: int = 0) -> ImageSet:
-    """The images of a split."""
-    return open_dataset(name, root, seed=seed).load(split, num_images=num_images)

@@ -15,7 +15,7 @@ from commands import TINY, run_here
 from counting import Operators
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from tiny_task import CLASSES, Batches, TinyData, TinyTask, fake_trainer, read_events, tiny_trainer
+from tiny_task import CLASSES, TinyData, TinyTask, batches, fake_trainer, read_events, tiny_trainer
 from torch import Tensor
 
 from lit_cifar.data.synthetic import Synthetic
@@ -78,16 +78,6 @@ def test_fit_counts_each_validation_afresh_and_prints_none(tmp_path: Path, capsy
     assert "val,all,1,2,0.500000\n" in (tmp_path / "per_rank.csv").read_text()
 
 
-class TakesEmptyBatches(TinyTask):
-    """Its metric takes no empty batch."""
-
-    def test_step(self, batch: Any, batch_idx: int) -> Tensor:
-        logits = self(batch.images)
-        if len(logits):
-            self.confusion.update(logits, batch.labels)
-        return logits
-
-
 class Replicas(Mode, SingleDeviceStrategy):
     """One process that pretends to compute each batch in chunks on three devices, as `dp` does."""
 
@@ -100,12 +90,6 @@ class Replicas(Mode, SingleDeviceStrategy):
         return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
 
 
-class SecondProcess(Replicas):
-    """One of two."""
-
-    distributed_sampler_kwargs = {"num_replicas": 2, "rank": 1}  # noqa: RUF012
-
-
 def test_a_rank_is_a_replica_where_a_process_holds_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = trainer_for(tmp_path, strategy=Replicas(torch.device("cpu")))
     trainer.test(TinyTask(), datamodule=data_of(400, 602, batch_size=600))
@@ -113,10 +97,6 @@ def test_a_rank_is_a_replica_where_a_process_holds_several(tmp_path: Path, capsy
     assert counts(trainer, "test") == [AccuracyCount(200, 201), AccuracyCount(200, 201), AccuracyCount(0, 200)]
     flags = {rank: cells[-1] for rank, cells in rows_of_table(capsys.readouterr().out).items()}
     assert flags == {"0": "", "1": "", "2": "yes", "all": ""}
-    trainer = trainer_for(tmp_path, strategy=SecondProcess(torch.device("cpu")))
-    trainer.test(TakesEmptyBatches(), datamodule=data_of(8, 13, batch_size=12))  # every second one, then none
-    seen = [(count.correct, count.total) for count in counts(trainer, "test")]
-    assert seen == [(0, 0), (0, 0), (0, 0), (2, 2), (2, 2), (0, 2)]
 
 
 def test_a_split_replaces_its_rows_and_a_failed_write_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,9 +256,8 @@ def test_tables_of_several_processes_add_up_and_rank_0_writes(tmp_path: Path, ra
         trainer.strategy.reduce = lambda table, reduce_op: tables.append(table) or sum(tables)
         writer = PredictionWriter()
         writer.on_predict_epoch_start(trainer, task)
-        for index, batch in enumerate(
-            Batches(data.sets["predict"], 3, Layout(data_parallel_size=3, data_parallel_rank=rank))
-        ):
+        layout = Layout(data_parallel_size=3, data_parallel_rank=rank)
+        for index, batch in enumerate(batches(data.sets["predict"], 3, layout)):
             own = batch._replace(images=batch.images.float())
             writer.on_predict_batch_end(trainer, task, task.predict_step(own, index), batch, index)
         assert not list(tmp_path.iterdir())

@@ -19,27 +19,14 @@ from lit_cifar.tools.verify.verifier import Verifier
 from tests.mutations.self_test import ARGS
 
 
-def places(num_gpus: int, devices: int = 2) -> dict[str, tuple[str, int]]:
-    """What every mode is started as, and on how many GPUs."""
-    placed_modes = {name: placed(mode, num_gpus=num_gpus) for name, mode in sized_modes(devices).items()}
-    return {name: (mode.strategy, mode.devices) for name, mode in placed_modes.items()}
-
-
-def test_parts_share_one_gpu_and_several_leave_every_mode_as_it_is() -> None:
-    usual = {name: (mode.strategy, mode.devices) for name, mode in sized_modes(2).items()}
-    assert places(0) == places(2) == places(8) == usual
-    assert places(1) == {
-        "single": ("auto", 1),
-        "dp": ("DataParallelStrategy", 1),
-        **dict.fromkeys(("ddp", "ddp-sync", "ddp_spawn"), ("OneDeviceDDPStrategy", 1)),
-        **dict.fromkeys(("mp", "mp-micro"), ("LayerParallelStrategy", 1)),
-        "ddp_flat": ("OneDeviceFlatDDPStrategy", 1),
-        "ddp_mp": ("OneDeviceDDPLayerParallelStrategy", 1),
-        **dict.fromkeys(("pp", "ddp_pp"), ("OneDevicePipelineStrategy", 1)),
-        **dict.fromkeys(("fsdp2", "tp"), ("OneDeviceShardedStrategy", 1)),
-    }
-    assert places(1, devices=4)["fsdp2-tp"] == ("OneDeviceShardedStrategy", 1)
-    assert places(3, devices=4)["dp"] == ("DataParallelStrategy", 1)
+@pytest.mark.parametrize(("num_gpus", "suffice"), [(0, True), (1, False), (3, False), (4, True), (8, True)])
+def test_parts_share_one_gpu_and_several_leave_every_mode_as_it_is(num_gpus: int, suffice: bool) -> None:
+    """On one they have the layout that they have on four."""
+    for name, mode in sized_modes(4).items():
+        on = placed(mode, num_gpus=num_gpus)
+        assert (on == mode) == (suffice or name == "single")
+        assert on.devices == (mode.devices if suffice else 1)
+        assert on.layout() == mode.layout()
 
 
 def test_verify_puts_parts_on_the_one_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +63,7 @@ def test_one_device_stands_for_several() -> None:
 @pytest.mark.timeout(300)
 def test_parts_on_one_device_train_what_one_device_trains(tmp_path: Path) -> None:
     """On the CPU in place of the GPU, with everything else as it is there."""
-    on_one = [placed(sized_modes(2)[name], num_gpus=1) for name in places(1)]
+    on_one = [placed(mode, num_gpus=1) for mode in sized_modes(2).values()]
     settings = Configuration.from_flags([*ARGS, "--data.order.drop_last=true"], devices=2, folder=tmp_path)
     rows = verify_modes(Verifier(settings, 3, tmp_path), on_one)
     assert {row.mode: row.problems for row in rows} == {mode.name: [] for mode in on_one}

@@ -8,29 +8,26 @@ import platform
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from commands import TINY, refused, run_here
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_task import TinyData, TinyTask, tiny_trainer
 
+from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.launch.forked import start_forked
-from lit_cifar.mode import Layout, Mode
-from lit_cifar.models.partition import Partition
-from lit_cifar.models.resnet import build_resnet
+from lit_cifar.mode import mode_of
 from lit_cifar.reporting import run_folder
 from lit_cifar.reporting.environment import git_state
 from lit_cifar.reporting.run_folder import LOCK, RunLock, create_run_folder
 from lit_cifar.reporting.run_report import RunReport, opening_lines
 from lit_cifar.task.module import LitResNet
-
-IMAGE = (3, 32, 32)
+from lit_cifar.tools.modes import SILENT
 
 
 def fit(folder: Path, **settings: Any) -> None:
@@ -59,47 +56,30 @@ def test_environment_says_what_ran_and_not_where(tmp_path: Path) -> None:
     assert str(Path.home()) not in text
 
 
-class MadeUp(Mode):
-    """Two processes that read a part of each batch."""
-
-    name, root_device = "made_up", torch.device("cpu")
-
-    def __init__(self, lines: Sequence[str] = (), **sizes: int) -> None:
-        self._lines, self._layout = lines, Layout(data_parallel_size=2, **sizes)
-
-    @property
-    def layout(self) -> Layout:
-        return self._layout
-
-    def split_lines(self) -> list[str]:
-        return [*self._lines]
-
-
-def lines_of(*, batch_size: int, accumulation: int = 1, **mode: Any) -> list[str]:
-    settings = {"max_epochs": 15, "max_steps": -1, "world_size": 2, "precision": "bf16-mixed"}
-    trainer: Any = SimpleNamespace(strategy=MadeUp(**mode), accumulate_grad_batches=accumulation, **settings)
-    source = SimpleNamespace(found=lambda sets: [])
-    data = SimpleNamespace(
-        batch_size=batch_size, name="CIFAR-10", source=source, seed=3, sets={"train": range(50_000), "val": range(0)}
-    )
-    return opening_lines(trainer, LitResNet("resnet10", stem="imagenet"), data)
-
-
-def test_plan_divides_the_global_batch_and_ends_with_what_the_mode_splits() -> None:
-    table = Partition.cut(build_resnet("resnet10"), IMAGE, num_stages=2).table(["process 0", "process 1"])
-    lines = lines_of(batch_size=128, accumulation=4, local_replicas=2, lines=table)
-    assert lines == [
-        "model       resnet10, imagenet stem, 4.91 M parameters",
-        "data        CIFAR-10: 50,000 images to train on",
-        "batch       128 = 4 replicas x 8 x 4 accumulated images per optimizer step",
-        "mode        made_up: 2 processes, cpu, bf16-mixed",
-        f"split       {table[0]}",
-        f"            {table[1]}",
-        "length      15 epochs, data seed 3",
-    ]
-    assert max(len(line) for line in lines) <= 120
-    lines = lines_of(batch_size=64, num_microbatches=4)
-    assert "batch       64 = 2 replicas x 4 microbatches x 8 images per optimizer step" in lines
+@pytest.mark.parametrize(
+    ("strategy", "accumulated", "lines"),
+    [
+        ("dp", 4, ["128 = 2 replicas x 16 x 4 accumulated images per optimizer step", "dp: 1 process, cpu, 64-true"]),
+        ("pp", 1, ["128 = 1 replica x 4 microbatches x 32 images per optimizer step", "pp: 2 processes, cpu, 64-true"]),
+    ],
+)
+def test_the_beginning_divides_the_global_batch_and_says_what_the_mode_splits(
+    strategy: str, accumulated: int, lines: list[str]
+) -> None:
+    settings = {"accelerator": "cpu", "devices": 2, "max_epochs": 15, "accumulate_grad_batches": accumulated}
+    trainer = Trainer(strategy=strategy, precision="64-true", **settings, **SILENT)
+    data = CIFAR10DataModule(dataset="synthetic", num_train=50, val_size=0, batch_size=128, seed=3)
+    data.setup("fit")
+    module = LitResNet("resnet10", stem="imagenet")
+    trainer.strategy.connect(module)
+    split = mode_of(trainer.strategy).split_lines()
+    assert len(split) == (2 if strategy == "pp" else 0)
+    labels = ["model", "data", "batch", "mode", *["split", ""][: len(split)], "length"]
+    said = ["resnet10, imagenet stem, 4.91 M parameters", "synthetic: 50 images to train on", *lines, *split]
+    expected = zip(labels, [*said, "15 epochs, data seed 3"], strict=True)
+    found = opening_lines(trainer, module, data)
+    assert found == [f"{label:<12}{words}" for label, words in expected]
+    assert max(len(line) for line in found) <= 120
 
 
 def test_git_state_is_that_of_the_package_s_own_repository(tmp_path: Path) -> None:

@@ -13,16 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_files import (
-    cifar10_records,
-    load,
-    pack,
-    prepare,
-    served,
-    write_binary_edition,
-    write_idx,
-    write_python_edition,
-)
+from data_files import cifar10_records, pack, served, write_binary_edition, write_idx, write_python_edition
 from torchvision.datasets import CIFAR10, CIFAR100, FashionMNIST
 
 from lit_cifar.data import CIFAR10DataModule, cifar10, download, fashion_mnist
@@ -63,7 +54,7 @@ def python_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def refusal(root: Path, name: str = "cifar10", *, may_download: bool = True) -> str:
     with pytest.raises(DataError) as caught:
-        prepare(name, root, download=may_download)
+        open_dataset(name, root).prepare(download=may_download)
     assert len(str(caught.value).splitlines()) <= 5
     return str(caught.value)
 
@@ -72,16 +63,16 @@ def refused_by_both(root: Path) -> str:
     """The message, which `prepare` and `load` must agree on."""
     message = refusal(root)
     with pytest.raises(DataError) as caught:
-        load("cifar10", root, split="train")
+        open_dataset("cifar10", root).load("train")
     assert message == str(caught.value)
     return message
 
 
 def assert_is_small_cifar10(root: Path) -> None:
-    prepare("cifar10", root, download=False)
+    open_dataset("cifar10", root).prepare(download=False)
     for split, seeds in (("train", range(5)), ("test", [5])):
         records = np.concatenate([cifar10_records(PER_FILE, seed=seed) for seed in seeds])
-        images = load("cifar10", root, split=split)
+        images = open_dataset("cifar10", root).load(split)
         assert (images.images.dtype, images.labels.dtype) == (torch.uint8, torch.int64)
         assert images.images.is_contiguous()
         assert images.images.tolist() == records[:, 1:].reshape(-1, 3, 32, 32).tolist()
@@ -158,7 +149,7 @@ def publish(archive: Path) -> None:
 
 def test_a_download(site: Path, tmp_path: Path) -> None:
     root = tmp_path / "not" / "there" / "yet"
-    prepare("cifar10", root, download=True)
+    open_dataset("cifar10", root).prepare(download=True)
     assert [path.name for path in root.iterdir()] == [Cifar10.folder]
     assert_is_small_cifar10(root)
     assert socket.getdefaulttimeout() is None
@@ -168,7 +159,7 @@ def test_an_archive_in_root_is_used_and_kept(site: Path, monkeypatch: pytest.Mon
     """Also where nothing may be downloaded; one that is not the official one is refused."""
     monkeypatch.setattr(Cifar10, "url", NOWHERE)
     for may_download in (True, False):
-        prepare("cifar10", site, download=may_download)
+        open_dataset("cifar10", site).prepare(download=may_download)
         assert_is_small_cifar10(site)
         assert sorted(path.name for path in site.iterdir()) == [Cifar10.folder, "small.tar.gz"]
         shutil.rmtree(site / Cifar10.folder)
@@ -218,7 +209,7 @@ def test_broken_unpacking_leaves_nothing(site: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(tarfile.TarFile, "extractall", extract_one)
     with pytest.raises(KeyboardInterrupt if isinstance(failure, KeyboardInterrupt) else DataError):
-        prepare("cifar10", site, download=False)
+        open_dataset("cifar10", site).prepare(download=False)
     assert [path.name for path in site.iterdir()] == ["small.tar.gz"]
 
 
@@ -229,7 +220,7 @@ def test_without_permission_to_download_nothing_is_made(name: str, tmp_path: Pat
         assert remedy in message
     assert not (tmp_path / "root").exists()
     with pytest.raises(DataError):
-        load(name, tmp_path / "root", split="test")
+        open_dataset(name, tmp_path / "root").load("test")
 
 
 def test_of_two_processes_that_finish_the_first_one_stays(tmp_path: Path) -> None:
@@ -242,13 +233,13 @@ def test_of_two_processes_that_finish_the_first_one_stays(tmp_path: Path) -> Non
 
 
 def test_the_first_images(binary_root: Path) -> None:
-    images, whole = (load("cifar10", binary_root, split="train", num_images=n) for n in (7, None))
+    images, whole = (open_dataset("cifar10", binary_root).load("train", num_images=n) for n in (7, None))
     assert torch.equal(images.images, whole.images[:7])
     assert torch.equal(images.labels, whole.labels[:7])
     assert images.images.untyped_storage().nbytes() == 7 * 3072
     for num_images in (0, -1, PER_FILE + 1):
         with pytest.raises(ConfigError, match=f"{num_images} test images asked of CIFAR-10, which has {PER_FILE}"):
-            load("cifar10", binary_root, split="test", num_images=num_images)
+            open_dataset("cifar10", binary_root).load("test", num_images=num_images)
 
 
 @pytest.mark.parametrize(("num_train", "held_out"), [(None, 5000), (50_000, 5000), (600, 60), (9, 0)])
@@ -276,9 +267,9 @@ def test_the_fine_labels_of_cifar100(edition: str, tmp_path: Path, monkeypatch: 
         contents = {split: {"data": pixels[split], "fine_labels": labels[split].tolist()} for split in sizes}
         contents["meta"] = {"fine_label_names": list(Cifar100.classes)}
         write_python_edition(tmp_path, CIFAR100, contents, monkeypatch)
-    prepare("cifar100", tmp_path, download=False)
+    open_dataset("cifar100", tmp_path).prepare(download=False)
     for split in sizes:
-        images = load("cifar100", tmp_path, split=split)
+        images = open_dataset("cifar100", tmp_path).load(split)
         assert images.labels.tolist() == labels[split].tolist()
         assert images.images.flatten(1).numpy().tolist() == pixels[split].tolist()
         assert images.classes[5] == "bed"
@@ -289,8 +280,8 @@ def test_the_real_images(name: str, data_set: type[Cifar10], monkeypatch: pytest
     monkeypatch.undo()
     if not (REAL_ROOT / data_set.folder).is_dir():
         pytest.skip(f"needs {data_set.title}'s binary edition in {REAL_ROOT}; LIT_CIFAR_DATA names another folder")
-    prepare(name, REAL_ROOT, download=False)
-    train, test = (load(name, REAL_ROOT, split=split) for split in ("train", "test"))
+    open_dataset(name, REAL_ROOT).prepare(download=False)
+    train, test = (open_dataset(name, REAL_ROOT).load(split) for split in ("train", "test"))
     num_classes = len(data_set.classes)
     assert torch.bincount(train.labels).tolist() == [50_000 // num_classes] * num_classes
     assert torch.bincount(test.labels).tolist() == [10_000 // num_classes] * num_classes
@@ -318,8 +309,8 @@ def fashion_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_grey_images_become_three_padded_channels(fashion_root: Path, split: Any) -> None:
-    prepare("fashion_mnist", fashion_root, download=False)
-    images = load("fashion_mnist", fashion_root, split=split)
+    open_dataset("fashion_mnist", fashion_root).prepare(download=False)
+    images = open_dataset("fashion_mnist", fashion_root).load(split)
     original = FashionMNIST(fashion_root, train=split == "train").data
     assert (images.images.dtype, tuple(images.images.shape)) == (torch.uint8, (SIZES[split], 3, 32, 32))
     assert images.images.is_contiguous()
@@ -354,9 +345,9 @@ def test_a_download_of_fashion_mnist(fashion_root: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(FashionMNIST, "resources", hashes)
     with served(raw) as address:
         monkeypatch.setattr(FashionMNIST, "mirrors", [f"{address}/"])
-        prepare("fashion_mnist", root, download=True)
+        open_dataset("fashion_mnist", root).prepare(download=True)
         assert [path.name for path in root.iterdir()] == ["FashionMNIST"]
-        assert len(load("fashion_mnist", root, split="test")) == 10
+        assert len(open_dataset("fashion_mnist", root).load("test")) == 10
         (raw / names[3]).write_bytes(b"something else")
         message = refusal(tmp_path / "other", "fashion_mnist")
     assert "--data.download=true" not in message

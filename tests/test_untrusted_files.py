@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 from commands import TINY, refused, run_here
-from data_files import load, prepare, write_python_edition
+from data_files import write_python_edition
 from PIL import EpsImagePlugin, Image
 from torchvision.datasets import CIFAR10
 
@@ -35,6 +35,7 @@ from lit_cifar.checkpoint.callbacks import BestCheckpoint
 from lit_cifar.checkpoint.files import CheckpointFiles
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data import cifar10
+from lit_cifar.data.datasets import open_dataset
 from lit_cifar.data.picture_files import FORMATS, read_image
 from lit_cifar.errors import CheckpointError, DataError, printable
 from lit_cifar.reporting import output
@@ -128,12 +129,13 @@ def test_pickled_data_run_no_code(tmp_path: Path, marker: Path, monkeypatch: pyt
     contents: dict[str, object] = {name: images for name, _ in (*CIFAR10.train_list, *CIFAR10.test_list)}
     contents["batches.meta"] = {"label_names": list(cifar10.CLASSES)}
     folder = write_python_edition(tmp_path, CIFAR10, contents, monkeypatch)
-    prepare("cifar10", tmp_path, download=False)
+    data = open_dataset("cifar10", tmp_path)
+    data.prepare(download=False)
 
     as_pickle(Payload(marker), folder / crafted)
-    for read in (partial(load, split="train"), partial(load, split="test"), partial(prepare, download=False)):
+    for read in (partial(data.load, "train"), partial(data.load, "test"), partial(data.prepare, download=False)):
         with pytest.raises(DataError, match="differs from the official files by md5"):
-            read("cifar10", tmp_path)
+            read()
 
 
 @pytest.mark.usefixtures("trusting")
@@ -143,9 +145,10 @@ def test_torchvisions_old_cache_of_fashion_mnist_runs_no_code(tmp_path: Path, ma
     folder.mkdir(parents=True)
     for name in ("training.pt", "test.pt"):
         torch.save((Payload(marker), Payload(marker)), folder / name)
-    for read in (partial(prepare, download=False), partial(load, split="train")):
+    data = open_dataset("fashion_mnist", tmp_path)
+    for read in (partial(data.prepare, download=False), partial(data.load, "train")):
         with pytest.raises(DataError):
-            read("fashion_mnist", tmp_path)
+            read()
 
 
 LINKS = [".lock", "metrics.csv", "config.yaml.part", "checkpoints/last.ckpt.part", "checkpoints", "gone"]

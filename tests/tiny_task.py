@@ -1,7 +1,5 @@
 """A data module and a module whose every logit is known beforehand, for tests of callbacks in whole runs."""
 
-import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_cifar.data.images import Batch, ImageSet
+from lit_cifar.data.loader import BatchLoader
+from lit_cifar.data.samplers import EvaluationSampler
 from lit_cifar.mode import Layout, mode_of
 from lit_cifar.task.metrics import ConfusionMatrix
 from lit_cifar.tools.modes import SILENT
@@ -37,40 +37,28 @@ class TinyData(LightningDataModule):
         labels = torch.randint(0, 2, (num_images,), generator=generator)
         self.sets = {split: ImageSet(images, labels, CLASSES) for split in ("train", "val", "test", "predict")}
 
-    def train_dataloader(self) -> "Batches":
+    def train_dataloader(self) -> BatchLoader:
         return self._batches("train")
 
-    def val_dataloader(self) -> "Batches":
+    def val_dataloader(self) -> BatchLoader:
         return self._batches("val")
 
-    def test_dataloader(self) -> "Batches":
+    def test_dataloader(self) -> BatchLoader:
         return self._batches("test")
 
-    def predict_dataloader(self) -> "Batches":
+    def predict_dataloader(self) -> BatchLoader:
         return self._batches("predict")
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         return batch._replace(images=batch.images.float())
 
-    def _batches(self, split: str) -> "Batches":
-        return Batches(self.sets[split], self.batch_size, mode_of(self.trainer.strategy).layout)
+    def _batches(self, split: str) -> BatchLoader:
+        return batches(self.sets[split], self.batch_size, mode_of(self.trainer.strategy).layout)
 
 
-class Batches:
-    """Positions r, r + R, ... on rank r; every rank gets as many batches, the last ones may be empty."""
-
-    def __init__(self, images: ImageSet, batch_size: int, layout: Layout) -> None:
-        self.images, self.layout = images, layout
-        self.size = batch_size // layout.data_parallel_size
-
-    def __len__(self) -> int:
-        return math.ceil(math.ceil(len(self.images) / self.layout.data_parallel_size) / self.size)
-
-    def __iter__(self) -> Iterator[Batch]:
-        mine = torch.arange(len(self.images))[self.layout.data_parallel_rank :: self.layout.data_parallel_size]
-        for start in range(0, len(self) * self.size, self.size):
-            ids = mine[start : start + self.size]
-            yield Batch(self.images.images[ids], self.images.labels[ids], ids, 1.0)
+def batches(images: ImageSet, batch_size: int, layout: Layout) -> BatchLoader:
+    """In the order of the images, without augmentation; the last ones of a rank may be empty."""
+    return BatchLoader(images, EvaluationSampler(num_samples=len(images), batch_size=batch_size, layout=layout))
 
 
 class ReadPixels(nn.Module):
