@@ -51,14 +51,14 @@ class Placement:
         has_room = self._resident == "device" or torch.cuda.mem_get_info(device)[0] > 4 * images.images.nbytes
         return images.to(device) if has_room else images
 
-    def workers(self, images: ImageSet, *, split: str, num_processes: int) -> int | None:
-        """Number of processes that make the batches, 0 if it is this one, None if blocks of batches are made here."""
+    def workers(self, images: ImageSet, *, split: str, num_processes: int) -> int:
+        """Number of processes that make the images of batches; with 0 this one does."""
         if images.are_encoded and self._num_workers is None:
             from lit_cifar.data.workers import num_cores
 
             return max(1, num_cores() // num_processes)
-        transforms = split == "train" and self._transforms
-        return self._num_workers if images.are_encoded or (transforms and self._num_workers) else None
+        takes_long = images.are_encoded or (split == "train" and self._transforms)
+        return self._num_workers or 0 if takes_long else 0
 
 
 class BatchLoader:
@@ -74,9 +74,9 @@ class BatchLoader:
         augmentation: Augmentation | None = None,
         mixing: Mixing | None = None,
         class_weights: Tensor | None = None,
-        num_workers: int | None = None,
+        num_workers: int = 0,
     ) -> None:
-        """`num_workers` is the number of processes that make images; with None blocks of images are made here."""
+        """`num_workers` is the number of processes that make images; with 0 this one does."""
         self.images, self.sampler, self._augmentation = images, sampler, augmentation
         self._mixing, self._num_workers = mixing, num_workers
         self._class_weights = None if class_weights is None else class_weights.to(images.images.device)
@@ -127,7 +127,7 @@ class BatchLoader:
         augment, draws = self._augmentation, None
         if augment is not None:
             draws = augment.draw(keys, self.images.images.shape[2:], epoch=self.sampler.epoch)
-        if self._num_workers is not None:
+        if self._num_workers:
             from lit_cifar.data.workers import made_by_workers
 
             made = made_by_workers(self.images, of_blocks, draws, augment=augment, num_workers=self._num_workers)

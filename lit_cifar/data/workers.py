@@ -54,23 +54,22 @@ def made_by_workers(
 ) -> Iterator[Tensor]:
     """The `images` at the positions in each of `parts`, in turn; they are made two parts ahead.
 
-    `draws` (int64, (k, n)) are of all parts, and passed to `augment`. With 0 workers this process makes the images.
+    `draws` (int64, (k, n)) are of all parts, and passed to `augment`.
     """
     ids = torch.cat(list(parts)).cpu()  # one copy, because the host waits for the device
     chunks = [torch.split(part, _CHUNK) for part in torch.split(ids, [len(part) for part in parts])]
     sizes = [len(chunk) for part in chunks for chunk in part]
     drawn = [None] * len(sizes) if draws is None else [each.numpy() for each in torch.split(draws.cpu(), sizes, dim=1)]
     positions = (chunk for part in chunks for chunk in part)
-    if num_workers:
-        set_forkserver_preload(_PRELOADED)
+    set_forkserver_preload(_PRELOADED)
     made = iter(
         DataLoader(
             Maker(images.unpack, augment),
             batch_size=None,
             sampler=((images.packed(chunk), of_chunk) for chunk, of_chunk in zip(positions, drawn, strict=True)),
             num_workers=num_workers,
-            multiprocessing_context="forkserver" if num_workers else None,
-            prefetch_factor=max(2, -(-2 * max(map(len, chunks)) // num_workers)) if num_workers else None,
+            multiprocessing_context="forkserver",
+            prefetch_factor=max(2, -(-2 * max(map(len, chunks)) // num_workers)),
             pin_memory=images.images.device.type == "cuda",
             worker_init_fn=_begin,
             generator=torch.Generator(),  # DataLoader would otherwise draw a number from that of the training
