@@ -5,21 +5,21 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from commands import TINY, run_here
+from commands import TINY, graded, launch, mode_flags, run_here
 from counting import Operators
+from data_files import draw_pictures
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from tiny_task import CLASSES, TinyData, TinyTask, batches, fake_trainer, read_events, tiny_trainer
+from tiny_task import CLASSES, TinyData, TinyTask, read_events, tiny_trainer
 from torch import Tensor
 
 from lit_cifar.data.synthetic import Synthetic
-from lit_cifar.mode import Layout, Mode
+from lit_cifar.mode import Mode
 from lit_cifar.reporting.evaluation_tables import EvaluationTables, write_confusion, write_per_rank
 from lit_cifar.reporting.predictions import PredictionWriter
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, log_chance, pooled
@@ -248,25 +248,19 @@ def test_every_file_has_a_row_in_input_order(tmp_path: Path) -> None:
     assert [row[3] for row in rows[3:]] == [unreached, "not an image", unreached]
 
 
-@pytest.mark.parametrize("ranks", [[0, 1, 2], [0, 0, 1, 1, 2, 2]], ids=["each once", "each on two processes"])
-def test_tables_of_several_processes_add_up_and_rank_0_writes(tmp_path: Path, ranks: list[int]) -> None:
-    data, task, tables = folder_data(), TinyTask(), []
-    for rank in reversed(ranks):
-        trainer = fake_trainer(datamodule=data, is_global_zero=not rank, log_dir=str(tmp_path), loggers=["some"])
-        trainer.strategy.reduce = lambda table, reduce_op: tables.append(table) or sum(tables)
-        writer = PredictionWriter()
-        writer.on_predict_epoch_start(trainer, task)
-        layout = Layout(data_parallel_size=3, data_parallel_rank=rank)
-        for index, batch in enumerate(batches(data.sets["predict"], 3, layout)):
-            own = batch._replace(images=batch.images.float())
-            writer.on_predict_batch_end(trainer, task, task.predict_step(own, index), batch, index)
-        assert not list(tmp_path.iterdir())
-        if len(tables) + 1 < len(ranks):
-            trainer.is_global_zero = False
-        writer.on_predict_epoch_end(trainer, task)
-    assert [list(row) for row in writer.rows] == expected_rows()
-    (tmp_path / "predictions.csv").unlink()
-    trainer = SimpleNamespace(**vars(trainer) | {"loggers": []})
-    trainer.strategy.reduce = lambda table, reduce_op: table
-    writer.on_predict_epoch_end(trainer, task)  # nothing without a run folder
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("mode", graded("ddp", slow=["tp"]))
+def test_the_table_of_two_processes_is_that_of_one(
+    mode: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a part of the pictures, or both have all. A run of few steps writes nothing."""
+    monkeypatch.chdir(tmp_path)
+    draw_pictures(tmp_path / "pictures", 5)
+    given = [f"--ckpt_path={trained / 'checkpoints' / 'last.ckpt'}", f"--data.predict_dir={tmp_path / 'pictures'}"]
+    words = ["predict", *TINY, *given, "--trainer.precision=64-true"]
+    run_here(*words, f"--run_dir={tmp_path / 'one'}")
+    launch(*words, *mode_flags(mode), f"--run_dir={tmp_path / 'two'}", ranks=2)
+    one, two = ((tmp_path / run / "predictions.csv").read_text() for run in ("one", "two"))
+    assert one == two
+    assert len(one.splitlines()) == 6
+    run_here(*words, "--trainer.fast_dev_run=1")
+    assert {path.name for path in tmp_path.iterdir()} == {"pictures", "one", "two"}

@@ -5,7 +5,6 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -20,7 +19,6 @@ from lit_cifar.checks.verdict import Outcome, exit_status
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.runs import EndedRun
-from lit_cifar.mode import Mode
 from lit_cifar.reporting.evaluation_tables import write_confusion, write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount
 from lit_cifar.task.metrics import BalancedAccuracy, ConfusionMatrix, MeanLoss, TopAccuracy
@@ -50,7 +48,6 @@ from lit_cifar.tools.verify.recorder import (
     Trace,
     metric_counts,
     numbers,
-    own_state,
     short_digest,
 )
 from lit_cifar.tools.verify.verifier import NOT_IN_FLOAT64, Case, Verifier
@@ -408,40 +405,6 @@ def test_equal_parts_must_be_equal_in_all_processes() -> None:
         {"conv1.weight (parameters)": ("", None, "c")},
     ]
     assert peer_problems(snapshots(*states)) == []
-
-
-def trained() -> tuple[nn.Module, SimpleNamespace]:
-    """Two layers after a step, and what stands for the trainer of process 1 of 2."""
-    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    module(torch.eye(2, dtype=torch.float64)).sum().backward()
-    optimizer.step()
-    strategy = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2, "rank": 1}, _layer_sync=None)
-    return module, SimpleNamespace(strategy=strategy, optimizers=[optimizer])
-
-
-class SecondStage(Mode):
-    """A process that trains the second layer of two."""
-
-    def __init__(self, module: Any) -> None:
-        self._others = module[0]
-
-    def trained_elsewhere(self) -> set[Tensor]:
-        return {*self._others.parameters()}
-
-
-def test_which_state_is_a_process_s_own() -> None:
-    """Running statistics are a replica's until they are made one."""
-    module, trainer = trained()
-    name = "1.running_mean (buffers)"
-    assert own_state(trainer, module, one_model=False)[name][:2] == ("", 1)
-    assert own_state(trainer, module, one_model=True)[name][:2] == ("", None)
-    trainer.strategy._layer_sync = object()
-    assert own_state(trainer, module, one_model=False)[name][:2] == ("", None)
-    # Of a pipeline a process answers for its own stages.
-    trainer.strategy = SecondStage(module)
-    held = own_state(trainer, module, one_model=False)
-    assert {name.split(".")[0] for name in held if "group" not in name} == {"1"}
 
 
 def test_metrics_are_read_by_step_without_those_of_one_process(tmp_path: Path) -> None:
