@@ -24,21 +24,20 @@ class PredictionWriter(Callback):
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, str, str, str]] = []
-        self._table = torch.zeros(0, 3, dtype=torch.float64)
+        self._table = torch.zeros(0, 2, dtype=torch.float64)
 
     def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # One row for each readable image: class, confidence, how often it was classified. A row stays zero except on
-        # the process that classifies the image, so that the sum over processes is the whole table.
+        # One row for each readable image: class, counted from 1, and confidence. A row stays zero except on the replica
+        # that classifies the image, so that the sum over replicas is the whole table.
         num_images = len(datamodule_of(trainer).sets["predict"])
-        self._table = torch.zeros(num_images, 3, dtype=torch.float64, device=trainer.strategy.root_device)
+        self._table = torch.zeros(num_images, 2, dtype=torch.float64, device=trainer.strategy.root_device)
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, *_: Any, **__: Any
     ) -> None:
         """Fill in the batch's rows, without waiting for the device."""
         confidence, classes = outputs.max(dim=1)
-        filled = torch.stack([classes, confidence, torch.ones_like(confidence)], dim=1)
-        self._table[batch.ids] = filled.to(self._table)
+        self._table[batch.ids] = torch.stack([classes + 1, confidence.double()], dim=1)  # bfloat16 would round classes
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         table = trainer.strategy.reduce(self._table, reduce_op="sum")
@@ -54,9 +53,9 @@ class PredictionWriter(Callback):
 
 
 def _predicted(table: Tensor, classes: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:
-    """Class, confidence and error of each image; `table` is (N, 3) and summed over processes."""
-    for label, confidence, times in table.tolist():
-        if times == 0:
+    """Class, confidence and error of each image; `table` is (N, 2) and summed over replicas."""
+    for number, confidence in table.tolist():
+        if number == 0:
             yield "", "", "not classified: the run was limited to fewer batches"
-        else:  # processes that hold one replica have equal results, so the mean is the result
-            yield classes[round(label / times)], f"{confidence / times:.6f}", ""
+        else:
+            yield classes[round(number) - 1], f"{confidence:.6f}", ""
