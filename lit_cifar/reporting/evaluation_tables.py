@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from torch import Tensor
 
 from lit_cifar.data.images import Batch
-from lit_cifar.mode import Layout, mode_of
+from lit_cifar.mode import mode_of
 from lit_cifar.reporting.files import replace_split
 from lit_cifar.reporting.loggers import log_to_tensorboard
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, pooled
@@ -65,7 +65,6 @@ class EvaluationTables(EvaluationCallback):
 
     def __init__(self) -> None:
         self.counts: dict[str, list[AccuracyCount]] = {}
-        self._layout = Layout()
         self._tally = torch.zeros(0, 2, dtype=torch.int64)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -76,21 +75,18 @@ class EvaluationTables(EvaluationCallback):
         self._print(trainer, "test")
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._layout = mode_of(trainer.strategy).layout
-        self._tally = torch.zeros(self._layout.num_replicas, 2, dtype=torch.int64, device=pl_module.device)
+        num_ranks = mode_of(trainer.strategy).layout.num_replicas
+        self._tally = torch.zeros(num_ranks, 2, dtype=torch.int64, device=pl_module.device)
 
     def _count(self, trainer: Trainer, logits: Tensor, batch: Batch) -> None:
-        ranks = self._ranks_of_samples(trainer, len(batch.labels))
+        """Add the samples of a batch to those of the ranks that computed them."""
+        mode = mode_of(trainer.strategy)
+        ranks = torch.full_like(batch.labels, mode.layout.data_parallel_rank * mode.local_replicas)
+        if mode.local_replicas > 1:
+            ranks += mode.replica_of(len(ranks)).to(ranks.device, non_blocking=True)
         correct = logits.argmax(dim=1) == batch.labels
         right_and_seen = torch.stack([correct, torch.ones_like(correct)], dim=1).to(self._tally.dtype)
-        self._tally.index_add_(0, ranks.to(self._tally.device, non_blocking=True), right_and_seen)
-
-    def _ranks_of_samples(self, trainer: Trainer, num_samples: int) -> Tensor:
-        """The rank that computed each sample of this process's batch; int64, (num_samples,)."""
-        if self._layout.local_replicas == 1:
-            return torch.full((num_samples,), self._layout.data_parallel_rank, device=self._tally.device)
-        replicas = mode_of(trainer.strategy).replica_of(num_samples)
-        return self._layout.data_parallel_rank * self._layout.local_replicas + replicas
+        self._tally.index_add_(0, ranks, right_and_seen)
 
     def _finish(self, trainer: Trainer, pl_module: Any, split: Split) -> None:
         summed = trainer.strategy.reduce(self._tally, reduce_op="sum")

@@ -72,7 +72,6 @@ class EvaluationFigures(EvaluationCallback):
         self.num_wrong = bounded("--figures.num_wrong", num_wrong, 0, 2**16)
         self.every_n_epochs = bounded("--figures.every_n_epochs", every_n_epochs, 0)
         self.every_n_seconds = bounded("--figures.every_n_seconds", every_n_seconds, 0)
-        self._worst = MostConfidentMistakes(num_wrong)
         self._drawing: Thread | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
