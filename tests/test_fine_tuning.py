@@ -137,14 +137,13 @@ def test_all_is_trained_from_the_epoch_on(tmp_path: Path) -> None:
 
 
 def test_what_is_frozen_and_moves_is_found_where_one_device_moves_it_too() -> None:
-    steps = {number: {"parameters": {"0.weight": torch.ones(2)}, "buffers": {}} for number in (1, 2, 3)}
-    for number, step in steps.items():
-        step["buffers"] = {"1.running_mean": torch.full((2,), float(max(2, number)))}
+    weight, mean = ("parameters", "0.weight"), ("buffers", "1.running_mean")
+    steps = {number: {weight: torch.ones(2), mean: torch.full((2,), max(2.0, number))} for number in (1, 2, 3)}
     module = SimpleNamespace(frozen=Frozen(frozenset(["0.weight"]), ("1",)))
     record: Any = SimpleNamespace(steps=[1, 2, 3], step=steps.__getitem__, ends_of_epochs={0: 2})
     settings: Any = SimpleNamespace(plain_module=module)
     assert frozen_problems(record, settings) == ["step 3: 1.running_mean is frozen, and has moved since step 1"]
     module.frozen = Frozen(frozenset(["0.weight"]), ("1",), until=1)
     assert frozen_problems(record, settings) == []
-    steps[2]["parameters"] = {"0.weight": torch.zeros(2)}
+    steps[2][weight] = torch.zeros(2)
     assert frozen_problems(record, settings) == ["step 2: 0.weight is frozen, and has moved since step 1"]

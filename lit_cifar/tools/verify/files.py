@@ -142,7 +142,8 @@ def evaluation_table_problems(
 
     Replicas of `dp` are compared `in_chunks`, which virtual replicas divide differently, or else by process.
     """
-    ranks, problems = record.first_of_ranks(last), []
+    first = {each.data_parallel_rank: each for _, each in sorted(last.items(), reverse=True)}
+    ranks, problems = [each for _, each in sorted(first.items())], []
     taken = [(rank.labels.tolist(), rank.logits.argmax(dim=1).tolist()) for rank in ranks]
     pairs = Counter(pair for of_rank in taken for pair in zip(*of_rank, strict=True))
     wanted_rows = [[classes[truth], classes[other], str(count)] for (truth, other), count in sorted(pairs.items())]

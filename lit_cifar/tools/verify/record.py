@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from lit_cifar.tools.verify.recorder import BUFFERS, OPTIMIZER, PARAMETERS, Key,
 Bounds: TypeAlias = dict[str, float]  # by kind
 Gaps: TypeAlias = Mapping[Key, float]  # differences by kind and name
 Logged: TypeAlias = dict[tuple[str, int], float]  # metrics by name and optimizer step, counted from 1
-T = TypeVar("T")
 
 LOSS = "loss"
 KINDS = (LOSS, PARAMETERS, BUFFERS, OPTIMIZER)
@@ -96,22 +95,10 @@ class Record:
     def checkpoints(self) -> dict[str, Path]:
         return {path.name: path for path in sorted((self.run / "checkpoints").glob("*.ckpt"))}
 
-    def first_of_ranks(self, by_process: Mapping[int, T]) -> list[T]:
-        """The values of the first process of each data-parallel rank, in the order of these ranks."""
-        ranks = {line["rank"]: line["data_parallel_rank"] for line in self.written("samples")}
-        first = {ranks[process]: value for process, value in sorted(by_process.items(), reverse=True)}
-        return [value for _, value in sorted(first.items())]
-
     @property
     def ends_of_epochs(self) -> dict[int, int]:
-        found, step = {}, 0
-        for line in self.written("samples"):
-            what, number = line["when"].split()[0], int(line["when"].split()[-1])
-            if what == "step":
-                step = number
-            elif what == "epoch":
-                found[number] = step
-        return found
+        """The last step of each epoch."""
+        return {line["epoch"]: line["step"] for line in self.written("samples") if line["epoch"] is not None}
 
     def written(self, name: str) -> list[dict[str, Any]]:
         """The lines of `name` that all processes have written."""
@@ -194,6 +181,7 @@ class Evaluated:
     labels: Tensor  # int64, (n,)
     logits: Tensor  # (n, num_classes)
     sizes: Tensor  # int64, number of samples of each batch
+    data_parallel_rank: int = 0  # of the process
 
     def of_replicas(self, count: int) -> list[AccuracyCount]:
         """The counts of each replica among which every batch is divided by `Tensor.chunk`, as in `dp`."""

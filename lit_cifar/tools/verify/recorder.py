@@ -48,7 +48,7 @@ class Logits(L.Callback):
     def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Batch, *_: Any) -> None:
         self._batches.append((batch.ids.cpu(), batch.labels.cpu(), outputs.detach().cpu().clone()))
 
-    def take(self) -> dict[str, Tensor]:
+    def take(self) -> dict[str, Any]:
         """The arguments of `Evaluated`; the next evaluation begins."""
         ids, labels, logits = (torch.cat(column) for column in zip(*self._batches, strict=True))
         sizes = torch.tensor([len(batch[0]) for batch in self._batches])
@@ -123,7 +123,7 @@ class Trace(Logits):
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._write_samples("evaluation", self._evaluation, counted=metric_counts(pl_module, "val_"))
         self._write_own(self._evaluation, self._own_state(), same=True)
-        self._save("evaluation", self.take())
+        self._save("evaluation", self.take() | {"data_parallel_rank": self._data_parallel_rank})
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write down the kind of run; the rest follows when all other callbacks have had their turn."""
@@ -157,8 +157,9 @@ class Trace(Logits):
 
     def _write_samples(self, period: str, when: str, *, counted: Mapping[str, int] | None = None) -> None:
         """Write the ids since the last period, and the counts of metrics (`metric_counts`)."""
-        who = {"rank": self._trainer.global_rank, "data_parallel_rank": self._data_parallel_rank}
-        self._append("samples", {"when": when, **who, "ids": self._ids[period], "counted": counted or {}})
+        line = {"when": when, "step": self._step, "data_parallel_rank": self._data_parallel_rank}
+        epoch = self._trainer.current_epoch if period == "epoch" else None
+        self._append("samples", line | {"epoch": epoch, "ids": self._ids[period], "counted": counted or {}})
         self._ids[period] = []
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
