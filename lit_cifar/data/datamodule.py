@@ -11,12 +11,11 @@ from torch import Tensor
 
 from lit_cifar.data.augment import Augment, Augmentation
 from lit_cifar.data.balance import Balance
-from lit_cifar.data.dataset import Split
+from lit_cifar.data.dataset import Pictures, Split
 from lit_cifar.data.datasets import open_dataset
 from lit_cifar.data.images import Batch, ImageSet, normalised
 from lit_cifar.data.loader import BatchLoader, Placement, Resident
 from lit_cifar.data.mixing import Mixing
-from lit_cifar.data.options import Pictures
 from lit_cifar.data.sample_order import Order, OrderSettings, order_settings, settings_in
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
 from lit_cifar.errors import CheckpointError, ConfigError, bounded, clash

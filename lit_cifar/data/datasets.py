@@ -4,8 +4,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lit_cifar.data.dataset import Dataset
-from lit_cifar.data.options import Pictures
+from lit_cifar.data.dataset import Dataset, Pictures
 from lit_cifar.errors import ConfigError, nearest
 
 # The class of each data set, which is imported when it is asked for.

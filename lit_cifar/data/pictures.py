@@ -14,9 +14,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lit_cifar.data.dataset import Channels, Dataset, Split
+from lit_cifar.data.dataset import Channels, Dataset, Pictures, Split
 from lit_cifar.data.images import ImageSet
-from lit_cifar.data.options import Pictures
 from lit_cifar.data.picture_files import IMAGES_WANTED, list_files, read_image, read_images
 from lit_cifar.data.picture_folders import SPLITS, File, PictureFolders
 from lit_cifar.data.workers import num_cores
@@ -205,7 +204,7 @@ def _judged(paths: Sequence[str], errors: Sequence[str | None]) -> str:
 
 
 def _fits(shape: tuple[int, ...], limit_gb: float | None, *, num_processes: int) -> bool:
-    """Whether decoded pictures, uint8, of this `shape` may stay in memory: see `options.Pictures.memory_gb`."""
+    """Whether decoded pictures, uint8, of this `shape` may stay in memory: see `Pictures.memory_gb`."""
     limit = free_memory() / 2 / num_processes if limit_gb is None else limit_gb * 1e9
     return torch.Size(shape).numel() <= limit
 
