@@ -14,12 +14,9 @@ from commands import TINY, graded, launch, mode_flags, run_here
 from counting import Operators
 from data_files import draw_pictures
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from tiny_task import CLASSES, TinyData, TinyTask, read_events, tiny_trainer
-from torch import Tensor
 
 from lit_cifar.data.synthetic import Synthetic
-from lit_cifar.mode import Mode
 from lit_cifar.reporting.evaluation_tables import EvaluationTables, write_confusion, write_per_rank
 from lit_cifar.reporting.predictions import PredictionWriter
 from lit_cifar.reporting.rank_statistics import AccuracyCount, deviates, log_chance, pooled
@@ -78,21 +75,16 @@ def test_fit_counts_each_validation_afresh_and_prints_none(tmp_path: Path, capsy
     assert "val,all,1,2,0.500000\n" in (tmp_path / "per_rank.csv").read_text()
 
 
-class Replicas(Mode, SingleDeviceStrategy):
-    """One process that pretends to compute each batch in chunks on three devices, as `dp` does."""
+class RunByMode(TinyTask):
+    """The mode runs its network."""
 
-    @property
-    def local_replicas(self) -> int:
-        return 3
-
-    def replica_of(self, num_samples: int) -> Tensor:
-        sizes = [len(chunk) for chunk in torch.arange(num_samples).chunk(3)]
-        return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    def use_forward_fn(self, forward_fn: Any) -> None:
+        self.forward = forward_fn
 
 
 def test_a_rank_is_a_replica_where_a_process_holds_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = trainer_for(tmp_path, strategy=Replicas(torch.device("cpu")))
-    trainer.test(TinyTask(), datamodule=data_of(400, 602, batch_size=600))
+    trainer = trainer_for(tmp_path, strategy="dp", devices=3)
+    trainer.test(RunByMode(), datamodule=data_of(400, 602, batch_size=600))
     # chunks of 200, 200, 200 and of 1, 1, none
     assert counts(trainer, "test") == [AccuracyCount(200, 201), AccuracyCount(200, 201), AccuracyCount(0, 200)]
     flags = {rank: cells[-1] for rank, cells in rows_of_table(capsys.readouterr().out).items()}

@@ -1,17 +1,17 @@
 """`verify` with fewer GPUs than devices: parts that share one, and modes that are left out."""
 
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import lightning as L
 import pytest
 import torch
+from verifying import settings
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import mode_of
 from lit_cifar.models import build_resnet
 from lit_cifar.strategies import DataParallelStrategy, OneDeviceDDPStrategy
-from lit_cifar.tools.modes import SizedMode, placed, sized_modes
+from lit_cifar.tools.modes import placed, sized_modes
 from lit_cifar.tools.verify.command import _possible, verify_modes
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.record import EXACT_BOUND
@@ -29,22 +29,15 @@ def test_parts_share_one_gpu_and_several_leave_every_mode_as_it_is(num_gpus: int
         assert on.layout() == mode.layout()
 
 
+@pytest.mark.filterwarnings("ignore:GPU available but not used")
 def test_verify_puts_parts_on_the_one_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(Configuration, "module", lambda settings: None)
-    monkeypatch.setattr(Configuration, "data_module", lambda settings: MagicMock())
-    monkeypatch.setattr(Configuration, "accumulation", 1)
-    monkeypatch.setattr("lit_cifar.tools.verify.command.replace", lambda sampler, **changes: sampler)
-    monkeypatch.setattr(SizedMode, "check", lambda *args, num_parts: None)
-    found: dict[str, list[str]] = {}
-    for accelerator in ("gpu", "cpu"):
-        settings = Configuration((), {"trainer": {"accelerator": accelerator}})
-        wanted = [sized_modes(2)[name] for name in ("single", "dp", "pp")]
-        strategies = [mode.strategy for mode in _possible(wanted, settings, leave_out=True)]
-        found[accelerator] = strategies + capsys.readouterr().out.splitlines()
-    assert found["cpu"] == ["auto", "dp", "PipelineStrategy"]
-    assert found["gpu"][:3] == ["auto", "DataParallelStrategy", "OneDevicePipelineStrategy"]
-    assert found["gpu"][3:] == ["on one GPU: dp", "on one GPU: pp"]
+    own, wanted = settings(), [sized_modes(2)[name] for name in ("single", "dp", "pp")]
+    assert [*_possible(wanted, own, leave_out=True)] == wanted
+    own.config["trainer"]["accelerator"] = "gpu"
+    strategies = [mode.strategy for mode in _possible(wanted, own, leave_out=True)]
+    assert strategies == ["auto", "DataParallelStrategy", "OneDevicePipelineStrategy"]
+    assert capsys.readouterr().out == "on one GPU: dp\non one GPU: pp\n"
 
 
 def test_one_device_stands_for_several() -> None:
