@@ -226,6 +226,11 @@ def test_other_labels_become_folders_by_the_lines_of_the_page(tmp_path: Path, mo
         ):
             PictureFolders.of(tmp_path)
         table.rename("labels.csv")
+    for name in ("cat", "dog"):
+        (tmp_path / "arrays" / name).mkdir(parents=True)
+        (tmp_path / "arrays" / name / "0.npy").touch()
+    with pytest.raises(DataError, match=r"hold no pictures\na file of arrays may tell the classes"):
+        PictureFolders.of(tmp_path / "arrays")
     with pytest.raises(DataError, match=r"labels.csv is a file\n.*docs/data-and-networks.md has lines"):
         PictureFolders.of(tmp_path / "labels.csv")
     with tarfile.open("part-0.tar", "w") as tar:

@@ -204,6 +204,9 @@ def _check_level(folder: Path, classes: dict[str, Path]) -> None:
     beside = {
         entry.suffix.lower() for path in classes.values() for entry in path.iterdir() if not is_hidden(entry.name)
     }
+    if beside and beside <= _LABELS.keys():
+        remedy = f"{_told_elsewhere(*classes.values())}put pictures into {folder}/CLASS/"
+        raise DataError(f"the classes of {printable(str(folder))} hold no pictures", remedy=remedy)
     if len(counted) > 1 and all(inner.values()) and min(counted.values()) > 1 and not beside & SUFFIXES:
         named = ", ".join(sorted(counted)[:3])
         problem = f"each of {', '.join([*classes][:3])} holds folders of the same names, {named}, perhaps the classes"
