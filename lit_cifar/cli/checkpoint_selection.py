@@ -71,9 +71,13 @@ class StartingCheckpoint(Start):
         step = content.get("global_step")
         at = f" after {step} optimizer steps" if isinstance(step, int) else ""
         last = path.with_name(atomic.LAST)
-        newest = atomic.carried_hash(last) if resumes and last.is_file() else None
-        self.point = StartingPoint(atomic.carried_hash(path) or atomic.content_hash(path), f"{path}{at}", newest)
+        newest = atomic.content_digest(last) if resumes and last.is_file() else None
+        self.point = StartingPoint(atomic.content_digest(path), f"{path}{at}", newest)
         own = is_own(content)
+        if resumes and not own:
+            trusted = shlex.quote(f"--ckpt_path={path}")
+            problem = f"{path} is not a checkpoint of this program"
+            raise CheckpointError(problem, remedy=f"use another checkpoint; if you trust it, pass {trusted}")
         self.has_weights_alone = not own or (self._fits and not holds_training(content))
         if own and self._subcommand in ("fit", "validate"):
             self._order = settings_in(content)
@@ -199,7 +203,7 @@ def _blaming_damage(path: str | Path) -> Iterator[None]:
     try:
         yield
     except ConfigError:
-        atomic.verify_checkpoint(Path(path), needs_hash=False)
+        atomic.verify_checkpoint(Path(path))
         raise
 
 
