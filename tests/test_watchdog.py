@@ -23,18 +23,20 @@ import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from processes import is_running
+from tiny_task import TinyData, TinyTask, tiny_trainer
+from torch import Tensor
 from torch.distributed import HashStore
 
 import lit_cifar
 from lit_cifar import internals
 from lit_cifar.checks.watchdog import heartbeat as process
-from lit_cifar.checks.watchdog import progress
-from lit_cifar.checks.watchdog.callback import HOOKS, Watchdog
+from lit_cifar.checks.watchdog import monitor, progress
+from lit_cifar.checks.watchdog.callback import Watchdog, _count
 from lit_cifar.checks.watchdog.diagnosis import NOBODY, Patience, Peer, Verdict, diagnose, diagnose_judge, updated
-from lit_cifar.checks.watchdog.heartbeat import Heartbeat, Member, Sight, this_process
+from lit_cifar.checks.watchdog.heartbeat import Heartbeat, Sight, this_process
 from lit_cifar.checks.watchdog.monitor import BEAT_S, Monitor
 from lit_cifar.checks.watchdog.progress import Progress
-from lit_cifar.checks.watchdog.store import HeartbeatStore, News, prepare
+from lit_cifar.checks.watchdog.store import HeartbeatStore, prepare
 from lit_cifar.cli.main import main
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch import startup
@@ -45,14 +47,14 @@ DEFAULT = Patience(TIMEOUT_S)
 BRIEF = DEFAULT._replace(hung_s=TIMEOUT_S)  # as with --watchdog.hang_timeout_s
 
 
-def member(rank: int, host: str = "a") -> Member:
-    return Member(rank=rank, pid=1000 + rank, started="1", host=host)
+def beat_of(rank: int, host: str = "a", **rest: Any) -> Heartbeat:
+    return Heartbeat(rank=rank, pid=1000 + rank, started="1", host=host, **rest)
 
 
 def peer(rank: int, state: str = "running", ending: str = "", *, heard_at: float = 100.0, **rest: Any) -> Peer:
     answered = rest.pop("answered", False)
-    beat = Heartbeat(rank=rank, number=1, **rest)
-    return Peer(member=member(rank), beat=beat, heard_at=heard_at, sight=Sight(state, ending), answered=answered)
+    beat = beat_of(rank, number=1, **rest)
+    return Peer(beat=beat, heard_at=heard_at, sight=Sight(state, ending), answered=answered)
 
 
 def gone(rank: int, ending: str = "", **rest: Any) -> Peer:
@@ -189,20 +191,12 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         sleeping.kill()
 
 
-def member_of(pid: int, rank: int = 1) -> Member:
-    return replace(this_process(rank), pid=pid, started=process.start_time(pid))
-
-
-def mates_of(*others: Member) -> process.Mates:
-    own = this_process(0)
-    return process.Mates([own, *others], own)
-
-
 def test_processes_are_seen_to_stop_and_to_end(child: subprocess.Popen[bytes]) -> None:
-    """Rank 2 is in another network: its machine may be lost while it runs. That it ends is seen."""
-    started = process.start_time(child.pid)
-    mates = mates_of(member_of(child.pid), replace(member_of(child.pid, 2), network="net:[1]"))
-    assert mates.look() == {1: Sight("running"), 2: Sight("unseen")}
+    """Rank 2 is in another network: its machine may be lost while it runs."""
+    started, own = process.start_time(child.pid), this_process(0)
+    first = replace(own, rank=1, pid=child.pid, started=started)
+    mates = process.Mates([own, first, replace(first, rank=2, network="net:[1]")], own)
+    assert mates.look() == {1: Sight("running")}
     assert process.look_at(child.pid, started + "0") == Sight("gone")  # another one with the same pid
     child.send_signal(signal.SIGSTOP)
     while mates.look()[1] != Sight("stopped"):
@@ -212,8 +206,9 @@ def test_processes_are_seen_to_stop_and_to_end(child: subprocess.Popen[bytes]) -
     mates.kill(1)
     while mates.look()[1] != Sight("gone", "SIGKILL"):
         time.sleep(0.01)
-    assert mates.look()[2].state == "gone"
     child.wait()
+    assert mates.look() == {1: Sight("gone", "SIGKILL")}
+    mates.kill(1)
     assert process.look_at(child.pid, started) == Sight("gone")
     assert [process.ending(code) for code in (3, -99)] == ["exit status 3", "signal 99"]
 
@@ -222,18 +217,6 @@ def in_fork(target: Callable[[], object], *, daemon: bool = False) -> BaseProces
     process = multiprocessing.get_context("fork").Process(target=target, daemon=daemon)
     process.start()
     return process
-
-
-def test_who_is_killed_takes_its_workers_along_and_no_other_rank() -> None:
-    code = "import os, time; print(os.fork() and os.fork(), flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as rank:
-        for _ in range(3):
-            rank.stdout.readline()
-        worker, other = psutil.Process(rank.pid).children()
-        mates_of(member_of(rank.pid), member_of(other.pid, 2)).kill(1)
-        psutil.wait_procs([worker], timeout=5)
-        assert (is_running(worker), is_running(other)) == (False, True)
-        other.kill()
 
 
 class Clock:
@@ -248,30 +231,34 @@ class Clock:
 class LateStore(HeartbeatStore):
     """Answers `late_s` after it was asked, by a clock that stands."""
 
-    def __init__(self, store: HashStore, clock: Clock, late_s: float, *, rank: int, world_size: int) -> None:
+    def __init__(self, store: HashStore, clock: Any, late_s: float, *, rank: int, world_size: int) -> None:
         super().__init__(store, rank=rank, world_size=world_size)
         self._clock, self.late_s = clock, late_s
         self._asked: tuple[float, Heartbeat] | None = None
 
-    def exchange(self, beat: Heartbeat, *, wait_s: float) -> News | None:
-        asked_at, asked = self._asked = self._asked or (self._clock.now, beat)
-        if self._clock.now < asked_at + self.late_s:
-            return None
+    def exchange(self, beat: Heartbeat, *, wait_s: float) -> list[Heartbeat]:
+        asked_at, asked = self._asked = self._asked or (self._clock(), beat)
+        if self._clock() < asked_at + self.late_s:
+            return []
         self._asked = None
         return self._exchange(asked)
 
 
 class Cluster:
-    """Watches of many ranks, each on a machine of its own, in a time that passes when it is told to."""
+    """Watches of many ranks, each on a machine of its own, in a time that passes when it is told to, or by `clock`."""
 
-    def __init__(self, num_ranks: int, *, answer_s: float = 0.0, patience: Patience = DEFAULT) -> None:
-        self.clock, store = Clock(), HashStore()
+    def __init__(
+        self, num_ranks: int, *, answer_s: float = 0.0, patience: Patience = DEFAULT, clock: Any = None
+    ) -> None:
+        self.clock, store = clock or Clock(), HashStore()
+        self.num_batches = 0
         prepare(store, world_size=num_ranks)
-        everyone = [member(rank, f"node{rank}") for rank in range(num_ranks)]
+        everyone = [beat_of(rank, f"node{rank}") for rank in range(num_ranks)]
+        progress = Progress(lambda: (1, self.num_batches))
         of = partial(LateStore, store, self.clock, answer_s, world_size=num_ranks)
         self.boards = [of(rank=rank) for rank in range(num_ranks)]
         self.watches = [
-            Monitor(everyone, rank=rank, board=board, patience=patience, clock=self.clock)
+            Monitor(everyone, rank=rank, board=board, patience=patience, progress=progress, clock=self.clock)
             for rank, board in enumerate(self.boards)
         ]
 
@@ -280,11 +267,21 @@ class Cluster:
         end = self.clock.now + for_s
         while self.clock.now < end:
             for rank, watch in enumerate(self.watches):
-                watch.progress.note(step=1)
+                self.num_batches += 1
                 if rank not in without and (verdict := watch._tick()) is not None:
                     return verdict
             self.clock.now += every_s
         return None
+
+    def start(self) -> None:
+        """Let them watch in threads."""
+        for watch in self.watches:
+            watch.start()
+
+    def join(self) -> None:
+        for watch in self.watches:
+            watch.join(20)
+            assert not watch.is_alive()
 
 
 @pytest.mark.parametrize(("answer_s", "within_s"), [(0, TIMEOUT_S + 3), (0.5, 2 * TIMEOUT_S + 5)])
@@ -346,56 +343,41 @@ def test_a_run_ends_well_although_the_store_is_slow() -> None:
     assert left[-1] == 0
 
 
-class Pair:
-    """Two watches in this process, with a store of its memory; they note that they would have ended it."""
-
-    def __init__(self, *, patience: Patience = DEFAULT) -> None:
-        store = HashStore()
-        prepare(store, world_size=2)
-        self.ended: list[int] = []
-        self.watches = [
-            Monitor(
-                [this_process(0), replace(this_process(1), host="b")],
-                rank=rank,
-                board=HeartbeatStore(store, rank=rank, world_size=2),
-                patience=patience,
-                grace_s=0,
-                end=self.ended.append,
-            )
-            for rank in range(2)
-        ]
-
-    def start(self) -> "Pair":
-        for watch in self.watches:
-            watch.start()
-        return self
-
-    def join(self) -> None:
-        for watch in self.watches:
-            watch.join(20)
-            assert not watch.is_alive()
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The statuses with which watches in this process would have ended it."""
+    statuses: list[int] = []
+    monkeypatch.setattr(monitor, "GRACE_S", 0)
+    monkeypatch.setattr(monitor.os, "_exit", statuses.append)
+    return statuses
 
 
-def test_of_two_failures_both_processes_blame_the_first_and_one_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    pair = Pair().start()
-    failing = threading.Thread(target=pair.watches[1].fail, args=("ValueError: first",))
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_failures_both_processes_blame_the_first_and_one_says_so(
+    first: int, ended: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = Cluster(2, clock=time.monotonic)
+    pair.start()
+    failing = threading.Thread(target=pair.watches[first].fail, args=("ValueError: first",))
     failing.start()
-    while not pair.watches[1]._board._order:  # has it told?
+    while not pair.watches[first]._board._order:  # has it told?
         time.sleep(0.01)
-    verdict = pair.watches[0].fail("RuntimeError: connection closed by peer")
+    verdict = pair.watches[1 - first].fail("RuntimeError: connection closed by peer")
     failing.join()
     pair.join()
-    assert (verdict.rank, verdict.kind) == (1, "failed")
+    assert (verdict.rank, verdict.kind) == (first, "failed")
     assert "\n  ValueError: first\n" in verdict.message
-    assert pair.watches[1].verdict == verdict
-    assert pair.ended == [1, 1]
+    assert pair.watches[first].verdict == verdict
+    assert ended == [1, 1]
     assert capsys.readouterr().err == f"{verdict.message}\n"
 
 
+@pytest.mark.usefixtures("ended")
 def test_where_none_gets_on_all_end_with_their_workers(capsys: pytest.CaptureFixture[str]) -> None:
-    pair = Pair(patience=Patience(2, 2))
+    pair = Cluster(2, patience=Patience(2, 2), clock=time.monotonic)
     worker = in_fork(lambda: time.sleep(60), daemon=True)
-    pair.start().join()
+    pair.start()
+    pair.join()
     worker.join(5)
     assert worker.exitcode == -signal.SIGKILL  # as one of a data loader that hangs
     verdict = pair.watches[0].verdict
@@ -412,26 +394,36 @@ def test_a_board_does_not_wait_for_a_store_that_does_not_answer() -> None:
 
     board = HeartbeatStore(Stuck(), rank=0, world_size=1)
     for _ in range(2):
-        assert board.exchange(Heartbeat(rank=0), wait_s=0.1) is None
+        assert board.exchange(beat_of(0), wait_s=0.1) == []
     assert not board.lost
     release.set()
 
 
-def test_who_comes_to_another_line_or_calls_a_hook_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Progress()
-    for line, hook, idle_s in ((1, False, 0.0), (1, False, 1.5), (1, False, 3.0), (2, False, 0.0), (2, True, 0.0)):
+def test_who_comes_to_another_line_or_another_batch_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = [0]
+    watched = Progress(lambda: (7, batches[0]))
+    for line, batch, idle_s in ((1, 0, 0.0), (1, 0, 1.5), (1, 0, 3.0), (2, 0, 0.0), (2, 1, 0.0), (2, 1, 1.5)):
         frames = [FrameSummary("train.py", line, "f")]
         monkeypatch.setattr(progress, "_frames_of", lambda thread_id, frames=frames: frames)
-        if hook:
-            watched.note(step=1)
+        batches[0] = batch
         watched.look(1.5)
         assert watched.idle_s == idle_s
-    assert all(callable(getattr(L.Callback, name)) for name in HOOKS)
-    callback, trainer = Watchdog(), cast(Any, SimpleNamespace(global_step=3))
-    watched = Progress()
-    callback._watch = cast(Any, SimpleNamespace(progress=watched))
-    callback.on_train_batch_start(trainer, cast(Any, None), None, 0)
-    assert watched.step == 3
+
+
+def test_every_batch_of_every_command_counts(tmp_path: Path) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    class Counted(TinyTask):
+        def forward(self, images: Tensor) -> Tensor:
+            seen.append(_count(self.trainer))
+            return super().forward(images)
+
+    trainer, task = tiny_trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0), Counted()
+    trainer.fit(task, TinyData())
+    for command in (trainer.validate, trainer.test, trainer.predict):
+        command(task, TinyData())
+    assert [steps for steps, *_ in seen[:12]] == [0, 1, 2, 3, 3, 3, 3, 4, 5, 6, 6, 6]
+    assert len({*seen}) == len(seen) == 21
 
 
 def test_with_a_time_of_zero_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def default_callbacks() -> list[Callback]:
 ORDER = (
     "SameStart",  # ends a run whose processes would differ in what follows
     "StepBoundary",  # acts when the next batch has been fetched, and before anybody uses it
-    "Watchdog",  # knows of a hook before the next callbacks, which may hang in it
+    "Watchdog",  # watches the next callbacks too, which may hang
     "EpochMeans",  # computes the means that others read
     "",  # the user's callbacks, unless they are of a kind below
     "VirtualReplicas",

@@ -22,11 +22,6 @@ from lit_cifar.launch.startup import exit_with_parent
 if TYPE_CHECKING:
     from lit_cifar.checks.watchdog.monitor import Monitor
 
-# A main thread that calls one of these gets on.
-HOOKS = ["on_train_epoch_start", "on_train_epoch_end", "on_before_backward", "on_before_optimizer_step"]
-HOOKS += ["on_save_checkpoint"]
-for _stage in "train", "validation", "test", "predict":
-    HOOKS += [f"on_{_stage}_{_moment}" for _moment in ("start", "batch_start", "batch_end", "end")]
 _LEAST_TIMEOUT_S = 5.0  # the time of several heartbeats, of which one may be late
 
 
@@ -34,8 +29,7 @@ class Watchdog(Callback):
     """Watches the processes of a run with several, from a thread in each.
 
     It reports a process that has died, is stopped or unreachable, or has raised an exception, with its pid, step, and
-    signal or traceback, and where ranks stand that do not get on. Then all processes exit with status 1. This
-    callback's hooks note that the main thread gets on: a few assignments each, nothing on the device. See
+    signal or traceback, and where ranks stand that do not get on. Then all processes exit with status 1. See
     `lit_cifar.checks.watchdog`.
 
     Args:
@@ -74,11 +68,13 @@ class Watchdog(Callback):
         name_who_ends(trainer)
         from lit_cifar.checks.watchdog.diagnosis import Patience
         from lit_cifar.checks.watchdog.monitor import Monitor  # one process needs none
+        from lit_cifar.checks.watchdog.progress import Progress
         from lit_cifar.checks.watchdog.store import meet
 
         board, everyone = meet(trainer.global_rank, trainer.world_size)
         patience = Patience(self.timeout_s, self.hang_timeout_s)
-        self._watch = Monitor(everyone, rank=trainer.global_rank, board=board, patience=patience)
+        progress = Progress(partial(_count, trainer))
+        self._watch = Monitor(everyone, rank=trainer.global_rank, board=board, patience=patience, progress=progress)
         self._watch.start()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -132,10 +128,9 @@ def _end_all(observer: Any) -> None:
     os._exit(1)
 
 
-def _note(self: Watchdog, trainer: Trainer, *_: Any, **__: Any) -> None:
-    if self._watch is not None:
-        self._watch.progress.note(step=trainer.global_step)
-
-
-for _name in HOOKS:
-    setattr(Watchdog, _name, _note)
+def _count(trainer: Trainer) -> tuple[int, ...]:
+    """The number of optimizer steps that are done, and the numbers of batches that have begun, and have ended."""
+    fit = trainer.fit_loop.epoch_loop
+    loops = (fit, fit.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    counts = [loop.batch_progress.total for loop in loops]
+    return trainer.global_step, *(count.ready for count in counts), *(count.completed for count in counts)

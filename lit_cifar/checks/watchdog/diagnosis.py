@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from lit_cifar.checks.watchdog.heartbeat import Heartbeat, Member, Sight
+from lit_cifar.checks.watchdog.heartbeat import Heartbeat, Sight
 
 JUDGE = 0  # the rank that reads all heartbeats
 NOBODY = -1  # the rank to blame where none gets on
@@ -33,17 +33,17 @@ class Verdict(NamedTuple):
 class Peer:
     """This process's knowledge of one process, itself included."""
 
-    member: Member
     beat: Heartbeat
-    # Time when `beat` was new, as `listened_s` of this process's `Monitor`: clocks of machines are never compared.
-    heard_at: float
     # State of the process. If it is gone this was observed before its latest heartbeat was read, so that is its last.
     sight: Sight
+    # Time when `beat` was new, as `listened_s` of this process's `Monitor`: clocks of machines are never compared. The
+    # heartbeats of a process that has finished bring nothing new.
+    heard_at: float = 0.0
     answered: bool = False  # whether a heartbeat was received after a failure or an exit became known
 
     @property
     def rank(self) -> int:
-        return self.member.rank
+        return self.beat.rank
 
     @property
     def has_failed(self) -> bool:
@@ -63,14 +63,12 @@ def updated(
 ) -> dict[int, Peer]:
     """`peers` with new states and then new heartbeats."""
     known = any(peer.has_failed or peer.is_gone for peer in peers.values())
-    found = dict(peers)
-    for rank, sight in sights.items():
-        if found[rank].sight != sight:
-            found[rank] = replace(found[rank], sight=sight)
+    found = {rank: replace(peer, sight=sights.get(rank, peer.sight)) for rank, peer in peers.items()}
     for beat in beats:
         peer = found[beat.rank]
         if beat.number > peer.beat.number:
-            found[beat.rank] = replace(peer, beat=beat, heard_at=now, answered=known)
+            heard_at = peer.heard_at if peer.beat.over else now
+            found[beat.rank] = replace(peer, beat=beat, heard_at=heard_at, answered=known)
     return found
 
 
@@ -103,23 +101,18 @@ def diagnose(peers: Mapping[int, Peer], *, now: float, patience: Patience) -> Ve
     lost = [peer for peer in silent if patience.has_lost(peer, now=now)]
     held = {peer.rank for peer in silent} - {peer.rank for peer in lost}
     heard = all(peer.answered for peer in left if peer.rank not in held)
+    hung_s = min(peer.idle_s(now) for peer in peers.values())
     if gone and (heard or not all(map(_is_consequence, gone))):
         verdict = _of_gone(gone)
     elif lost:
         verdict = _of_silent(lost, now=now)
     elif failed and heard:
-        verdict = _of_failed(min(failed, key=lambda peer: (peer.beat.order or len(peers) + 1, peer.rank)))
-    elif not failed and not gone and (hung_s := idle_s(peers, now=now)) > patience.hung_s:
+        verdict = _of_failed(min(failed, key=lambda peer: (peer.beat.order, peer.rank)))
+    elif watched and not failed and not gone and hung_s > patience.hung_s:
         verdict = Verdict("hung", NOBODY, f"lit_cifar: no rank has got on for {hung_s:.0f} s")
     else:
         return None
     return _with_others(verdict, [peer for peer in watched if not peer.is_gone], now=now)
-
-
-def idle_s(peers: Mapping[int, Peer], *, now: float) -> float:
-    """Seconds in which no rank has got on; 0 once all have finished."""
-    over = all(peer.beat.over for peer in peers.values())
-    return 0.0 if over else min(peer.idle_s(now) for peer in peers.values())
 
 
 def diagnose_judge(peers: Mapping[int, Peer], *, me: int, now: float, patience: Patience) -> Verdict | None:
@@ -195,4 +188,4 @@ def _with_others(verdict: Verdict, others: Iterable[Peer], *, now: float) -> Ver
 
 
 def _named(peer: Peer) -> str:
-    return f"rank {peer.rank} (pid {peer.member.pid} on {peer.member.host})"
+    return f"rank {peer.rank} (pid {peer.beat.pid} on {peer.beat.host})"

@@ -1,4 +1,4 @@
-"""What a process tells of itself: when all meet, and once a second; and what others on its machine see of it."""
+"""What a process tells of itself, when all meet and then once a second; and what others on its machine see of it."""
 
 import json
 import os
@@ -15,8 +15,7 @@ _STATE, _START_TIME, _EXIT_CODE = 0, 19, 49
 
 
 class Sight(NamedTuple):
-    # "unseen" for a process that cannot be observed from here, such as on a different machine, or that runs in another
-    # network: that it runs does not tell whether it can be reached.
+    # "unseen" for a process that cannot be observed from here, such as on a different machine.
     state: Literal["running", "stopped", "gone", "unseen"]
     ending: str = ""  # the end of the process, such as "SIGKILL", if that is known
 
@@ -51,32 +50,21 @@ def ending(exit_code: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    return _read(f"{pid}/stat").rpartition(")")[2].split()  # the command's name before it may contain any character
-
-
-def _read(name: str) -> str:
-    """A file of /proc; "" if it is not there."""
     try:
-        return Path("/proc", name).read_text(errors="replace")
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
-        return ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Member:
-    """A process of the run, as it presents itself when all meet."""
-
-    rank: int
-    pid: int
-    started: str  # the result of `start_time`
-    host: str
-    network: str = ""  # the process's network namespace
+        return []
+    return stat.rpartition(")")[2].split()  # the command's name before it may contain any character
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
     rank: int
-    number: int = 0  # number of the heartbeat, from 0
+    pid: int
+    started: str  # the result of `start_time`
+    host: str
+    network: str = ""  # the process's network namespace
+    number: int = 0  # number of the heartbeat; that with which a process presents itself when all meet has 0
     step: int = 0  # optimizer steps that are done
     place: str = ""  # line of Python at which the main thread is
     idle_s: float = 0.0  # seconds in which that thread has not got on, see `Progress`
@@ -96,43 +84,36 @@ class Heartbeat:
         return cls(**fields | {"seen": seen, "verdict": tuple(fields["verdict"])})
 
 
-def this_process(rank: int) -> Member:
+def this_process(rank: int) -> Heartbeat:
+    """The heartbeat with which this process presents itself."""
     pid, network = os.getpid(), ""
     with suppress(OSError):
         network = str(Path("/proc/self/ns/net").readlink())
-    return Member(rank=rank, pid=pid, started=start_time(pid), host=socket.gethostname(), network=network)
+    return Heartbeat(rank=rank, pid=pid, started=start_time(pid), host=socket.gethostname(), network=network)
 
 
 class Mates:
-    """The other ranks on this machine, except those in another container, which cannot be seen from here."""
+    """The other ranks on this machine, except those in another container or network.
 
-    def __init__(self, everyone: Collection[Member], own: Member) -> None:
-        self._pids = {member.pid for member in everyone}
-        self._network = own.network
-        others = [member for member in everyone if member.host == own.host and member.rank != own.rank]
+    These cannot be seen from here, or are seen to run though they cannot be reached.
+    """
+
+    def __init__(self, everyone: Collection[Heartbeat], own: Heartbeat) -> None:
+        others = [each for each in everyone if each.rank != own.rank]
+        near = [each for each in others if (each.host, each.network) == (own.host, own.network)]
         # A process that has met the others and is not found is in another container.
-        self._members = {each.rank: each for each in others if look_at(each.pid, each.started).state != "gone"}
+        self._running = {each.rank: each for each in near if look_at(each.pid, each.started).state != "gone"}
         self._gone: dict[int, Sight] = {}
 
     def look(self) -> dict[int, Sight]:
-        sights = {}
-        for rank in self._members.keys() - self._gone.keys():
-            member = self._members[rank]
-            sight = look_at(member.pid, member.started)
-            is_near = sight.state != "running" or member.network == self._network
-            sights[rank] = sight if is_near else Sight("unseen")
+        sights = {rank: look_at(each.pid, each.started) for rank, each in self._running.items()}
         self._gone |= {rank: sight for rank, sight in sights.items() if sight.state == "gone"}
+        for rank in self._gone:
+            self._running.pop(rank, None)
         return sights | self._gone
 
     def kill(self, rank: int) -> None:
-        """Kill a rank, if it is one of these and still there, with its workers, which might hang too."""
-        member = self._members.get(rank)
-        if member is None or look_at(member.pid, member.started).state == "gone":
-            return
-        pid, words = member.pid, _read(f"{member.pid}/cmdline")
-        threads = Path(f"/proc/{pid}/task").glob("*/children")
-        children = {int(child) for thread in threads for child in _read(str(thread)).split()}
-        forked = [child for child in children - self._pids if _read(f"{child}/cmdline") == words]  # but no other rank
-        for each in (pid, *forked):
+        """Kill a rank, if it is one of these and still there."""
+        if self.look().get(rank, Sight("gone")).state != "gone":
             with suppress(OSError):
-                os.kill(each, signal.SIGKILL)
+                os.kill(self._running[rank].pid, signal.SIGKILL)

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from lit_cifar.checks.watchdog import diagnosis
 from lit_cifar.checks.watchdog.diagnosis import JUDGE, Patience, Peer, Verdict
-from lit_cifar.checks.watchdog.heartbeat import Heartbeat, Mates, Member, Sight
+from lit_cifar.checks.watchdog.heartbeat import Heartbeat, Mates, Sight
 from lit_cifar.checks.watchdog.progress import Progress
-from lit_cifar.checks.watchdog.store import HeartbeatStore, News
+from lit_cifar.checks.watchdog.store import HeartbeatStore
 from lit_cifar.errors import printable
 from lit_cifar.launch.signals import flush_streams
 from lit_cifar.launch.startup import kill_workers
@@ -39,7 +39,7 @@ class Monitor(threading.Thread):
     """Watches all processes of a run, in a thread of one of them; in all but the judge's it watches the judge.
 
     One process reports a verdict, see `diagnose`, on stderr. Then each ends: by an exception of its main thread, which
-    a broken connection raises in most, or after `grace_s` without one.
+    a broken connection raises in most, or some seconds later without one.
 
     A process is judged by whether its heartbeat has changed between two reads. The time for that, `listened_s`, is that
     of the turns in which the store has answered: a slow store is not silence. If it owes one answer for as long
@@ -48,38 +48,31 @@ class Monitor(threading.Thread):
 
     def __init__(
         self,
-        everyone: Sequence[Member],
+        everyone: Sequence[Heartbeat],
         *,
         rank: int,
         board: HeartbeatStore,
         patience: Patience,
+        progress: Progress,
         clock: Callable[[], float] = time.monotonic,
-        grace_s: float = GRACE_S,
-        end: Callable[[int], object] = os._exit,
     ) -> None:
         super().__init__(name="watchdog", daemon=True)
         self.verdict: Verdict | None = None
-        self.progress = Progress()
-        self._own = everyone[rank]
-        self.mates = Mates(everyone, self._own)
+        self._beat = everyone[rank]  # the latest one of this process
+        self.mates = Mates(everyone, self._beat)
         self._is_judge = rank == JUDGE
         self._board = board
         self._patience = patience
-        self._grace_s = grace_s
-        self._end = end
+        self._progress = progress
         self._failure: str | None = None
         self._over = self._has_said_over = False
-        self._number = 0
         self._wake, self._closed, self._concluded = threading.Event(), threading.Event(), threading.Event()
         self._clock, self._turn_at = clock, clock()
         self._listened_s = self._owed_s = 0.0
         seen = self.mates.look()
         watched = everyone if self._is_judge else [each for each in everyone if each.rank in {JUDGE, rank, *seen}]
-        sights = {each.rank: seen.get(each.rank, Sight("unseen")) for each in watched}
-        self._peers = {
-            each.rank: Peer(member=each, beat=Heartbeat(rank=each.rank), heard_at=0.0, sight=sights[each.rank])
-            for each in watched
-        }
+        sights = dict.fromkeys(range(len(everyone)), Sight("unseen")) | seen | {rank: Sight("running")}
+        self._peers = {each.rank: Peer(beat=each, sight=sights[each.rank]) for each in watched}
 
     # The main thread calls these.
 
@@ -135,43 +128,39 @@ class Monitor(threading.Thread):
         now = self._clock()
         passed_s, self._turn_at = min(now - self._turn_at, _MOST_S), now
         if self._failure is None:
-            self.progress.look(passed_s)
+            self._progress.look(passed_s)
         sights = self.mates.look()
         if JUDGE in sights and sights[JUDGE].state == "gone":
             self._board.lost = True  # torch would print a page about its host
-        beat = self._beat(sights)
-        news = self._board.exchange(beat, wait_s=BEAT_S)
-        if news is None:
+        self._beat = self._next_beat(sights)
+        beats = self._board.exchange(self._beat, wait_s=BEAT_S)
+        if not beats:
             self._owed_s += passed_s
         else:
             self._listened_s, self._owed_s = self._listened_s + passed_s, 0.0
-            self._has_said_over = news.sent.over
-        self._note(news, sights)
-        before = self._peers[self._own.rank]
-        heard_at = before.heard_at if before.beat.over else self._listened_s  # time since which it is over
-        own = Peer(member=self._own, beat=beat, heard_at=heard_at, sight=Sight("running"), answered=True)
-        self._peers[self._own.rank] = own
+            self._has_said_over = beats[0].over
+        self._note(beats, sights)
         if not self._is_judge:
             return self._follow_judge()
-        if news is None:
+        if not beats:
             return None
         verdict = diagnosis.diagnose(self._peers, now=self._listened_s, patience=self._patience)
         if verdict is not None:
-            self._board.exchange(replace(self._beat({}), verdict=verdict), wait_s=_FAREWELL_S)
+            self._board.exchange(replace(self._next_beat({}), verdict=verdict), wait_s=_FAREWELL_S)
         return verdict
 
-    def _note(self, news: News | None, sights: dict[int, Sight]) -> None:
+    def _note(self, beats: list[Heartbeat], sights: dict[int, Sight]) -> None:
         """Update the table of processes; `sights` are of those on this machine."""
-        beats, seen = ([], {}) if news is None else (news.beats, news.sent.seen)
+        sent = beats[0].seen if beats else {}
         if not self._board.lost:
             # A process that is gone may have finished normally: its last heartbeat must have been read since.
-            known = {rank for rank, sight in seen.items() if sight.state == "gone"}
+            known = {rank for rank, sight in sent.items() if sight.state == "gone"}
             sights = {rank: sight for rank, sight in sights.items() if sight.state != "gone" or rank in known}
-        if self._is_judge and news is not None:
-            seen_by_others = [item for beat in beats for item in beat.seen.items()]
+        if self._is_judge and beats:
+            seen_by_others = [item for beat in beats[1:] for item in beat.seen.items()]
             seen_by_others.sort(key=lambda item: _STATES.index(item[1].state))
             sights = dict.fromkeys(self._peers, Sight("unseen")) | dict(seen_by_others) | sights
-        self._peers = diagnosis.updated(self._peers, beats, sights, now=self._listened_s)
+        self._peers = diagnosis.updated(self._peers, beats or [self._beat], sights, now=self._listened_s)
 
     def _follow_judge(self) -> Verdict | None:
         if verdict := self._peers[JUDGE].beat.verdict:
@@ -179,16 +168,15 @@ class Monitor(threading.Thread):
         if self._over:
             return None
         now = self._listened_s + self._owed_s
-        return diagnosis.diagnose_judge(self._peers, me=self._own.rank, now=now, patience=self._patience)
+        return diagnosis.diagnose_judge(self._peers, me=self._beat.rank, now=now, patience=self._patience)
 
-    def _beat(self, sights: dict[int, Sight]) -> Heartbeat:
-        self._number += 1
-        return Heartbeat(
-            rank=self._own.rank,
-            number=self._number,
-            step=self.progress.step,
-            place=self.progress.place,
-            idle_s=self.progress.idle_s,
+    def _next_beat(self, sights: dict[int, Sight]) -> Heartbeat:
+        return replace(
+            self._beat,
+            number=self._beat.number + 1,
+            step=self._progress.count()[0],
+            place=self._progress.place,
+            idle_s=self._progress.idle_s,
             over=self._over,
             failure=self._failure,
             seen=sights,
@@ -196,11 +184,11 @@ class Monitor(threading.Thread):
 
     def _others(self) -> list[Peer]:
         """The other processes, without those that are gone."""
-        return [peer for rank, peer in self._peers.items() if rank != self._own.rank and peer.sight.state != "gone"]
+        return [peer for rank, peer in self._peers.items() if rank != self._beat.rank and peer.sight.state != "gone"]
 
     def _conclude(self, verdict: Verdict) -> None:
         self.verdict = verdict
-        if verdict.reporter == self._own.rank and verdict.message:
+        if verdict.reporter == self._beat.rank and verdict.message:
             _say(verdict.message)
         if any((verdict.kind, verdict.rank) != ("silent", peer.rank) for peer in self._others()):
             # Wait until all who can have read it: one that had not would find this process gone and report that.
@@ -211,11 +199,11 @@ class Monitor(threading.Thread):
             # continue. The judge is not killed now: torch would print a page about the store that it serves.
             self.mates.kill(verdict.rank)
         if verdict.kind != "hung":  # otherwise no main thread ends by itself
-            time.sleep(self._grace_s)
+            time.sleep(GRACE_S)
             self.mates.kill(verdict.rank)
         flush_streams()
         kill_workers()
-        self._end(1)
+        os._exit(1)
 
     def _close(self) -> None:
         if not self._concluded.is_set():

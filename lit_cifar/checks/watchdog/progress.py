@@ -4,6 +4,7 @@ import sys
 import sysconfig
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from traceback import FrameSummary
 
@@ -15,25 +16,25 @@ _LIBRARIES = ("<", sysconfig.get_path("stdlib"), *torch.__path__, *lightning.__p
 
 
 class Progress:
-    """Observes the main thread. That one calls `note`, the watchdog's thread calls `look`."""
+    """Observes the main thread, from that of the watchdog.
 
-    def __init__(self) -> None:
+    Args:
+        count: Returns the number of optimizer steps that are done, and others that change when a batch begins or ends.
+    """
+
+    def __init__(self, count: Callable[[], tuple[int, ...]]) -> None:
         self._main_thread = threading.main_thread().ident or 0
-        self._noted = True
-        self.step = 0  # optimizer steps that are done
+        self.count = count
+        self._counted = count()
         self.place = ""  # line at which the main thread is
-        self.idle_s = 0.0  # time in which that thread has called no hook and was at one place
-
-    def note(self, *, step: int) -> None:
-        """Note that the main thread gets on."""
-        self.step, self._noted = step, True
+        self.idle_s = 0.0  # time in which that thread has begun and ended no batch and was at one place
 
     def look(self, passed_s: float) -> None:
         """Observe the main thread, `passed_s` after the last time."""
-        place_before, self.place = self.place, place_of(_frames_of(self._main_thread))
-        gets_on = self._noted or self.place != place_before
+        before = self.place, self._counted
+        self.place, self._counted = place_of(_frames_of(self._main_thread)), self.count()
+        gets_on = (self.place, self._counted) != before
         self.idle_s = 0.0 if gets_on else self.idle_s + passed_s
-        self._noted = False
 
 
 def _frames_of(thread_id: int) -> list[FrameSummary]:

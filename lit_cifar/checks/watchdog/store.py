@@ -10,19 +10,12 @@ import time
 import uuid
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public
 
-from lit_cifar.checks.watchdog.heartbeat import Heartbeat, Member, this_process
-
-
-class News(NamedTuple):
-    """The result of an exchange."""
-
-    sent: Heartbeat  # this process's heartbeat, which arrived before `beats` were read
-    beats: list[Heartbeat]  # the latest heartbeat of each rank that this process reads, if that has written one
+from lit_cifar.checks.watchdog.heartbeat import Heartbeat, this_process
 
 
 class HeartbeatStore:
@@ -35,17 +28,18 @@ class HeartbeatStore:
         self._store = store
         self._keys = _keys(world_size)[1:] if rank == 0 else _keys(1)
         self._order = 0
-        self._call: Future[News] | None = None
+        self._call: Future[list[Heartbeat]] | None = None
         self.lost = False
         self.answer_s = 0.0  # duration of the latest answer
 
-    def exchange(self, beat: Heartbeat, *, wait_s: float) -> News | None:
-        """Write a heartbeat and read those of others; None if the store does not answer within `wait_s`.
+    def exchange(self, beat: Heartbeat, *, wait_s: float) -> list[Heartbeat]:
+        """Write a heartbeat, then read the latest of each other rank that this process reads.
 
-        While the store owes the answer to an earlier heartbeat, that is waited for and `beat` is not written.
+        Return the one that has arrived and those that were read; none if the store does not answer within `wait_s`.
+        While it owes the answer to an earlier heartbeat, that is waited for and `beat` is not written.
         """
         if self.lost:
-            return None
+            return []
         if self._call is None:
             self._call = Future()
             threading.Thread(target=self._answer, args=(beat, self._call), name="watchdog-store", daemon=True).start()
@@ -53,26 +47,27 @@ class HeartbeatStore:
         try:
             error = call.exception(wait_s)
         except TimeoutError:
-            return None
+            return []
         self._call = None
         self.lost = isinstance(error, DistNetworkError)  # torch does not connect again, and prints a page at each try
-        return None if error is not None else call.result()
+        return [] if error is not None else call.result()
 
-    def _answer(self, beat: Heartbeat, call: "Future[News]") -> None:
+    def _answer(self, beat: Heartbeat, call: "Future[list[Heartbeat]]") -> None:
         begin = time.monotonic()
         try:
-            news = self._exchange(beat)
+            beats = self._exchange(beat)
         except RuntimeError as error:
             call.set_exception(error)
         else:
             self.answer_s = time.monotonic() - begin
-            call.set_result(news)
+            call.set_result(beats)
 
-    def _exchange(self, beat: Heartbeat) -> News:
+    def _exchange(self, beat: Heartbeat) -> list[Heartbeat]:
         if beat.failure is not None and not self._order:
             self._order = self._store.add("failures", 1)
-        self._store.set(f"beat{beat.rank}", replace(beat, order=self._order).to_json())
-        return News(beat, [Heartbeat.from_json(text) for text in self._store.multi_get(self._keys) if text])
+        beat = replace(beat, order=self._order)
+        self._store.set(f"beat{beat.rank}", beat.to_json())
+        return [beat, *(Heartbeat.from_json(text) for text in self._store.multi_get(self._keys) if text)]
 
 
 def prepare(store: Store, *, world_size: int) -> None:
@@ -86,7 +81,7 @@ def _keys(world_size: int) -> list[str]:
     return [f"beat{rank}" for rank in range(world_size)]
 
 
-def meet(rank: int, world_size: int) -> tuple[HeartbeatStore, list[Member]]:
+def meet(rank: int, world_size: int) -> tuple[HeartbeatStore, list[Heartbeat]]:
     """This process's store for the heartbeats of a new run, and all processes. They meet here."""
     # This is a new connection to the store at which this process has met the others.
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -97,4 +92,4 @@ def meet(rank: int, world_size: int) -> tuple[HeartbeatStore, list[Member]]:
     gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, (run, this_process(rank)))
     store = PrefixStore(gathered[0][0], connection)
-    return HeartbeatStore(store, rank=rank, world_size=world_size), [member for _, member in gathered]
+    return HeartbeatStore(store, rank=rank, world_size=world_size), [process for _, process in gathered]
