@@ -7,7 +7,6 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.cli.main import main
-from lit_cifar.launch.forked import ForkedRun
+from lit_cifar.launch.forked import EndedRun, run
 from lit_cifar.tools.verify.runs import TRAINER
 
 TINY = [
@@ -34,16 +33,7 @@ MIXED += ["--data.balance.class_weights=[1,2,3,4,5,5,4,3,2,1]", "--data.balance.
 FIT: dict[str, Any] = {"module": "lit_cifar", "preload": TRAINER}  # arguments of `ForkedRun`
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a command left: exit status and its two streams."""
-
-    status: int
-    stdout: str
-    stderr: str
-
-
-def run_here(*args: str | Path, check: bool = True) -> Result:
+def run_here(*args: str | Path, check: bool = True) -> EndedRun:
     """`python -m lit_cifar *args` in this process; without `check` it may fail."""
     out, err = io.StringIO(), io.StringIO()
     status = 0
@@ -52,9 +42,13 @@ def run_here(*args: str | Path, check: bool = True) -> Result:
             main([str(arg) for arg in args])
         except SystemExit as stop:
             status = int(stop.code or 0)
-    if check and status:
-        raise AssertionError(f"exit status {status}\n{out.getvalue()[-2000:]}\n{err.getvalue()[-4000:]}")
-    return Result(status, out.getvalue(), err.getvalue())
+    return _checked(EndedRun(status, out.getvalue(), err.getvalue(), 0.0), check)
+
+
+def _checked(ended: EndedRun, check: bool) -> EndedRun:
+    if ended.status is None or (check and ended.status):
+        raise AssertionError(f"exit status {ended.status}\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}")
+    return ended
 
 
 def refused(*args: str | Path, says: Iterable[str] = ()) -> str:
@@ -68,7 +62,7 @@ def refused(*args: str | Path, says: Iterable[str] = ()) -> str:
     return result.stderr
 
 
-def launch(*args: str | Path, timeout_s: float = 110, check: bool = True, ranks: int = 1) -> Result:
+def launch(*args: str | Path, timeout_s: float = 110, check: bool = True, ranks: int = 1) -> EndedRun:
     """`python -m lit_cifar *args` in a process of its own, with tests and notebooks on the path for their callbacks.
 
     One thread per process: the tests run more processes than there are cores. With `ranks` it runs in so many
@@ -76,21 +70,9 @@ def launch(*args: str | Path, timeout_s: float = 110, check: bool = True, ranks:
     """
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "notebooks")]
     paths = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    how = {"num_ranks": ranks, "limit_s": timeout_s, "variables": {"PYTHONPATH": paths}}
     with tempfile.TemporaryDirectory() as folder:
-        out, err = (Path(folder) / name for name in ("stdout", "stderr"))
-        own = {"environment": environment, "stdout": out, "stderr": err, "num_ranks": ranks}
-        run = ForkedRun([str(arg) for arg in args], **FIT, **own)
-        try:
-            status = run.wait(timeout_s)
-        finally:
-            run.kill()
-        stdout, stderr = (path.read_text() if path.exists() else "" for path in (out, err))
-    if status is None:
-        raise AssertionError(f"no end within {timeout_s:g} s\n{stdout[-2000:]}\n{stderr[-4000:]}")
-    if check and status:
-        raise AssertionError(f"exit status {status}\n{stdout[-2000:]}\n{stderr[-4000:]}")
-    return Result(status, stdout, stderr)
+        return _checked(run([*map(str, args)], folder=Path(folder), **FIT, **how), check)
 
 
 def counts(run: Path, split: str = "test") -> dict[str, tuple[int, int]]:

@@ -23,7 +23,6 @@ from checkpoints import assert_same_checkpoint
 from commands import (
     TINY,
     TRANSFORMS,
-    Result,
     callback,
     graded,
     last_checkpoint,
@@ -51,6 +50,7 @@ from lit_cifar.checkpoint.format import OPTIMIZER, class_path
 from lit_cifar.cli.main import CLI
 from lit_cifar.data import CIFAR10DataModule, Order
 from lit_cifar.errors import CheckpointError
+from lit_cifar.launch.forked import EndedRun
 from lit_cifar.launch.signals import Stopped
 from lit_cifar.reporting.run_folder import LOCK
 from lit_cifar.task.metrics import MeanLoss
@@ -61,11 +61,11 @@ SETTINGS.append("--trainer.num_sanity_val_steps=0")
 EVERY_STEP = "--last_checkpoint.every_n_steps=1"
 
 
-def fit(run: Path, *flags: str, status: int = 0) -> Result:
+def fit(run: Path, *flags: str, status: int = 0) -> EndedRun:
     return fit_in(0, run, *SETTINGS, *flags, status=status)
 
 
-def fit_in(ranks: int, run: Path, *flags: str, status: int = 0) -> Result:
+def fit_in(ranks: int, run: Path, *flags: str, status: int = 0) -> EndedRun:
     """In so many processes; in this one for 0."""
     command = ["fit", *flags, f"--run_dir={run}"]
     result = launch(*command, ranks=ranks, check=False) if ranks else run_here(*command, check=False)

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from commands import TINY, Result, callback, graded, launch, mode_flags
+from commands import TINY, callback, graded, launch, mode_flags
 
+from lit_cifar.launch.forked import EndedRun
 from lit_cifar.launch.signals import EXIT_STOPPED
 
 SIZES = ["--data.num_train=64", "--figures.every_n_epochs=1", "--last_checkpoint.every_n_steps=2"]
@@ -13,7 +14,7 @@ MODES = {"ddp": (2, 2), "ddp_mp": (4, 2), "pp": (2, 2), "fsdp2": (2, 2), "tp": (
 LONGER = {"ddp_spawn": (2, 1), "ddp_pp": (4, 4)}
 
 
-def run_double(mode: str, run: Path, *flags: str, command: str = "fit", status: int = 0) -> Result:
+def run_double(mode: str, run: Path, *flags: str, command: str = "fit", status: int = 0) -> EndedRun:
     devices, ranks = (MODES | LONGER)[mode]
     words = [*TINY, *SIZES, *mode_flags(mode, devices), *callback("nccl_double.NCCLDouble"), *flags]
     result = launch(command, *words, f"--run_dir={run}", ranks=ranks, check=False)

@@ -22,10 +22,8 @@ from recorder import has_reached
 from torch.distributed import TCPStore
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.launch import torchrun_rendezvous
-from lit_cifar.launch.addresses import LOOPBACK
-from lit_cifar.launch.rendezvous import LocalEnvironment, open_store
-from lit_cifar.launch.torchrun_rendezvous import TorchrunEnvironment
+from lit_cifar.launch.rendezvous import LOOPBACK, LocalEnvironment, open_store
+from lit_cifar.launch.torchrun import TorchrunEnvironment
 from lit_cifar.launch.world_size import resolve_world_size
 from lit_cifar.strategies import DDPLayerParallelStrategy, ProcessSyncBatchNorm
 
@@ -191,7 +189,7 @@ def test_processes_of_torchrun_find_the_new_rank_0(agent: TCPStore, monkeypatch:
 def test_a_store_of_somebody_else_is_not_taken_for_rank_0s(agent: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     agent.set("lit_cifar/place", f"{LOOPBACK} {agent.port} token")
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(torchrun_rendezvous, "_MEETING_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("lit_cifar.launch.torchrun._MEETING_TIMEOUT_S", 0.5)
     with pytest.raises(ConfigError, match=r"rank 0 did not open its store within 0.5 s"):
         _ = TorchrunEnvironment().main_port
 

@@ -14,7 +14,7 @@ from verifying import TINY as CUT
 
 from lit_cifar.cli.main import CLI
 from lit_cifar.data.ghost_batches import GhostBatches
-from lit_cifar.launch.runs import EndedRun
+from lit_cifar.launch.forked import EndedRun
 from lit_cifar.mode import refusals
 from lit_cifar.tools.verify.command import verify
 from lit_cifar.tools.verify.configuration import Configuration

@@ -18,7 +18,7 @@ from verifying import settings
 from lit_cifar.checks.verdict import Outcome, exit_status
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
-from lit_cifar.launch.runs import EndedRun
+from lit_cifar.launch.forked import EndedRun
 from lit_cifar.reporting.evaluation_tables import write_confusion, write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount
 from lit_cifar.task.metrics import BalancedAccuracy, ConfusionMatrix, MeanLoss, TopAccuracy
@@ -156,7 +156,7 @@ def test_a_launcher_starts_modes_that_have_processes_to_start(tmp_path: Path, mo
     started: list[dict[str, Any]] = []
     noted = Mock(wait=lambda limit_s: 1)
     monkeypatch.setattr(
-        "lit_cifar.launch.runs.ForkedRun", lambda words, **kwargs: started.append(kwargs | {"words": words}) or noted
+        "lit_cifar.launch.forked.ForkedRun", lambda words, **kwargs: started.append(kwargs | {"words": words}) or noted
     )
     launcher = Verifier(with_launcher, 2, tmp_path)
     launcher.run_mode(sized_modes(2)["ddp"], launcher.new_folder("ddp"), title="ddp")

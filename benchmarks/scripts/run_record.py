@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from lit_cifar.cli.usage_errors import cli_exit
 from lit_cifar.errors import ConfigError
-from lit_cifar.launch.runs import workers
+from lit_cifar.launch.forked import workers
 from lit_cifar.launch.signals import handlers_put_back
 from lit_cifar.tools.terminal import about, exit_orderly_when_terminated
 

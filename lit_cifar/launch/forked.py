@@ -3,6 +3,8 @@
 Importing them takes longer than the short trainings that are compared here, and each of their processes would do it
 again. A fork server (see `multiprocessing`) does it once. Its processes have the environment, the files and the session
 of a process that a user starts, and share two things: the seed of Python's string hashes, and the imports.
+
+A run that is waited for has a folder of its own, and leaves no process behind.
 """
 
 import atexit
@@ -15,7 +17,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
@@ -29,14 +33,16 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_cifar.launch import startup
-from lit_cifar.launch.addresses import LOOPBACK
 from lit_cifar.launch.node import reserved_port
+from lit_cifar.launch.rendezvous import LOOPBACK
 
 # Seconds in which the other ranks of a run must end, once one has failed: the same as under Lightning's launcher.
 _FAREWELL_S = 5.0
 _LONGEST_FOLDER = 70  # characters; with a folder and a name the path of a server's socket may have 107
 _starting = threading.Lock()
 _servers: dict[tuple[str, ...], forkserver.ForkServer] = {}
+_running: set["ForkedRun"] = set()
+_no_more_runs = threading.Event()  # set while none is wanted, not even one that is being started
 
 
 class ForkedRun:
@@ -87,21 +93,17 @@ class ForkedRun:
     def kill(self) -> None:
         """End every process, and the processes that they have started."""
         for process in self._processes:
-            for other in _started_by(process):
+            below = []
+            with suppress(psutil.Error):
+                if _exit_code(process) is None:
+                    below = psutil.Process(_pid(process)).children(recursive=True)  # also in sessions of their own
+            for other in below:
                 with suppress(psutil.Error):
                     other.kill()
             process.kill()  # the process may not lead its session yet
             with suppress(ProcessLookupError):
                 os.killpg(_pid(process), signal.SIGKILL)
             wait([process.sentinel])
-
-
-def _started_by(process: ForkServerProcess) -> list[Any]:
-    """What a process that runs has started, also in sessions of their own."""
-    with suppress(psutil.Error):
-        if _exit_code(process) is None:
-            return list(psutil.Process(_pid(process)).children(recursive=True))
-    return []
 
 
 def _exit_code(process: ForkServerProcess) -> int | None:
@@ -123,9 +125,11 @@ def start_forked(
 ) -> ForkServerProcess:
     """A new process that calls `target(*args)`, forked from one that has imported `preload`."""
     process = multiprocessing.get_context("forkserver").Process(target=target, args=args)
+    folder = tempfile.gettempdir()
     with (
         _starting,
-        mock.patch.object(tempfile, "tempdir", _short_temporary_folder()),
+        # The path of the server's socket may not be long.
+        mock.patch.object(tempfile, "tempdir", folder if len(folder) <= _LONGEST_FOLDER else "/tmp"),
         mock.patch.object(forkserver, "connect_to_new_process", _server(tuple(preload)).connect_to_new_process),
     ):
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
@@ -144,12 +148,6 @@ def _server(preload: tuple[str, ...]) -> forkserver.ForkServer:
     with startup.interrupts_held():  # until it knows what to do
         _servers[preload].ensure_running()
     return _servers[preload]
-
-
-def _short_temporary_folder() -> str:
-    """A folder for the socket of a fork server, whose path may not be long."""
-    folder = tempfile.gettempdir()
-    return folder if len(folder) <= _LONGEST_FOLDER else "/tmp"
 
 
 @contextmanager
@@ -196,3 +194,65 @@ def _run(
         raise SystemExit(1) from None
     finally:
         atexit._run_exitfuncs()  # multiprocessing leaves these out
+
+
+@dataclass(frozen=True)
+class EndedRun:
+    status: int | None  # exit status: of the first rank that failed, or 0; None if the run took too long
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+def run(
+    words: Sequence[str],
+    *,
+    module: str | None,
+    folder: Path,
+    limit_s: float,
+    num_ranks: int = 1,
+    threads: int = 1,
+    variables: Mapping[str, str] | None = None,
+    preload: Sequence[str] = (),
+) -> EndedRun:
+    """Run `python -m MODULE WORDS` (see `ForkedRun`) to its end, or for `limit_s` seconds. Nothing of it stays running.
+
+    Its output and temporary files are in `folder`, which exists. Each of its processes has so many `threads`, and this
+    process's environment with further `variables`. Without a module, WORDS are a command of any program, which finds
+    temporary files by itself: Ray knows its cluster by them.
+    """
+    (folder / "tmp").mkdir(exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **(variables or {})}
+    if module is not None:
+        environment["TMPDIR"] = str(folder / "tmp")
+    out, err = folder / "stdout", folder / "stderr"
+    for file in (out, err):
+        file.write_text("")
+    start = time.perf_counter()
+    streams = {"stdout": out, "stderr": err}
+    forked = ForkedRun(words, module=module, environment=environment, num_ranks=num_ranks, preload=preload, **streams)
+    _running.add(forked)
+    try:
+        if _no_more_runs.is_set():
+            forked.kill()
+        status = forked.wait(limit_s)
+    finally:
+        forked.kill()
+        _running.discard(forked)
+    stdout, stderr = (file.read_text(errors="replace") for file in (out, err))
+    return EndedRun(status, stdout, stderr, time.perf_counter() - start)
+
+
+@contextmanager
+def workers(num_at_once: int) -> Iterator[ThreadPoolExecutor]:
+    """A pool of threads that wait for runs; after an error inside, all runs are ended at once."""
+    pool = ThreadPoolExecutor(max_workers=num_at_once)
+    try:
+        yield pool
+    finally:
+        _no_more_runs.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for forked in list(_running):
+            forked.kill()
+        pool.shutdown(wait=True)
+        _no_more_runs.clear()

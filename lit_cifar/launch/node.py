@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lit_cifar.launch.addresses import address_of, loopback_interface, named_interface
+from lit_cifar.launch.rendezvous import own_interface
 from lit_cifar.launch.startup import die_with_parent
 from lit_cifar.launch.torchrun import torchrun_variables
 
@@ -27,7 +27,7 @@ class NodeProcesses:
 
     def meeting_place(self, *, num_nodes: int) -> tuple[str, int]:
         """The address of this machine's interface, and a free port, for a rank 0 that is started here."""
-        address = address_of(named_interface() if num_nodes > 1 else loopback_interface())
+        _, address = own_interface(num_machines=num_nodes)
         with reserved_port(address) as port:
             return address, port
 

@@ -23,8 +23,8 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError, one_line
-from lit_cifar.launch.addresses import LOOPBACK, listen_only_on, loopback_interface
 
+LOOPBACK = "127.0.0.1"
 _LAST_PORT = 65535
 
 
@@ -131,3 +131,45 @@ def given_port() -> int:
         problem = f"MASTER_PORT={text} in the environment is not a port"
         raise ConfigError(problem, remedy="unset MASTER_PORT, or export MASTER_PORT=29500")
     return int(text)
+
+
+def loopback_interface() -> str:
+    """`lo` on Linux, `lo0` on macOS."""
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+def listen_only_on(interface: str) -> None:
+    """Bind the ports that gloo and NCCL open in this process from now on to `interface`.
+
+    On several machines NCCL may use more than one interface: `NCCL_SOCKET_IFNAME` is kept if it is set.
+    """
+    exactly = f"={interface}"  # NCCL takes a name alone as a prefix: eth1 would match eth10
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    if interface == loopback_interface():
+        os.environ["NCCL_SOCKET_IFNAME"] = exactly
+    else:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", exactly)
+
+
+def own_interface(*, num_machines: int) -> tuple[str, str]:
+    """The interface on which the processes of this machine listen, and its IPv4 address.
+
+    With several machines `GLOO_SOCKET_IFNAME` must name it.
+    """
+    name = os.environ.get("GLOO_SOCKET_IFNAME")
+    if num_machines == 1 or name == loopback_interface():
+        return loopback_interface(), LOOPBACK
+    import psutil  # a run on one machine does without
+
+    found = psutil.net_if_addrs().items()
+    ipv4 = {name: [entry.address for entry in entries if entry.family == socket.AF_INET] for name, entries in found}
+    addresses = {name: own[0] for name, own in ipv4.items() if own}
+    others = [f"{name} ({address})" for name, address in addresses.items() if address != LOOPBACK]
+    known = ", ".join(others) or "none but the loopback interface"
+    if not name:
+        problem = "the run has several machines, but GLOO_SOCKET_IFNAME does not name the interface that connects them"
+        raise ConfigError(problem, remedy=f"export GLOO_SOCKET_IFNAME=NAME on every machine; this one has {known}")
+    if name not in addresses:
+        problem = f"GLOO_SOCKET_IFNAME={name} is not an interface of this machine with an IPv4 address"
+        raise ConfigError(problem, remedy=f"set it to one of: {known}")
+    return name, addresses[name]

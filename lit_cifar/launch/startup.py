@@ -12,11 +12,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import cache
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 PARENT_PID = 0  # of the process that has started this one
 # Whether that one has this file too, as one that starts copies of itself has; a shell has not, and may exit early.
@@ -72,13 +71,18 @@ def exit_with_parent() -> None:
     they are killed themselves. The processes would then continue, or wait half an hour for others that never start.
     A spawned process ends at once: its parent is no rank that a watchdog could report, and holds the run folder.
     """
-    starter = multiprocessing.parent_process()
-    target = partial(_follow, PARENT_PID) if starter is None else partial(_end_after, starter)
-    threading.Thread(target=target, name="watchdog-launcher", daemon=True).start()
+    threading.Thread(target=_end_after, args=(PARENT_PID,), name="watchdog-launcher", daemon=True).start()
 
 
-def _end_after(starter: Any) -> None:
-    starter.join()  # the kernel's parent of this process may be a fork server
+def _end_after(starter: int) -> None:
+    if (process := multiprocessing.parent_process()) is not None:
+        process.join()  # the kernel's parent of this process may be a fork server
+    else:
+        while os.getppid() == starter:
+            time.sleep(1.0)
+        time.sleep(_GRACE_S)
+        told = f"lit_cifar: pid {os.getpid()} stops: pid {starter}, which started it, is gone"
+        print(told, file=sys.stderr, flush=True)
     kill_workers()
     os._exit(1)
 
@@ -86,15 +90,6 @@ def _end_after(starter: Any) -> None:
 def die_with_parent() -> None:
     """Let the kernel end this process together with the thread that has started it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _follow(launcher: int) -> None:
-    while os.getppid() == launcher:
-        time.sleep(1.0)
-    time.sleep(_GRACE_S)
-    print(f"lit_cifar: pid {os.getpid()} stops: pid {launcher}, which started it, is gone", file=sys.stderr, flush=True)
-    kill_workers()
-    os._exit(1)
 
 
 def end_at_interrupt() -> None:

@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.rendezvous import LocalEnvironment
 from lit_cifar.launch.startup import RANKS
+from lit_cifar.launch.torchrun import TorchrunEnvironment, is_task, launcher_name
 from lit_cifar.mode import mode_of
 
 
@@ -57,8 +58,6 @@ def check_processes(trainer: Trainer, *, rank: int) -> None:
 
 
 def _follow_torchrun(config: dict[str, Any], strategy: Strategy | None) -> None:
-    from lit_cifar.launch.torchrun import is_task, launcher_name
-
     mode, launcher = mode_of(strategy), launcher_name()
     if mode.start_method != "popen":
         problem = f"--trainer.strategy={config['strategy']} starts processes itself, and {launcher} has done so already"
@@ -102,8 +101,6 @@ def _count(given: Any) -> int | None:
 def cluster_environment(*, num_nodes: int = 1) -> ClusterEnvironment:
     """The plugin for `Trainer(plugins=[...])` by which the processes meet where other machines cannot connect."""
     if TorchElasticEnvironment.detect():
-        from lit_cifar.launch.torchrun_rendezvous import TorchrunEnvironment
-
         return TorchrunEnvironment()
     others = (kind for kind in (LSFEnvironment, MPIEnvironment) if kind.detect())
     num_tasks = max((kind().world_size() for kind in others), default=1)

@@ -21,7 +21,7 @@ from lit_cifar.checks.relations.mirror import MIRROR, folders_of, mirror, mirror
 from lit_cifar.checks.relations.parts import BESIDE
 from lit_cifar.checks.relations.plan import End, Imposed, RunPlan, Target, Trace
 from lit_cifar.checks.verdict import Verdict
-from lit_cifar.launch.runs import EndedRun, run
+from lit_cifar.launch.forked import EndedRun, run
 
 # In float64, right twins differ by 1e-9 or less, mistakes by 1e-3 and more; in float32 by rounding that steps amplify.
 _LIMITS = {True: 1e-7, False: 1e-3}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import lightning as L
 
 from lit_cifar.checks.verdict import Outcome
-from lit_cifar.launch.runs import EndedRun
+from lit_cifar.launch.forked import EndedRun
 from lit_cifar.tools.modes import SILENT
 from lit_cifar.tools.verify import record as records
 from lit_cifar.tools.verify.configuration import EXACT, Configuration

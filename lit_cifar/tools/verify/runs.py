@@ -9,8 +9,8 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.launch import runs
-from lit_cifar.launch.runs import EndedRun
+from lit_cifar.launch import forked
+from lit_cifar.launch.forked import EndedRun
 
 LIMIT_S = 900.0
 # What the processes of `fit` import, but for the command line, which lies above this room.
@@ -18,7 +18,7 @@ TRAINER = ("lightning.pytorch.cli", "lit_cifar.reporting.run_report", "lit_cifar
 ERROR = "lit_cifar: error: "
 _SHOWN = 3  # lines shown of a run that has failed; a user's mistake takes five, with its remedy
 
-run = partial(runs.run, module="lit_cifar", preload=TRAINER, limit_s=LIMIT_S)  # words begin with a subcommand
+run = partial(forked.run, module="lit_cifar", preload=TRAINER, limit_s=LIMIT_S)  # words begin with a subcommand
 
 
 def last_words(ended: EndedRun) -> str:

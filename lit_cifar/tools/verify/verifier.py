@@ -13,7 +13,7 @@ from typing import Any
 
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
-from lit_cifar.launch.runs import EndedRun, workers
+from lit_cifar.launch.forked import EndedRun, workers
 from lit_cifar.launch.signals import EXIT_REFUSED
 from lit_cifar.models.ghost_batchnorm import normalises_batches
 from lit_cifar.tools.modes import SizedMode
