@@ -1,7 +1,6 @@
 """Where the processes of a run meet: nobody outside this machine can reach them, and a Trainer knows their number."""
 
 import os
-import pickle
 import socket
 import subprocess
 import sys
@@ -140,20 +139,6 @@ def test_all_ranks_name_the_one_that_does_not_come(monkeypatch: pytest.MonkeyPat
         _ = ranks[0].main_port
     waiting.join()
     assert found[0].startswith("lit_cifar: rank 2 of 3 has not come")
-
-
-def test_a_spawned_process_is_a_client_of_its_parents_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE"):
-        monkeypatch.setenv(name, "")
-    parent = LocalEnvironment()
-    port = parent.main_port
-    assert parent.main_address == LOOPBACK
-    assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == ""
-    child = pickle.loads(pickle.dumps(parent))
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    assert (child.main_address, child.main_port) == (LOOPBACK, port)
-    assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
-    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
 
 
 @pytest.fixture

@@ -348,7 +348,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The statuses with which watches in this process would have ended it."""
     statuses: list[int] = []
     monkeypatch.setattr(monitor, "GRACE_S", 0)
-    monkeypatch.setattr(monitor.os, "_exit", statuses.append)
+    monkeypatch.setattr(monitor, "os", SimpleNamespace(_exit=statuses.append))
     return statuses
 
 
