@@ -16,6 +16,7 @@ from functools import cache
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 PARENT_PID = 0  # of the process that has started this one
 # Whether that one has this file too, as one that starts copies of itself has; a shell has not, and may exit early.
