@@ -1,9 +1,13 @@
-"""Numbers in the lines that a script prints or logs: those with decimals, or in percent. Others may count batches."""
+"""Numbers in the lines that a script prints or logs: those with decimals, or in percent, and outside of lists.
+
+Others may count batches, or be of the samples of one.
+"""
 
 import re
 from typing import NamedTuple
 
 _NUMBER = re.compile(r"(?<![\w.])(?<!\d:)[-+]?\d+(?:\.(\d+))?(?:e([-+]?\d+))?(?!\.?\w)(\s?%)?", re.IGNORECASE)
+_LIST = re.compile(r"\[[^][]*\d[,\s]+[-+\d][^][]*\]")
 _LONGEST = 5  # words of a name
 _AROUND = " :=([{'\","
 
@@ -18,7 +22,7 @@ class Printed(NamedTuple):
 def numbers_in(text: str) -> dict[str, Printed]:
     """Numbers by the last words before them in their line, in which `#` stands for each other number."""
     found = {}
-    for line in text.splitlines():
+    for line in _LIST.sub("[]", text).splitlines():
         for number in _NUMBER.finditer(line):
             decimals, exponent, percent = number.groups()
             if decimals or exponent or percent:
