@@ -715,6 +715,12 @@ def test_a_mistake_is_found_with_lightning(
     assert (found[relation].outcome, said in found[relation].text) == (outcome, True)
 
 
+def test_a_script_that_says_how_it_is_started_is_started_so(verdicts: Verdicts) -> None:
+    refusal = "import os\nif 'LOCAL_RANK' not in os.environ:\n    raise SystemExit(print('start me by torchrun'))\n"
+    first, trained = verdicts(refusal + TAILS, only="trained")
+    assert (first.outcome, trained.outcome) == ("pass", "pass")
+
+
 BAD_SCRIPTS = {
     "asks": ("input()", "crash", "EOFError"),
     "ends by an error": ("raise ValueError('no such file')", "crash", "ValueError: no such file"),

@@ -41,6 +41,7 @@ RELATIONS: dict[str, Relation] = {
 _WAYS = [(*way, double) for way in ((1, False), (1, True), (2, False)) for double in (True, False)]
 
 
+_QUICK_S = 15.0  # of a script that does not train: it is tried in other ways
 _MOST_RUNS = 2  # to learn what batches are for
 _SHORT = Limits(batches=3, steps=9, evaluated=6, undivided=1)  # for a slow training
 
@@ -108,22 +109,31 @@ def _with_purposes(runs: Runs) -> RunPlan:
 
 
 def _found_way(runs: Runs) -> str:
-    """Change the common plan to the first way to run the training that ends without an error; say what it is like."""
+    """Change the common plan to the first way to run the script that trains without an error; say what it is like."""
     is_own, limits = runs.plan.on_own_devices, runs.plan.limits
     errors: list[RunError] = []
     said: list[str] = []
+    untrained: list[RunPlan] = []
     for place in ("",) if is_own else ("", "with the CPU in place of CUDA"):
         by_way: dict[tuple[int, bool, bool], str] = {}
         for number, torchrun, double in [way for way in _WAYS if not (is_own and way[-1])]:
             runs.plan = replace(runs.plan, double=double, torchrun=torchrun, ranks=number, without_gpu=bool(place))
+            started = perf_counter()
             try:
-                names = _first(runs, limits).part(Made)
+                own = _first(runs, limits)
             except RunError as error:
                 errors.append(error)
                 by_way[number, torchrun, double] = str(error)
                 if (error.end.is_late and not double) or is_final(error.end):
                     raise _with_remedies(str(error), runs, errors) from None
                 continue
+            if not own.norms and not own.part(trained.Observed).backwards:  # perhaps it only says how to start it
+                untrained.append(runs.plan)
+                by_way[number, torchrun, double] = "no step of an optimizer was seen"
+                if perf_counter() - started < _QUICK_S:
+                    continue
+                return ""
+            names = own.part(Made)
             data = f"on made samples in place of {', '.join(names)}" if names else ""
             precision = "" if double or is_own else f"in float32: with float64 {by_way[number, torchrun, True]}"
             alone = f"on {number} processes: on one {by_way[1, False, False]}" if number > 1 else ""
@@ -133,6 +143,9 @@ def _found_way(runs: Runs) -> str:
         said.append(f"{place}{place and ': '}{as_started}{also}")
         if not any(error.end.wants_cuda for error in errors):
             break
+    if untrained:
+        runs.plan = untrained[0]
+        return ""
     raise _with_remedies("; ".join(said), runs, errors)
 
 
