@@ -135,7 +135,8 @@ class Observer:
                 is_still = place in self._frozen and place in owned
                 what = "are frozen, and their optimizer changes them" if is_still and has_changed else ""
             elif place in owned:
-                what = "" if has_changed else "never change"
+                may_follow = self._trace.end.at_limit and place not in names  # as the models of later folds
+                what = "" if has_changed or may_follow else "never change"
             else:
                 has_gradient = parameter.grad is not None and bool(parameter.grad.any())
                 what = "get gradients, and no optimizer has them" if has_gradient else ""
