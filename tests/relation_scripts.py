@@ -328,8 +328,8 @@ ENGINE = script("""
 import time
 
 
-def run(step, size, shuffle):
-    return [step(*batch) for batch in DataLoader(data, size, shuffle)]
+def run(step, loader):
+    return [step(*batch) for batch in loader]
 
 
 def train(x, y):
@@ -349,10 +349,13 @@ inputs = torch.randn(36, 4)
 data, model = TensorDataset(inputs, inputs.sum(1, keepdim=True)), nn.Sequential(nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):
-    run(train, 8, True)
+    run(train, DataLoader(data, 8, shuffle=True))
     began = time.monotonic()
-    losses = run(evaluate, 2, False)
+    held_out = DataLoader(data, 2)
+    losses = run(evaluate, held_out)
     assert sum(size for _, size in losses) == len(data), "it counts on all batches"
+    model.train()
+    assert len(losses) == len(held_out)
     weights = [1 if BUG == "mean of means" else size for _, size in losses]
     loss = sum(loss * weight for (loss, _), weight in zip(losses, weights)) / sum(weights)
     print(f"loss: {loss:.3f}, in {time.monotonic() - began:.3f} s")

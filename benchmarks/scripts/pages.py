@@ -147,6 +147,27 @@ def right_trainings() -> Values:
     }
 
 
+def public_trainings() -> Values:
+    """What relations say of public trainings: how many are judged in resume, evaluation or ranks, and in what time."""
+    trainings = read("relations/2026-11-29-public/trainings.json", "trainings")
+    found: dict[str, set[int]] = {}
+    for number, training in enumerate(trainings):
+        for verdict in training["verdicts"]:
+            relation = verdict["relation"].split()[0]
+            is_judged = verdict["outcome"] in ("pass", "note", "fail")
+            if is_judged and relation in ("resume", "evaluation", "ranks", "replicas"):
+                found.setdefault("judged", set()).add(number)
+            found.setdefault(verdict["outcome"], set()).add(number)
+    seconds = {training["script"]: training["seconds"] for training in trainings}
+    (siamese,) = (value for script, value in seconds.items() if script.startswith("siamese"))
+    return {
+        **{f"relations-public-{kind}": f"{len(found.get(kind, ()))}" for kind in ("judged", "crash", "fail")},
+        "relations-public": str(len(trainings)),
+        "relations-public-seconds": f"{median(seconds.values()):.0f}",
+        "relations-siamese-seconds": f"{siamese:.0f}",
+    }
+
+
 def job(row: dict[str, Any]) -> list[str]:
     """What became of a job that `chaos` has killed and resized."""
     kinds = Counter(event["fault"]["kind"] for event in row["events"])
@@ -321,6 +342,7 @@ def main(*, check: bool) -> int:
         | compared()
         | related()
         | right_trainings()
+        | public_trainings()
         | chaos()
         | audited()
         | trained()

@@ -48,9 +48,10 @@ class Loaders:
         # Of a sampler: its last order, and the number of steps before it.
         self._last = WeakKeyDictionary[Any, tuple[Order, int]]()
         self._asked: int | None = None  # number of samples of the batch that was fetched last
-        self._length_of = DataLoader.__len__
+        self._length_of, self._batches_of = DataLoader.__len__, DataLoader.__iter__
         self._scripts = watched.folder.parent / MIRROR
         self._made_at = WeakKeyDictionary[Any, str]()  # of loaders: the place in the script
+        self._read_for = WeakKeyDictionary[Any, str]()  # of loaders: "train", "evaluate" or "both"
         self._known = WeakKeyDictionary[data.BatchSampler, str]()  # what its batches are for, where phases do not tell
 
     def patch(self) -> None:
@@ -85,6 +86,7 @@ class Loaders:
             _give_epochs(loader)
         elif not self._is_read_again:
             place, purpose = self._purpose(loader)
+            self._read_for[loader] = purpose if self._read_for.get(loader, purpose) == purpose else "both"
             batches = self._training(loader, own) if purpose == "train" else self._evaluated(loader, own(loader))
             return self._watched.uses.follow(batches, place, purpose)
         return own(loader)
@@ -127,8 +129,10 @@ class Loaders:
 
     def _length(self, length: Any, loader: Any) -> int:
         _, purpose = self._purpose(loader)
+        if self._read_for.get(loader) == "evaluate":  # a script may ask when the evaluation is over
+            purpose = "evaluate"
         if purpose == "evaluate" and self._watched.evaluation_batch is not None:
-            return sum(1 for _ in loader)
+            return sum(1 for _ in self._evaluated(loader, self._batches_of(loader)))
         imposed = self._plan.imposed
         if imposed and (own := dict(imposed.lengths).get(self._number(loader))) is not None:
             return -(-own // imposed.window) * imposed.parts
