@@ -122,6 +122,8 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
             continue
         if first_apart(own.norms, other.norms, runs.limit) is not None:
             raise NotJudgedError("with other batches wherever no gradient is made, it trains other weights")
+        if _results(runs, own).keys().isdisjoint(_results(runs, other)):
+            raise NotJudgedError(f"no result is told both as it is and {way}")
         judged.append(way)
         found += [_in_words(each, f"evaluated {way}") for each in _unlike(runs, own, other)[:1]]
     yield from _judged(own, found, f"{_names(runs, own)}: {', '.join(judged)}")
@@ -143,7 +145,7 @@ def on_two_ranks(alone: Runs, two: Trace) -> Iterator[Verdict]:
     """Compare what a plain script tells on one process and on two, which have trained the same weights."""
     name = f"{NAME} on 2 ranks"
     one = alone.own()
-    if not _results(alone, one):
+    if _results(alone, one).keys().isdisjoint(_results(alone, two)):
         return
     found = _unlike(alone, one, two)
     if found and any(trace.part(Evaluations).cut for trace in (one, two)):
@@ -203,13 +205,8 @@ def _unlike(runs: Runs, one: Trace, other: Trace) -> list[Difference]:
 def _apart(runs: Runs, one: Trace, other: Trace) -> list[Difference]:
     values, others = _results(runs, one), _results(runs, other)
     digits = digits_by_time(one) | digits_by_time(other)
-    names = values.keys() & others.keys() or values.keys() - digits.keys()
-    found = runs.apart(values, others, names, least=_TOLD)
-    return [each for each in found if each.name not in digits or _by_more_than(digits[each.name], each)]
-
-
-def _by_more_than(digit: float, each: Difference) -> bool:
-    return each.other is not None and abs(each.one - each.other) > _ROUNDED * digit
+    found = runs.apart(values, others, values.keys() & others.keys(), least=_TOLD)
+    return [each for each in found if abs(each.one - each.other) > _ROUNDED * digits.get(each.name, 0.0)]
 
 
 def rescored(runs: Runs) -> Iterator[Verdict]:

@@ -132,7 +132,8 @@ class Loaders:
         if self._read_for.get(loader) == "evaluate":  # a script may ask when the evaluation is over
             purpose = "evaluate"
         if purpose == "evaluate" and self._watched.evaluation_batch is not None:
-            return sum(1 for _ in self._evaluated(loader, self._batches_of(loader)))
+            with torch.random.fork_rng(devices=()):  # whose order is drawn again when it is read
+                return sum(1 for _ in self._evaluated(loader, self._batches_of(loader)))
         imposed = self._plan.imposed
         if imposed and (own := dict(imposed.lengths).get(self._number(loader))) is not None:
             return -(-own // imposed.window) * imposed.parts

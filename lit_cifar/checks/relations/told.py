@@ -32,6 +32,7 @@ class Told:
     results: set[str] = field(default_factory=set)  # names in `report` behind an evaluation
     heard: dict[tuple[str, int], set[float]] = field(default_factory=dict)  # all values told to others behind one
     digits: dict[str, float] = field(default_factory=dict)  # of what is printed: what one of the last digit is worth
+    of_batches: set[str] = field(default_factory=set)  # names of what is printed while batches are read
 
 
 def results(trace: Trace) -> Numbers:
@@ -39,7 +40,8 @@ def results(trace: Trace) -> Numbers:
     told = trace.part(Told)
     is_result = {name: name in told.results or name.startswith("val") for name, _ in trace.reported}
     own = {key: value for key, value in trace.reported.items() if is_result[key[0]] and not key[0].startswith(SCORES)}
-    return own | {key: next(iter(values)) for key, values in told.heard.items() if len(values) == 1}
+    heard = {key: values for key, values in told.heard.items() if key[0] not in told.of_batches}
+    return own | {key: next(iter(values)) for key, values in heard.items() if len(values) == 1}
 
 
 def by_time(trace: Trace, *, without: Container[str] = ()) -> dict[str, float]:

@@ -108,10 +108,13 @@ class Watched:
                 self.trace.part(Told).heard.setdefault((f"{who}: {name}", self.trace.steps), set()).add(value)
 
     def hear_line(self, text: str) -> None:
-        if self._has_evaluated and not self.is_evaluating:
-            for name, (value, digit) in numbers_in(text).items():
-                self.trace.part(Told).digits[f"printed: {printable(name)}"] = digit
-                self.hear("printed", {name: value})
+        told = self.trace.part(Told)
+        for name, (value, digit) in numbers_in(text).items() if self._has_evaluated or self.is_evaluating else ():
+            key = f"printed: {printable(name)}"
+            if self.is_evaluating:
+                told.of_batches.add(key)
+            told.digits[key] = digit
+            self.hear("printed", {name: value})
 
     # What torch does
     def patch(self) -> None:
