@@ -162,7 +162,7 @@ def test_a_script_resumes_on_two_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "sizes", "settings", "says"),
     [
-        ("own", {"order": Order(shuffle=False)}, {}, "order.shuffle=true; --data.order.shuffle=false would order"),
+        ("own", {"order": Order(shuffle=False)}, {}, "order.shuffle=true; --data.order.shuffle=false would train"),
         ("foreign", {"batch_size": 32}, {}, "batch_size=16; .*batch_size=32"),  # which has fewer steps in an epoch
         ("foreign", {}, {"accumulate_grad_batches": 2}, "after 1 optimizer steps, which accumulate_grad_batches=2"),
     ],

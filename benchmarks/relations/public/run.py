@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import json
 import os
-import pickle
 import shlex
 import subprocess
 import sys
@@ -80,7 +79,6 @@ def _make_texts(folder: Path) -> None:
 def _make_tokens(folder: Path) -> None:
     for part in ("train", "val"):
         np.random.default_rng(0).integers(0, 65, 4_000, dtype=np.uint16).tofile(folder / f"{part}.bin")
-    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 65}))
 
 
 def _make_images(folder: Path) -> None:
