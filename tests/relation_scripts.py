@@ -342,7 +342,6 @@ def train(x, y):
     nn.functional.mse_loss(model(x), y).backward()
     optimizer.step()
 
-
 def evaluate(x, y):
     model.eval()
     with torch.no_grad():

@@ -485,6 +485,7 @@ def test_what_is_told_to_loggers_is_heard_and_sent_nowhere(monkeypatch: pytest.M
     print("loss", 1.0, sep="=")
     print("to a file", file=StringIO())
     logging.getLogger("any").error("loss %s", 2.0)
+    logging.Logger("own").error("loss", 3.0)  # which logging reports, and goes on
     assert lines == ["loss=1.0", "loss 2.0"]
 
 
@@ -493,7 +494,7 @@ def test_what_is_told_to_loggers_is_heard_and_sent_nowhere(monkeypatch: pytest.M
     [
         ("Test: Loss: 0.50, Accuracy: 9/12 (75%)", {"Test: Loss": (0.5, 0.01), "Loss: #, Accuracy: #/#": (75.0, 1.0)}),
         ("{'loss': 1.5e-3}", {"loss": (0.0015, 1e-4)}),
-        ("epoch 3 of 12, 12:30:05.5, v1.2.3, 0.5s, tensor([[0.5, -0.5],\n[1.5, 2.5]])", {}),
+        ("epoch 3 of 12, commit 7e12345, 12:30:05.5, v1.2.3, 0.5s, tensor([[0.5, -0.5],\n[1.5, 2.5]])", {}),
     ],
 )
 def test_numbers_of_a_line_have_names_and_digits(line: str, expected: dict[str, tuple[float, float]]) -> None:

@@ -54,6 +54,5 @@ class Uses:
 def place_in(folder: Path) -> str:
     """The lines of files below a folder at which calls are made now."""
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_stack(None)]
-    return " ".join(
-        f"{file.removeprefix(str(folder))}:{line}" for file, line in frames if file.startswith(f"{folder}/")
-    )
+    own = f"{folder}/"
+    return " ".join(f"/{file.removeprefix(own)}:{line}" for file, line in frames if file.startswith(own))

@@ -4,6 +4,7 @@ import builtins
 import logging
 import sys
 from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
@@ -69,7 +70,7 @@ def apart(one: Trace, other: Trace, limit: float) -> set[str]:
 def listen(hear: Hear, hear_line: Callable[[str], None]) -> None:
     """Call these with all that is told and printed from now on. Neither wandb nor mlflow sends it anywhere."""
     patched(builtins, "print", before(partial(_hear_print, hear_line)))
-    patched(logging.Logger, "handle", before(lambda _, record: hear_line(record.getMessage())))
+    patched(logging.Logger, "handle", before(partial(_hear_record, hear_line)))
     for (module, owner), names in _METHODS.items():
         for name in names:
             patched(f"{module}:{owner}", name, _hearing(hear, owner, 1))
@@ -79,6 +80,11 @@ def listen(hear: Hear, hear_line: Callable[[str], None]) -> None:
     patched("mlflow", "set_tracking_uri", lambda *_, **__: None)
     patched("torchmetrics.metric:Metric", "__init__", after(partial(_follow_metric, hear)))
     patched("ignite.engine.engine:Engine", "run", after(lambda engine: hear("ignite", engine.state.metrics)))
+
+
+def _hear_record(hear_line: Callable[[str], None], _: Any, record: logging.LogRecord) -> None:
+    with suppress(Exception):  # of arguments that do not fit: the script's handlers report it, and go on
+        hear_line(record.getMessage())
 
 
 def _hear_print(

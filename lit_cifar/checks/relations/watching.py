@@ -52,13 +52,12 @@ class Watched:
         self.phase: Callable[[], str] = self._own_phase
         others = plan.asked(EvaluateInBatches)
         self.evaluation_batch = others.size if others else None  # samples of a batch; 0 for all, None for the script's
-        self.is_slow = plan.asked(EvaluateSlowly) is not None
         self.is_evaluating = False  # whether an evaluation reads a loader
         self._depth = 0  # of calls of modules
         self._called_now: nn.Module | None = None
         self._has_trained = self._is_saved = self._is_in_batch = False
         self._has_evaluated = False  # since the last step
-        self._slowed = 0  # evaluations
+        self._to_slow = 0 if plan.asked(EvaluateSlowly) is None else _SLOWED  # evaluations
         self._batch_of_step, self._began = 0, perf_counter()
         self.uses = Uses(self.trace.part(Purposes))
 
@@ -108,8 +107,10 @@ class Watched:
                 self.trace.part(Told).heard.setdefault((f"{who}: {name}", self.trace.steps), set()).add(value)
 
     def hear_line(self, text: str) -> None:
+        if not (self._has_evaluated or self.is_evaluating):
+            return
         told = self.trace.part(Told)
-        for name, (value, digit) in numbers_in(text).items() if self._has_evaluated or self.is_evaluating else ():
+        for name, (value, digit) in numbers_in(text).items():
             key = f"printed: {printable(name)}"
             if self.is_evaluating:
                 told.of_batches.add(key)
@@ -204,8 +205,8 @@ class Watched:
         phase = self.phase()
         self.uses.note(phase)
         if phase != "train":
-            if self.is_slow and not self._has_evaluated and self._slowed < _SLOWED:
-                self._slowed += 1
+            if self._to_slow and not self._has_evaluated:
+                self._to_slow -= 1
                 sleep(_DELAY_S)
             self._has_evaluated = True
             self.draws.stop()
