@@ -10,7 +10,6 @@ import torch
 from counting import Operators
 from torch import Tensor
 from torch.nn import functional as F
-from torchvision.transforms.functional import resized_crop
 
 from lit_cifar.data.augment import Augmentation, crop
 from lit_cifar.data.counter_rng import Purpose, keyed_bits, keyed_integers, keyed_permutation
@@ -27,7 +26,6 @@ def digest(tensor: Tensor) -> str:
     [
         (Augmentation(seed=5), "44edf9e5b545b3ce"),
         (Augmentation(seed=5, cutout=16, padding=2), "74cd95c8dc744600"),
-        (Augmentation(seed=5, resized_to=28), "468e9775e5df6949"),
     ],
 )
 def test_the_bytes_of_every_version_are_the_same(augmentation: Augmentation, expected: str) -> None:
@@ -72,22 +70,6 @@ def test_every_second_epoch_mirrors_the_other_images() -> None:
     assert first[2].equal(third[2])
     assert 450 < first[2].sum() < 550
     assert not first[:2].equal(third[:2])
-
-
-def test_windows_are_resized_as_by_torchvision() -> None:
-    """But for the rounding of weights to 7 bits, and of rows before columns. The host waits for nothing."""
-    images, ids = torch.randint(0, 256, (32, 3, 36, 36), dtype=torch.uint8), torch.arange(32)
-    augmentation = Augmentation(seed=1, resized_to=32)
-    draws = augmentation.draw(ids, (36, 36), epoch=0)
-    draws[3:, :2] = 36  # all of the image
-    draws[:2, :2] = 0
-    with Operators() as operators:
-        found = augmentation(images, draws)
-    assert not operators.waits
-    for ours, image, row, column, mirror, height, width in zip(found, images, *draws.tolist(), strict=True):
-        of_float = resized_crop(image.float(), row, column, height, width, [32, 32], antialias=False)
-        assert (ours.float() - (of_float.flip(2) if mirror else of_float)).abs().max() < 2.5
-    assert set(draws[2].tolist()) == {0, 1}
 
 
 @pytest.fixture(autouse=True)

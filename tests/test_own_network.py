@@ -96,8 +96,7 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path, monke
 def test_predictions_need_no_training_pictures(pictures: Path, tmp_path: Path) -> None:
     root, run = shutil.copytree(pictures, tmp_path / "root" / "train").parent, tmp_path / "run"
     shutil.copytree(pictures, root / "val")
-    sizes = ["--data.pictures.decoded_size=30", "--data.order.drop_last=true"]
-    run_here("fit", *flags(root, own("Chain"), *sizes), f"--run_dir={run}")
+    run_here("fit", *flags(root, own("Chain"), "--data.order.drop_last=true"), f"--run_dir={run}")
     given = [f"--config={run / 'config.yaml'}", f"--data.predict_dir={pictures}"]
     checkpoint = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
 

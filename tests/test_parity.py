@@ -22,7 +22,7 @@ CUT = ["--trainer.accumulate_grad_batches=2", "--trainer.gradient_clip_val=0.5"]
 CUT += ["--data.num_train=175", "--data.val_size=15", "--model.optimizer.lr=0.02"]
 # 14 pictures to train on, of which no two are of the same size, and 3 to validate with.
 PICTURES = ["--data.dataset=folder", "--data.image_size=24", "--data.num_train=17", "--data.val_size=3"]
-PICTURES += ["--data.pictures.decoded_size=27", "--data.batch_size=8", "--model.optimizer.lr=0.01"]
+PICTURES += ["--data.batch_size=8", "--model.optimizer.lr=0.01"]
 # As in the fast recipes: blocks begin as the identity, and several views are evaluated.
 FAST = ["--model.optimizer=lit_cifar.MuonSGD", "--model.zero_init_residual=true", "--model.test_views=6"]
 # 303 images are nine full steps and one of 15, which no number of processes divides: 20 steps in two epochs.

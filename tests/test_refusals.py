@@ -322,7 +322,7 @@ def test_every_remedy_is_accepted(flags: str, monkeypatch: pytest.MonkeyPatch) -
 
 # Where each number of ours is bounded, and between what.
 def augmentation(**settings: Any) -> object:
-    return Augment(**settings).of_images(32, decoded_size=None, seed=0)
+    return Augment(**settings).of_images(32, seed=0)
 
 
 OWN_BOUNDS: dict[str, tuple[Callable[..., object], float, float]] = {

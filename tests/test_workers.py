@@ -15,12 +15,10 @@ from commands import TINY, mode_flags, run_here
 from data_files import draw_pictures
 from test_exact_resume import EVERY_STEP, assert_same_end, stop_after
 
-from lit_cifar import CIFAR10DataModule, ConfigError, DataError
-from lit_cifar.data import Augment, Pictures
+from lit_cifar import CIFAR10DataModule, DataError
+from lit_cifar.data import Pictures
 from lit_cifar.data import pictures as module
-from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.images import Batch, ImageSet
-from lit_cifar.data.picture_files import read_image
 from lit_cifar.data.pictures import EncodedImages
 
 real_free_memory = module.free_memory
@@ -59,12 +57,11 @@ def batches(data: CIFAR10DataModule, epoch: int) -> list[Batch]:
     return [*train, *data.val_dataloader()]
 
 
-@pytest.mark.parametrize(("workers", "options"), [(0, {"decoded_size": 28}), (2, {})])
-def test_batches_are_those_of_memory(pictures: Path, workers: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_those_of_memory(pictures: Path, workers: int) -> None:
     """Those of 40 are more than a worker decodes at a time. Strides count too: convolutions round by them."""
     generator = torch.get_rng_state()
-    memory = opened(pictures, **options)
-    needed = opened(pictures, memory_gb=0, num_workers=workers, **options)
+    memory, needed = opened(pictures), opened(pictures, memory_gb=0, num_workers=workers)
     assert (type(memory.sets["train"]), type(needed.sets["train"])) == (ImageSet, EncodedImages)
     for epoch in range(2):
         expected, found = batches(memory, epoch), batches(needed, epoch)
@@ -75,32 +72,6 @@ def test_batches_are_those_of_memory(pictures: Path, workers: int, options: dict
     assert torch.equal(torch.get_rng_state(), generator)
     for ids in (torch.tensor([5, 2]), torch.tensor([], dtype=torch.int64)):  # a rank may have none of a batch
         assert torch.equal(needed.sets["val"].gather(ids), memory.sets["val"].gather(ids))
-
-
-def test_windows_and_centres_of_pictures_that_are_decoded_larger(pictures: Path) -> None:
-    """What is evaluated and classified is the centre; so is what is trained on without augmentation."""
-    data = opened(pictures, decoded_size=32)
-    assert data.augmentation == Augmentation(seed=0, resized_to=24)
-    files = sorted((pictures / "cat").iterdir())
-    data.predict_dir = pictures / "cat"
-    data.setup("predict")
-    (predicted,) = data.predict_dataloader()
-    decoded = torch.stack([image for path in files if isinstance(image := read_image(path, size=32), torch.Tensor)])
-    assert torch.equal(predicted.images, decoded)
-    mean, std = (255 * torch.tensor(values)[:, None, None] for values in (data.source.mean, data.source.std))
-    centre = (decoded[:, :, 4:28, 4:28] - mean) / std
-    torch.testing.assert_close(data.on_after_batch_transfer(predicted, 0).images, centre)
-    batch = next(iter(data.train_dataloader()))
-    images = data.sets["train"].gather(batch.ids)
-    assert torch.equal(batch.images, data.augmentation(images, data.augmentation.draw(batch.ids, (32, 32), epoch=0)))
-    for size in (23, 49):
-        with pytest.raises(ConfigError, match=rf"decoded_size={size} is not between --data.image_size=24") as error:
-            opened(pictures, decoded_size=size)
-        assert "--data.pictures.decoded_size=27" in error.value.remedy
-    with pytest.raises(
-        ConfigError, match=r"--data.pictures.decoded_size with --data.augment.\w+: its crops are not padded"
-    ):
-        CIFAR10DataModule(dataset="folder", pictures=Pictures(decoded_size=36), augment=Augment(reflect=True))
 
 
 def test_what_fits_is_half_of_the_free_memory_of_a_process(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ INSTEAD: dict[str, str] = {
     "--data.augment.small_epochs": "leave it out",
     "--data.augment.small_size": "leave it out",
     "--data.pictures.decode": "--data.pictures.memory_gb=0 to decode in each epoch, or leave it out",
+    "--data.pictures.decoded_size": "--data.augment.transforms+=torchvision.transforms.v2.RandomResizedCrop",
     "--data.pictures.num_workers": "--data.num_workers",
     "--data.pictures.cache_dir": "leave it out: pictures are decoded into the memory",
     "--data.pictures.cache_limit_gb": "--data.pictures.memory_gb",
@@ -56,7 +57,7 @@ INSTEAD: dict[str, str] = {
 # Settings that stand in a group now.
 _MOVED = {
     "--data.augment": "padding reflect alternate_flips cutout",
-    "--data.pictures": "decoded_size skip_unreadable",
+    "--data.pictures": "skip_unreadable",
     "--data.mixing": "mixup cutmix",
     "--data.order": "shuffle drop_last pad_eval",
     "--model.fine_tuning": "weights freeze unfreeze_at head_lr",

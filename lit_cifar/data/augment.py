@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_cifar.data.counter_rng import Purpose, keyed_integers
-from lit_cifar.errors import ConfigError, bounded, clash
+from lit_cifar.errors import ConfigError, bounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,10 @@ class Augment:
     transforms: list[nn.Module] = field(default_factory=list)
     cutout: int = 0
 
-    def of_images(self, size: int, *, decoded_size: int | None, seed: int) -> "Augmentation":
-        """The augmentation of images of `size` x `size` pixels, windows of `decoded_size` x `decoded_size` if given."""
+    def of_images(self, size: int, *, seed: int) -> "Augmentation":
+        """The augmentation of images of `size` x `size` pixels."""
         bounded("--data.augment.padding", self.padding, 0)
         bounded("--data.augment.cutout", self.cutout, 0)
-        for name in ("padding", "reflect") if decoded_size is not None else ():
-            if getattr(self, name) != getattr(Augment, name):
-                raise clash("--data.pictures.decoded_size", f"--data.augment.{name}", "its crops are not padded")
         if self.reflect and self.padding >= size:
             remedy = "lower --data.augment.padding"
             raise ConfigError("--data.augment.reflect=true has too few pixels to mirror", remedy=remedy)
@@ -51,48 +48,36 @@ class Augment:
             from lit_cifar.data.transforms import check_transforms
 
             check_transforms(self.transforms, size)
-        return Augmentation(**vars(self), seed=seed, resized_to=None if decoded_size is None else size)
+        return Augmentation(**vars(self), seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation(Augment):
     """The CIFAR recipe of He et al., "Deep residual learning", 2016, section 4.2, with what `Augment` adds to it.
 
-    Cutout is by DeVries and Taylor, 2017. With `resized_to` the recipe begins as that of ImageNet does: a window of
-    random size and place is resized (Szegedy et al., "Going deeper with convolutions", 2015, section 6).
+    Cutout is by DeVries and Taylor, 2017.
     """
 
     seed: int  # a part of every draw's key
-    resized_to: int | None = None  # height and width of a resized window; with None it is cropped from a padded image
 
     def draw(self, keys: Tensor, size: Sequence[int], *, epoch: int) -> Tensor:
         """Draw the augmentation in `epoch` of samples by their `keys` (int64, (n,)), images of `size` (height, width).
 
         Returns:
             A column for each sample, int64, (3, n): the first row and column of its window in the padded image, and
-            whether that is mirrored. With `resized_to` (5, n): the window's height and width too. With transforms one
-            more: their seed. With cutout two more: the row and column of the square's centre.
+            whether that is mirrored. With transforms one more: their seed. With cutout two more: the row and column of
+            the square's centre.
         """
 
-        def pick(purpose: Purpose, bound: int | Tensor) -> Tensor:
+        def pick(purpose: Purpose, bound: int) -> Tensor:
             return keyed_integers(keys, bound, seed=self.seed, epoch=epoch, purpose=purpose)
 
-        height, width = size
-        window: list[Tensor] = []
-        if self.resized_to is None:
-            place = [pick(Purpose.CROP_ROW, 2 * self.padding + 1), pick(Purpose.CROP_COLUMN, 2 * self.padding + 1)]
-        else:
-            from lit_cifar.data.resized_crops import window_sizes
-
-            sizes = window_sizes(height, keys.device)
-            window = list(sizes[pick(Purpose.CROP_SIZE, len(sizes))].T)
-            place = [pick(Purpose.CROP_ROW, height + 1 - window[0]), pick(Purpose.CROP_COLUMN, width + 1 - window[1])]
-            height = width = self.resized_to
-        draws = [*place, self._mirrored(keys, epoch), *window]
+        places = 2 * self.padding + 1
+        draws = [pick(Purpose.CROP_ROW, places), pick(Purpose.CROP_COLUMN, places), self._mirrored(keys, epoch)]
         if self.transforms:
             draws.append(pick(Purpose.TRANSFORMS, 2**31))
         if self.cutout:
-            draws += [pick(Purpose.CUTOUT_ROW, height), pick(Purpose.CUTOUT_COLUMN, width)]
+            draws += [pick(Purpose.CUTOUT_ROW, size[0]), pick(Purpose.CUTOUT_COLUMN, size[1])]
         return torch.stack(draws)
 
     def _mirrored(self, keys: Tensor, epoch: int) -> Tensor:
@@ -101,15 +86,9 @@ class Augmentation(Augment):
         return drawn ^ (epoch & 1) if self.alternate_flips else drawn
 
     def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
-        """The `images` (uint8, (n, C, H, W)) after their `draws`, a new tensor, of the same shape unless resized."""
+        """The `images` (uint8, (n, C, H, W)) after their `draws`, a new tensor of the same shape."""
         rows, columns, mirrored, *rest = draws
-        if self.resized_to is None:
-            made = crop(images, rows, columns, mirrored.bool(), padding=self.padding, reflect=self.reflect)
-        else:
-            from lit_cifar.data.resized_crops import resized_crop
-
-            heights, widths, *rest = rest
-            made = resized_crop(images, rows, columns, heights, widths, mirrored.bool(), size=self.resized_to)
+        made = crop(images, rows, columns, mirrored.bool(), padding=self.padding, reflect=self.reflect)
         if self.transforms:
             from lit_cifar.data.transforms import transformed
 

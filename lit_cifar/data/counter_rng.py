@@ -24,7 +24,6 @@ class Purpose(IntEnum):
     CUTOUT_ROW = 6
     CUTOUT_COLUMN = 7
     NETWORK = 8
-    CROP_SIZE = 9
     MIX = 10
     BALANCE = 11
     TRANSFORMS = 12
@@ -47,8 +46,8 @@ def key_of(*words: int) -> int:
     return key
 
 
-def keyed_integers(ids: Tensor, bound: int | Tensor, *, seed: int, epoch: int, purpose: Purpose) -> Tensor:
-    """One int64 in `range(bound)`, an int or (n,), for each id (Lemire, 2019; bias below bound / 2**31)."""
+def keyed_integers(ids: Tensor, bound: int, *, seed: int, epoch: int, purpose: Purpose) -> Tensor:
+    """One int64 in `range(bound)` for each id (Lemire, 2019; bias below bound / 2**31)."""
     bits = keyed_bits(ids, seed=seed, epoch=epoch, purpose=purpose)
     return (_shift_right(bits, 33) * bound) >> 31
 

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lit_cifar.data.augment import Augment, Augmentation
+from lit_cifar.data.augment import Augment
 from lit_cifar.data.balance import Balance
 from lit_cifar.data.dataset import Pictures, Split
 from lit_cifar.data.datasets import open_dataset
@@ -100,11 +100,9 @@ class CIFAR10DataModule(L.LightningDataModule):
         self.predict_dir = None if predict_dir is None else Path(predict_dir)
         self.source = open_dataset(dataset, root, image_size=image_size, seed=seed, pictures=pictures)
         self.name, self.image_size = self.source.title, self.source.image_size
-        self.decoded_size, self._memory_gb = pictures.decoded_size or self.image_size, pictures.memory_gb
+        self._memory_gb = pictures.memory_gb
         settings = Augment() if augment is True else augment
-        self.augmentation: Augmentation | None = None
-        if settings:
-            self.augmentation = settings.of_images(self.image_size, decoded_size=pictures.decoded_size, seed=seed)
+        self.augmentation = settings.of_images(self.image_size, seed=seed) if settings else None
         balance.check(order)
         transforms = self.augmentation is not None and bool(self.augmentation.transforms)
         self._placement = Placement(resident, num_workers, transforms=transforms, are_pictures=dataset == "folder")
@@ -167,7 +165,7 @@ class CIFAR10DataModule(L.LightningDataModule):
             self.files, self.sets["predict"] = read_folder(
                 self.predict_dir,
                 classes=self.classes,
-                size=self.decoded_size,
+                size=self.image_size,
                 limit_gb=self._memory_gb,
                 num_processes=self._num_processes,
             )
@@ -299,7 +297,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         return self._normalised(images.gather(torch.arange(min(num_images, len(images)))))
 
     def _normalised(self, images: Tensor) -> Tensor:
-        return normalised(images, size=self.image_size, mean=self.source.mean, std=self.source.std)
+        return normalised(images, mean=self.source.mean, std=self.source.std)
 
 
 def batches_of_epoch(trainer: L.Trainer) -> int:

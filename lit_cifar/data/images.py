@@ -64,12 +64,10 @@ class Batch(NamedTuple):
         return self.labels if self.soft_targets is None else self.soft_targets
 
 
-def normalised(images: Tensor, *, size: int, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """The centres of `images`, (n, 3, size, size), from uint8 to float32, in units of the channels' deviations."""
-    border = max(0, images.shape[3] - size) // 2  # 0 after augmentation
-    centre = images[:, :, border : border + size, border : border + size]
+def normalised(images: Tensor, *, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """The `images`, (n, 3, height, width), from uint8 to float32, in units of the channels' deviations."""
     means, deviations = (_channel_values(values, images.device) for values in (mean, std))
-    return centre.to(torch.float32, copy=True).sub_(means).div_(deviations)
+    return images.to(torch.float32, copy=True).sub_(means).div_(deviations)
 
 
 @cache

@@ -40,9 +40,7 @@ class OwnPictures(Dataset):
     ) -> None:
         self.image_size = bounded("--data.image_size", 32 if image_size is None else image_size, 1)
         super().__init__(root, image_size=image_size, seed=seed)
-        self._read = pictures or Pictures()
-        self._read.check(self.image_size)
-        self._size = self._read.decoded_size or self.image_size
+        self._skip_unreadable = pictures is not None and pictures.skip_unreadable
         self._unread: dict[Split, list[File]] = {}  # files that are listed and not yet loaded
 
     # Folders are listed when they are asked for: `predict` needs the classes alone, which a checkpoint holds too.
@@ -93,10 +91,10 @@ class OwnPictures(Dataset):
         del self._unread[split]
         files = every[:num_images]
         folder = self._folders.folder(split)
-        if self._read.skip_unreadable:
+        if self._skip_unreadable:
             files = self._readable(files, folder)
         self.listed[split] = _digest([*files, *every[num_images or len(every) :]])
-        none = torch.empty((0, 3, self._size, self._size), dtype=torch.uint8)
+        none = torch.empty((0, 3, self.image_size, self.image_size), dtype=torch.uint8)
         labels = torch.tensor([file.label for file in files])
         return EncodedImages(none, labels, self.classes, [f"{folder}/{file.path}" for file in files])
 
