@@ -1,11 +1,10 @@
 """Neither a checkpoint nor a data file can run code: what is read from disk is never unpickled unchecked.
 
 A pickle can name any function to call. Each crafted one here would make a file; none may appear. Nor does a name from a
-file steer the terminal, the shell of who pastes a remedy, a spreadsheet, or Pillow to a program.
+file steer the terminal, the shell of who pastes a remedy, or Pillow to a program.
 """
 
 import copy
-import csv
 import json
 import math
 import os
@@ -38,7 +37,6 @@ from lit_cifar.data.datasets import open_dataset
 from lit_cifar.data.picture_files import FORMATS, read_image
 from lit_cifar.errors import CheckpointError, DataError, printable
 from lit_cifar.reporting import output
-from lit_cifar.reporting.files import plain, read_csv, replace_split
 
 REPOSITORY = Path(lit_cifar.__file__).parents[1]
 # What unpickles or could be made to, readers of checkpoints without `weights_only=True`, and what runs a text.
@@ -403,19 +401,6 @@ def test_a_pictures_content_decides_and_no_program_is_started(tmp_path: Path, mo
     for form in FORMATS:
         Image.new("RGB", (8, 8)).save(path, form)
         assert isinstance(read_image(path, size=4), torch.Tensor), form
-
-
-def test_a_name_is_no_formula_in_a_spreadsheet_and_is_read_back(tmp_path: Path) -> None:
-    names = ["=1+1", "+cmd|x", "-2+3", "@SUM(1)", "'=quoted", "it's", "plain", "'", "=", "-"]
-    numbers = ["-0.5", "+1e9", "-inf", *(["7"] * 7)]
-    path = tmp_path / "x.csv"
-    replace_split(path, ["split", *names], "val", [numbers, names])
-    replace_split(path, ["split", *names], "test", [numbers])
-    cells = [cell for line in csv.reader(path.read_text().splitlines()) for cell in line]
-    risky = {cell for cell in cells if cell.startswith(("=", "+", "-", "@"))}
-    assert risky == {"-0.5", "+1e9", "-inf"}
-    rows = [[*map(plain, row)] for row in read_csv(path)]
-    assert rows == [["split", *names], ["val", *numbers], ["val", *names], ["test", *numbers]]
 
 
 def test_every_load_of_the_project_reads_tensors_and_primitives_alone() -> None:

@@ -487,11 +487,11 @@ def test_the_first_wrong_sample_of_an_evaluation_is_named_with_its_process() -> 
 def test_a_process_without_samples_is_no_mistake(tmp_path: Path) -> None:
     """As where a validation has fewer samples than there are processes."""
     write_per_rank(tmp_path / "run", "val", [AccuracyCount(1, 1), AccuracyCount(0, 0)])
-    write_confusion(tmp_path / "run", "val", ["=cat", "dog"], [[0, 0, 1]])
+    write_confusion(tmp_path / "run", "val", ["cat", "dog"], [[0, 0, 1]])
     ids, logits = torch.zeros(1, dtype=torch.int64), torch.tensor([[1.0, 0.0]])
     last = {rank: Evaluated(ids[:n], ids[:n], logits[:n], torch.tensor([n]), rank) for rank, n in enumerate((1, 0))}
-    assert evaluation_table_problems(Record(tmp_path), last, ["=cat", "dog"], in_chunks=True) == []
-    assert len(evaluation_table_problems(Record(tmp_path), last, ["dog", "=cat"], in_chunks=True)) == 1
+    assert evaluation_table_problems(Record(tmp_path), last, ["cat", "dog"], in_chunks=True) == []
+    assert len(evaluation_table_problems(Record(tmp_path), last, ["dog", "cat"], in_chunks=True)) == 1
 
 
 def test_where_a_callback_averages_weights_only_the_steps_are_judged(tf32: list[Any], tmp_path: Path) -> None:

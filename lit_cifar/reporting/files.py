@@ -1,22 +1,15 @@
 """Writing of a run's files: whole, so that a reader never sees half of one, and onto the disk when it matters.
 
 A kill loses nothing that has been written; a machine that loses power loses what was not synced.
-
-A spreadsheet computes a cell that begins with `=`, `+`, `-` or `@`, and names of files and classes may come from
-anybody. Such a cell of a CSV file gets an apostrophe in front, by which a spreadsheet knows a text, unless it is a
-number.
 """
 
 import csv
 import errno
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
-
-_FORMULA = re.compile(r"'*[=+\-@\t\r]")
 
 
 @contextmanager
@@ -56,7 +49,7 @@ def sync(path: Path) -> None:
 def replace_csv(path: Path, rows: Iterable[Sequence[Any]]) -> None:
     """Write a table as a whole: `path` is the old one until the new one is complete, even if the run is killed."""
     with replacing(path) as file:
-        csv.writer(file, lineterminator="\n").writerows(map(_as_text, row) for row in rows)
+        csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 def read_csv(path: Path) -> list[list[str]]:
@@ -68,22 +61,7 @@ def read_csv(path: Path) -> list[list[str]]:
 
 
 def replace_split(path: Path, header: Sequence[str], split: str, rows: Iterable[Sequence[Any]]) -> None:
-    """Replace the rows of `split`, the first column, and keep those of other splits under the same header."""
-    found = [[*map(plain, row)] for row in read_csv(path)]
-    kept = [row for row in found[1:] if row and row[0] != split] if found[:1] == [[*header]] else []
+    """Replace the rows of `split`, the first column, and keep those of other splits."""
+    kept = [row for row in read_csv(path)[1:] if row and row[0] != split]
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_csv(path, [header, *kept, *([split, *row] for row in rows)])
-
-
-def plain(cell: str) -> str:
-    """A cell that was read, without the apostrophe of `replace_csv`."""
-    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
-
-
-def _as_text(cell: Any) -> Any:
-    if isinstance(cell, str) and _FORMULA.match(cell):
-        try:
-            float(cell)
-        except ValueError:
-            return f"'{cell}"
-    return cell

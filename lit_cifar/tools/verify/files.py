@@ -18,7 +18,7 @@ from lit_cifar.checkpoint.format import POSITION, read_checkpoint
 from lit_cifar.configured import made
 from lit_cifar.errors import CheckpointError
 from lit_cifar.reporting.evaluation_tables import CONFUSION, PER_RANK
-from lit_cifar.reporting.files import plain, read_csv
+from lit_cifar.reporting.files import read_csv
 from lit_cifar.reporting.rank_statistics import AccuracyCount, pooled
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.record import ANY, LOSS, METRICS, Evaluated, Record, first_of, gap, gaps_of_step
@@ -182,4 +182,4 @@ def _line_problems(name: str, found: Sequence[Any], wanted: Sequence[Any], sourc
 
 
 def _rows(record: Record, name: str) -> list[list[str]]:
-    return [[*map(plain, row)] for row in read_csv(record.run / name) if row[0] == "val"]
+    return [row for row in read_csv(record.run / name) if row[0] == "val"]
