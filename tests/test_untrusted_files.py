@@ -291,7 +291,6 @@ OF_A_FIT = [
     (without("callbacks", BEST_STATE, "best_model_path"), "of BestCheckpoint in it cannot be loaded: KeyError"),
     *((put("stopped", value=each), "its stopped") for each in (True, [], [1], {"max_epochs": 1})),
     (put("stopped", value=[{"max_epochs": torch.ones(2)}]), "its stopped.0.max_epochs is (2,)"),
-    (put("fingerprint", value={"torch": "a\nb"}), r"its fingerprint.torch is 'a\nb'"),
 ]
 
 

@@ -1,7 +1,5 @@
 """`--virtual_replicas`: what the bits of one device on several need; that modes have them, `test_parity` shows."""
 
-import shutil
-import warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,10 +14,8 @@ from threads import on_ranks
 from torch import Tensor, nn
 
 from lit_cifar import CIFAR10DataModule, LitResNet
-from lit_cifar.checkpoint import fingerprint
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode.tensors import squares
-from lit_cifar.reporting.environment import cpu_model
 from lit_cifar.strategies import parts
 from lit_cifar.strategies.parts import VirtualParts, _buckets
 from lit_cifar.strategies.virtual_replicas import VirtualReplicas, clip_in_order, squares_of_rows
@@ -162,25 +158,3 @@ def test_every_part_of_a_scaled_loss_has_its_share_in_the_gradient(tmp_path: Pat
         found.append(torch.cat([state["momentum_buffer"].flatten() for state in states]))
     plain, of_scaled = found
     assert float((of_scaled - plain).norm() / plain.norm()) < 0.3  # without it 0.6, in float16 0.13
-
-
-def resumed(run: Path, *flags: str) -> list[str]:
-    """The warnings of a resumed run about its bits."""
-    command = ["fit", *FLAGS, "--trainer.max_epochs=2", *flags, f"--run_dir={run}", "--resume=auto"]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run_here(*command)
-    return [str(warning.message) for warning in caught if "the bits of this training" in str(warning.message)]
-
-
-def test_a_run_that_resumes_elsewhere_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_here("fit", *FLAGS, f"--run_dir={tmp_path / 'same'}")
-    for name in ("other", "without"):
-        shutil.copytree(tmp_path / "same", tmp_path / name)
-    assert resumed(tmp_path / "same") == []
-    monkeypatch.setattr(fingerprint, "cpu_model", lambda: "another processor")
-    (warning,) = resumed(tmp_path / "other")
-    assert warning.splitlines()[1:] == [f"  processor: {cpu_model()} before, another processor now"]
-    monkeypatch.undo()
-    (warning,) = resumed(tmp_path / "without", "--virtual_replicas=null")
-    assert warning.splitlines()[1:] == ["  virtual replicas: 4 before, none now"]

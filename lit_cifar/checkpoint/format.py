@@ -112,7 +112,6 @@ _ENTRIES: dict[str, Any] = {
     STOPPED: list[dict[str, bool | float | Annotated[str, "(?s).*"]]] | None,
     AVERAGED: dict[str, Tensor],
     "averaging_state": dict[str, Tensor],  # its counts
-    "fingerprint": dict[str, str],
     _DATA: TrainedOn,
 }
 

@@ -224,10 +224,6 @@ class CLI(LightningCLI):
             callbacks = [EpochLines(), *bars, *callbacks]
         num_parts = self._arguments.virtual_replicas
         callbacks = [SameStart(self._start.point), *callbacks]
-        if num_parts is not None or self._arguments.ckpt_path is not None:
-            from lit_cifar.checkpoint.fingerprint import Fingerprint
-
-            callbacks.append(Fingerprint(num_parts))
         if num_parts is not None:
             from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 

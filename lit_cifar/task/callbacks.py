@@ -47,7 +47,6 @@ ORDER = (
     "EpochMeans",  # computes the means that others read
     "",  # the user's callbacks, unless they are of a kind below
     "VirtualReplicas",
-    "Fingerprint",
     "ProgressBar",
     "EpochLines",
     "EvaluationFigures",
