@@ -54,14 +54,6 @@ def test_a_run_ends_with_the_process_that_has_started_it_though_that_is_killed(t
     assert not any(map(is_running, ranks))
 
 
-def test_a_command_of_another_program_has_the_environment_and_its_own_status(tmp_path: Path) -> None:
-    streams = {"stdout": tmp_path / "out", "stderr": tmp_path / "err"}
-    words = ["sh", "-c", "read line < /dev/stdin; echo $OWN; exit 3"]
-    run = ForkedRun(words, environment={"OWN": "value"}, module=None, **streams)
-    assert run.wait(100) == 3
-    assert ((tmp_path / "out").read_text(), (tmp_path / "err").read_text()) == ("value\n", "")
-
-
 def test_one_failing_rank_ends_the_others_with_its_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 hangs, where nobody watches it."""
     monkeypatch.setattr(forked, "_FAREWELL_S", 0.5)

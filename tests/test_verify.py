@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -148,42 +147,8 @@ def test_all_leaves_out_what_is_not_possible(
     assert kept == [name for name in sized_modes(devices) if name not in left_out]
 
 
-def test_a_launcher_starts_modes_that_have_processes_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_launcher = replace(settings(), launcher=("srun", "fit.sh"))
-    found = _possible(chosen(["all"], devices=4), with_launcher, leave_out=True)
-    left_out = {"single", "dp", "ddp_spawn", "mp", "mp-micro"}
-    assert [mode.name for mode in found] == [name for name in sized_modes(4) if name not in left_out]
-    started: list[dict[str, Any]] = []
-    noted = Mock(wait=lambda limit_s: 1)
-    monkeypatch.setattr(
-        "lit_cifar.launch.forked.ForkedRun", lambda words, **kwargs: started.append(kwargs | {"words": words}) or noted
-    )
-    launcher = Verifier(with_launcher, 2, tmp_path)
-    launcher.run_mode(sized_modes(2)["ddp"], launcher.new_folder("ddp"), title="ddp")
-    with pytest.raises(ConfigError):
-        launcher.run_alone("reference", GhostBatches())
-    of_mode, alone = started
-    assert (of_mode["words"][:3], of_mode["module"]) == (["srun", "fit.sh", "fit"], None)
-    assert (alone["words"][:1], alone["module"]) == (["fit"], "lit_cifar")
-    assert ("--trainer.devices=2" in of_mode["words"], "--trainer.devices=1" in alone["words"]) == (False, True)
-
-
-@pytest.mark.parametrize(("world_size", "status"), [(2, 0), (3, 2)])
-def test_a_launcher_must_start_as_many_processes_as_the_mode_has(
-    world_size: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launcher = Verifier(replace(settings(), launcher=("srun",)), 2, tmp_path)
-    (tmp_path / "trace").mkdir()
-    (tmp_path / "trace" / "run.json").write_text(json.dumps({"world_size": world_size, "num_nodes": 1}))
-    (tmp_path / "run").mkdir()
-    monkeypatch.setattr(Verifier, "_fit", lambda *args, **kwargs: EndedRun(0, "", "", 1.0))
-    ended = launcher.run_mode(sized_modes(2)["ddp"], tmp_path, title="ddp")
-    assert ended.status == status
-    assert (status == 0) or "has started 3 processes, and ddp with --devices=2 has 2" in runs.refusal(ended).problem
-
-
-def test_what_a_launcher_prints_after_an_error_is_not_the_error() -> None:
-    ended = EndedRun(1, "", "W: torchrun\nlit_cifar: error: wrong\n  right\nE: torchrun\n  at 3\n", 2.0)
+def test_what_is_printed_beside_an_error_is_not_the_error() -> None:
+    ended = EndedRun(1, "", "W: of torch\nlit_cifar: error: wrong\n  right\nE: of torch\n  at 3\n", 2.0)
     assert runs.last_words(ended) == "exit status 1 after 2 s\n  wrong\n  right"
     error = runs.refusal(ended)
     assert (error.problem, error.remedy) == ("wrong", "right")

@@ -20,6 +20,7 @@ INSTEAD: dict[str, str] = {
     "relations --only=effects": "--also=PACKAGE.FUNCTION, a relation of your own",
     "relations --only=groups": "--also=PACKAGE.FUNCTION, a relation of your own",
     "relations --only=recomputation": "--same=ARGUMENTS that turn your checkpointing of activations off",
+    "verify --launcher": "leave it out, as verify starts the processes of each mode",
     "verify --module": "relations --module=CLASS --data=CLASS -- FLAGS",
     "--replica_audit.exclude": "nothing; what need not be equal is said once and ends no run",
     "lit_cifar.Replay": "python -m lit_cifar relations train.py",

@@ -46,8 +46,7 @@ _no_more_runs = threading.Event()  # set while none is wanted, not even one that
 
 
 class ForkedRun:
-    """`python -m MODULE WORDS` in one process, or in several ranks with torchrun's environment. Without a module WORDS
-    are a command of any program, which then imports everything itself.
+    """`python -m MODULE WORDS` in one process, or in several ranks with torchrun's environment.
 
     The processes are forked from one that has imported the modules `preload`. Each leads a session of its own, so that
     a signal to the session reaches all processes that it starts.
@@ -58,7 +57,7 @@ class ForkedRun:
         self,
         words: Sequence[str],
         *,
-        module: str | None,
+        module: str,
         environment: Mapping[str, str],
         stdout: Path,
         stderr: Path,
@@ -162,9 +161,7 @@ def _rank_environments(environment: Mapping[str, str], num_ranks: int) -> Iterat
         yield [{**environment, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
 
 
-def _run(
-    module: str | None, words: list[str], environment: Mapping[str, str], stdout: str, stderr: str, folder: str
-) -> None:
+def _run(module: str, words: list[str], environment: Mapping[str, str], stdout: str, stderr: str, folder: str) -> None:
     """Turn a forked process into one that a user starts, and that ends with the process that has started it."""
     # The fork server ends when nobody has this pipe but the process that it serves; and then this one does.
     startup.die_with_parent()
@@ -176,8 +173,6 @@ def _run(
         os.dup2(file, stream)
         os.close(file)
     os.chdir(folder)
-    if module is None:
-        os.execvpe(words[0], words, environment)
     os.environ.clear()
     os.environ.update({**environment, startup.VARIABLE: str(os.getpid())})
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
@@ -207,7 +202,7 @@ class EndedRun:
 def run(
     words: Sequence[str],
     *,
-    module: str | None,
+    module: str,
     folder: Path,
     limit_s: float,
     num_ranks: int = 1,
@@ -218,13 +213,11 @@ def run(
     """Run `python -m MODULE WORDS` (see `ForkedRun`) to its end, or for `limit_s` seconds. Nothing of it stays running.
 
     Its output and temporary files are in `folder`, which exists. Each of its processes has so many `threads`, and this
-    process's environment with further `variables`. Without a module, WORDS are a command of any program, which finds
-    temporary files by itself: Ray knows its cluster by them.
+    process's environment with further `variables`.
     """
     (folder / "tmp").mkdir(exist_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **(variables or {})}
-    if module is not None:
-        environment["TMPDIR"] = str(folder / "tmp")
+    own = {"OMP_NUM_THREADS": str(threads), **(variables or {}), "TMPDIR": str(folder / "tmp")}
+    environment = {**os.environ, **own}
     out, err = folder / "stdout", folder / "stderr"
     for file in (out, err):
         file.write_text("")

@@ -144,14 +144,6 @@ _ON_ONE_GPU = {
 _NUMBER = {"DataParallelStrategy": "num_replicas", "LayerParallelStrategy": "num_stages"}  # of devices, by argument
 
 
-def launched(mode: SizedMode) -> SizedMode:
-    """`mode` itself, if a launcher has processes to start."""
-    if mode.num_ranks == 1:
-        problem = f"{mode.name} starts its own processes, or has one: there is nothing for --launcher to start"
-        raise ConfigError(problem, remedy="leave it out, or verify it without --launcher")
-    return mode
-
-
 def placed(mode: SizedMode, *, num_gpus: int) -> SizedMode:
     """`mode` on at most `num_gpus` GPUs; `mode` itself on the CPU, for which that is 0, and where they suffice."""
     if num_gpus == 0 or mode.devices <= num_gpus:

@@ -3,8 +3,6 @@
 import argparse
 import json
 import os
-import shlex
-import shutil
 import signal
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -39,14 +37,6 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, remedy=f"see {self.prog} --help")
-
-
-def launcher_words(text: str) -> tuple[str, ...]:
-    """The words of --launcher, which come before `fit`; the first must be an installed program."""
-    words = tuple(shlex.split(text))
-    if not words or shutil.which(words[0]) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} does not begin with a program that is installed here")
-    return words
 
 
 def whole(text: str, *, fewest: int = 0) -> int:

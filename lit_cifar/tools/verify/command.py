@@ -14,7 +14,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.launch.signals import EXIT_REFUSED
 from lit_cifar.reporting.output import without_banners
 from lit_cifar.tools import terminal
-from lit_cifar.tools.modes import SizedMode, chosen, launched, placed
+from lit_cifar.tools.modes import SizedMode, chosen, placed
 from lit_cifar.tools.terminal import CommandParser, say
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.judge import VerifiedMode
@@ -60,7 +60,7 @@ def main(args: list[str]) -> int:
     if options.virtual_replicas is not None:
         rest.append(f"--virtual_replicas={options.virtual_replicas}")
     sizes = {"devices": options.devices, "steps": options.steps}
-    rows = verify(options.modes.split(","), **sizes, args=rest, launcher=options.launcher)
+    rows = verify(options.modes.split(","), **sizes, args=rest)
     out = terminal.console()
     out.print(verdict_table(rows, title=f"{options.steps} steps, compared one by one"))
     for row in rows:
@@ -68,7 +68,7 @@ def main(args: list[str]) -> int:
             out.print(f"{row.mode}: {line}", markup=False)
     found = [asdict(row) | {"passed": row.passed} for row in rows]
     status = exit_status(row.outcome for row in rows)
-    record |= sizes | {"launcher": options.launcher, "rows": found, "passed": not status, "exit_status": status}
+    record |= sizes | {"rows": found, "passed": not status, "exit_status": status}
     terminal.write_json(target, record)
     return status
 
@@ -80,8 +80,6 @@ def verify_parser() -> CommandParser:
     parser.add_argument("--steps", type=int, default=4, metavar="K", help="Optimizer steps of each run (default: 4).")
     help = "Compare bit for bit: V parts of a batch in every mode."
     parser.add_argument("--virtual_replicas", type=int, metavar="V", help=help)
-    help = 'Have it start the processes of each mode, e.g. "python -m lit_cifar ray --nodes=2".'
-    parser.add_argument("--launcher", type=terminal.launcher_words, default=(), metavar="COMMAND", help=help)
     parser.add_argument("--json", metavar="FILE", help="Write all results, versions and hardware to this file.")
     return parser
 
@@ -92,10 +90,9 @@ def verdict_table(rows: Sequence[VerifiedMode], *, title: str) -> Table:
     table = terminal.table(title, columns, numbers=(*_COLUMNS, "time"))
     table.add_column("", no_wrap=True)
     for row in rows:
-        processes = str(row.processes or "-") + (f"\n[dim]{row.nodes} nodes[/]" if (row.nodes or 1) > 1 else "")
         cells = [_cell(row, kind) for kind in _COLUMNS]
         verdict = f"[bold {_COLOURS[row.outcome]}]{row.outcome.upper()}[/]"
-        table.add_row(row.mode, processes, row.equals, *cells, f"{row.seconds:.0f} s", verdict)
+        table.add_row(row.mode, str(row.processes or "-"), row.equals, *cells, f"{row.seconds:.0f} s", verdict)
     return table
 
 
@@ -107,22 +104,19 @@ def _cell(row: VerifiedMode, kind: str) -> str:
     return f"{shown if value <= bound else f'[red]{shown}[/]'}\n[dim]<= {f'{bound:.1e}' if bound else '0'}[/]"
 
 
-def verify(
-    names: Sequence[str], *, devices: int = 2, steps: int = 4, args: Sequence[str] = (), launcher: tuple[str, ...] = ()
-) -> list[VerifiedMode]:
+def verify(names: Sequence[str], *, devices: int = 2, steps: int = 4, args: Sequence[str] = ()) -> list[VerifiedMode]:
     """Compare modes, "all" for every one, with one device: a row for each.
 
     A mode has so many `devices`: GPUs, or on the CPU processes or virtual devices of one process. `args` are flags of
     `fit`; by default it is `tiny` on synthetic images, in float64. A mode called by its name that cannot run so is a
-    `ConfigError`; "all" leaves it out. `launcher`, the words before `fit`, starts the processes of each mode, as many
-    as the mode has.
+    `ConfigError`; "all" leaves it out.
     """
     if steps < 2:
         raise ConfigError(f"--steps={steps} leaves no step before a resume", remedy="pass --steps 2 or more")
     wanted, leave_out = chosen(list(names), devices=devices), "all" in names
     # Modes are sized by Trainers of the CPU, of which Lightning warns where there is a GPU.
     with without_banners(), tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
-        settings = Configuration.from_flags(args, devices=devices, folder=Path(folder), launcher=launcher)
+        settings = Configuration.from_flags(args, devices=devices, folder=Path(folder))
         verifier = Verifier(settings, steps, Path(folder))
         return verify_modes(verifier, [*_possible(wanted, settings, leave_out=leave_out)], leave_out=leave_out)
 
@@ -136,7 +130,7 @@ def _possible(wanted: Sequence[SizedMode], settings: Configuration, *, leave_out
     sampler.check()
     for mode in wanted if settings.num_parts is None else [mode.with_parts() for mode in wanted]:
         try:
-            on = launched(mode) if settings.launcher else placed(mode, num_gpus=settings.num_gpus)
+            on = placed(mode, num_gpus=settings.num_gpus)
             on.check(module, data, sampler, num_parts=settings.num_parts)
         except ConfigError as error:
             if not leave_out:

@@ -57,12 +57,9 @@ class Configuration:
 
     flags: tuple[str, ...]  # flags of `fit`
     config: dict[str, Any]  # every setting with its value, from `fit --print_config`
-    launcher: tuple[str, ...] = ()  # the words before `fit` of a launcher, if it is to start processes
 
     @classmethod
-    def from_flags(
-        cls, args: Sequence[str], *, devices: int, folder: Path, launcher: tuple[str, ...] = ()
-    ) -> "Configuration":
+    def from_flags(cls, args: Sequence[str], *, devices: int, folder: Path) -> "Configuration":
         """Resolve the user's `args`; refuse flags that `verify` sets, and precisions that leave out steps."""
         refuse_owned(args, _OWNED, command="verify")
         own_config = any(arg.partition("=")[0] in ("--config", "-c") for arg in args)
@@ -78,7 +75,7 @@ class Configuration:
             config["trainer"]["accelerator"] = "cpu"
         if not own_config and config["model"]["network"] is None:
             flags += _network_flags(config["model"])
-        return cls(tuple(flags), config, launcher)
+        return cls(tuple(flags), config)
 
     @property
     def num_parts(self) -> int | None:
@@ -121,9 +118,9 @@ class Configuration:
     def num_at_once(self) -> int:
         """Number of runs at the same time: on the CPU a short run mostly starts up, which uses one core.
 
-        A launcher may have room for one, and the disk for some copies of the network.
+        The disk has room for some copies of the network.
         """
-        return min(len(sched_getaffinity(0)), 8) if self.on_cpu and not self.launcher else 1
+        return min(len(sched_getaffinity(0)), 8) if self.on_cpu else 1
 
     @property
     def accumulation(self) -> int:

@@ -26,7 +26,6 @@ class VerifiedMode:
     mode: str
     equals: str  # the single-device computation that it was compared with
     processes: int | None = None  # number of processes; None if the run failed before that was known
-    nodes: int | None = None  # number of nodes on which they ran, counted by a launcher
     differences: Bounds = field(default_factory=dict)  # the largest difference of each kind over all steps
     tolerance: Bounds = field(default_factory=dict)  # bound of each kind
     seconds: float = 0.0  # the duration of its run, without that of the reference
@@ -54,7 +53,7 @@ def judge(row: VerifiedMode, ended: EndedRun, record: Record, reference: Record,
         row.outcome = "fail"
         row.problems.append(f"the run ended after {len(record.steps)} of {len(reference.steps)} steps")
         return
-    row.processes, row.nodes = record.size
+    row.processes = record.num_processes
     row.problems += _compare_steps(row, record, reference)
     row.problems += sample_problems(record, reference)
     if (reason := other_weights(reference, settings.added_callbacks)) is not None:

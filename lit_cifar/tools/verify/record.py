@@ -55,9 +55,8 @@ class Record:
         return Record(self.folder / "resumed")
 
     @property
-    def size(self) -> tuple[int, int]:
-        content = json.loads((self.folder / "trace" / "run.json").read_text())
-        return content["world_size"], content["num_nodes"]
+    def num_processes(self) -> int:
+        return len(self._files("own*.jsonl"))
 
     @property
     def steps(self) -> list[int]:

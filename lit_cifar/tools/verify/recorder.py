@@ -72,7 +72,7 @@ class Trace(Logits):
     right what a strategy does wrong. Process `r` writes `step<k>-<r>.pt` (its loss, and its pieces of all tensors, see
     `pieces_of`), `evaluation<k>-<r>.pt` (ids, labels and logits, of the weights after step k), `samples<r>.jsonl` (the
     ids of each step, epoch and evaluation, and the number of samples that its metrics have counted) and `own<r>.jsonl`
-    (a `Snapshot` in each line: digests of its tensors). Rank 0 writes `run.json` at the end.
+    (a `Snapshot` in each line: digests of its tensors).
     """
 
     def __init__(self, folder: str) -> None:
@@ -126,7 +126,7 @@ class Trace(Logits):
         self._save("evaluation", self.take() | {"data_parallel_rank": self._data_parallel_rank})
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write down the kind of run; the rest follows when all other callbacks have had their turn."""
+        """Write down the end, when all other callbacks have had their turn."""
         teardown = trainer.strategy.teardown
 
         def written_before_and_after() -> None:
@@ -136,9 +136,6 @@ class Trace(Logits):
             self._write_own(WHOLE_NETWORK, _state(_tensors(pl_module), replica=replica))
 
         trainer.strategy.teardown = written_before_and_after  # type: ignore[method-assign]
-        if trainer.is_global_zero:
-            size = {"world_size": trainer.world_size, "num_nodes": trainer.num_nodes}
-            (self.folder / "run.json").write_text(json.dumps(size))
 
     @property
     def _evaluation(self) -> str:

@@ -40,7 +40,7 @@ def refuse_if_invalid(ended: EndedRun) -> None:
 
 
 def _error(ended: EndedRun) -> list[str]:
-    """The error that the command line, or the first of several ranks, has printed; a launcher prints more."""
+    """The error that the command line, or the first of several ranks, has printed."""
     start, *more = ended.stderr.partition(ERROR)[2].splitlines() or [""]
     return [start, *(line.strip() for line in takewhile(lambda line: line.startswith("  "), more))] if start else []
 

@@ -9,7 +9,6 @@ from concurrent.futures import Future, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
@@ -21,7 +20,7 @@ from lit_cifar.tools.terminal import say
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.judge import VerifiedMode, judge
 from lit_cifar.tools.verify.record import EXACT_BOUND, Bounds, Record, gaps_of_step, note_largest
-from lit_cifar.tools.verify.runs import ERROR, LIMIT_S, last_words, run
+from lit_cifar.tools.verify.runs import LIMIT_S, last_words, run
 
 _SMALL = 1e-6  # larger differences are not taken for rounding, whatever it does
 
@@ -69,10 +68,6 @@ class Verifier:
         if first.status != 0:
             return first
         record = Record(folder)
-        if self.settings.launcher and (started := record.size[0]) != mode.num_processes:
-            refusal = f"--launcher has started {started} processes, and {mode.name} with --devices={mode.devices} has "
-            refusal += f"{mode.num_processes}\n  have it start as many, or pass other --devices"
-            return replace(first, status=EXIT_REFUSED, stderr=ERROR + refusal)
         # The run folder is as before the last step, except for the logs.
         shutil.copytree(record.run, record.resumed.run, ignore=shutil.ignore_patterns("last.ckpt"), copy_function=_link)
         resumed = self._fit(f"{title}, resumed", record.resumed.folder, [*flags, "--resume=auto"], mode)
@@ -111,15 +106,9 @@ class Verifier:
         own.append(f"--trainer.callbacks.folder={folder / 'trace'}")
         at_once = self.settings.num_at_once * (self.settings.num_parts or processes)  # bits depend on the threads
         threads = max(1, len(os.sched_getaffinity(0)) // at_once)
-        how: dict[str, Any] = {"folder": folder, "limit_s": LIMIT_S, "threads": threads}
         say(f"running  {title}")
-        if self.settings.launcher and mode is not None:  # it starts the processes
-            flags = [flag for flag in flags if not flag.startswith("--trainer.devices=")]
-            words = [*self.settings.launcher, "fit", *self.settings.flags, *flags, *own]
-            ended = run(words, module=None, **how)
-        else:
-            ranks = 1 if mode is None else mode.num_ranks
-            ended = run(["fit", *self.settings.flags, *flags, *own], num_ranks=ranks, **how)
+        words, ranks = ["fit", *self.settings.flags, *flags, *own], 1 if mode is None else mode.num_ranks
+        ended = run(words, num_ranks=ranks, folder=folder, limit_s=LIMIT_S, threads=threads)
         say(f"{ended.seconds:5.0f} s  {title}")
         return ended
 
