@@ -1,22 +1,19 @@
 """Frozen parameters and layers stay in every mode, and the classifier has a learning rate of its own."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from commands import TINY, last_checkpoint, refused, run_here
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, OneCycleLR, StepLR
 
 from lit_cifar.models import build_network
-from lit_cifar.models.fine_tuning import FineTuning, Frozen
+from lit_cifar.models.fine_tuning import FineTuning
 from lit_cifar.models.frozen import head_of, matching
 from lit_cifar.task.module import LitResNet
 from lit_cifar.task.optim import WarmupDecay
-from lit_cifar.tools.verify.judge import frozen_problems
 
 # The first layers stay; the learning rate does not depend on the length of the run.
 STEM = [*TINY, "--model.fine_tuning.freeze=['conv1.*','bn1.*','layer1.*']", "--last_checkpoint.every_n_steps=1"]
@@ -134,16 +131,3 @@ def test_all_is_trained_from_the_epoch_on(tmp_path: Path) -> None:
         run_here("fit", *flags, f"--run_dir={run}", f"--trainer.max_steps={step}")
         run_here("fit", *flags, f"--run_dir={run}", "--resume=auto", "--trainer.max_steps=10")
         assert moved(ends[10], last_checkpoint(run)) == set()
-
-
-def test_what_is_frozen_and_moves_is_found_where_one_device_moves_it_too() -> None:
-    weight, mean = ("parameters", "0.weight"), ("buffers", "1.running_mean")
-    steps = {number: {weight: torch.ones(2), mean: torch.full((2,), max(2.0, number))} for number in (1, 2, 3)}
-    module = SimpleNamespace(frozen=Frozen(frozenset(["0.weight"]), ("1",)))
-    record: Any = SimpleNamespace(steps=[1, 2, 3], step=steps.__getitem__, ends_of_epochs={0: 2})
-    settings: Any = SimpleNamespace(plain_module=module)
-    assert frozen_problems(record, settings) == ["step 3: 1.running_mean is frozen, and has moved since step 1"]
-    module.frozen = Frozen(frozenset(["0.weight"]), ("1",), until=1)
-    assert frozen_problems(record, settings) == []
-    steps[2][weight] = torch.zeros(2)
-    assert frozen_problems(record, settings) == ["step 2: 0.weight is frozen, and has moved since step 1"]

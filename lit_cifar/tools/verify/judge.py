@@ -13,7 +13,7 @@ from lit_cifar.tools.verify.configuration import EXACT, Configuration
 from lit_cifar.tools.verify.files import OF_RESUME, entry_problems, file_problems, table_problems
 from lit_cifar.tools.verify.processes import count_problems, own_problems, sample_problems
 from lit_cifar.tools.verify.record import EXACT_BOUND, LOGITS, Bounds, Evaluated, Logged, Record
-from lit_cifar.tools.verify.recorder import BUFFERS, PARAMETERS, Logits, Step, with_weights
+from lit_cifar.tools.verify.recorder import Logits, Step, with_weights
 from lit_cifar.tools.verify.runs import last_words
 
 ONE_DEVICE, SAME_WEIGHTS, FIRST_RUN = "one device", "one device with the same weights", "the undisturbed run"
@@ -60,8 +60,6 @@ def judge(row: VerifiedMode, ended: EndedRun, record: Record, reference: Record,
         row.outcome = "fail" if row.problems else "crash" if ended.status else "abstain"
         row.problems.append(f"{RESUMED}: {last_words(ended)}" if ended.status else reason)
         return
-    for source, run in {"": record, f"{ONE_DEVICE}: ": reference}.items():
-        row.problems += [source + problem for problem in frozen_problems(run, settings)]
     row.problems += [*own_problems(record), *count_problems(record)]
     row.problems += _compare_metrics(row, record, reference, settings)
     row.problems += file_problems(record, reference, settings, source=ONE_DEVICE)
@@ -77,25 +75,6 @@ def _compare_steps(row: VerifiedMode, record: Record, reference: Record) -> list
         records.note_largest(row.differences, {key: size for key, size in gaps.items() if key[0] in row.tolerance})
         problems += records.step_problems(gaps, row.tolerance, step=number)
     return problems
-
-
-def frozen_problems(record: Record, settings: Configuration) -> list[str]:
-    """What `--model.fine_tuning.freeze` names and has moved since the first step, before the epoch in which it may.
-
-    The comparison with one device would not find what this does wrong too.
-    """
-    module = settings.plain_module
-    if not module.frozen.parameters:
-        return []
-    last = record.ends_of_epochs.get((module.frozen.until or 0) - 1, max(record.steps))
-    start, problems = record.step(min(record.steps)), []
-    for number in [number for number in record.steps if number <= last]:
-        for (kind, name), tensor in record.step(number).items():
-            still = kind == PARAMETERS and name in module.frozen.parameters
-            still = still or (kind == BUFFERS and name.rpartition(".")[0] in module.frozen.norms)
-            if still and not tensor.equal(start[kind, name]):
-                problems.append(f"step {number}: {name} is frozen, and has moved since step {min(record.steps)}")
-    return records.first_of(problems)
 
 
 def other_weights(alone: Record, added_callbacks: Sequence[str]) -> str | None:
