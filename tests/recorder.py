@@ -3,7 +3,6 @@
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch
 
 from lit_cifar.data import Batch
 from lit_cifar.models import compiled
-
-_NAMELESS = object()
 
 
 class RecordIds(L.Callback):
@@ -51,13 +48,6 @@ class AskAlone(L.Callback):
             _ = trainer.callback_metrics
 
     on_validation_epoch_end = on_test_epoch_end = on_train_epoch_end
-
-
-class Unwritten(L.Callback):
-    """Has defaults that no file can hold, the second without a type."""
-
-    def __init__(self, function: Callable[[], int] = lambda: 3, other=_NAMELESS) -> None:  # type: ignore[no-untyped-def]
-        self.function, self.other = function, other
 
 
 class KeepFirstWeights(L.Callback):

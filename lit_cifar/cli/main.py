@@ -287,8 +287,6 @@ class CLI(LightningCLI):
         )
         if self._arguments.ckpt_path is None or self._start.has_weights_alone:
             check_unasked_resume(self.trainer, trains=subcommand == "fit")
-        if not self._arguments.trainer.fast_dev_run:
-            run_folder.check_saved_config(self._parser(subcommand), self._arguments)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)

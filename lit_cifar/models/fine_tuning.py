@@ -21,7 +21,7 @@ class FineTuning:
         unfreeze_at: Epoch, counted from 0, from whose first step on they are trained too. Until then their gradients
             are computed and thrown away.
         head_lr: Learning rate of the classifier, where --model.optimizer.lr is that of all other parameters. Schedules
-            keep the ratio of the two.
+            keep the ratio of the two, but for a floor (`eta_min`, `min_lr`), which is that of both.
     """
 
     weights: str | None = None

@@ -5,7 +5,6 @@ import fcntl
 import os
 import shlex
 import socket
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
@@ -207,33 +206,3 @@ class SavedConfig(SaveConfigCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().setup(trainer, pl_module, "fit")
-
-
-def check_saved_config(parser: ArgumentParser, arguments: Namespace) -> None:
-    """Refuse a setting that `config.yaml` cannot hold: whoever reads the file would have another, or an error."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            parser.dump(arguments)
-        except (TypeError, ValueError) as error:
-            warnings.warn(str(error), stacklevel=1)
-    said = "".join(str(found.message) for found in caught if issubclass(found.category, UserWarning))
-    if said:
-        text = "".join(said.split())  # jsonargparse's line breaks are left out
-        named = [f"--{name}={value}" for name, value in _settings(arguments) if "".join(str(value).split()) in text]
-        problem = f"{named[0] if named else said} cannot be written to config.yaml, by which the run is repeated"
-        remedy = "let it be a number, a word, or the path of a class or a function, also where it is a default"
-        raise ConfigError(problem, remedy=remedy)
-
-
-def _settings(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Each object in `value` that is neither a number nor a word, with its name on the command line."""
-    if isinstance(value, Namespace | dict):
-        for key, item in (vars(value) if isinstance(value, Namespace) else value).items():
-            within = key in ("init_args", "dict_kwargs")
-            yield from _settings(item, name if within else f"{name}.{key}".lstrip("."))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _settings(item, name)
-    elif not isinstance(value, bool | int | float | str | None):
-        yield name, value

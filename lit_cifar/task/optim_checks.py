@@ -2,12 +2,11 @@
 
 import math
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmRestarts, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import ConfigError
@@ -22,15 +21,12 @@ def try_optimizer(module: LitResNet) -> tuple[Optimizer, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the schedule's step comes before the optimizer's
         optimizer = module.optimization.new_optimizer(module.network)
-        rates = [group["lr"] for group in optimizer.param_groups]
         scheduler: Any = module.optimization.new_scheduler(optimizer)
         try:
             scheduler.step(*([0.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
         except ArithmeticError as error:
             problem = f"--model.lr_scheduler={type(scheduler).__name__} cannot take a step: {error}"
             raise ConfigError(problem, remedy="correct its arguments: --model.lr_scheduler.NAME=VALUE") from error
-        if module.optimization.head_lr is not None and optimizer.param_groups[0]["lr"]:
-            _check_ratio(scheduler, optimizer, rates)
     return optimizer, scheduler
 
 
@@ -39,19 +35,6 @@ def check_schedule(scheduler: Any, trainer: Trainer, data: CIFAR10DataModule, *,
     check_total_steps(scheduler, _total_steps(trainer, num_batches))
     if isinstance(scheduler, ReduceLROnPlateau):
         _check_followed(followed_metric(scheduler), trainer, data, num_batches=num_batches)
-
-
-def _check_ratio(scheduler: Any, optimizer: Optimizer, rates: Sequence[float]) -> None:
-    """Refuse a schedule that has taken a step and given parameter groups rates of another ratio than they had."""
-    first, *others = zip(optimizer.param_groups, rates, strict=True)
-    # Which one step may not reach.
-    has_floor = isinstance(scheduler, ReduceLROnPlateau) and any(scheduler.min_lrs)
-    has_floor |= isinstance(scheduler, CosineAnnealingLR | CosineAnnealingWarmRestarts) and scheduler.eta_min > 0
-    for group, rate in others:
-        if has_floor or not math.isclose(group["lr"] * first[1], rate * first[0]["lr"], rel_tol=1e-6):
-            problem = f"{type(scheduler).__name__} does not keep the ratio of --model.fine_tuning.head_lr to the others"
-            remedy = "leave out a floor (--model.lr_scheduler.eta_min, min_lr), or pass another --model.lr_scheduler"
-            raise ConfigError(problem, remedy=remedy)
 
 
 def _total_steps(trainer: Trainer, num_batches: int) -> float:

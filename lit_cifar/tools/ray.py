@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from math import inf
 from pathlib import Path
 from types import FrameType
@@ -23,7 +24,6 @@ from lit_cifar.launch.node import NodeProcesses
 from lit_cifar.launch.signals import EXIT_REFUSED, EXIT_STOPPED, Keystrokes, handlers_put_back, stop_signals
 from lit_cifar.tools.terminal import CommandParser, positive, refuse_owned, say, whole
 
-_LAST_CALL_S = 30  # wait for more nodes when the smallest number may be there
 _GRACE_S = 100.0  # wait after SIGTERM for the current step or validation, and for saving
 _POLL_S = 0.3
 _FORWARDED = ("GLOO_", "NCCL_", "LIT_CIFAR_")  # variables that begin so go to every node
@@ -46,7 +46,7 @@ def main(args: list[str]) -> int:
 def ray_parser() -> argparse.ArgumentParser:
     parser = CommandParser("ray", description=_DESCRIPTION)
     add = parser.add_argument
-    add("--nodes", type=_bounds, default=(1, 1), help="Number of nodes; 1:2 goes on while one is there (default: 1).")
+    add("--nodes", type=positive, default=1, metavar="N", help="Number of nodes (default: 1).")
     add("--workers_per_node", type=positive, default=1, metavar="N", help="Processes on each node (default: 1).")
     add("--gpus_per_worker", type=whole, default=0, metavar="N", help="GPUs of each process (default: 0).")
     add("--max_failures", type=whole, default=0, metavar="N", help="How often to start again (default: 0).")
@@ -82,26 +82,18 @@ class RayRun:
 
     @contextmanager
     def _placed(self) -> Iterator[list[Any]]:
-        """An actor on each of as many nodes as there are; none if the user ends the job before."""
-        smallest, largest = self.options.nodes
+        """An actor on each node, once all are there; none if the user ends the job before."""
         each = {"CPU": self.options.workers_per_node, "GPU": self._gpus}
-        for num_nodes in range(largest, smallest - 1, -1):
-            group = self.ray.util.placement_group([each] * num_nodes, strategy="STRICT_SPREAD")
-            try:
-                if self._wait(group, _LAST_CALL_S if num_nodes > smallest else sys.maxsize):
-                    yield [self._actor(group, node) for node in range(num_nodes)]
-                    return
-            finally:
-                self.ray.util.remove_placement_group(group)  # ends the actors, and the processes that they have started
-        yield []
-
-    def _wait(self, group: Any, limit_s: int) -> bool:
-        for second in range(limit_s):
-            if self.num_stops or group.wait(timeout_seconds=1):
-                return not self.num_stops
-            if second == 5:
-                _say(f"lit_cifar: waits for nodes with free resources: {group.bundle_specs}")
-        return False
+        group = self.ray.util.placement_group([each] * self.options.nodes, strategy="STRICT_SPREAD")
+        try:
+            for second in count():
+                if self.num_stops or group.wait(timeout_seconds=1):
+                    break
+                if second == 5:
+                    _say(f"lit_cifar: waits for nodes with free resources: {group.bundle_specs}")
+            yield [] if self.num_stops else [self._actor(group, node) for node in range(self.options.nodes)]
+        finally:
+            self.ray.util.remove_placement_group(group)  # ends the actors, and the processes that they have started
 
     def _actor(self, group: Any, node: int) -> Any:
         variables = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
@@ -170,11 +162,3 @@ def _connected(address: str) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
-
-
-def _bounds(text: str) -> tuple[int, int]:
-    smallest, _, largest = text.partition(":")
-    bounds = positive(smallest), positive(largest or smallest)
-    if bounds[0] > bounds[1]:
-        raise argparse.ArgumentTypeError(f"{text} is not NUMBER or SMALLEST:LARGEST")
-    return bounds
