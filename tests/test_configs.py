@@ -4,10 +4,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -16,7 +14,7 @@ from commands import TINY, environment_of, last_checkpoint, run_here
 from lit_cifar.cli.main import CLI
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-PATHS = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "cluster")  # those are no configurations
+PATHS = sorted(CONFIGS.rglob("*.yaml"))
 # Few drawn images in place of a data set that must be downloaded, and a small network.
 DRAWN = ["--model.arch=tiny", "--data.dataset=synthetic", "--data.num_train=600", "--data.num_test=50"]
 SHORT = ["--trainer.max_steps=2", "--trainer.log_every_n_steps=1", "--trainer.limit_val_batches=0"]
@@ -99,37 +97,6 @@ def test_one_machine_alone_keeps_the_rendezvous(host: str, is_host: str, network
     assert f"is_host={is_host}," in done.stdout
     assert "--local-addr=10.1.0.3 " in done.stdout
     assert done.stdout.split()[-1] == "100"  # seconds to save in
-
-
-def of_jobset(job: Any) -> tuple[str, dict[str, str]]:
-    container = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
-    return container["args"][0], {each["name"]: each["value"] for each in container["env"]}
-
-
-def of_trainjob(job: Any) -> tuple[str, dict[str, str]]:
-    trainer = job["spec"]["trainer"]
-    variables = {each["name"]: each["value"] for each in trainer["env"]}
-    return trainer["args"][0], variables | {"PET_MASTER_ADDR": "node3", "PET_NNODES": str(trainer["numNodes"])}
-
-
-def of_skypilot(job: Any) -> tuple[str, dict[str, str]]:
-    given = {"NODE_IPS": "node3\nnode4", "NUM_NODES": str(job["num_nodes"]), "NUM_GPUS_PER_NODE": "4", "TASK_ID": "7"}
-    return job["run"], job["envs"] | {f"SKYPILOT_{name}": value for name, value in given.items()}
-
-
-@pytest.mark.parametrize(
-    ("file", "read", "nodes"),
-    [("jobset", of_jobset, "1:2"), ("trainjob", of_trainjob, "2"), ("skypilot", of_skypilot, "1:2")],
-)
-def test_what_a_scheduler_starts_is_torchrun_on_its_machines(
-    file: str, read: Callable[[Any], tuple[str, dict[str, str]]], nodes: str, network: dict[str, str]
-) -> None:
-    command, variables = read(yaml.safe_load((CLUSTER / f"{file}.yaml").read_text()))
-    here = {"INTERFACE": "ib0", "RDZV_HOST": "node3"}  # what this machine has in place of the cluster's
-    place = {"env": network | variables | here, "cwd": CLUSTER.parents[1]}
-    done = subprocess.run(["bash", "-c", command], **place, capture_output=True, text=True, check=True)
-    assert f"--nnodes={nodes} " in done.stdout
-    assert "-m lit_cifar fit --trainer.strategy=ddp --resume=auto --run_dir=/shared/runs/first" in done.stdout
 
 
 @pytest.mark.parametrize(
