@@ -60,16 +60,6 @@ def test_a_resumed_run_fills_the_row_of_its_checkpoint(tmp_path: Path, killed_af
     assert (tmp_path / "run" / "metrics.csv").read_bytes() == (tmp_path / "whole" / "metrics.csv").read_bytes()
 
 
-def test_a_table_that_no_run_has_written_begins_anew_and_this_is_said(tmp_path: Path) -> None:
-    write(tmp_path, STEP, NEXT)
-    (tmp_path / "metrics.csv").write_text(
-        (tmp_path / "metrics.csv").read_text().partition("\n")[2]
-    )  # without its header
-    with pytest.warns(UserWarning, match="lacks rows of the training before"):
-        write(tmp_path, NEXT, kept_rows=1)
-    assert [row["step"] for row in logged(tmp_path)] == ["4"]
-
-
 def test_every_row_of_a_run_has_its_step_its_epoch_and_more(tmp_path: Path) -> None:
     """With a schedule by epochs too, which Lightning's monitor would log at the beginning of each."""
     run = tmp_path / "run"

@@ -11,7 +11,6 @@ from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.tensorboard import SummaryWriter
 
 from lit_cifar.configured import arguments_of, made
@@ -73,11 +72,8 @@ class _ContinuedWriter(ExperimentWriter):
         self._path = Path(self.metrics_file_path)
         self._last: dict[str, Any] = {}  # the file's last row, which may grow
         self._grows = False
-        rows = self._rows()
-        if len(rows) < kept_rows:
-            rank_zero_warn(f"{self._path} lacks rows of the training before: it is not as a run has written it")
-        if kept := rows[:kept_rows]:
-            self._replace([*rows[0]], kept)
+        if kept := self._rows()[:kept_rows]:
+            self._replace([*kept[0]], kept)
             self._last = {name: cell for name, cell in kept[-1].items() if cell}
         else:
             self._path.unlink(missing_ok=True)
@@ -111,7 +107,7 @@ class _ContinuedWriter(ExperimentWriter):
 
     def _rows(self) -> list[dict[str, str]]:
         header, *rows = read_csv(self._path) or [[]]
-        return [dict(zip(header, row, strict=False)) for row in rows if row and "step" in header]
+        return [dict(zip(header, row, strict=False)) for row in rows]
 
     def _replace(self, fields: list[str], rows: list[dict[str, Any]]) -> None:
         replace_csv(self._path, [fields, *([row.get(name, "") for name in fields] for row in rows)])
