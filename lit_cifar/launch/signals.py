@@ -131,13 +131,6 @@ def launched_by_lightning(trainer: Trainer) -> bool:
     return is_copied and trainer.local_rank > 0
 
 
-def flush_streams() -> None:
-    """Flush stdout and stderr, as far as they exist and accept it, before `os._exit`."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):
-            stream.flush()
-
-
 def destroy_process_group_at_exit() -> None:
     """Destroy the default process group and all others, if there are any.
 

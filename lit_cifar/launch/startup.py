@@ -45,13 +45,15 @@ os.register_at_fork(after_in_child=note_parent)
 def open_closed_streams() -> None:
     """Open stdin, stdout and stderr at `/dev/null` where the caller has closed them.
 
-    Otherwise the next file to be opened would take their place, and get what libraries and processes print.
+    Otherwise the next file to be opened would take their place, and get what libraries and processes print; and Python
+    has no stream where one is closed.
     """
-    for number, flags in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
+    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, flags), True)  # it gets the lowest free number
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number
+            setattr(sys, name, os.fdopen(number, mode))
 
 
 def kill_workers() -> None:

@@ -5,14 +5,13 @@ words, or repeat the user's input. Those of callbacks, loggers and profilers tha
 """
 
 import errno
-import io
 import logging
 import os
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +98,7 @@ def _is_no_banner(record: logging.LogRecord) -> bool:
 def outlast_streams() -> None:
     """Discard what this process prints to a stdout or stderr that cannot take it: the run continues.
 
-    It may be closed (`>&-`), a pipe whose reader has gone (`fit | head -1`), a terminal that was closed or a full disk.
+    It may be a pipe whose reader has gone (`fit | head -1`), a terminal that was closed or a full disk.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -107,46 +106,34 @@ def outlast_streams() -> None:
             setattr(sys, name, _Outlasting(stream, name=name))
 
 
-_NOWHERE = io.TextIOBase()
-
-
 class _Outlasting:
-    """A text stream that does not fail when `stream` does; everything else is the stream's own.
-
-    An object of the user's program, such as one that writes to two places, need not have more than `write`.
-    """
+    """A text stream that does not fail when `stream` does; everything else is the stream's own."""
 
     def __init__(self, stream: Any, *, name: str) -> None:
         self._stream, self._name = stream, name
-        self._discards = stream is None or getattr(stream, "closed", False)
 
     def __getattr__(self, name: str) -> Any:
-        found = None if self._discards else getattr(self._stream, name, None)
-        return getattr(_NOWHERE, name) if found is None else found
+        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        if not self._discards:
-            try:
-                self._stream.write(text)
-            except UnicodeEncodeError as error:
-                self._stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
-            except (OSError, ValueError) as error:
-                self._discard(error)
+        try:
+            self._stream.write(text)
+        except UnicodeEncodeError as error:
+            self._stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+        except OSError as error:
+            self._discard(error)
         return len(text)
 
     def flush(self) -> None:
-        if not self._discards:
-            try:
-                getattr(self._stream, "flush", _NOWHERE.flush)()
-            except (OSError, ValueError) as error:
-                self._discard(error)
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._discard(error)
 
-    def _discard(self, error: Exception) -> None:
+    def _discard(self, error: OSError) -> None:
         """Discard output from now on, also of processes that this one will start, and of Python's flush at its end."""
-        self._discards = True
-        with suppress(AttributeError, OSError, ValueError):
-            descriptor, null = self._stream.fileno(), os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, descriptor)
-            os.close(null)
-        if getattr(error, "errno", None) != errno.EPIPE:  # EPIPE: the reader has stopped reading, and knows it
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._stream.fileno())
+        os.close(null)
+        if error.errno != errno.EPIPE:  # EPIPE: the reader has stopped reading, and knows it
             print(f"lit_cifar: what {self._name} shows ends here: {error}", file=sys.stderr)

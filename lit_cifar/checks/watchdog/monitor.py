@@ -15,7 +15,6 @@ from lit_cifar.checks.watchdog.heartbeat import Heartbeat, Mates, Sight
 from lit_cifar.checks.watchdog.progress import Progress
 from lit_cifar.checks.watchdog.store import HeartbeatStore
 from lit_cifar.errors import printable
-from lit_cifar.launch.signals import flush_streams
 from lit_cifar.launch.startup import kill_workers
 
 BEAT_S = 1.0
@@ -26,13 +25,6 @@ _STATES = ("unseen", "running", "stopped", "gone")  # states of one process, in 
 _FAREWELL_S = 10.0
 # The most seconds that a turn counts. In a longer one this process was not run, as after Ctrl-Z, and has seen nothing.
 _MOST_S = 2.0
-
-
-def _say(message: str) -> None:
-    """Print `message` on stderr, if that is usable in a program that is not ours."""
-    with suppress(AttributeError, OSError, ValueError):
-        sys.stderr.write(f"{printable(message, lines=True)}\n")
-        sys.stderr.flush()
 
 
 class Monitor(threading.Thread):
@@ -189,7 +181,8 @@ class Monitor(threading.Thread):
     def _conclude(self, verdict: Verdict) -> None:
         self.verdict = verdict
         if verdict.reporter == self._beat.rank and verdict.message:
-            _say(verdict.message)
+            with suppress(OSError, ValueError):  # of a program that is not ours, which may have closed it
+                print(printable(verdict.message, lines=True), file=sys.stderr, flush=True)
         if any((verdict.kind, verdict.rank) != ("silent", peer.rank) for peer in self._others()):
             # Wait until all who can have read it: one that had not would find this process gone and report that.
             time.sleep(2 * (BEAT_S + self._board.answer_s))
@@ -201,7 +194,8 @@ class Monitor(threading.Thread):
         if verdict.kind != "hung":  # otherwise no main thread ends by itself
             time.sleep(GRACE_S)
             self.mates.kill(verdict.rank)
-        flush_streams()
+        with suppress(AttributeError, OSError, ValueError):
+            sys.stdout.flush()
         kill_workers()
         os._exit(1)
 
