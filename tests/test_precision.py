@@ -8,9 +8,8 @@ import yaml
 from commands import TINY, run_here
 from jsonargparse import Namespace
 
-from lit_cifar.errors import ConfigError
 from lit_cifar.models import precision
-from lit_cifar.models.precision import choose_fast, keep_choice
+from lit_cifar.models.precision import choose_fast
 from lit_cifar.reporting.run_folder import of_checkpoint
 
 NAMES = ("trainer.precision", "model.channels_last", "trainer.benchmark", "model.optimizer.init_args.fused")
@@ -81,10 +80,7 @@ def test_nothing_is_chosen_under_a_launcher_on_several_machines(monkeypatch: pyt
     assert choose_fast(settings()) == ""
 
 
-@pytest.mark.parametrize("wrong", [{"trainer": {"precision": ["bf16"]}}, {"model": {"channels_last": "yes"}}])
-def test_settings_that_are_of_no_run_are_not_kept(wrong: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not what a run writes"):
-        keep_choice(settings(), before=wrong, source=Path("config.yaml"))
+def test_a_checkpoint_is_of_the_run_in_whose_folder_of_checkpoints_it_lies(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     assert of_checkpoint(tmp_path / "saved/last.ckpt") is None
     assert of_checkpoint(tmp_path / "checkpoints/last.ckpt") == tmp_path

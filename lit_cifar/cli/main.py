@@ -45,7 +45,7 @@ from lit_cifar.reporting.figures import EvaluationFigures
 from lit_cifar.reporting.loggers import logger_below, run_loggers
 from lit_cifar.reporting.output import outlast_streams, without_banners
 from lit_cifar.reporting.progress import EpochLines, StepBar
-from lit_cifar.reporting.run_folder import CONFIG, RunLock, SavedConfig, process_rank
+from lit_cifar.reporting.run_folder import RunLock, SavedConfig, process_rank
 from lit_cifar.reporting.run_report import RunReport
 from lit_cifar.task.callbacks import NoProfiler, default_callbacks, place, skip_idle_hooks
 from lit_cifar.task.module import LitResNet
@@ -196,7 +196,7 @@ class CLI(LightningCLI):
         if checkpoint is None or self._start.has_weights_alone:
             self._choice = choose_fast(self._arguments)
         elif (folder := run_folder.of_checkpoint(Path(checkpoint))) is not None:
-            keep_choice(self._arguments, before=run_folder.read_config(folder), source=folder / CONFIG)
+            keep_choice(self._arguments, before=run_folder.read_config(folder))
 
     def instantiate_classes(self) -> None:
         """Build data, model and trainer; an error of their constructors is a mistake in the user's input.

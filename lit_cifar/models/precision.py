@@ -52,18 +52,9 @@ def choose_fast(arguments: Namespace) -> str:
     return _CHOICE if was_left_open else ""
 
 
-def keep_choice(arguments: Namespace, *, before: Mapping[str, Any], source: Path) -> None:
-    """Give a fit that goes on the choice of its run `before`, from the file `source`, as others round differently.
-
-    Raises a `ConfigError` for settings that no run has.
-    """
-    chosen = {name: _setting(before, name) for name in (*_FAST, *_FAST_ON_GPU)}
-    for name, value in chosen.items():
-        kinds = (str, int) if name == "trainer.precision" else (bool,)
-        if value is not None and not isinstance(value, kinds):
-            problem = f"{name} in {source} is not what a run writes there"
-            raise ConfigError(problem, remedy="move it away and pass the flags instead")
-    _fill_in(arguments, chosen)
+def keep_choice(arguments: Namespace, *, before: Mapping[str, Any]) -> None:
+    """Give a fit that goes on the choice of its run, whose settings are `before`, as others round differently."""
+    _fill_in(arguments, {name: _setting(before, name) for name in (*_FAST, *_FAST_ON_GPU)})
 
 
 def _fill_in(arguments: Namespace, chosen: Mapping[str, Any]) -> None:
