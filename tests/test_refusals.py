@@ -17,6 +17,7 @@ from jsonargparse import Namespace
 from verifying import TINY as VERIFIED
 
 from lit_cifar.checkpoint.callbacks import LastCheckpoint
+from lit_cifar.checks.watchdog.callback import Watchdog
 from lit_cifar.cli.main import CLI
 from lit_cifar.cli.trainer_arguments import BOUNDS, check_bounds
 from lit_cifar.data import Augment, CIFAR10DataModule, Pictures
@@ -333,6 +334,8 @@ OWN_BOUNDS: dict[str, tuple[Callable[..., object], float, float]] = {
     "figures.num_wrong": (EvaluationFigures, 0, 2**16),
     "figures.every_n_epochs": (EvaluationFigures, 0, math.inf),
     "figures.every_n_seconds": (EvaluationFigures, 0, math.inf),
+    "watchdog.timeout_s": (Watchdog, 5, math.inf),  # there may be no beat in a shorter time
+    "watchdog.hang_timeout_s": (Watchdog, 5, math.inf),
     "last_checkpoint.every_n_epochs": (LastCheckpoint, 0, math.inf),
     "last_checkpoint.every_n_steps": (LastCheckpoint, 1, math.inf),
     "last_checkpoint.every_n_seconds": (LastCheckpoint, 0, math.inf),

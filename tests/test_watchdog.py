@@ -431,11 +431,6 @@ def test_with_a_time_of_zero_nothing_is_watched(monkeypatch: pytest.MonkeyPatch)
     callback = Watchdog(timeout_s=0)
     callback.setup(cast(Any, SimpleNamespace(world_size=2)), L.LightningModule(), "fit")
     assert callback._watch is None
-    for too_short_s in (-1.0, 1.0, math.nan):  # there may be no beat in this time
-        with pytest.raises(ConfigError, match=r"--watchdog.timeout_s=.* must be at least 5"):
-            Watchdog(timeout_s=too_short_s)
-        with pytest.raises(ConfigError, match=r"hang_timeout_s=.* must be at least 5"):
-            Watchdog(hang_timeout_s=too_short_s)
     with pytest.raises(ConfigError, match="hang_timeout_s=60 has no effect"):
         Watchdog(timeout_s=0, hang_timeout_s=60)
 

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lit_cifar.checkpoint.atomic import LAST, read_checked, save_error, saving, snapshot, write_checkpoint
+from lit_cifar.checkpoint.atomic import LAST, read_checked, saving, snapshot, write_checkpoint
 from lit_cifar.checkpoint.format import POSITION
 from lit_cifar.errors import CheckpointError, ConfigError, printable
 from lit_cifar.reporting.files import make_folder, replacing, sync
@@ -159,10 +159,7 @@ def note_epoch(checkpoint: Mapping[str, Any], folder: Path) -> None:
     if not position["epoch"] or position["step"]:
         return
     path, epoch = folder / DIGESTS, position["epoch"] - 1
-    try:
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        kept = [line for line in lines if (found := _DIGEST_LINE.fullmatch(line)) and int(found[1]) < epoch]
-        with replacing(path) as file:
-            file.write("\n".join([*kept, f"{weights_digest(checkpoint['state_dict'])}  epoch {epoch}", ""]))
-    except OSError as error:
-        raise save_error(error, path, checkpoints=folder / "checkpoints") from error
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    kept = [line for line in lines if (found := _DIGEST_LINE.fullmatch(line)) and int(found[1]) < epoch]
+    with replacing(path) as file:
+        file.write("\n".join([*kept, f"{weights_digest(checkpoint['state_dict'])}  epoch {epoch}", ""]))
