@@ -50,16 +50,6 @@ class AskAlone(L.Callback):
     on_validation_epoch_end = on_test_epoch_end = on_train_epoch_end
 
 
-class KeepFirstWeights(L.Callback):
-    """Writes the network's weights and buffers to `path` when training begins, after a checkpoint has been loaded."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        torch.save(pl_module.network.state_dict(), self.path)
-
-
 class QuickCompiler(L.Callback):
     """Traces, cuts and differentiates as torch.compile does, and makes no kernels, which would take minutes."""
 

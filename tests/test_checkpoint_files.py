@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import before_each_line, state, step_of
-from commands import TINY, callback, last_checkpoint, refused, run_here
+from commands import TINY, refused
 from threads import on_ranks
 
 from lit_cifar.checkpoint import atomic
@@ -31,7 +31,6 @@ from lit_cifar.checkpoint.compatibility import check_classes, check_header
 from lit_cifar.checkpoint.files import DIGESTS, CheckpointFiles, note_epoch, weights_digest
 from lit_cifar.checkpoint.format import Header, TrainedOn, read_checkpoint
 from lit_cifar.errors import CheckpointError, ConfigError, SaveError
-from lit_cifar.models import build_resnet
 from lit_cifar.reporting.files import make_folder, replace_csv
 
 
@@ -98,14 +97,6 @@ def test_the_previous_is_used_where_the_last_is_damaged(saved: Path) -> None:
     assert path is None
     assert "is of before version 0.2.0" in refused[0]
     assert newest_valid(saved / "missing") == (None, [])
-
-
-def test_a_file_of_another_program_is_for_who_names_it(tmp_path: Path) -> None:
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    file = tmp_path / "run" / "checkpoints" / LAST
-    torch.save(state(5), file)
-    says = [f"{file} is not a checkpoint of this program", f"--ckpt_path={file}"]
-    refused("fit", *TINY, f"--run_dir={tmp_path / 'run'}", "--resume=auto", says=says)
 
 
 def test_lightning_reads_no_damaged_file_and_runs_no_code(saved: Path) -> None:
@@ -345,21 +336,6 @@ def test_unreadable_files_are_refused_and_torchs_old_format_is_read(tmp_path: Pa
         assert len(str(error.value).splitlines()) <= 5
     torch.save({"a": torch.arange(3)}, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
     assert read_checkpoint(tmp_path / "old.pth")["a"].tolist() == [0, 1, 2]
-
-
-def test_a_training_begins_with_given_weights_and_a_classifier_of_its_own(tmp_path: Path) -> None:
-    given = build_resnet("tiny", stem="imagenet", num_classes=1000).state_dict()
-    torch.save(given, tmp_path / "given.pth")
-    flags = [*TINY, f"--ckpt_path={tmp_path / 'given.pth'}"]
-    keep = callback("recorder.KeepFirstWeights", path=tmp_path / "first.pt")
-    run_here("fit", *flags, *keep, f"--run_dir={tmp_path / 'run'}")
-    first = torch.load(tmp_path / "first.pt", weights_only=True)
-    assert first.keys() == given.keys()
-    assert all(first[name].equal(given[name]) for name in given if not name.startswith("fc."))
-    assert first["fc.weight"].shape == (10, 64)
-    position = last_checkpoint(tmp_path / "run")["position"]
-    assert (position["epoch"], position["global_step"]) == (1, 5)
-    assert "fc.weight is (1000, 64) in the checkpoint, (10, 64) in the model" in refused("test", *flags)
 
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7)}

@@ -51,7 +51,7 @@ class Backbone(nn.Module):
 def test_what_fits_is_taken_and_the_rest_is_said(content: dict[str, Any], num_classes: int, says: list[str]) -> None:
     network = build_resnet("resnet18", stem="imagenet", num_classes=num_classes)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    said = take_weights(network, content, num_classes=num_classes, partly=True)
+    said = take_weights(network, content, num_classes=num_classes)
     assert [words for words in says if words not in said] == [], said
     new = {"fc.weight", "fc.bias"} if "new, " in said else set()
     for name, tensor in network.state_dict().items():
@@ -61,7 +61,7 @@ def test_what_fits_is_taken_and_the_rest_is_said(content: dict[str, Any], num_cl
 
 def test_a_part_of_a_network_takes_a_whole_file() -> None:
     network = Backbone()
-    said = take_weights(network, {"net": RESNET}, num_classes=3, partly=True)
+    said = take_weights(network, {"net": RESNET}, num_classes=3)
     assert ", those of net.*, for body.*\n  new, as the file has none: head.weight, head.bias" in said
     assert all(tensor.equal(RESNET[name]) for name, tensor in network.body.state_dict().items())
 
@@ -88,7 +88,7 @@ def test_a_whole_network_is_found_in_files_of_other_programs(content: Any, says:
 
 
 WHOLE: dict[str, Any] = {}
-PARTLY = {"num_classes": 5, "partly": True}
+PARTLY = {"num_classes": 5}
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_training_starts_from_a_file_and_a_resume_wins(given: Path, tmp_path: 
     ("more", "says"),
     [
         ("--model.arch=resnet10", ["in the model", "--model.arch=resnet18"]),
-        ("--ckpt_path={}", ["holds weights alone: a training starts from one file", "leave one of the two out"]),
+        ("--ckpt_path={}", ["holds no training of this program", "in place of --ckpt_path"]),
         ("--model.fine_tuning.weights=nowhere.pth", ["there is no checkpoint nowhere.pth"]),
     ],
 )

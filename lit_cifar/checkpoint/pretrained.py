@@ -36,17 +36,15 @@ def start_from_file(network: nn.Module, path: Path, *, num_classes: int) -> None
     """Copy into `network` what fits of the weights in a file, and print what is taken, new, and not used."""
     content = read_checked(path)
     with naming(path):
-        summary = take_weights(network, content, num_classes=num_classes, partly=True)
+        summary = take_weights(network, content, num_classes=num_classes)
     rank_zero_info(f"{path}: {summary}")
 
 
-def take_weights(
-    network: nn.Module, content: Mapping[str, Any], *, num_classes: int | None = None, partly: bool = False
-) -> str:
+def take_weights(network: nn.Module, content: Mapping[str, Any], *, num_classes: int | None = None) -> str:
     """Copy into `network` the weights in a file of any program, and return what is taken, new, and not used.
 
     They may lie in dictionaries, and names have prefixes in the file or network: `{"net": {"module.fc.bias": ...}}`.
-    With `num_classes` a classifier of another number of classes stays new; `partly`, so does what the file lacks.
+    With `num_classes` a classifier of another number of classes stays new, and so does what the file lacks.
 
     Raises:
         CheckpointError: No tensor fits, one is missing or has another shape, or there are several networks' weights.
@@ -59,10 +57,13 @@ def take_weights(
     at = _place_of(own, kept, kind=type(network).__name__)
     given = at.given(kept)
     found = {name: given[name] for name in whole if name in given}
-    heads = [name for name in found if num_classes and _is_head(whole[name], found[name], num_classes)]
-    # Files of torch's first releases lack counters.
-    lacking = whole if partly else {name: count for name, count in whole.items() if name.endswith(_COUNTER)}
-    fitting = {**lacking, **(found if partly else given), **{name: whole[name] for name in heads}}
+    if num_classes is None:
+        heads: list[str] = []
+        # Files of torch's first releases lack counters.
+        fitting = {name: count for name, count in whole.items() if name.endswith(_COUNTER)} | given
+    else:
+        heads = [name for name in found if _is_head(whole[name], found[name], num_classes)]
+        fitting = whole | found | {name: whole[name] for name in heads}
     check_shapes(network, fitting)
     network.load_state_dict(fitting)
     taken = [name for name in own if name in found and name not in heads]

@@ -73,17 +73,14 @@ class StartingCheckpoint(Start):
         last = path.with_name(atomic.LAST)
         newest = atomic.content_digest(last) if resumes and last.is_file() else None
         self.point = StartingPoint(atomic.content_digest(path), f"{path}{at}", newest)
-        own = is_own(content)
-        if resumes and not own:
-            trusted = shlex.quote(f"--ckpt_path={path}")
-            problem = f"{path} is not a checkpoint of this program"
-            raise CheckpointError(problem, remedy=f"use another checkpoint; if you trust it, pass {trusted}")
-        self.has_weights_alone = not own or (self._fits and not holds_training(content))
-        if own and self._subcommand in ("fit", "validate"):
+        self.has_weights_alone = not is_own(content)
+        if self._fits and (self.has_weights_alone or not holds_training(content)):
+            raise CheckpointError(f"{path} holds no training of this program", remedy=_start_from(path))
+        if self._subcommand in ("fit", "validate") and not self.has_weights_alone:
             self._order = settings_in(content)
             if self._order is None:
                 rank_zero_warn("the checkpoint does not say which images it was trained on: they are not compared")
-        if self._fits and not self.has_weights_alone:
+        if self._fits:
             with naming(path):
                 position = Position.read(content)
                 audit = AuditRecord.read(content)
@@ -110,12 +107,8 @@ class StartingCheckpoint(Start):
             super().check(module, data, trainer)
             return
         if self._fits and module.weights is not None:
-            path, flag = self._config.ckpt_path, f"--model.fine_tuning.weights={module.weights}"
-            if self.has_weights_alone:
-                problem = f"{flag}, and --ckpt_path={path} holds weights alone: a training starts from one file"
-                raise ConfigError(problem, remedy="leave one of the two out")
-            module.weights = None
-            rank_zero_info(f"{flag} is not read: the training goes on with the weights in {path}")
+            flag, module.weights = f"--model.fine_tuning.weights={module.weights}", None
+            rank_zero_info(f"{flag} is not read: the training goes on with the weights in {self._config.ckpt_path}")
         with _blaming_damage(self._config.ckpt_path), naming(self._config.ckpt_path):
             self._compare(content, module, data, trainer)
 
@@ -131,13 +124,7 @@ class StartingCheckpoint(Start):
                 check_rest_of_epoch(self._order, now)
                 if self._step > (most := data.train_sampler().num_batches):
                     raise CheckpointError(f"its position is step {self._step} of an epoch, which has {most}")
-            try:
-                check_held_out(self._order, now)
-            except CheckpointError as error:
-                if not self.has_weights_alone:
-                    raise
-                if self._order.get("dataset") == now["dataset"]:  # else none of these was seen
-                    rank_zero_warn(f"{error.problem}. They are not new to the weights, so that val/acc says too much")
+            check_held_out(self._order, now)
 
     def _compare(self, content: dict[str, Any], module: LitResNet, data: CIFAR10DataModule, trainer: Trainer) -> None:
         from lit_cifar.checkpoint import compatibility
@@ -146,13 +133,9 @@ class StartingCheckpoint(Start):
             from lit_cifar.checkpoint.pretrained import take_weights
 
             content = atomic.read_checked(Path(self._config.ckpt_path))
-            summary = take_weights(module.network, content, num_classes=len(data.classes) if self._fits else None)
-            rank_zero_info(f"{self._config.ckpt_path}: {summary}")
+            rank_zero_info(f"{self._config.ckpt_path}: {take_weights(module.network, content)}")
             self._check_finite(module.network, module.network.state_dict())
-            if self._fits:
-                rank_zero_info(f"{self._config.ckpt_path} holds no training: a new one starts with its weights")
-            if not is_own(content):
-                rank_zero_info("the file does not say which classes it is of: they are taken for those of the data")
+            rank_zero_info("the file does not say which classes it is of: they are taken for those of the data")
             return
         try:
             now = TrainedOn(data.dataset, data.classes)
@@ -160,9 +143,8 @@ class StartingCheckpoint(Start):
         except CheckpointError as error:
             if not self._fits or self._config.resume is not None:
                 raise
-            weights = shlex.quote(f"--model.fine_tuning.weights={self._config.ckpt_path}")
-            start = f"or start a new training with its weights alone, in place of --ckpt_path: {weights}"
-            raise CheckpointError(error.problem, remedy=f"{error.remedy},\n{start}") from error
+            start = _start_from(self._config.ckpt_path)
+            raise CheckpointError(error.problem, remedy=f"{error.remedy},\nor {start}") from error
         compatibility.check_header(content, module.header)
         weights = content.get("state_dict", {})
         compatibility.check_shapes(module.network, weights)
@@ -195,6 +177,11 @@ class StartingCheckpoint(Start):
                     raise CheckpointError(problem)
                 rank_zero_warn(f"{self._config.ckpt_path}: {problem}. What the network answers means nothing")
                 return
+
+
+def _start_from(path: str | Path) -> str:
+    weights = shlex.quote(f"--model.fine_tuning.weights={path}")
+    return f"start a new training with its weights alone, in place of --ckpt_path or --resume: {weights}"
 
 
 @contextmanager

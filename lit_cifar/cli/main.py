@@ -193,7 +193,7 @@ class CLI(LightningCLI):
     def _choose_fast(self) -> None:
         """Choose what is fast for a new training; one that goes on keeps that of its run, if known."""
         checkpoint = self._arguments.ckpt_path
-        if checkpoint is None or self._start.has_weights_alone:
+        if checkpoint is None:
             self._choice = choose_fast(self._arguments)
         elif (folder := run_folder.of_checkpoint(Path(checkpoint))) is not None:
             keep_choice(self._arguments, before=run_folder.read_config(folder))

@@ -20,17 +20,17 @@ class Start:
     def __init__(self) -> None:
         self.point = StartingPoint(None, "no checkpoint")
         self.position: dict[str, Any] = {}  # position of the run that is resumed in its own folder; empty for a new run
-        self.has_weights_alone = False  # whether the network only starts with the weights of a checkpoint
+        self.has_weights_alone = False  # whether the checkpoint of an evaluation is another program's
 
     def name_classes(self, data: Dataset) -> None:
         """Let `data` do without the pictures of the training, if a checkpoint names their classes."""
 
     def check(self, module: LitResNet, data: CIFAR10DataModule, trainer: Trainer) -> None:
-        """Refuse a checkpoint of a different network or different classes; load weights alone at once."""
+        """Refuse a checkpoint of a different network or different classes; load given weights at once."""
         module.start_from_weights()
 
     def compare_images(self, data: CIFAR10DataModule) -> None:
-        """Refuse to go on with other images; of weights alone, with which a new training starts, this is told."""
+        """Refuse to go on with other images."""
 
 
 def check_unasked_resume(trainer: Any, *, trains: bool) -> None:
