@@ -221,6 +221,7 @@ def test_a_config_may_come_from_a_pipe_that_has_no_name(tmp_path: Path) -> None:
     os.write(writer, b"trainer: {max_epochs: 7}")
     os.close(writer)
     settings = yaml.safe_load(run_here("fit", *TINY, f"--config=/dev/fd/{reader}", "--print_config").stdout)
+    refused("fit", *TINY, *mode_flags("ddp"), f"--config=/dev/fd/{reader}", says=["can be read once, and 2 processes"])
     os.close(reader)
     assert settings["trainer"]["max_epochs"] == 7
 

@@ -6,6 +6,8 @@ repeated on the command line, and cannot be if the number of machines changes. W
 """
 
 import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -43,8 +45,11 @@ def resolve_world_size(config: dict[str, Any]) -> None:
         config["plugins"] = [*plugins, cluster_environment(num_nodes=config["num_nodes"])]
 
 
-def check_processes(trainer: Trainer, *, rank: int) -> None:
-    """Refuse a rank other than 0 without other processes, and processes that do not know where they meet."""
+def check_processes(trainer: Trainer, *, rank: int, files: Iterable[Any]) -> None:
+    """Refuse a rank other than 0 without other processes, and processes that do not know where they meet.
+
+    Settings that each of them reads, from `files`, can come from no pipe, which one of them would empty.
+    """
     if rank and trainer.world_size == 1:
         given = [name for name in RANKS if os.environ.get(name) == str(rank)]
         ranks = " ".join(f"{name}={rank}" for name in given) or f"rank {rank}"
@@ -52,6 +57,10 @@ def check_processes(trainer: Trainer, *, rank: int) -> None:
         remedy = f"unset {' '.join(given or RANKS)}, or pass --trainer.strategy=ddp and --trainer.devices=N"
         raise ConfigError(problem, remedy=remedy)
     strategy = trainer.strategy
+    pipe = next((str(file) for file in files if Path(file).is_fifo()), None)
+    if pipe is not None and trainer.world_size > 1 and mode_of(strategy).start_method == "popen":
+        problem = f"--config={pipe} is a pipe, which can be read once, and {trainer.world_size} processes read it"
+        raise ConfigError(problem, remedy="write the settings to a file: --config=FILE")
     environment = strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None
     if trainer.world_size > 1 and isinstance(environment, LocalEnvironment):
         environment.check(timeout=strategy._timeout if isinstance(strategy, DDPStrategy) else None)
