@@ -549,7 +549,6 @@ def assert_alike(run: Path, other: Path) -> None:
     assert losses(run)[-1] == pytest.approx(losses(other)[-1], rel=1e-6), run
 
 
-@pytest.mark.filterwarnings("ignore:the training before had lr_scheduler.total_steps=5")
 def test_a_schedule_counts_the_steps_of_this_run_where_batches_are_others_from_an_epoch_on(tmp_path: Path) -> None:
     """79 images are 5 steps an epoch, then 2: it stands behind 2 of 6 steps, and ends at 0, before `max_steps`.
 
@@ -558,7 +557,10 @@ def test_a_schedule_counts_the_steps_of_this_run_where_batches_are_others_from_a
     run = tmp_path / "run"
     fit(run, "--trainer.max_epochs=1", "--trainer.max_steps=1000")
     more = ["--trainer.max_epochs=3", "--trainer.max_steps=1000", "--data.batch_size=40", "--resume=auto"]
-    with pytest.warns(UserWarning, match="the schedule goes on behind 2 steps of this run, not 5"):
+    more += ["--data.augment.cutout=4", "--model.label_smoothing=0.1"]
+    data = "--data.batch_size=16 --data.augment.cutout=0; it goes on with --data.batch_size=40 --data.augment.cutout=4"
+    rest = "label_smoothing=0.0, lr_scheduler.total_steps=5; from optimizer step 5 on it has label_smoothing=0.1"
+    with pytest.warns(match=data), pytest.warns(match=rest), pytest.warns(match="behind 2 steps of this run, not 5"):
         fit(run, *more)
     schedule = last_checkpoint(run)["lr_schedulers"][0]
     assert (schedule["total_steps"], schedule["last_epoch"], schedule["_last_lr"]) == (6, 6, [0.0])

@@ -3,8 +3,12 @@
 from typing import Any
 
 import pytest
+from torchvision.transforms import v2
 
+from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data.augment import Augment
 from lit_cifar.data.changed_order import check_held_out, check_rest_of_epoch
+from lit_cifar.data.sample_order import order_settings
 from lit_cifar.errors import CheckpointError
 
 SETTINGS = {
@@ -37,6 +41,19 @@ def test_other_settings_are_refused_within_an_epoch(changed: dict[str, Any], pro
     mixed = bool({"seed", "num_train"} & changed.keys())
     other = "start a new training" if mixed else "resume a checkpoint from between two epochs"
     assert error.value.remedy == f"pass {remedy}, or {other}"
+
+
+@pytest.mark.parametrize("other", [False, Augment(cutout=4), Augment(transforms=[v2.RandAugment(num_ops=3)])], ids=str)
+def test_another_augmentation_is_refused_within_an_epoch(other: bool | Augment) -> None:
+    """A transform that is made again is the same one."""
+    found = []
+    for augment in (Augment(transforms=[v2.RandAugment()]), Augment(transforms=[v2.RandAugment()]), other):
+        data = CIFAR10DataModule(dataset="synthetic", num_train=20, augment=augment)
+        data.setup("fit")
+        found.append(order_settings(data))
+    check_rest_of_epoch(found[0], found[1])
+    with pytest.raises(CheckpointError, match="within an epoch with --data.augment"):
+        check_rest_of_epoch(found[0], found[2])
 
 
 # What was trained on and what is held out now, as (then, now, whether some images are of both).

@@ -2,12 +2,13 @@
 
 import re
 
+from lightning.pytorch.utilities import rank_zero_warn
+
 from lit_cifar.data.datasets import DATASETS
 from lit_cifar.data.sample_order import OrderSettings
 from lit_cifar.errors import CheckpointError
 
 _TRAIN, _VAL = _FILES = ("train files", "val files")  # settings that are no flags: digests of lists of files
-_WEIGHTS = "balance.class_weights"
 _PUT_BACK = "put them back as they were, with an empty file in place of each picture that could not be read then"
 
 
@@ -29,13 +30,24 @@ def check_rest_of_epoch(then: OrderSettings, now: OrderSettings) -> None:
     if then.get(_TRAIN) != now.get(_TRAIN):
         changes = "since then files to train on were added, removed or renamed, or others can be read"
         raise CheckpointError(f"the checkpoint was written within an epoch; {changes}", remedy=_PUT_BACK)
-    names = [name for name, value in now.items() if name not in _FILES and then.get(name, value) != value]
-    if names:
-        before = _flags({name: then[name] for name in names})
+    before, asked = _changed(then, now)
+    if before:
         other = "start a new training" if _mixed(then, now) else "resume a checkpoint from between two epochs"
-        asked = _flags({name: now[name] for name in names})
         problem = f"the checkpoint was written within an epoch with {before}; {asked} would train on the rest otherwise"
         raise CheckpointError(problem, remedy=f"pass {before}, or {other}")
+
+
+def tell_changed(then: OrderSettings, now: OrderSettings) -> None:
+    """Say what a training had that goes on with other settings from a checkpoint."""
+    before, asked = _changed(then, now)
+    if before:
+        rank_zero_warn(f"the training before had {before}; it goes on with {asked}")
+
+
+def _changed(then: OrderSettings, now: OrderSettings) -> tuple[str, str]:
+    """The flags that differ, as they were and as they are. Checkpoints of earlier releases lack some."""
+    names = [name for name, value in now.items() if name not in _FILES and then.get(name, value) != value]
+    return _flags({name: then[name] for name in names}), _flags({name: now[name] for name in names})
 
 
 def _mixed(then: OrderSettings, now: OrderSettings) -> list[str]:
@@ -55,9 +67,6 @@ def _mixed(then: OrderSettings, now: OrderSettings) -> list[str]:
 
 def _flags(settings: OrderSettings) -> str:
     """Flags to paste. What is no value of ours is left open: what a checkpoint says may come from anybody."""
-    values = {name: str(value).lower() if isinstance(value, bool) else value for name, value in settings.items()}
-    if values.get("dataset", "synthetic") not in DATASETS:
-        values["dataset"] = "..."
-    if not re.fullmatch(r"[\d.,e+\[\]-]*|balanced|null", str(values.get(_WEIGHTS, ""))):
-        values[_WEIGHTS] = "..."
-    return " ".join(f"--data.{name}={value}" for name, value in values.items())
+    values = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in settings.items()}
+    known = re.compile("|".join([r"[\d.,e+\[\]-]*|true|false|balanced|null", *DATASETS]))
+    return " ".join(f"--data.{name}={it if known.fullmatch(it) else '...'}" for name, it in values.items())

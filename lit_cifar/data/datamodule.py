@@ -221,9 +221,11 @@ class CIFAR10DataModule(L.LightningDataModule):
         """Refuse to validate on images that the run that wrote the checkpoint was trained on."""
         self._resumed = state_dict
         if self.trainer is not None and self.trainer.state.fn in (TrainerFn.FITTING, TrainerFn.VALIDATING):
-            from lit_cifar.data.changed_order import check_held_out
+            from lit_cifar.data.changed_order import check_held_out, tell_changed
 
             check_held_out(state_dict, order_settings(self))
+            if self.trainer.state.fn == TrainerFn.FITTING:
+                tell_changed(state_dict, order_settings(self))
 
     def compare(self, checkpoint: dict[str, Any]) -> None:
         """Load the state of a data module of another class, too: Lightning does so for the same class alone."""

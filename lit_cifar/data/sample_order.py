@@ -1,10 +1,12 @@
 """Settings that decide which image is used in which step, and how; checkpoints hold them, for a run that resumes."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from lit_cifar.errors import clash
+from lit_cifar.data.augment import Augment
+from lit_cifar.errors import clash, printable
 
 OrderSettings = dict[str, int | float | str]
 
@@ -37,6 +39,8 @@ def order_settings(data: Any) -> OrderSettings:
     held_out = 0 if data.source.own_val else data.val_size
     weights = data.balance.class_weights
     files = {f"{split} files": listed[split] for split in ("train", "val") if split in listed}
+    augmentation = data.augmentation
+    augment = {} if augmentation is None else {field.name: getattr(augmentation, field.name) for field in fields(Augment)}
     return files | {
         "dataset": data.source.identity(data.dataset),
         "num_train": sampler.num_samples + held_out,
@@ -50,7 +54,14 @@ def order_settings(data: Any) -> OrderSettings:
         "balance.class_weights": "null" if weights is None else str(weights).replace(" ", ""),
         "mixing.mixup": data.mixing.mixup,
         "mixing.cutmix": data.mixing.cutmix,
+        "augment": augmentation is not None,
+        **{f"augment.{name}": _text(value) if isinstance(value, list) else value for name, value in augment.items()},
     }
+
+
+def _text(transforms: list[Any]) -> str:
+    """What tells transforms from others, in a line: an object's place in the memory does not."""
+    return printable(re.sub(r"\s+| at 0x\w+", "", str(transforms)))
 
 
 def settings_in(checkpoint: Mapping[str, Any]) -> OrderSettings | None:

@@ -328,7 +328,7 @@ class LitResNet(L.LightningModule):
     def configure_optimizers(self) -> Any:
         if self.frozen.parameters:
             rank_zero_info(self.frozen.told(self.network))
-        return self.optimization.configure(self.network, self.trainer)
+        return self.optimization.configure(self.network, self.trainer, label_smoothing=self.label_smoothing)
 
     def on_train_start(self) -> None:
         self.optimization.start(self.trainer)

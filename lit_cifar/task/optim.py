@@ -142,15 +142,15 @@ def keep_saved_types(optimizer: Optimizer) -> None:
 
 
 class Recipe:
-    """The settings of an optimizer and its schedule before the first step; no reference to either is kept.
+    """The settings of a loss, an optimizer and its schedule before the first step; no reference to these is kept.
 
     A checkpoint brings the settings of the training before in the states of both. A resumed run has its own: those that
     its user has typed and that its `config.yaml` holds.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, *, label_smoothing: float = 0.0) -> None:
         """Note the optimizer's settings before a schedule changes them."""
-        self._made = _groups(optimizer)
+        self._made, self._loss = _groups(optimizer), {"label_smoothing": label_smoothing}
         self._groups: list[dict[str, Any]] = []
         self._schedule: dict[str, Any] = {}
 
@@ -159,7 +159,8 @@ class Recipe:
         self._groups, self._schedule = _groups(optimizer), deepcopy(scheduler.state_dict())
 
     def settings(self) -> dict[str, Any]:
-        found = {f"lr_scheduler.{name}": value for name, value in self._schedule.items() if name not in _OF_RATE}
+        found: dict[str, Any] = {**self._loss}
+        found |= {f"lr_scheduler.{name}": value for name, value in self._schedule.items() if name not in _OF_RATE}
         for number, group in enumerate(self._made):
             label = f"optimizer[{number}]" if number else "optimizer"
             found |= {f"{label}.{name}": value for name, value in group.items() if name not in _HOW}
@@ -177,7 +178,7 @@ class Recipe:
         where earlier epochs may have had another number of them. If nothing has changed, nothing is touched.
         """
         own, known = self.settings(), before or {}
-        changed = [] if before is None else [name for name in own if known.get(name) != own[name]]
+        changed = [] if before is None else [name for name in own if known.get(name, self._loss.get(name)) != own[name]]
         loaded = scheduler.state_dict()
         is_elsewhere = taken not in (None, loaded["last_epoch"])
         if before is not None and not changed and not is_elsewhere:

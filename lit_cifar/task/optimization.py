@@ -91,7 +91,7 @@ class Optimization:
             scale_rates(scheduler, optimizer.param_groups[1], number=1, ratio=rates[1] / rates[0] if rates[0] else 1.0)
         return scheduler
 
-    def configure(self, network: nn.Module, trainer: Any) -> dict[str, Any]:
+    def configure(self, network: nn.Module, trainer: Any, *, label_smoothing: float) -> dict[str, Any]:
         """What Lightning's `configure_optimizers` returns: rates scaled, and the schedule planned over the run."""
         optimizer = self.new_optimizer(network)
         keep_saved_types(optimizer)
@@ -99,7 +99,7 @@ class Optimization:
         factor = self._rate_scaling.factor(trainer)
         for group in optimizer.param_groups:
             group["lr"] *= factor
-        self._recipe = Recipe(optimizer)
+        self._recipe = Recipe(optimizer, label_smoothing=label_smoothing)
         scheduler = self.new_scheduler(optimizer)
         for number, group in enumerate(optimizer.param_groups):
             scale_rates(scheduler, group, number=number, ratio=factor)
