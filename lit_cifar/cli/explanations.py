@@ -7,6 +7,7 @@ from ast import literal_eval
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -31,6 +32,12 @@ _TYPES = {
     "datetime.timedelta": "a duration, as 0:10:00",
     "lit_cifar.data.augment.Augment": "settings",
 }
+# The last word of a flag of other programs, and of ours.
+_ELSEWHERE = dict.fromkeys(("gpu", "gpus", "num_gpus"), "devices") | dict.fromkeys(("fp16", "amp"), "precision")
+_ELSEWHERE |= dict.fromkeys(("output_dir", "save_dir", "log_dir"), "run_dir")
+_ELSEWHERE |= dict.fromkeys(("data_dir", "data_path", "path"), "root")
+_ELSEWHERE |= {"bs": "batch_size", "wd": "weight_decay", "scheduler": "lr_scheduler", "img_size": "image_size"}
+_ELSEWHERE |= {"pretrained": "weights", "checkpoint": "ckpt_path", "clip_grad": "gradient_clip_val"}
 
 
 def explained(message: str, *, known: Iterable[str], program: str) -> tuple[str, str]:
@@ -45,7 +52,8 @@ def explained(message: str, *, known: Iterable[str], program: str) -> tuple[str,
     settings = [f"--data.augment.{field.name}" for field in fields(Augment)]
     settings += [f"--model.optimizer.{name}" for name in ("lr", "momentum", "weight_decay")]
     if found := re.match(r"unrecognized arguments: [-\u2010-\u2015]*([^\s=]+)", message):  # dashes of typesetters too
-        guess = _meant(f"--{found[1]}", [*settings, *known])
+        folder = Path(found[1]).is_dir() and f"--run_dir={shlex.quote(found[1])} --resume=auto"
+        guess = folder or _meant(f"--{found[1]}", [*settings, *known])
     if found := re.search(r"does not accept option '([\w.]+)'", message):  # of a file
         meant = _meant(f"--{found[1]}", [*settings, *known])
         guess = meant and meant.removeprefix("--")
@@ -55,12 +63,15 @@ def explained(message: str, *, known: Iterable[str], program: str) -> tuple[str,
 
 def _meant(flag: str, known: Sequence[str]) -> str | None:
     """The flag that may be meant by one that is unknown: of the same name in a group, or spelt alike."""
-    first, last = flag.partition(".")[0], flag.removeprefix("--").rpartition(".")[2]
-    same = [other for other in known if other.endswith(f".{last}")]
+    first, last = flag.partition(".")[0], flag.removeprefix("--").rpartition(".")[2].replace("-", "_")
+    names = (last, f"num_{last}", f"max_{last}", _ELSEWHERE.get(last))
+    same = [other for name in names for other in known if re.split(r"--|\.", other)[-1] == name]
     within = [other for other in same if other.startswith(f"{first}.")]
+    groups = {other.partition(".")[0] for other in known if "." in other}
+    single = [other for other in known if other not in groups]
     # Flags are long and begin alike, so the cutoff is higher than for single words.
-    near = within or get_close_matches(flag, known, n=1, cutoff=0.75) or same
-    return near[0] if near else {"epochs": "--trainer.max_epochs", "steps": "--trainer.max_steps"}.get(last)
+    near = within or get_close_matches(flag, single, n=1, cutoff=0.75) or same
+    return near[0] if near else None
 
 
 def of_strategy_name(message: str) -> tuple[str, str]:

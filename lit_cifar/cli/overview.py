@@ -1,6 +1,7 @@
 """What is answered before the imports that take seconds: the overview, the version, and a command that there is not."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ _EXAMPLES = (
 
 def answer(words: Sequence[str]) -> None:
     """Exit if `words` ask for no more than this file has, or name no command; with status 2 if they cannot work."""
-    first = words[0] if words else ""
+    first, *rest = words or [""]
     if first == "--version":
         print(f"lit_cifar {__version__}")
         raise SystemExit(0)
@@ -52,6 +53,9 @@ def answer(words: Sequence[str]) -> None:
             kind = "rank" if name in RANKS else "number"
             _refuse(f"{name}={os.environ[name]!r} in the environment is not a {kind}", f"unset {name}")
     known = [name for group in _COMMANDS.values() for name in group]
+    command = next((word for word in rest if word in known), "")
+    if command and re.match(r"--(?!config|help)", first):
+        _refuse(f"{first} stands before the command", f"flags follow it: {PROGRAM} {command} --FLAG=VALUE ...")
     if first in known or first.startswith("-"):
         return
     from lit_cifar.cli import gone
@@ -59,7 +63,8 @@ def answer(words: Sequence[str]) -> None:
     if first in gone.INSTEAD:
         _refuse(f"the command {first} has gone", f"instead: {gone.INSTEAD[first]}")
     problem = f"there is no command {first}" if words else "a command is missing"
-    guess = f"did you mean {meant}? " if (meant := nearest(first, known)) else ""
+    meant = nearest(first, known) or next(iter(_COMMANDS.get(first, ())), None)  # a group has that name
+    guess = f"did you mean {meant}? " if meant else ""
     _refuse(f"{problem}; choose from {', '.join(known)}", f"{guess}see {PROGRAM} --help")
 
 
