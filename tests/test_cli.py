@@ -158,9 +158,9 @@ REFUSED_LATER = {
     "test --ckpt_path=best": ["no checkpoint best"],  # Lightning's word for that of this process
     **{command: ["untrained", "RUN_FOLDER", "--ckpt_path"] for command in ("validate", "test", "predict")},
     "fit --trainer.callbacks+=analysis.timeline.Timeline": ["records stages"],
-    "fit --best_checkpoint.monitor=abc": ["abc", "--help"],
+    "fit --best_checkpoint.monitor=train/abc": ["train/abc", "--help"],
     "fit --trainer.limit_val_batches=0.5": ["limit_val_batches", "--help"],
-    "fit --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=abc": ["abc", "--help"],
+    "fit --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=train/abc": ["abc", "--help"],
 }
 
 

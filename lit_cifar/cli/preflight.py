@@ -19,7 +19,7 @@ from lit_cifar.mode import mode_of
 from lit_cifar.models.precision import check_precision
 from lit_cifar.task.module import LitResNet
 from lit_cifar.task.optim_checks import check_schedule, try_optimizer
-from lit_cifar.task.refused_callbacks import check_callbacks, refuse_averages
+from lit_cifar.task.refused_callbacks import check_callbacks, check_monitors, refuse_averages
 
 
 def check_sizes(model: Namespace, data: Dataset) -> None:
@@ -85,6 +85,8 @@ def check_run(
     if trains:
         data.train_sampler().check()
         data.class_factors()
+        validates = bool(data.val_size and trainer.limit_val_batches)
+        check_monitors(trainer, module.val_metrics.scores, validates=validates)
         num_batches = check_intervals(trainer, data)
         check_schedule(scheduler, trainer, data, num_batches=num_batches)
     start.compare_images(data)

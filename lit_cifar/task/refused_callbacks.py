@@ -1,11 +1,13 @@
 """Callbacks of Lightning's that cannot work here, and settings by which one would decide on the wrong number."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer, callbacks
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer, WeightAveraging
 
-from lit_cifar.errors import ConfigError
+from lit_cifar.checkpoint.callbacks import BestCheckpoint
+from lit_cifar.errors import ConfigError, nearest
 from lit_cifar.mode import Mode, mode_of
 from lit_cifar.task.metrics import STEP_METRICS
 
@@ -42,9 +44,24 @@ def check_callbacks(trainer: Any, *, timed: bool) -> None:
     if sum(isinstance(callback, WeightAveraging) for callback in trainer.callbacks) > 1:
         problem = "--trainer.callbacks: several callbacks average weights, and a checkpoint holds one average"
         raise ConfigError(problem, remedy="leave out all but one")
+
+
+def check_monitors(trainer: Any, scores: Iterable[str], *, validates: bool) -> None:
+    """Refuse decisions on what nothing logs; `scores` are the names in an evaluation, if one `validates` at all."""
+    known = ["val/loss", *scores, "train/loss", "train/acc"]
+    is_own = [type(each).__module__.partition(".")[0] not in ("lightning", "lit_cifar") for each in trainer.callbacks]
     for callback in trainer.callbacks:
-        if isinstance(callback, EarlyStopping | ModelCheckpoint):
-            _check_monitor(callback, processes=mode_of(trainer.strategy).layout.data_parallel_size)
+        if not isinstance(callback, EarlyStopping | ModelCheckpoint):
+            continue
+        _check_monitor(callback, processes=mode_of(trainer.strategy).layout.data_parallel_size)
+        monitor, stops = callback.monitor or "train/", isinstance(callback, EarlyStopping) and callback.strict
+        flag = "--best_checkpoint" if isinstance(callback, BestCheckpoint) else "--trainer.callbacks"
+        if stops and monitor.startswith("val/") and not validates:
+            problem = f"{flag}: EarlyStopping follows {monitor}, and no images are validated on"
+            raise ConfigError(problem, remedy=f"leave out --data.val_size=0, or pass {flag}.monitor=train/loss")
+        if monitor not in known and not any(is_own) and not monitor.startswith(("train/", "lr-")):
+            remedy = f"did you mean {flag}.monitor={nearest(monitor, known) or known[0]}? choose of {', '.join(known)}"
+            raise ConfigError(f"{flag}.monitor={monitor}: nothing logs that", remedy=remedy)
 
 
 def _check_monitor(callback: EarlyStopping | ModelCheckpoint, *, processes: int) -> None:
