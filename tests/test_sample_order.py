@@ -52,7 +52,7 @@ def test_another_augmentation_is_refused_within_an_epoch(other: bool | Augment) 
         data.setup("fit")
         found.append(order_settings(data))
     check_rest_of_epoch(found[0], found[1])
-    with pytest.raises(CheckpointError, match="within an epoch with --data.augment"):
+    with pytest.raises(CheckpointError, match=r"within an epoch with --data\.augment"):
         check_rest_of_epoch(found[0], found[2])
 
 

@@ -86,7 +86,7 @@ def check_run(
         data.train_sampler().check()
         data.class_factors()
         validates = bool(data.val_size and trainer.limit_val_batches)
-        check_monitors(trainer, module.val_metrics.scores, validates=validates)
+        check_monitors(trainer, map(str, module.val_metrics.scores), validates=validates)
         num_batches = check_intervals(trainer, data)
         check_schedule(scheduler, trainer, data, num_batches=num_batches)
     start.compare_images(data)

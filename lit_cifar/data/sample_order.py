@@ -39,8 +39,8 @@ def order_settings(data: Any) -> OrderSettings:
     held_out = 0 if data.source.own_val else data.val_size
     weights = data.balance.class_weights
     files = {f"{split} files": listed[split] for split in ("train", "val") if split in listed}
-    augmentation = data.augmentation
-    augment = {} if augmentation is None else {field.name: getattr(augmentation, field.name) for field in fields(Augment)}
+    used = data.augmentation
+    augment = {} if used is None else {each.name: getattr(used, each.name) for each in fields(Augment)}
     return files | {
         "dataset": data.source.identity(data.dataset),
         "num_train": sampler.num_samples + held_out,
@@ -54,7 +54,7 @@ def order_settings(data: Any) -> OrderSettings:
         "balance.class_weights": "null" if weights is None else str(weights).replace(" ", ""),
         "mixing.mixup": data.mixing.mixup,
         "mixing.cutmix": data.mixing.cutmix,
-        "augment": augmentation is not None,
+        "augment": used is not None,
         **{f"augment.{name}": _text(value) if isinstance(value, list) else value for name, value in augment.items()},
     }
 
