@@ -1,11 +1,16 @@
 """What holds for every test: it leaves no process, no process group and nothing that is set for this one behind."""
 
+import json
 import logging
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -91,6 +96,27 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("trained") / "run"
     run_here("fit", *TINY, f"--run_dir={run}")
     return run
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Installs a package, with what it needs and this environment lacks, into a folder of its own."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+
+    @cache
+    def into(package: str) -> Path:
+        folder = tmp_path_factory.mktemp(package)
+        if find_spec(package):
+            return folder
+        asked = subprocess.run([*pip, "--dry-run", "--report", "-", package], capture_output=True, text=True)
+        if asked.returncode:
+            pytest.skip(f"{package} is not installed, and pip cannot install it")
+        packages = [each["metadata"] for each in json.loads(asked.stdout)["install"]]
+        lacks = [f"{each['name']}=={each['version']}" for each in packages]
+        subprocess.run([*pip, "--no-deps", f"--target={folder}", *lacks], check=True)
+        return folder
+
+    return into
 
 
 @pytest.fixture

@@ -623,22 +623,68 @@ for epoch in range(3):
 """
 )
 
-CLICK = """
+# The same training by the parser of each package.
+PARSED = {
+    "click": """
 import click
-import torch
-
 
 @click.command()
 @click.option("-b", "--batch-size", default=4)
 def main(batch_size):
+    train(batch_size)
+""",
+    "tyro": """
+import tyro
+from dataclasses import dataclass, field
+
+@dataclass
+class Data:
+    batch_size: int = 4
+
+@dataclass
+class Options:
+    data: Data = field(default_factory=Data)
+
+def main():
+    train(tyro.cli(Options).data.batch_size)
+""",
+    "hydra": """
+import hydra
+from hydra.core.config_store import ConfigStore
+
+ConfigStore.instance().store("config", {"data": {"batch_size": 4}})
+
+@hydra.main(version_base=None, config_name="config")
+def main(config):
+    train(config.data.batch_size)
+""",
+}
+PARSED_TRAINING = """
+import torch
+
+def train(batch_size):
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(3):
         model(torch.randn(batch_size, 2)).square().mean().backward()
         optimizer.step()
 
-
 main()
+"""
+ACCELERATED = """
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+torch.manual_seed(0)
+accelerator, model = Accelerator(), torch.nn.Linear(6, 1)
+optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(torch.randn(32, 6), 4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for epoch in range(3):
+    for batch in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
 """
 
 # Asks for a data set that is not here, and counts on as many samples as the real one has.

@@ -4,16 +4,11 @@ What observes a run changes no bit of it; what decides in it decides alike after
 refuses the others before the first step; `test_refusals` has their messages.
 """
 
-import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -111,27 +106,6 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> str:
     run = tmp_path_factory.mktemp("without") / "run"
     fit(run, [])
     return digest(run)
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Installs a package, with what it needs and this environment lacks, into a folder of its own."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-
-    @cache
-    def into(package: str) -> Path:
-        folder = tmp_path_factory.mktemp(package)
-        if find_spec(package):
-            return folder
-        asked = subprocess.run([*pip, "--dry-run", "--report", "-", package], capture_output=True, text=True)
-        if asked.returncode:
-            pytest.skip(f"{package} is not installed, and pip cannot install it")
-        packages = [each["metadata"] for each in json.loads(asked.stdout)["install"]]
-        lacks = [f"{each['name']}=={each['version']}" for each in packages]
-        subprocess.run([*pip, "--no-deps", f"--target={folder}", *lacks], check=True)
-        return folder
-
-    return into
 
 
 @pytest.mark.slow

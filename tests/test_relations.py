@@ -19,7 +19,19 @@ import pytest
 import relation_scripts
 import torch
 from commands import TINY, graded, mode_flags, refused, run_here
-from relation_scripts import AGAIN, CRITIC, CUDA, LIGHTNING, OWN, PLAIN, TAILS, UNEDITED
+from relation_scripts import (
+    ACCELERATED,
+    AGAIN,
+    CRITIC,
+    CUDA,
+    LIGHTNING,
+    OWN,
+    PARSED,
+    PARSED_TRAINING,
+    PLAIN,
+    TAILS,
+    UNEDITED,
+)
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from lit_cifar import relations
@@ -402,14 +414,40 @@ def test_the_example_resumes_as_its_page_says(arguments: list[str], expected: st
     assert texts == [expected == "fail"] * 2
 
 
-def test_flags_of_click_are_seen_with_their_values(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("package", "flag", "words"),
+    graded(
+        ("click", Flag(("-b", "--batch-size"), 7, "int"), ("--batch-size", "7")),
+        slow=[
+            ("tyro", Flag(("--data.batch-size",), 7, "int"), ("--data.batch-size", "7")),
+            ("hydra", Flag(("data.batch_size=",), 7, "int"), ("data.batch_size=7",)),
+        ],
+    ),
+)
+def test_flags_are_seen_with_their_values(
+    package: str,
+    flag: Flag,
+    words: tuple[str, ...],
+    tmp_path: Path,
+    installed: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(installed({"hydra": "hydra-core"}.get(package, package)))
     (user := tmp_path / "user").mkdir()
-    (user / "train.py").write_text(relation_scripts.CLICK)
-    words = ("--batch-size", "7")
+    (user / "train.py").write_text(PARSED_TRAINING.replace("\nmain()", f"{PARSED[package]}\nmain()"))
     own = Runs(Target(program="train.py", arguments=words, folder=str(user)), RunPlan(), tmp_path, limit_s=60).own()
-    assert own.script.flags == {"-b": Flag(("-b", "--batch-size"), 7, "int")}
-    assert own.script.flags["-b"].given(7) == words
+    assert own.script.flags[flag.words[0]] == flag
+    assert flag.given(7) == words
     assert len(own.samples[0]) == 7
+
+
+@pytest.mark.slow
+def test_a_script_of_accelerate_trains_on_two_processes(
+    outcomes: Outcomes, installed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(installed("accelerate"))
+    judged_parts = ("run", "replicas", "samples of ranks", "ranks")
+    assert outcomes(ACCELERATED, only="ranks") == dict.fromkeys(judged_parts, "pass")
 
 
 def test_a_flag_is_given_as_its_parser_takes_it() -> None:
