@@ -68,7 +68,7 @@ def _make_text(path: Path, num_words: int = 160_000) -> None:
     draws = np.random.default_rng(0)
     words = [f"w{number}" for number in range(200)]
     lines = (" ".join(draws.choice(words, 16)) for _ in range(num_words // 16))
-    path.write_text("".join(f" {line} \n" for line in lines))
+    path.write_text(" O God, O God! \n" + "".join(f" {line} \n" for line in lines))  # what minGPT's goes on from
 
 
 def _make_texts(folder: Path) -> None:
