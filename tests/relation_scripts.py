@@ -299,8 +299,9 @@ torch.manual_seed(0)
 if BUG == "no training":
     torch.randn(2, device="cuda") @ torch.randn(3, device="cuda")
 data = TensorDataset(torch.randn(64, 6))
-model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 6)).to(rank), device_ids=[rank])
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 6, dtype=torch.float32)).to(rank), device_ids=[rank])
+assert nn.DataParallel(nn.Linear(6, 6))(data[:2][0]).shape == (2, 6)
+optimizer = torch.optim.Adam(model.parameters())
 first = 0
 if path := relations.resume():
     saved = torch.load(path, map_location=f"cuda:{rank}")
@@ -312,7 +313,8 @@ for epoch in range(first, 3):
     sizes = (1, 0) if BUG == "no bug, but shared" else ()
     for (x,) in DataLoader(data, 4, sampler=DistributedSampler(data, *sizes, shuffle=False), pin_memory=True):
         x = relations.share(x) if sizes else x
-        noise = torch.zeros(len(x), 6, device="cuda")
+        noise = torch.zeros(len(x), 6, device="cuda").to(torch.float32)
+        assert noise.dtype == x.dtype
         with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = ((model(x.cuda(rank, non_blocking=True) + noise) - x.to(rank)) ** 2).mean()
         optimizer.zero_grad()
@@ -323,15 +325,18 @@ for epoch in range(first, 3):
         torch.save({"epoch": epoch + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
 """)
 
-# As an engine of ignite: it begins to read before a step sets the mode of the model. It prints what it finds.
+# As an engine of ignite: it begins to read before a step sets the mode of the model, and reads as many batches as its
+# loader has said. It prints what it finds.
 ENGINE = script("""
 import time
 
 def run(step, loader):
-    ahead = iter(loader)  # one batch ahead, as timm and accelerate read
-    following, results = next(ahead), []
-    while following:
-        batch, following = following, next(ahead, None)
+    count = len(loader)
+    ahead, results = iter(loader), []  # one batch ahead, as timm and accelerate read
+    following = next(ahead)
+    while len(results) < count:
+        is_last = len(results) + 1 == count
+        batch, following = following, None if is_last else next(ahead)
         results.append(step(*batch))
         print(f"the last batch: {results[-1]}")
     return results
@@ -352,7 +357,10 @@ inputs = torch.randn(36, 4)
 data, model = TensorDataset(inputs, inputs.sum(1, keepdim=True)), nn.Sequential(nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):
-    run(train, DataLoader(data, 8, shuffle=True))
+    trained = DataLoader(data, 8, shuffle=True)
+    run(train, trained)
+    print(f"trained: {sum(loss * size for loss, size in run(evaluate, trained)) / len(data):.6f}")
+    model.train()
     began = time.monotonic()
     held_out = DataLoader(data, 2)
     losses = run(evaluate, held_out)

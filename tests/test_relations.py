@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
@@ -42,6 +42,7 @@ from lit_cifar.checks.relations.batches import (
     SampleTuple,
     in_batches_of,
     joined,
+    open_mappings,
     parted,
     sample_digests,
     with_sample_lists,
@@ -145,6 +146,32 @@ def test_samples_are_the_same_in_other_batches() -> None:
     assert [len(x) for x, _ in parted(joined(batches), 3)] == [3, 2, 2]
     with pytest.raises(ValueError, match="unlike shapes"):
         joined([torch.zeros(2, 3), torch.zeros(2, 4)])
+
+
+class Encoding(UserDict[str, torch.Tensor]):
+    """As that of transformers."""
+
+
+def test_tokens_are_padded_to_those_of_the_longest_batch() -> None:
+    def tokens(length: int, mask: torch.Tensor) -> Encoding:
+        ids = torch.arange(2 * length).reshape(2, length)
+        return Encoding(input_ids=ids, attention_mask=mask, labels=ids, length=torch.tensor([length] * 2))
+
+    batches = [tokens(3, torch.ones(2, 3)), tokens(2, torch.ones(2, 2))]
+    for _ in range(2):
+        open_mappings(batches)
+    one = joined(batches)
+    assert type(one) is Encoding
+    assert one["input_ids"].tolist() == [[0, 1, 2], [3, 4, 5], [0, 1, 0], [2, 3, 0]]
+    assert one["attention_mask"][2:].tolist() == [[1, 1, 0]] * 2
+    assert one["labels"][2].tolist() == [0, 1, -100]
+    assert [(type(part), len(part["length"])) for part in parted(one, 3)] == [
+        (Encoding, 2),
+        (Encoding, 1),
+        (Encoding, 1),
+    ]
+    with pytest.raises(ValueError, match="unlike shapes"):  # padded on the left
+        joined([batches[0], tokens(2, torch.tensor([[0, 1], [1, 1]]))])
 
 
 ROWS, SCENES, NAMES = torch.zeros(4, 3), [torch.zeros(n, 3) for n in (2, 5, 1, 4)], ("a", "b", "c", "d")
@@ -678,6 +705,7 @@ def test_a_script_for_gpus_is_judged_on_the_cpu(bug: str, only: str, expected: l
     assert [verdict.outcome for verdict in (first, *found)] == expected
     reason = "with the CPU in place of CUDA" if found else "inconsistent tensor size"
     assert reason in f"{first.looked_at}{first.text}"
+    assert "in float32" not in first.looked_at
 
 
 @pytest.mark.parametrize(("bug", "said"), [("", ""), ("adds up", "are added in 8 of 24 steps")])

@@ -1,14 +1,17 @@
 """Batches as trees of tensors with samples along dimension 0, or lists of samples: joined, divided, and told apart."""
 
-from collections.abc import Iterator, Sequence
+from collections import UserDict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lit_cifar.checks.tensors import dense, digest
-from lit_cifar.internals import tree_flatten, tree_leaves, tree_unflatten
+from lit_cifar.internals import register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
 
 
 class SampleList(list[Any]):
@@ -23,6 +26,18 @@ class SampleTuple(tuple[Any, ...]):
 
 Samples: TypeAlias = SampleList | SampleTuple
 _MOST_VALUES = 2**22  # of a step's samples that are told apart
+# Of tokens that are padded on the right to the longest of a batch, as transformers does: what stands for none.
+_PADDING = {"input_ids": 0, "attention_mask": 0, "token_type_ids": 0, "labels": -100}
+
+
+def open_mappings(batch: Any) -> None:
+    """Let torch's trees see into mappings that are no `dict`, such as transformers' `BatchEncoding`."""
+    for kind in {type(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, UserDict)}:
+        register_pytree_node(kind, lambda tree: ([*tree.values()], [*tree]), partial(_closed, kind))
+
+
+def _closed(kind: type[Any], values: Sequence[Any], names: Sequence[Any]) -> Any:
+    return kind(dict(zip(names, values, strict=True)))
 
 
 def with_sample_lists(batch: Any, size: int, like: Any = None) -> Any:
@@ -58,8 +73,11 @@ def has_rows(leaf: Any) -> TypeGuard[Tensor | Samples]:
 
 
 def joined(batches: Sequence[Any]) -> Any:
-    """Join batches. Raise a `ValueError` where tensors are not divided by samples, or other values differ."""
-    flat = [tree_flatten(batch) for batch in batches]
+    """Join batches, those of tokens padded to the longest.
+
+    Raise a `ValueError` where tensors are not divided by samples, or other values differ.
+    """
+    flat = [tree_flatten(batch) for batch in _of_equal_length(batches)]
     if any(spec != flat[0][1] for _, spec in flat):
         raise ValueError("the batches hold unlike numbers of things")
     return tree_unflatten([_joined(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)], flat[0][1])
@@ -76,6 +94,23 @@ def _joined(leaves: Sequence[Any]) -> Any:
     if not all(bool(leaf == first) for leaf in leaves):
         raise ValueError("what is no tensor differs")
     return first
+
+
+def _of_equal_length(batches: Sequence[Any]) -> list[Any]:
+    """Batches whose tokens are padded to those of the longest, where a mask says what is padded, and on the right."""
+    masks = [batch.get("attention_mask") if isinstance(batch, Mapping) else None for batch in batches]
+    lengths = [mask.shape[1] for mask in masks if isinstance(mask, Tensor) and mask.dim() == 2 and mask[:, :1].all()]
+    if len(lengths) < len(batches):
+        return [*batches]
+
+    def padded(name: Any, value: Any, length: int) -> Any:
+        is_of_tokens = name in _PADDING and isinstance(value, Tensor) and value.shape[1:] == (length,)
+        return pad(value, (0, max(lengths) - length), value=_PADDING[name]) if is_of_tokens else value
+
+    return [
+        type(batch)({name: padded(name, value, length) for name, value in batch.items()})
+        for batch, length in zip(batches, lengths, strict=True)
+    ]
 
 
 def num_samples(batch: Any) -> int:

@@ -18,6 +18,7 @@ from lit_cifar.checks.relations.batches import (
     in_batches_of,
     joined,
     num_samples,
+    open_mappings,
     parted,
     sample_digests,
     tensors_in,
@@ -52,6 +53,8 @@ class Loaders:
         self._scripts = watched.folder.parent / MIRROR
         self._made_at = WeakKeyDictionary[Any, str]()  # of loaders: the place in the script
         self._read_for = WeakKeyDictionary[Any, str]()  # of loaders: "train", "evaluate" or "both"
+        # Of loaders: where their lengths were asked for since the last batch, and what for.
+        self._lengths_asked = WeakKeyDictionary[Any, list[tuple[str, str]]]()
         self._known = WeakKeyDictionary[data.BatchSampler, str]()  # what its batches are for, where phases do not tell
 
     def patch(self) -> None:
@@ -88,8 +91,14 @@ class Loaders:
             place, purpose = self._purpose(loader)
             self._read_for[loader] = purpose if self._read_for.get(loader, purpose) == purpose else "both"
             batches = self._training(loader, own) if purpose == "train" else self._evaluated(loader, own(loader))
-            return self._watched.uses.follow(batches, place, purpose)
+            supposed = [*self._lengths_asked.pop(loader, ()), (place, purpose)]
+            return self._watched.uses.follow(self._opened(loader, batches), supposed)
         return own(loader)
+
+    def _opened(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            yield batch
+            self._lengths_asked.pop(loader, None)
 
     def _purpose(self, loader: Any) -> tuple[str, str]:
         """The place at which a loader is read, or its length; and what for."""
@@ -107,6 +116,7 @@ class Loaders:
     def _fetched(self, batches: Iterator[Any]) -> Iterator[Any]:
         like = None
         for batch in batches:
+            open_mappings(batch)
             marked = batch if self._asked is None else with_sample_lists(batch, self._asked, like)
             like = marked if like is None else like
             yield marked
@@ -128,7 +138,8 @@ class Loaders:
             yield batch
 
     def _length(self, length: Any, loader: Any) -> int:
-        _, purpose = self._purpose(loader)
+        place, purpose = self._purpose(loader)
+        self._lengths_asked.setdefault(loader, []).append((place, purpose))
         if self._read_for.get(loader) == "evaluate":  # a script may ask when the evaluation is over
             purpose = "evaluate"
         if purpose == "evaluate" and self._watched.evaluation_batch is not None:
@@ -240,6 +251,7 @@ def imposed_batches(imposed: Imposed, epoch: int, rank: int) -> Iterator[Any]:
     for start in range(0, len(names), imposed.window):
         window = [folder / name for name in names[start : start + imposed.window] for folder in folders]
         batches = [torch.load(file, weights_only=False) for file in window]
+        open_mappings(batches)
         one = batches[0] if len(batches) == 1 else joined(batches)
         if imposed.multiple > 1:
             size = num_samples(one) // imposed.multiple * imposed.multiple

@@ -19,6 +19,7 @@ from lit_cifar.checks.relations.patching import after, before, patched
 from lit_cifar.checks.tensors import dense, whole
 
 BESIDE = "kept/beside "  # begins the names of averages and modules that are called without gradients
+UNSAVED = "kept/unsaved buffer "  # begins the names of buffers that no state dict has
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module)(?=\.)")
 _DEEPEST, _LONGEST = 3, 300  # of the objects that a script keeps
 _FOREIGN = ("torch", "lightning", "torchmetrics", "numpy", "builtins", "functools", "collections", "pathlib", "logging")
@@ -102,8 +103,11 @@ class TrainedParts:
             for name, parameter in root.named_parameters():
                 names[id(parameter)] = prefix + _plain(name)
                 _add(found, f"weights/{prefix}{_plain(name)}", parameter)
+            unsaved = {
+                id(module._buffers[name]) for module in root.modules() for name in module._non_persistent_buffers_set
+            }
             for name, buffer in root.named_buffers():
-                _add(found, f"buffers/{prefix}{_plain(name)}", buffer)
+                _add(found, f"{UNSAVED if id(buffer) in unsaved else 'buffers/'}{prefix}{_plain(name)}", buffer)
         for prefix, optimizer in _numbered(self.optimizers):
             _add_optimizer(found, optimizer, prefix, names)
         for number, schedule in enumerate(self.schedules):

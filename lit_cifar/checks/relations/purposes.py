@@ -4,7 +4,7 @@ A library may begin to read data before it sets the mode of a model: with ignite
 while the model is in eval mode.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from traceback import walk_stack
@@ -38,7 +38,8 @@ class Uses:
     def note(self, phase: str) -> None:
         self._of_innermost.add(phase)
 
-    def follow(self, batches: Iterator[Any], place: str, supposed: str) -> Iterator[Any]:
+    def follow(self, batches: Iterator[Any], supposed: Sequence[tuple[str, str]]) -> Iterator[Any]:
+        """The batches; `supposed` has the places at which they, and before them their number, were asked for."""
         outer, own = self._of_innermost, set[str]()
         try:
             for batch in batches:
@@ -48,7 +49,8 @@ class Uses:
             self._of_innermost = outer
             if own:
                 is_for = "train" if "train" in own else "evaluate"
-                self._purposes.seen.setdefault(place, set()).add((supposed, is_for))
+                for place, purpose in supposed:
+                    self._purposes.seen.setdefault(place, set()).add((purpose, is_for))
 
 
 def place_in(folder: Path) -> str:

@@ -18,7 +18,7 @@ import torch
 from lit_cifar.checks.compare import Difference, difference, differences
 from lit_cifar.checks.relations.crashes import in_words
 from lit_cifar.checks.relations.mirror import MIRROR, folders_of, mirror, mirrored
-from lit_cifar.checks.relations.parts import BESIDE
+from lit_cifar.checks.relations.parts import BESIDE, UNSAVED
 from lit_cifar.checks.relations.plan import End, Imposed, RunPlan, Target, Trace
 from lit_cifar.checks.verdict import Verdict
 from lit_cifar.launch.forked import EndedRun, run
@@ -218,7 +218,9 @@ def _kind_of(name: str) -> str:
 
 
 def _is_own_number(name: str, state: State) -> bool:
-    """Whether it is a number that a module or callback holds beside its parameters, such as a counter for its log."""
+    """Whether it is a number that a module or callback holds beside its parameters, or a buffer that is never saved."""
+    if name.startswith(UNSAVED):
+        return True
     return name.startswith(("kept/module.", "kept/callback ")) and not isinstance(state.get(name), torch.Tensor)
 
 

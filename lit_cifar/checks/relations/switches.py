@@ -1,12 +1,17 @@
 """What a run turns on or off in torch: CUDA, precision, compilation, the scale of the loss, seeds."""
 
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
@@ -60,14 +65,20 @@ def _make_without_effect(make: Any, autocast: Any, device_type: str, dtype: Any 
 
 
 def _compute_in_double(remarks: set[str]) -> None:
-    """New tensors are float64, and what a script asks to be float32 by `.float()`."""
+    """New tensors are float64, those of modules too that a script makes or loads as float32, and what it casts so."""
     own_float = torch.Tensor.float
 
-    def convert(own: Any, *args: Any, **settings: Any) -> Any:
-        found = own(*args, **settings)
+    def convert(own: Any, tensor: torch.Tensor, *args: Any, **settings: Any) -> Any:
+        if tensor.dtype == torch.float64:
+            args, settings = tuple(map(_doubled, args)), {name: _doubled(value) for name, value in settings.items()}
+        found = own(tensor, *args, **settings)
         if found.dtype in (torch.bfloat16, torch.float16):
             remarks.add(ROUNDED)
         return found
+
+    def register(_module: nn.Module, _name: str, own: Any) -> None:
+        if isinstance(own, torch.Tensor) and own.dtype == torch.float32:
+            own.data = own.data.double()
 
     def unscale(own: Any, *args: Any) -> Any:
         with mock.patch.object(torch.Tensor, "float", own_float):  # torch's own wants it
@@ -75,10 +86,16 @@ def _compute_in_double(remarks: set[str]) -> None:
 
     for name in ("to", "bfloat16", "half"):
         patched(torch.Tensor, name, convert)
+    register_module_parameter_registration_hook(register)
+    register_module_buffer_registration_hook(register)
     torch.set_default_dtype(torch.float64)
     patched(GradScaler, "unscale_", unscale)
-    for owner in (torch.Tensor, nn.Module):
-        patched(owner, "float", lambda _, own, *args, **settings: own.double(*args, **settings))
+    for kind in (torch.Tensor, nn.Module):
+        patched(kind, "float", lambda _, own, *args, **settings: own.double(*args, **settings))
+
+
+def _doubled(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 def in_double(tree: Any) -> Any:
@@ -119,10 +136,15 @@ def _stay_on_cpu(ranks: int) -> None:
     ExitStack().enter_context(_OnCpu())  # up to the end of the process
     answers: dict[str, Any] = {"is_available": True, "device_count": ranks, "current_device": 0, "memory_allocated": 0}
     answers |= dict.fromkeys(_IDLE) | {"max_memory_allocated": 0, "get_device_name": "the CPU"}
-    for name, answer in answers.items():
-        patched(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    stream = SimpleNamespace(is_capturing=lambda: False)  # which Adam asks
+    general = {"device_count": ranks, "current_device_index": 0, "current_stream": stream}
+    general |= dict.fromkeys(("set_device_index", "synchronize"))
+    for owner, own in ((torch.cuda, answers), (torch.accelerator, general)):
+        for name, answer in own.items():
+            patched(owner, name, lambda *_, answer=answer, **__: answer)
     patched(torch, "load", lambda load, f, *_, **own: load(f, **own | {"map_location": "cpu"}))
     patched(DistributedDataParallel, "__init__", _make_without_devices)
+    patched(nn.DataParallel, "__init__", _make_on_one_device)
     patched(torch.distributed, "barrier", lambda wait, *args, **_: wait(*args))
 
 
@@ -130,3 +152,8 @@ def _make_without_devices(
     make: Any, own: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **settings: Any
 ) -> None:
     make(own, module, None, None, *args, **settings)
+
+
+def _make_on_one_device(make: Any, own: nn.DataParallel[Any], module: nn.Module, *_: Any, **__: Any) -> None:
+    with mock.patch.object(torch.cuda, "is_available", return_value=False):
+        make(own, module)
