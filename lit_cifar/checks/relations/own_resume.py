@@ -80,13 +80,15 @@ def _places(runs: Runs, way: Way) -> Iterator["_Resumption"]:
     whole = runs.own()
     if runs.plan.ranks > 1:
         raise NotJudgedError("it trains on two processes alone, where only calls are understood", PASTE)
-    places = [place for place in whole.part(Checkpoints).written if place.files]
+    written = whole.part(Checkpoints).written
+    most = max((len(place.files) for place in written), default=0)  # where there are fewer, one to go on from may lack
+    places = [place for place in written if place.files and len(place.files) == most]
     if not (numbers := interruption.chosen([place.steps for place in places], whole.steps)):
         text = f"it writes no checkpoint before its last step ({whole.steps}): let it, by arguments after a --"
         raise NotJudgedError(text, PASTE)
-    for written in (places[number] for number in numbers):
-        name, stop = f"{interruption.NAME} after {written.steps} steps", StopAt(written.steps, "write", written.batches)
-        yield _Resumption(runs, name, stop, interruption.drawn(runs), written=written, way=way)
+    for place in (places[number] for number in numbers):
+        name, stop = f"{interruption.NAME} after {place.steps} steps", StopAt(place.steps, "write", place.batches)
+        yield _Resumption(runs, name, stop, interruption.drawn(runs), written=place, way=way)
 
 
 @dataclass(kw_only=True)
