@@ -715,7 +715,7 @@ for epoch in range(3):
         torch.nn.functional.cross_entropy(model(images), labels).backward()
         optimizer.step()
 """
-# Goes on from a folder of two files that it has written; a wrong one from one file, which it looks for by itself.
+# Goes on from a folder of two files that it has written, but for one epoch; a wrong one from one file, which it looks for by itself.
 OWN = script("""
 import argparse
 from pathlib import Path
@@ -744,9 +744,10 @@ for epoch in range(first, first + 6 if BUG else 6):
     schedule.step()
     if BUG:
         torch.save([epoch, model.state_dict()], only)
-    elif epoch != 2:
+    else:
         (folder := Path(f"out/epoch-{epoch}")).mkdir(parents=True)
         torch.save(model.state_dict(), folder / "model.bin")
-        torch.save([epoch + 1, optimizer.state_dict(), schedule.state_dict()], folder / "part")
-        (folder / "part").rename(folder / "rest.bin")
+        if epoch != 1:
+            torch.save([epoch + 1, optimizer.state_dict(), schedule.state_dict()], folder / "part")
+            (folder / "part").rename(folder / "rest.bin")
 """)
