@@ -715,7 +715,7 @@ for epoch in range(3):
         torch.nn.functional.cross_entropy(model(images), labels).backward()
         optimizer.step()
 """
-# Goes on from a folder of two files that it has written, but for one epoch; a wrong one from one file, which it looks for by itself.
+# Goes on from a folder of two files, which it writes but for one epoch; a wrong one from one file, which it looks for.
 OWN = script("""
 import argparse
 from pathlib import Path
