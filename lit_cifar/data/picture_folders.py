@@ -30,7 +30,7 @@ _SPLIT_WORD = re.compile(
 )
 _IMAGES = {"image", "img", "jpegimage", "picture", "photo"}
 _TARGETS = {"mask", "label", "annotation", "segmentation", "groundtruth", "ground_truth", "gt", "json", "xml"}
-_TARGETS |= {"preview", "thumbnail", "overlay", "depth", "bbox"}
+_TARGETS |= {"preview", "thumbnail", "overlay", "depth", "bbox", "imageset", "segmentationclas", "segmentationobject"}
 # What may tell the labels of pictures that are in no folders of classes, by the end of its name.
 _LABELS = {".mdb": "an LMDB data base", ".tar": "a webdataset"}
 _LABELS |= dict.fromkeys((".npy", ".npz", ".h5", ".hdf5", ".mat", ".pt", ".tfrecord"), "a file of arrays")
@@ -86,7 +86,7 @@ class PictureFolders:
         if unknown := [path for name, path in of_split.items() if name not in self.classes]:
             meant = nearest(_name(unknown[0]).strip(), self.classes)
             problem = f"{printable(str(unknown[0]))} is a class without pictures to train on"
-            other = f"rename it to {meant}, " if meant else ""
+            other = _told_elsewhere(folder) + (f"rename it to {meant}, " if meant else "")
             raise DataError(problem, remedy=f"{other}move it away, or put pictures of it beside those to train on")
         by_class: list[list[File]] = []
         places: list[int] = []
@@ -97,7 +97,9 @@ class PictureFolders:
                 places += filter(None, files.values())
                 by_class.append([File(f"{own.name}/{path}", label) for path in files])
         if not by_class:
-            raise DataError(f"{folder} holds no folders of classes", remedy=f"put pictures into {folder}/CLASS/")
+            predict = f"; without labels {shlex.quote(f'--data.predict_dir={folder}')} of predict classifies them"
+            remedy = f"{_told_elsewhere(folder)}put pictures into {folder}/CLASS/{predict if split == 'test' else ''}"
+            raise DataError(f"{folder} holds no folders of classes", remedy=remedy)
         self._tell_again(split, places)
         return [file for turn in zip_longest(*by_class) for file in turn if file is not None]
 
