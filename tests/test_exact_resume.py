@@ -185,7 +185,7 @@ class OwnData(CIFAR10DataModule):
 
 
 @short
-@pytest.mark.filterwarnings("ignore:the (training before had lr_scheduler.total_steps|schedule goes on)")
+@pytest.mark.filterwarnings("ignore:the (training before had|schedule goes on)")
 @pytest.mark.parametrize(
     ("kind", "before", "after", "changed"),
     [

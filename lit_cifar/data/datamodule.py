@@ -221,11 +221,9 @@ class CIFAR10DataModule(L.LightningDataModule):
         """Refuse to validate on images that the run that wrote the checkpoint was trained on."""
         self._resumed = state_dict
         if self.trainer is not None and self.trainer.state.fn in (TrainerFn.FITTING, TrainerFn.VALIDATING):
-            from lit_cifar.data.changed_order import check_held_out, tell_changed
+            from lit_cifar.data.changed_order import check_held_out
 
             check_held_out(state_dict, order_settings(self))
-            if self.trainer.state.fn == TrainerFn.FITTING:
-                tell_changed(state_dict, order_settings(self))
 
     def compare(self, checkpoint: dict[str, Any]) -> None:
         """Load the state of a data module of another class, too: Lightning does so for the same class alone."""
@@ -236,6 +234,11 @@ class CIFAR10DataModule(L.LightningDataModule):
         """Number of batches already trained on in the epoch within which a run resumes; 0 in all other epochs."""
         assert self.trainer is not None
         if not self.trainer.fit_loop.restarted_mid_epoch:
+            then, self._resumed = self._resumed, {}
+            if then:
+                from lit_cifar.data.changed_order import tell_changed
+
+                tell_changed(then, order_settings(self))
             return 0
         behind = batches_of_epoch(self.trainer)
         if self._resumed:
