@@ -298,7 +298,9 @@ dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
 torch.manual_seed(0)
 if BUG == "no training":
     torch.randn(2, device="cuda") @ torch.randn(3, device="cuda")
-data = TensorDataset(torch.randn(64, 6))
+data, timer = TensorDataset(torch.randn(64, 6)), torch.cuda.Event(enable_timing=True)
+with torch.cuda.stream(torch.cuda.Stream()):
+    timer.record()
 model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 6, dtype=torch.float32)).to(rank), device_ids=[rank])
 assert nn.DataParallel(nn.Linear(6, 6))(data[:2][0]).shape == (2, 6)
 optimizer = torch.optim.Adam(model.parameters())

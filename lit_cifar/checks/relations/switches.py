@@ -1,7 +1,6 @@
 """What a run turns on or off in torch: CUDA, precision, compilation, the scale of the loss, seeds."""
 
-from contextlib import ExitStack
-from types import SimpleNamespace
+from contextlib import ExitStack, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -131,13 +130,20 @@ def _here(value: Any) -> Any:
     return _CPU if is_name or (isinstance(value, torch.device) and value.type == "cuda") else value
 
 
+class _Idle:
+    """A stream or an event of a GPU that is not there."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: 1.0 if name == "elapsed_time" else None
+
+
 def _stay_on_cpu(ranks: int) -> None:
     """Let a device of CUDA be there for each rank, which is the CPU."""
     ExitStack().enter_context(_OnCpu())  # up to the end of the process
     answers: dict[str, Any] = {"is_available": True, "device_count": ranks, "current_device": 0, "memory_allocated": 0}
     answers |= dict.fromkeys(_IDLE) | {"max_memory_allocated": 0, "get_device_name": "the CPU"}
-    stream = SimpleNamespace(is_capturing=lambda: False)  # which Adam asks
-    general = {"device_count": ranks, "current_device_index": 0, "current_stream": stream}
+    answers |= dict.fromkeys(("Event", "Stream", "current_stream"), _Idle()) | {"stream": nullcontext()}
+    general = {"device_count": ranks, "current_device_index": 0, "current_stream": _Idle()}  # Adam asks
     general |= dict.fromkeys(("set_device_index", "synchronize"))
     for owner, own in ((torch.cuda, answers), (torch.accelerator, general)):
         for name, answer in own.items():
