@@ -36,9 +36,9 @@ def snapshot(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 def write_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
     """Save to `path`, as a draft beside it that is synced, read back and compared, and only then renamed.
 
-    When `last.ckpt` is replaced, the old file becomes `previous.ckpt` if a training can go on from it. At every moment
-    there is a complete `last.ckpt`, or `previous.ckpt` where a file cannot have two names. Only one process at a time
-    may write to a folder. The tensors must be on the CPU: see `snapshot`.
+    When `last.ckpt` is replaced, the old file becomes `previous.ckpt` if a training can go on from it: between the two
+    renames that is the newest one. Only one process at a time may write to a folder. The tensors must be on the CPU:
+    see `snapshot`.
 
     Raises:
         SaveError: The file cannot be written and read back. Earlier files are unchanged and no draft is left.
@@ -51,23 +51,12 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
             _write_synced(draft, buffer.getvalue())
             _read_back(draft, path)
             if path.name == LAST and newest_valid(path.parent)[0] == path:
-                _keep(path, path.with_name(PREVIOUS))
+                path.replace(path.with_name(PREVIOUS))
             draft.replace(path)
             sync(path.parent)
         finally:
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
-
-
-def _keep(path: Path, name: Path) -> None:
-    """Let a file have `name` beside its own, in place of what has it now; or alone, where it cannot have two."""
-    draft = name.with_name(f"{name.name}.part")
-    draft.unlink(missing_ok=True)  # of a process that was killed here
-    with suppress(OSError):
-        if not path.is_symlink():
-            os.link(path, draft)
-    (draft if draft.exists() else path).replace(name)
-    draft.unlink(missing_ok=True)  # a rename does nothing where both are names of one file already
 
 
 def read_checked(path: Path, *, mapped: bool = False) -> dict[str, Any]:
