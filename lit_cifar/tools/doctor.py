@@ -1,7 +1,6 @@
 """`python -m lit_cifar doctor`: the modes in which this machine can train, how, and what speaks against one of them."""
 
 import argparse
-import multiprocessing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,7 +19,6 @@ from lit_cifar.tools.modes import placed, sized_modes
 
 ALL_MODES = tuple(mode.name for mode in MODES)
 COPY_MODES = ("dp", "mp", "ddp_mp")  # in which one process copies tensors from GPU to GPU
-_TIMEOUT_S = 120.0
 _MEND_COPIES = "turn off the IOMMU or PCIe ACS in the BIOS, or boot with iommu=pt; or use ddp: docs/troubleshooting.md"
 _DESCRIPTION = """\
 Which modes run on this machine, and how to start them. Whether it is fit to: whether copies between its GPUs arrive,
@@ -98,20 +96,10 @@ def check_internals() -> Check:
 
 
 def check_copies(devices: Sequence[torch.device]) -> Check:
-    """Copy between every ordered pair of GPUs, as before `dp`, `mp` and `ddp_mp` train.
-
-    A process of its own does it, which is ended if a driver hangs.
-    """
+    """Copy between every ordered pair of GPUs, as before `dp`, `mp` and `ddp_mp` train."""
     if len(devices) < 2:
         return Check("copies", f"not tried: that needs two GPUs, and torch sees {len(devices) or 'none'}")
-    num_pairs = len(devices) * (len(devices) - 1)
-    try:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            faults = pool.apply_async(copy_faults, (devices,)).get(_TIMEOUT_S)
-    except (RuntimeError, multiprocessing.TimeoutError) as error:
-        reason = next(iter(str(error).splitlines()), f"no end within {_TIMEOUT_S:g} s")
-        problem = f"Copies between devices could not be tried: {reason}."
-        return Check("copies", "not tried", [MachineFinding(problem, "nvidia-smi", COPY_MODES)])
+    num_pairs, faults = len(devices) * (len(devices) - 1), copy_faults(devices)
     if not faults:
         return Check("copies", f"all of {num_pairs} ordered pairs of GPUs copied every byte")
     seen = f"faults in {len(faults)} of {num_pairs} ordered pairs of GPUs"
