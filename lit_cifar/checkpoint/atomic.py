@@ -102,18 +102,14 @@ def best_of(run_folder: Path) -> Path:
     return found[0]
 
 
-def newest_valid(folder: Path, *, whole: bool = True) -> tuple[Path | None, list[str]]:
-    """The newest file of a run's `checkpoints/` from which a training can go on, if any; why newer ones were refused.
-
-    Without `whole` a file is opened and not read, so that damage to its tensors is not found.
-    """
+def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest file of a run from which a training can go on, if there is one; and why newer ones were refused."""
     refused: list[str] = []
     for path in (folder / LAST, folder / PREVIOUS):
         if not os.path.lexists(path):
             continue
         try:
-            read = read_checked if whole else read_checkpoint
-            if holds_training(read(path, mapped=True)):
+            if holds_training(read_checked(path, mapped=True)):
                 return path, refused
             refused.append(f"{path} holds weights and no state of an optimizer, so that no training can go on from it")
         except CheckpointError as error:

@@ -39,15 +39,11 @@ from lit_cifar.mode import mode_of
 class StartingPoint(NamedTuple):
     digest: str | None  # digest of its content; None for no checkpoint
     text: str  # file and position, or why there is none
-    newest: str | None = None  # digest that the run's newest file carries, even if that is damaged
     host: str = socket.gethostname()
 
 
 class SameStart(Callback):
-    """Compares the starts of all processes once they have met, and ends all if one differs from rank 0's.
-
-    Only rank 0, which reads the file for all, may have found that the newest one is damaged.
-    """
+    """Compares the starts of all processes once they have met, and ends all if one differs from rank 0's."""
 
     def __init__(self, start: StartingPoint) -> None:
         self._start = start
@@ -57,8 +53,7 @@ class SameStart(Callback):
             return
         starts: list[Any] = [None] * trainer.world_size
         dist.all_gather_object(starts, self._start)
-        same = (starts[0].digest, starts[0].newest or starts[0].digest)
-        other = next((rank for rank, start in enumerate(starts) if start.digest not in same), None)
+        other = next((rank for rank, start in enumerate(starts) if start.digest != starts[0].digest), None)
         if other is not None:
             both = [f"  rank {rank} on {starts[rank].host}: {starts[rank].text}" for rank in (0, other)]
             remedy = "  let every machine see the same files, then start again"

@@ -1,8 +1,7 @@
 """The checkpoint that a command starts from: its file, its words about the run, and whether it fits the model."""
 
 import shlex
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from lit_cifar.checkpoint import atomic
 from lit_cifar.checkpoint.content import check_content
 from lit_cifar.checkpoint.exact_resume import Position, StartingPoint, check_counts
-from lit_cifar.checkpoint.format import AVERAGED, SETTINGS, TrainedOn, holds_training, is_own, naming, read_checkpoint
+from lit_cifar.checkpoint.format import AVERAGED, SETTINGS, TrainedOn, holds_training, is_own, naming
 from lit_cifar.checkpoint.sample_audit import AuditRecord
 from lit_cifar.cli.paths import expanded
 from lit_cifar.cli.start import Start
@@ -58,21 +57,17 @@ class StartingCheckpoint(Start):
             self.point = StartingPoint(None, "; ".join(["no checkpoint", *refused]))
         if config.ckpt_path is not None:
             path = Path(config.ckpt_path)
-            with _blaming_damage(path):
-                self._content = self._read(path, resumes=config.resume is not None)
+            self._content = self._read(path, resumes=config.resume is not None)
         elif not self._fits:
             problem = f"{subcommand} needs a checkpoint: without one the network is untrained"
             command = f"python -m lit_cifar {subcommand} RUN_FOLDER"
             raise CheckpointError(problem, remedy=f"{command}, or pass --ckpt_path=FILE")
 
     def _read(self, path: Path, *, resumes: bool) -> dict[str, Any]:
-        read = atomic.read_checked if process_rank() == 0 else read_checkpoint  # one rank need read all of it
-        content = read(path, mapped=True)
+        content = atomic.read_checked(path, mapped=True)
         step = content.get("global_step")
         at = f" after {step} optimizer steps" if isinstance(step, int) else ""
-        last = path.with_name(atomic.LAST)
-        newest = atomic.content_digest(last) if resumes and last.is_file() else None
-        self.point = StartingPoint(atomic.content_digest(path), f"{path}{at}", newest)
+        self.point = StartingPoint(atomic.content_digest(path), f"{path}{at}")
         self.has_weights_alone = not is_own(content)
         if self._fits and (self.has_weights_alone or not holds_training(content)):
             raise CheckpointError(f"{path} holds no training of this program", remedy=_start_from(path))
@@ -109,7 +104,7 @@ class StartingCheckpoint(Start):
         if self._fits and module.weights is not None:
             flag, module.weights = f"--model.fine_tuning.weights={module.weights}", None
             rank_zero_info(f"{flag} is not read: the training goes on with the weights in {self._config.ckpt_path}")
-        with _blaming_damage(self._config.ckpt_path), naming(self._config.ckpt_path):
+        with naming(self._config.ckpt_path):
             self._compare(content, module, data, trainer)
 
     def compare_images(self, data: CIFAR10DataModule) -> None:
@@ -184,16 +179,6 @@ def _start_from(path: str | Path) -> str:
     return f"start a new training with its weights alone, in place of --ckpt_path or --resume: {weights}"
 
 
-@contextmanager
-def _blaming_damage(path: str | Path) -> Iterator[None]:
-    """Say that a file is damaged, where that is why it is refused: not every rank has read all of it before."""
-    try:
-        yield
-    except ConfigError:
-        atomic.verify_checkpoint(Path(path))
-        raise
-
-
 def _check_length(position: Position, trainer: Namespace) -> None:
     """Refuse to resume a training that is already longer than it may become; one of equal length ends at once."""
     begun = position.epoch + (position.step > 0)
@@ -216,7 +201,7 @@ def _newest(subcommand: str, config: Namespace) -> tuple[str | None, list[str]]:
     if config.ckpt_path is not None:
         problem = f"{flags} takes the newest checkpoint, and --ckpt_path={config.ckpt_path} names one"
         raise ConfigError(problem, remedy="leave one of the two out")
-    path, refused = atomic.newest_valid(Path(config.run_dir) / "checkpoints", whole=process_rank() == 0)
+    path, refused = atomic.newest_valid(Path(config.run_dir) / "checkpoints")
     if refused and path is None and process_rank() == 0:
         raise CheckpointError("\n".join(refused), remedy="restore one, or start a new run: --run_dir=FOLDER")
     for problem in refused:
