@@ -938,6 +938,7 @@ def test_a_module_and_its_data_stand_for_a_script(tmp_path: Path, monkeypatch: p
     ("words", "says"),
     [
         (["no.py"], ["no.py is no file"]),
+        (["train.sh"], ["train.sh is no Python script", "pass the script that it starts"]),
         (["train.py", "--only=resume,compile"], ["relations --only=compile has gone", "instead: "]),
         (["train.py", "--only=resum"], ["--only=resum is no relation", "did you mean resume?"]),
         (["train.py", "--also=no.such.function"], ["--also=no.such.function cannot be imported"]),
@@ -952,4 +953,5 @@ def test_a_mistake_in_the_command_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(PLAIN)
+    (tmp_path / "train.sh").write_text("set -e\npython train.py")
     refused("relations", *words, says=says)

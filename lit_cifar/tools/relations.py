@@ -143,6 +143,9 @@ def _target(options: argparse.Namespace, arguments: list[str]) -> Target:
         path = path if path.is_file() else _command(program)
         if path.suffix == SUFFIX:
             cells_of(path)
+        elif path.suffix and not path.suffix.startswith(".py"):
+            with path.open("rb") as file:
+                _check_python(path, file.readline(256))
         program = str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
     return Target(
         program=program,
@@ -159,9 +162,13 @@ def _command(name: str) -> Path:
     if found is None:
         raise ConfigError(f"{name} is no file", remedy="pass a script, a command, or -m and the name of a module")
     with Path(found).open("rb") as file:
-        if b"python" not in file.readline() + file.readline():
-            raise ConfigError(f"{found} is no Python script", remedy="pass the script that it starts")
+        _check_python(Path(found), file.readline() + file.readline())
     return Path(found)
+
+
+def _check_python(file: Path, first_lines: bytes) -> None:
+    if b"python" not in first_lines:
+        raise ConfigError(f"{file} is no Python script", remedy="pass the script that it starts")
 
 
 def _chosen(options: argparse.Namespace) -> dict[str, Relation]:
