@@ -1,5 +1,6 @@
 """What the processes agree on between two steps: to stop where the loss is no number, and how often to ask."""
 
+import logging
 import signal
 import time
 from collections import Counter
@@ -209,13 +210,17 @@ def test_a_spawned_run_is_asked_and_the_next_ctrl_c_ends_it(monkeypatch: pytest.
     launcher = Launcher()
     launcher.procs = [None]
     trainer: Any = SimpleNamespace(strategy=SimpleNamespace(launcher=launcher))
+    torch_says = logging.getLogger("torch.multiprocessing.spawn")
     with signals_to_spawned(trainer):
+        assert not torch_says.disabled
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
         assert launcher.sent == [signal.SIGTERM] * 2
+        assert torch_says.disabled  # of each process that it ends
         now[0] += 2
         with pytest.raises(KeyboardInterrupt):  # which the command line says in a line, with status 130
             signal.raise_signal(signal.SIGINT)
+    assert not torch_says.disabled
 
 
 def test_a_signal_while_processes_are_spawned_ends_those_that_are() -> None:

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import logging
 import math
 import signal
 import sys
@@ -79,7 +80,7 @@ def signals_to_spawned(trainer: Trainer) -> Iterator[None]:
     if not isinstance(launcher, internals.MultiProcessingLauncher):
         yield
         return
-    keystrokes = Keystrokes()
+    keystrokes, spawning = Keystrokes(), logging.getLogger("torch.multiprocessing.spawn")
     start = multiprocessing.start_processes
 
     def start_all(*args: Any, **kwargs: Any) -> Any:
@@ -89,6 +90,7 @@ def signals_to_spawned(trainer: Trainer) -> Iterator[None]:
         return started
 
     def stop(number: int, frame: FrameType | None) -> None:
+        spawning.disabled = True  # it would name each process that it ends because of this
         if launcher.procs and not keystrokes.insist(number):
             launcher.kill(signal.SIGTERM)
             return
@@ -109,7 +111,7 @@ def signals_to_spawned(trainer: Trainer) -> Iterator[None]:
                 raise
             raise SystemExit(EXIT_STOPPED) from None
         finally:
-            multiprocessing.start_processes = start
+            multiprocessing.start_processes, spawning.disabled = start, False
 
 
 def end_together(trainer: Trainer, message: str, *, status: int) -> NoReturn:
