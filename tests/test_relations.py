@@ -468,6 +468,15 @@ def test_flags_are_seen_with_their_values(
     assert len(own.samples[0]) == 7
 
 
+def test_a_training_that_ends_where_the_next_begins_has_its_own_weights(tmp_path: Path) -> None:
+    (user := tmp_path / "user").mkdir()
+    (user / "train.py").write_text(PARSED_TRAINING.replace("\nmain()", "\ntrain(4)\ntrain(4)"))
+    plan = RunPlan(limits=Limits(steps=3))
+    own = Runs(Target(program="train.py", folder=str(user)), plan, tmp_path, limit_s=60).own()
+    weights = torch.cat([own.state[f"weights/{name}"].flatten() for name in ("weight", "bias")])
+    assert float(weights.norm()) == pytest.approx(own.norms[-1], rel=1e-12)
+
+
 @pytest.mark.slow
 def test_a_script_of_accelerate_trains_on_two_processes(
     outcomes: Outcomes, installed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

@@ -213,11 +213,11 @@ class Watched:
             self.parts.keep_beside(module)
             return
         self._has_trained |= module.training
-        if not self.parts.is_root(module):
-            self.parts.add_root(module)
         is_lightning = self.trace.script.is_lightning
         if not is_lightning:  # where a rank may call other modules than the other, or none
             self.continues()
+        if not self.parts.is_root(module):
+            self.parts.add_root(module)
         self.begins()
         self.draws.follow_call()
         if not self._is_in_batch and not is_lightning:
