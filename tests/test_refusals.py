@@ -213,6 +213,8 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
         (b"model:\n\tarch: tiny", "line 2, column 1"),
         (b"model:\n  lr_scheduler:", "pass --model.lr_scheduler=ConstantLR --model.lr_scheduler.factor=1 to keep"),
         (b"- model\n- data", "config.yaml holds no settings"),
+        (b"model: {}\ndata: [1]", "has no settings of data in line 2"),
+        (b"data:\n  mixing: true", "has no settings of data.mixing in line 2"),
         (b"data:\n  val_size: 8\n  val_size: 9", "config.yaml holds data.val_size again in line 3"),
     ],
 )

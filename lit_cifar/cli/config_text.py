@@ -29,7 +29,7 @@ def completed(text: str, *, file: str, sections: Set[str]) -> str:
 
 
 def _empty(mapping: yaml.MappingNode, prefix: str, sections: Set[str], file: str) -> Iterator[yaml.Node]:
-    """The values of `sections` that are null; a `ConfigError` for a name that is there twice."""
+    """The values of `sections` that are null; a `ConfigError` for a name that is there twice, and for other values."""
     seen = set()
     for key, value in mapping.value:
         name = f"{prefix}{key.value}"
@@ -41,3 +41,6 @@ def _empty(mapping: yaml.MappingNode, prefix: str, sections: Set[str], file: str
             yield value
         elif name in sections and isinstance(value, yaml.MappingNode):
             yield from _empty(value, f"{name}.", sections, file)
+        elif name in sections and value.tag != "tag:yaml.org,2002:str":  # which may name a file
+            problem = f"--config={file} has no settings of {name} in line {key.start_mark.line + 1}"
+            raise ConfigError(problem, remedy=_REMEDY)
