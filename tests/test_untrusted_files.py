@@ -351,6 +351,7 @@ def test_damage_is_said_before_anything_that_it_causes(tmp_path: Path, trained: 
 
 BOMB = "".join(f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("abcdefghi"))
 BOMB = f"a: &a [x,x,x,x,x,x,x,x,x]\n{BOMB}"
+NESTED = "a: " + "[" * 5000 + "]" * 5000
 
 
 @pytest.mark.parametrize("name", ["metrics.csv", "weights.sha256", "checkpoints/last.ckpt"])
@@ -369,7 +370,7 @@ def test_a_folder_in_the_place_of_a_file_is_said_in_a_sentence(tmp_path: Path, t
     assert (result.status, "environment.json could not be saved: Is a directory" in result.stderr) == (1, True)
 
 
-@pytest.mark.parametrize("content", [BOMB, "[" * 5000, "a: *b", "x" * 2**21, "- 1", "\xff"])
+@pytest.mark.parametrize("content", [BOMB, "[" * 5000, NESTED, "a: *b", "x" * 2**21, "- 1", "\xff"], ids=range(7))
 def test_a_run_folders_settings_are_few(tmp_path: Path, trained: Path, content: str) -> None:
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     (run / "config.yaml").write_bytes(content.encode("latin1"))

@@ -22,7 +22,7 @@ from lit_cifar.errors import ConfigError, printable
 from lit_cifar.reporting.files import make_folder, sync
 
 LOCK, CONFIG = ".lock", "config.yaml"
-_MOST_BYTES = 2**20  # of the settings of a run
+_MOST_BYTES, _DEEPEST = 2**20, 100  # of the settings of a run
 
 
 class RunLock:
@@ -144,12 +144,17 @@ def of_checkpoint(path: Path) -> Path | None:
 def read_settings(path: Path) -> dict[str, Any]:
     """The settings in a file; a `ConfigError` for one that they cannot be in, such as one that grows.
 
-    A run repeats no part by its name: 250 characters can name one a billion times.
+    A run repeats no part by its name: 250 characters can name one a billion times. Nor does it nest lists in lists, of
+    which thousands take PyYAML minutes.
     """
+    depth = 0
     try:
         text = path.read_text() if path.stat().st_size <= _MOST_BYTES else ""
-        repeats = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader))
-        settings = None if repeats else yaml.safe_load(text)
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST:
+                raise ValueError("it would take all memory, or time")
+        settings = yaml.safe_load(text)
     except (OSError, RecursionError, ValueError, yaml.YAMLError):
         settings = None
     if not isinstance(settings, dict):
