@@ -5,6 +5,7 @@ prints it without a traceback and exits with status 2 (see `lit_cifar.cli.main`)
 """
 
 import math
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import partial
@@ -20,6 +21,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     # One wrong letter is likelier than one too many, and a wrong one at the end than at the beginning.
     alike = get_close_matches(word, [name for name in spelt if len(name) == len(word)])
     found = [max(alike, key=lambda name: [*map(eq, name, word)])] if alike else get_close_matches(word, spelt, n=1)
+    same = [name for name in spelt if re.sub(r"[\W_]", "", name) == re.sub(r"[\W_]", "", word)]
+    found = same or found or [name for name in spelt if len(word) > 3 and name.startswith(word)]
     return spelt[found[0]] if found else None
 
 

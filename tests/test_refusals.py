@@ -109,6 +109,8 @@ REFUSED = {
     "--data.augment.cutot=8": ["did you mean --data.augment.cutout?"],
     "--data.augment=maybe": ["--data.augment=maybe must be true or false"],
     "--model.optimizer=torch.optim.Sgd": ["did you mean --model.optimizer=SGD?"],
+    "--model.lr_scheduler=cosine": ["did you mean --model.lr_scheduler=CosineAnnealing"],
+    "--model.arch=ResNet-18": ["did you mean --model.arch=resnet18?"],
     "--trainer.callbacks+=EarlyStoping": ["did you mean --trainer.callbacks=EarlyStopping?"],
     "--trainer.strategy=PipelineStrategi": ["mean --trainer.strategy=PipelineStrategy?", "the modes: auto, dp, "],
     "--model.optimizer=LBFGS": ["computes a batch several times", "pass another --model.optimizer"],
