@@ -110,6 +110,7 @@ REFUSED = {
     "--data.augment=maybe": ["--data.augment=maybe must be true or false"],
     "--model.optimizer=torch.optim.Sgd": ["did you mean --model.optimizer=SGD?"],
     "--model.lr_scheduler=cosine": ["did you mean --model.lr_scheduler=CosineAnnealing"],
+    "--model.network=torchvision.models.resnet19": ["did you mean --model.network=torchvision.models.resnet18?"],
     "--model.arch=ResNet-18": ["did you mean --model.arch=resnet18?"],
     "--trainer.callbacks+=EarlyStoping": ["did you mean --trainer.callbacks=EarlyStopping?"],
     "--trainer.strategy=PipelineStrategi": ["mean --trainer.strategy=PipelineStrategy?", "the modes: auto, dp, "],

@@ -3,6 +3,7 @@
 import inspect
 import re
 import shlex
+import sys
 from ast import literal_eval
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -114,10 +115,16 @@ def _of_value(message: str) -> tuple[str, str | None]:
     """A message of jsonargparse about a value, in one line, and what may have been meant; others unchanged."""
     keys = re.findall(r'Parser key "(.+?)"', message)
     flag = f"--{'.'.join(keys)}"
-    missing = re.search(r"import path string: (\S+)|has no attribute '\w+'\. Got value: (\S+)", message)
+    missing = re.search(
+        r"import path string: (\S+)|has no attribute '\w+'\. Got value: (\S+)|'(\S+)':\s+module '\S+' has no attribute",
+        message,
+    )
     if keys and missing and "data.augment" not in keys:  # whose class has no other one in its place
-        name = missing[1] or missing[2]
-        meant = nearest(name.rpartition(".")[2], _subclasses(_BASES.get(keys[-1], type(None))))
+        name = next(filter(None, missing.groups()))
+        package, _, last = name.rpartition(".")
+        meant = nearest(last, _subclasses(_BASES.get(keys[-1], type(None))))
+        if meant is None and package in sys.modules and (near := nearest(last, vars(sys.modules[package]))):
+            meant = f"{package}.{near}"
         return f"{flag}={name}: there is no such class", None if meant is None else f"{flag}={meant}"
     given = re.search(r"(?:Got|Given) value: (.*?)(?:\. Got value|$)", message, flags=re.MULTILINE)
     union = re.search(r"Subtypes: (.*)", message)
