@@ -338,6 +338,8 @@ def test_what_may_be_right_is_said(tmp_path: Path, trained: Path) -> None:
             warnings.simplefilter("always")
             run_here(*command, *TINY, *flags)
         assert any(says in str(each.message) for each in caught), name
+    weights = f"--model.fine_tuning.weights={tmp_path / 'nan.pth'}"
+    refused("fit", *TINY, weights, says=["nan.pth: the weights are not finite: conv1.weight"])
 
 
 def test_damage_is_said_before_anything_that_it_causes(tmp_path: Path, trained: Path) -> None:

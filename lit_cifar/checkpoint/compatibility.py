@@ -58,6 +58,17 @@ def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
             raise CheckpointError(problem, remedy=remedy)
 
 
+def wrong_values(network: nn.Module, weights: Mapping[str, Tensor]) -> str:
+    """In words, the first of the weights with nan, an infinite parameter or a negative variance."""
+    parameters = {name for name, _ in network.named_parameters()}
+    for name, tensor in weights.items():
+        if name.endswith("running_var") and (tensor < 0).any():
+            return f"the weights are negative variances: {name}"
+        if (~tensor.isfinite() if name in parameters else tensor.isnan()).any():
+            return f"the weights are not finite: {name}"
+    return ""
+
+
 def check_classes(checkpoint: Mapping[str, Any], own: TrainedOn, *, normalised: bool) -> None:
     """Raise a `CheckpointError` unless a run's `own` data have the same classes in the same order.
 

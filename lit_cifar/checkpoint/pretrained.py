@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lit_cifar.checkpoint.atomic import read_checked
-from lit_cifar.checkpoint.compatibility import check_shapes
+from lit_cifar.checkpoint.compatibility import check_shapes, wrong_values
 from lit_cifar.checkpoint.format import SAVE_ALONE, is_own, naming
 from lit_cifar.errors import CheckpointError, printable
 
@@ -37,6 +37,8 @@ def start_from_file(network: nn.Module, path: Path, *, num_classes: int) -> None
     content = read_checked(path)
     with naming(path):
         summary = take_weights(network, content, num_classes=num_classes)
+        if problem := wrong_values(network, network.state_dict()):
+            raise CheckpointError(problem)
     rank_zero_info(f"{path}: {summary}")
 
 

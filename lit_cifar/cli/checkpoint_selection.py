@@ -147,7 +147,7 @@ class StartingCheckpoint(Start):
         trained = {name.removeprefix("network."): each for name, each in content.get(AVERAGED, weights).items()}
         compatibility.check_shapes(module.network, trained)
         for each in (weights, trained):
-            self._check_finite(module.network, each)
+            self._check_values(module.network, each)
         if self._fits:
             with as_config_error():
                 optimizer = module.optimization.new_optimizer(module.network)
@@ -161,17 +161,13 @@ class StartingCheckpoint(Start):
                 frozen = frozenset(map(module.network.get_parameter, module.frozen.parameters))
                 compatibility.check_states(content, trainer, optimizer, scheduler, frozen=frozen)
 
-    def _check_finite(self, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Refuse to train with nan, an infinite parameter or a negative variance; other commands say so."""
-        parameters = {name for name, _ in network.named_parameters()}
-        for name, tensor in weights.items() if process_rank() == 0 else ():
-            is_negative = name.endswith("running_var") and bool((tensor < 0).any())
-            if is_negative or (~tensor.isfinite() if name in parameters else tensor.isnan()).any():
-                problem = f"the weights are {'negative variances' if is_negative else 'not finite'}: {name}"
-                if self._fits:
-                    raise CheckpointError(problem)
-                rank_zero_warn(f"{self._config.ckpt_path}: {problem}. What the network answers means nothing")
-                return
+    def _check_values(self, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Refuse to train with values that no training has; other commands say so."""
+        problem = compatibility.wrong_values(network, weights) if process_rank() == 0 else ""
+        if problem and self._fits:
+            raise CheckpointError(problem)
+        if problem:
+            rank_zero_warn(f"{self._config.ckpt_path}: {problem}. What the network answers means nothing")
 
 
 def _start_from(path: str | Path) -> str:
