@@ -129,7 +129,7 @@ class StartingCheckpoint(Start):
 
             content = atomic.read_checked(Path(self._config.ckpt_path))
             rank_zero_info(f"{self._config.ckpt_path}: {take_weights(module.network, content)}")
-            self._check_finite(module.network, module.network.state_dict())
+            self._check_values(module.network, module.network.state_dict())
             rank_zero_info("the file does not say which classes it is of: they are taken for those of the data")
             return
         try:
@@ -163,6 +163,8 @@ class StartingCheckpoint(Start):
 
     def _check_values(self, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
         """Refuse to train with values that no training has; other commands say so."""
+        from lit_cifar.checkpoint import compatibility
+
         problem = compatibility.wrong_values(network, weights) if process_rank() == 0 else ""
         if problem and self._fits:
             raise CheckpointError(problem)
