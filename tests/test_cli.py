@@ -105,7 +105,6 @@ def test_hooks_of_a_step_that_do_nothing_are_passed_over_and_no_others() -> None
         ("verif --modes all", ["verif", "fit, validate, test, predict", *COMMANDS], ""),
         ("", ["fit, validate, test, predict", *COMMANDS], ""),
         ("fit --typo", ["--typo"], "fit "),
-        ("--typo fit", ["--typo"], ""),
     ],
 )
 def test_wrong_words_get_help(words: str, named: list[str], command: str, monkeypatch: pytest.MonkeyPatch) -> None:

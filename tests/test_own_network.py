@@ -159,7 +159,7 @@ MISTAKES = {
     "Gain --trainer.strategy=fsdp2": "gain is a single number without a dim",
     "Hooked --trainer.strategy=pp": "6.weight has a hook on its gradient, which --trainer.strategy=pp",
     "Hooked --model.network.accumulated=true --trainer.strategy=fsdp2": "6.weight has a hook",
-    "Chian": "has no attribute 'Chian'",
+    "Chian": "did you mean --model.network=own_networks.Chain?",
     "--model.arch=vit_micro --model.stem=cifar": "--model.stem=cifar is of a ResNet, and vit_micro is none",
     "--model.arch=vit_micro --data.image_size=20": "do not fill images of 20\n  pass --data.image_size=16",
     "--data.val_size=3 --data.dataset=synthetic": "but images of synthetic have 32",
