@@ -2,10 +2,8 @@
 
     python benchmarks/relations/run.py --out RECORD.json [TRAINING ...]
 
-All trainings are right, so a failure is false, but for four of Lightning 2.6.6. It resumes `ReduceLROnPlateau` an
-update late, `StochasticWeightAveraging` without its schedule inside the first epoch that it averages and not at all
-inside the one that it adds, `BackboneFinetuning` with a frozen backbone; and it divides the loss of an epoch's last,
-shorter window by all of `accumulate_grad_batches`.
+All trainings are right, so a failure is false, but for two of Lightning 2.6.6: it resumes `ReduceLROnPlateau` an update
+late, and it divides the loss of an epoch's last, shorter window by all of `accumulate_grad_batches`.
 """
 
 import argparse

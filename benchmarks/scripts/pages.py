@@ -126,7 +126,7 @@ def judged_by_relations(name: str, rows: Sequence[dict[str, Any]]) -> Values:
 
 def right_trainings() -> Values:
     """What relations say of trainings that are right."""
-    trainings = read("relations/2026-11-27-right/rights.json", "trainings")
+    trainings = read("relations/2026-11-29-right/rights.json", "trainings")
     verdicts = [(training["training"], verdict) for training in trainings for verdict in training["verdicts"]]
     outcomes = Counter(verdict["outcome"] for _, verdict in verdicts)
     seconds = [training["seconds"] for training in trainings]
