@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections import Counter, UserDict
+from collections import Counter, UserDict, defaultdict
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
@@ -170,6 +170,8 @@ def test_tokens_are_padded_to_those_of_the_longest_batch() -> None:
         (Encoding, 1),
         (Encoding, 1),
     ]
+    alike = [defaultdict(list, batches[0])] * 2  # are not made anew
+    assert joined(alike)["input_ids"].shape == (4, 3)
     with pytest.raises(ValueError, match="unlike shapes"):  # padded on the left
         joined([batches[0], tokens(2, torch.tensor([[0, 1], [1, 1]]))])
 

@@ -100,7 +100,7 @@ def _of_equal_length(batches: Sequence[Any]) -> list[Any]:
     """Batches whose tokens are padded to those of the longest, where a mask says what is padded, and on the right."""
     masks = [batch.get("attention_mask") if isinstance(batch, Mapping) else None for batch in batches]
     lengths = [mask.shape[1] for mask in masks if isinstance(mask, Tensor) and mask.dim() == 2 and mask[:, :1].all()]
-    if len(lengths) < len(batches):
+    if len(lengths) < len(batches) or len(set(lengths)) == 1:
         return [*batches]
 
     def padded(name: Any, value: Any, length: int) -> Any:
