@@ -470,6 +470,17 @@ def test_flags_are_seen_with_their_values(
     assert len(own.samples[0]) == 7
 
 
+def test_a_buffer_that_is_never_saved_and_changes_nothing_else_is_a_note(tmp_path: Path) -> None:
+    module, parts = torch.nn.Linear(2, 1), TrainedParts(None, ())
+    parts.roots.append(module)
+    traces = []
+    for value in (0.0, 1.0):
+        module.register_buffer("bank", torch.tensor(value), persistent=False)
+        traces.append(Trace(state=parts.snapshot(), norms=[1.0]))
+    verdict = Runs(Target(program="", folder=""), RunPlan(), tmp_path, limit_s=1).judge("resume", *traces)
+    assert (verdict.outcome, "unsaved buffer bank" in verdict.text) == ("note", True)
+
+
 def test_a_training_that_ends_where_the_next_begins_has_its_own_weights(tmp_path: Path) -> None:
     (user := tmp_path / "user").mkdir()
     (user / "train.py").write_text(PARSED_TRAINING.replace("\nmain()", "\ntrain(4)\ntrain(4)"))
