@@ -163,7 +163,8 @@ def record(training: Training, root: Path, limit_s: float, most_s: float) -> dic
             break
     sys.path.remove(str(root))
     say(summary(verdicts))
-    return {"seconds": perf_counter() - started, "verdicts": [asdict(verdict) for verdict in verdicts]}
+    said = json.dumps([asdict(verdict) for verdict in verdicts]).replace(f"{root.parent}/", "")
+    return {"seconds": perf_counter() - started, "verdicts": json.loads(said)}
 
 
 def main() -> None:
