@@ -54,7 +54,7 @@ class Loaders:
         self._made_at = WeakKeyDictionary[Any, str]()  # of loaders: the place in the script
         self._read_for = WeakKeyDictionary[Any, str]()  # of loaders: "train", "evaluate" or "both"
         # Of loaders: where their lengths were asked for since the last batch, and what for.
-        self._lengths_asked = WeakKeyDictionary[Any, list[tuple[str, str]]]()
+        self._lengths_asked = WeakKeyDictionary[Any, set[tuple[str, str]]]()
         self._known = WeakKeyDictionary[data.BatchSampler, str]()  # what its batches are for, where phases do not tell
 
     def patch(self) -> None:
@@ -91,7 +91,7 @@ class Loaders:
             place, purpose = self._purpose(loader)
             self._read_for[loader] = purpose if self._read_for.get(loader, purpose) == purpose else "both"
             batches = self._training(loader, own) if purpose == "train" else self._evaluated(loader, own(loader))
-            supposed = [*self._lengths_asked.pop(loader, ()), (place, purpose)]
+            supposed = {*self._lengths_asked.pop(loader, ()), (place, purpose)}
             return self._watched.uses.follow(self._opened(loader, batches), supposed)
         return own(loader)
 
@@ -139,7 +139,7 @@ class Loaders:
 
     def _length(self, length: Any, loader: Any) -> int:
         place, purpose = self._purpose(loader)
-        self._lengths_asked.setdefault(loader, []).append((place, purpose))
+        self._lengths_asked.setdefault(loader, set()).add((place, purpose))
         if self._read_for.get(loader) == "evaluate":  # a script may ask when the evaluation is over
             purpose = "evaluate"
         if purpose == "evaluate" and self._watched.evaluation_batch is not None:

@@ -4,7 +4,7 @@ A library may begin to read data before it sets the mode of a model: with ignite
 while the model is in eval mode.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from traceback import walk_stack
@@ -38,7 +38,7 @@ class Uses:
     def note(self, phase: str) -> None:
         self._of_innermost.add(phase)
 
-    def follow(self, batches: Iterator[Any], supposed: Sequence[tuple[str, str]]) -> Iterator[Any]:
+    def follow(self, batches: Iterator[Any], supposed: Collection[tuple[str, str]]) -> Iterator[Any]:
         """The batches; `supposed` has the places at which they, and before them their number, were asked for."""
         outer, own = self._of_innermost, set[str]()
         try:

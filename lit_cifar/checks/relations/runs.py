@@ -219,9 +219,8 @@ def _kind_of(name: str) -> str:
 
 def _is_own_number(name: str, state: State) -> bool:
     """Whether it is a number that a module or callback holds beside its parameters, or a buffer that is never saved."""
-    if name.startswith(UNSAVED):
-        return True
-    return name.startswith(("kept/module.", "kept/callback ")) and not isinstance(state.get(name), torch.Tensor)
+    is_beside = name.startswith(("kept/module.", "kept/callback "))
+    return name.startswith(UNSAVED) or (is_beside and not isinstance(state.get(name), torch.Tensor))
 
 
 def _last_lines(ended: EndedRun) -> str:
