@@ -51,8 +51,7 @@ INSTEAD: dict[str, str] = {
     "--best_checkpoint.save_top_k": "--trainer.callbacks+=ModelCheckpoint, whose save_top_k is Lightning's",
     "--last_checkpoint.sharded": "fsdp2 writes one file, which every mode reads",
     "--max_restarts": "torchrun --max-restarts=3 --nproc-per-node=2 -m lit_cifar fit --resume=auto --run_dir=FOLDER",
-    "--model.lr_scaling": "--model.rate_scaling.rule",
-    "--model.base_batch_size": "--model.rate_scaling.base_batch_size",
+    **dict.fromkeys(("--model.lr_scaling", "--model.base_batch_size", "--model.rate_scaling"), "--model.optimizer.lr"),
     "--model.recompute": "--trainer.accumulate_grad_batches or --trainer.precision=bf16-mixed take less memory",
 }
 # Settings that stand in a group now.

@@ -97,12 +97,13 @@ def check_total_steps(scheduler: Any, total_steps: float) -> None:
         raise ConfigError(problem, remedy=f"pass {flag}")
 
 
-def scale_rates(scheduler: Any, group: dict[str, Any], *, number: int, ratio: float) -> None:
+def scale_rates(scheduler: Any, number: int, ratio: float) -> None:
     """Multiply the rates of one parameter group in a schedule that gives all groups its own and not the optimizer's."""
     if isinstance(scheduler, CyclicLR):
-        for rates in (scheduler.base_lrs, scheduler.max_lrs):
-            rates[number] *= ratio
+        scheduler.base_lrs[number] *= ratio
+        scheduler.max_lrs[number] *= ratio
     if isinstance(scheduler, CyclicLR | OneCycleLR):
+        group = scheduler.optimizer.param_groups[number]
         for name in {"lr", "initial_lr", "max_lr", "min_lr"} & group.keys():
             group[name] *= ratio
 
