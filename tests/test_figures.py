@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from tiny_task import CLASSES, TinyData, TinyTask, fake_trainer, read_events, tiny_trainer
+from tiny_task import CLASSES, TinyData, TinyTask, read_events, tiny_trainer
 from torch import Tensor
 
 from lit_cifar.data.images import Batch
 from lit_cifar.reporting.figures import (
     EvaluationFigures,
-    MostConfidentMistakes,
+    Mistakes,
     WrongImage,
     class_accuracies,
     confusion_figure,
@@ -26,32 +26,21 @@ def batch_of(ids: Tensor, labels: Tensor) -> Batch:
     return Batch(torch.zeros(len(ids), 3, 32, 32), labels, ids, 1.0)
 
 
-@pytest.mark.parametrize("k", [1, 4, 100])
-def test_mistakes_equal_a_sort_of_all_samples(k: int) -> None:
-    """The most confident ones, ties by id, however the samples are cut into batches."""
-    generator = torch.Generator().manual_seed(k)
+def test_mistakes_are_sorted_however_samples_are_cut_into_batches() -> None:
+    """The most confident first, ties by id; a sample once that two processes have, as where one is padded."""
+    generator = torch.Generator().manual_seed(0)
     # Whole numbers, so that many confidences are equal.
     logits = torch.randint(0, 4, (50, 3), generator=generator).float()
     labels = torch.randint(0, 3, (50,), generator=generator)
     confidence, predictions = logits.softmax(dim=1).max(dim=1)
     wrong = [int(i) for i in (predictions != labels).nonzero()]
-    expected = sorted(wrong, key=lambda i: (-float(confidence[i]), i))[:k]
+    expected = sorted(wrong, key=lambda i: (-float(confidence[i]), i))
+    rows = torch.stack([confidence[expected].double(), torch.tensor(expected), predictions[expected]], dim=1)
     for batch_size in (1, 7, 50):
-        worst = MostConfidentMistakes(k)
-        for ids in torch.arange(50).split(batch_size):
-            worst.update(logits[ids], batch_of(ids, labels[ids]))
-            worst.update(torch.zeros(0, 3), batch_of(ids[:0], labels[:0]))
-        found = worst.gather(fake_trainer())
-        assert found == (pytest.approx(confidence[expected].tolist()), expected, predictions[expected].tolist())
-
-
-def test_mistakes_of_two_processes_count_a_padded_sample_once() -> None:
-    worst = MostConfidentMistakes(4)
-    logits = torch.tensor([[2.0, 0.0], [3.0, 0.0], [0.0, 4.0]])
-    worst.update(logits, batch_of(torch.arange(3), torch.tensor([1, 1, 1])))
-    trainer = fake_trainer()
-    trainer.strategy.all_gather = lambda tensor: torch.stack([tensor, tensor])
-    assert worst.gather(trainer)[1:] == ([1, 0], [0, 0])
+        mistakes = Mistakes()
+        for ids in [*torch.arange(50).split(batch_size), torch.arange(0), torch.arange(9)]:
+            mistakes.update(logits[ids], batch_of(ids, labels[ids]))
+        assert mistakes.compute().equal(rows)
 
 
 def test_confusion_figure_shows_names_and_counts() -> None:

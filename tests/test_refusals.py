@@ -311,7 +311,6 @@ SIZES = [
     "--model.image_size=-1",
     f"--model.ghost_batchnorm.accumulation=2 --model.ghost_batchnorm.data_parallel_size={10**12}",
     "--data.val_size=-1",
-    f"--figures.num_wrong={10**12}",
 ]
 
 
@@ -343,7 +342,6 @@ OWN_BOUNDS: dict[str, tuple[Callable[..., object], float, float]] = {
     "data.augment.padding": (augmentation, 0, math.inf),
     "data.augment.cutout": (augmentation, 0, math.inf),
     "data.pictures.memory_gb": (Pictures, 0, math.inf),
-    "figures.num_wrong": (EvaluationFigures, 0, 2**16),
     "figures.every_n_epochs": (EvaluationFigures, 0, math.inf),
     "figures.every_n_seconds": (EvaluationFigures, 0, math.inf),
     "watchdog.timeout_s": (Watchdog, 5, math.inf),  # there may be no beat in a shorter time

@@ -1,7 +1,6 @@
 """A data module and a module whose every logit is known beforehand, for tests of callbacks in whole runs."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -132,9 +131,3 @@ def read_events(folder: Path) -> EventAccumulator:
         file.rename(folder / f"{name}.{int(count):06d}")
     events = EventAccumulator(str(folder), size_guidance={"images": 0, "scalars": 0, "tensors": 0})
     return events.Reload()
-
-
-def fake_trainer(**attributes: Any) -> Any:
-    """A trainer of one process with just these attributes."""
-    strategy = SimpleNamespace(root_device=torch.device("cpu"), all_gather=lambda tensor: tensor)
-    return SimpleNamespace(strategy=strategy, **attributes)

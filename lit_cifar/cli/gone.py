@@ -52,6 +52,7 @@ INSTEAD: dict[str, str] = {
     "--last_checkpoint.sharded": "fsdp2 writes one file, which every mode reads",
     "--max_restarts": "torchrun --max-restarts=3 --nproc-per-node=2 -m lit_cifar fit --resume=auto --run_dir=FOLDER",
     **dict.fromkeys(("--model.lr_scaling", "--model.base_batch_size", "--model.rate_scaling"), "--model.optimizer.lr"),
+    "--figures.num_wrong": "leave it out: 16 images are shown",
     "--model.recompute": "--trainer.accumulate_grad_batches or --trainer.precision=bf16-mixed take less memory",
 }
 # Settings that stand in a group now.

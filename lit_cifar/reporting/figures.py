@@ -19,6 +19,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
 
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.errors import bounded, one_line, printable
@@ -28,6 +30,7 @@ from lit_cifar.reporting.loggers import log_to_tensorboard, logged_step, tensorb
 _IMAGE_SIDE = 160  # side in pixels at which an image of any size is drawn
 _MOST_CLASSES = 20  # more classes get no numbers and not all names: their texts would take minutes
 _MOST_DRAWN = 200  # more classes get neither curves nor a matrix: nobody could read them
+_MOST_WRONG = 16  # images shown of those that were classified wrongly
 _LONGEST = 16  # most characters of a name
 _SPLIT_WORDS: dict[Split, str] = {"val": "validation", "test": "test"}
 
@@ -46,7 +49,7 @@ class Evaluation(NamedTuple):
     step: int
     title: str
     mistakes: int
-    worst: tuple[list[float], list[int], list[int]]  # confidences, ids and predicted labels
+    worst: Tensor  # of the most confident mistakes, as `Mistakes` computes them
     confusion: Tensor | None = None  # counts with the truth in rows, int64, (C, C), on the CPU; None of many classes
 
 
@@ -61,15 +64,13 @@ class EvaluationFigures(EvaluationCallback):
     classes have only the last.
 
     Args:
-        num_wrong: Number of misclassified images to show, over all processes.
         every_n_epochs: Draw every n-th epoch of a fit, and its last and its most accurate one when it ends. With 0
             nothing is drawn, even in `validate` and `test`.
         every_n_seconds: Leave out epochs that end less than n seconds after the start of the fit or the last drawing,
             which takes a core some tenths of a second.
     """
 
-    def __init__(self, *, num_wrong: int = 16, every_n_epochs: int = 1, every_n_seconds: float = 30.0) -> None:
-        self.num_wrong = bounded("--figures.num_wrong", num_wrong, 0, 2**16)
+    def __init__(self, *, every_n_epochs: int = 1, every_n_seconds: float = 30.0) -> None:
         self.every_n_epochs = bounded("--figures.every_n_epochs", every_n_epochs, 0)
         self.every_n_seconds = bounded("--figures.every_n_seconds", every_n_seconds, 0)
         self._drawing: Thread | None = None
@@ -81,18 +82,18 @@ class EvaluationFigures(EvaluationCallback):
         self._drawn_at = time.monotonic()
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._worst = MostConfidentMistakes(self.num_wrong)
+        self._mistakes = Mistakes()
 
     def _count(self, trainer: Trainer, logits: Any, batch: Batch) -> None:
         if self.every_n_epochs:
-            self._worst.update(logits, batch)
+            self._mistakes.update(logits, batch)
 
     def _finish(self, trainer: Trainer, pl_module: Any, split: Split) -> None:
         """Read the numbers here. The others must not wait for the clock of rank 0, by which it draws."""
         if not self.every_n_epochs:
             return
         truths, predictions, counts = pl_module.confusion_matrix(split).compute().cpu().unbind(dim=1)
-        worst = self._worst.gather(trainer)
+        worst = self._mistakes.compute()[:_MOST_WRONG]
         if tensorboard_writer(trainer) is None:  # on every rank but 0, and without TensorBoard
             return
         data, is_due = datamodule_of(trainer), True
@@ -124,7 +125,7 @@ class EvaluationFigures(EvaluationCallback):
         self._drawn.update(each.step for each in chosen)
         self._drawn_at = time.monotonic()
         data, writer = datamodule_of(trainer), tensorboard_writer(trainer)
-        wrong = [_look_up(data.sets[each.split], *each.worst) for each in chosen]
+        wrong = [_look_up(data.sets[each.split], each.worst) for each in chosen]
 
         def draw() -> None:
             try:
@@ -154,41 +155,30 @@ def _write(writer: Any, found: Evaluation, wrong: Sequence[WrongImage], classes:
         writer.add_image(f"{found.split}/{name}", render(figure), found.step, dataformats="HWC")
 
 
-class MostConfidentMistakes:
-    """The k samples that were classified wrongly with the highest softmax probability.
+class Mistakes(Metric):
+    """The samples that were classified wrongly; the host waits for no batch."""
 
-    `update` stays on the device and never waits for it. Ties go to the smaller id, so that the choice does not depend
-    on which process has which sample.
-    """
+    rows: list[Tensor]  # float64, (n, 3), of a batch each: confidence, or -1 if it is right; id; predicted label
 
-    def __init__(self, k: int) -> None:
-        self.k = k
-        # All processes have k rows, of which some may be empty: collectives want equal shapes.
-        self._confidence = torch.full((k,), -1.0)
-        self._choice = torch.full((k, 2), -1)  # id and predicted label
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("rows", [], dist_reduce_fx="cat")
 
     def update(self, logits: Tensor, batch: Batch) -> None:
-        """Consider a batch of n >= 0 samples whose ids follow those of the batches before; `logits` is (n, C)."""
+        """Keep a batch of n >= 0 samples; `logits` is (n, C)."""
         confidence, predictions = logits.detach().float().softmax(dim=1).max(dim=1)
-        confidence = torch.where(predictions == batch.labels, -1.0, confidence)
-        confidence = torch.cat([self._confidence.to(confidence.device, non_blocking=True), confidence])
-        choice = torch.stack([batch.ids, predictions], dim=1)
-        choice = torch.cat([self._choice.to(choice.device, non_blocking=True), choice])
-        best = confidence.argsort(descending=True, stable=True)[: self.k]
-        self._confidence, self._choice = confidence[best], choice[best]
+        confidence = torch.where(predictions == batch.labels, -1.0, confidence.double())
+        self.rows.append(torch.stack([confidence, batch.ids, predictions], dim=1))
 
-    def gather(self, trainer: Trainer) -> tuple[list[float], list[int], list[int]]:
-        """Confidences, ids and predicted labels of the k worst over all processes; each process must call this."""
-        device = trainer.strategy.root_device
-        # For one process all_gather returns its argument, for several it adds a dimension in front.
-        confidences = trainer.strategy.all_gather(self._confidence.to(device)).reshape(-1).cpu().numpy()
-        choices = trainer.strategy.all_gather(self._choice.to(device)).reshape(-1, 2).cpu().numpy()
-        wrong = confidences >= 0
-        # A padded evaluation yields a sample twice; np.unique also sorts by id.
-        ids, first = np.unique(choices[wrong, 0], return_index=True)
-        confidences, predictions = confidences[wrong][first], choices[wrong, 1][first]
-        order = np.argsort(-confidences, kind="stable")[: self.k]
-        return confidences[order].tolist(), ids[order].tolist(), predictions[order].tolist()
+    def compute(self) -> Tensor:
+        """Confidences, ids and predicted labels of all processes, the most confident first: float64, (m, 3), CPU.
+
+        Ties go to the smaller id, so that the order does not depend on which process has which sample.
+        """
+        rows = dim_zero_cat(self.rows).cpu().numpy()
+        rows = rows[rows[:, 0] >= 0]
+        _, first = np.unique(rows[:, 1], return_index=True)  # a padded evaluation yields a sample twice
+        return torch.from_numpy(rows[first][np.argsort(-rows[first, 0], kind="stable")])
 
 
 def class_accuracies(confusion: Tensor, classes: Sequence[str]) -> dict[str, float]:
@@ -204,14 +194,12 @@ def class_accuracies(confusion: Tensor, classes: Sequence[str]) -> dict[str, flo
     return {tag: hit / total for tag, hit, total in zip(tags, hits, totals, strict=True) if total}
 
 
-def _look_up(
-    images: ImageSet, confidences: Sequence[float], ids: Sequence[int], predictions: Sequence[int]
-) -> list[WrongImage]:
-    chosen = torch.tensor(ids, dtype=torch.int64).to(images.labels.device)
+def _look_up(images: ImageSet, worst: Tensor) -> list[WrongImage]:
+    chosen = worst[:, 1].long().to(images.labels.device)
     pixels, truths = images.gather(chosen).cpu(), images.labels[chosen].tolist()
     return [
-        WrongImage(image, images.classes[truth], images.classes[prediction], confidence)
-        for image, truth, prediction, confidence in zip(pixels, truths, predictions, confidences, strict=True)
+        WrongImage(image, images.classes[truth], images.classes[int(prediction)], confidence)
+        for image, truth, (confidence, _, prediction) in zip(pixels, truths, worst.tolist(), strict=True)
     ]
 
 
