@@ -1,6 +1,6 @@
 """What the release before had and this one has not: each is refused in one line, with what serves instead.
 
-The table is for this release alone.
+The table is for this release alone. Flags that stand in a group now are guessed by their names (`explanations`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,10 +40,8 @@ INSTEAD: dict[str, str] = {
     "--data.augment.small_size": "leave it out",
     "--data.pictures.decode": "--data.pictures.memory_gb=0 to decode in each epoch, or leave it out",
     "--data.pictures.decoded_size": "--data.augment.transforms+=torchvision.transforms.v2.RandomResizedCrop",
-    "--data.pictures.num_workers": "--data.num_workers",
     "--data.pictures.cache_dir": "leave it out: pictures are decoded into the memory",
     "--data.pictures.cache_limit_gb": "--data.pictures.memory_gb",
-    "--data.class_weights": "--data.balance.class_weights",
     "--data.balanced": "--data.balance.draw_equally",
     "--data.frozen_order": "--data.order.frozen",
     # Training, checkpoints and ranks.
@@ -55,30 +53,11 @@ INSTEAD: dict[str, str] = {
     "--figures.num_wrong": "leave it out: 16 images are shown",
     "--model.recompute": "--trainer.accumulate_grad_batches or --trainer.precision=bf16-mixed take less memory",
 }
-# Settings that stand in a group now.
-_MOVED = {
-    "--data.augment": "padding reflect alternate_flips cutout",
-    "--data.pictures": "skip_unreadable",
-    "--data.mixing": "mixup cutmix",
-    "--data.order": "shuffle drop_last pad_eval",
-    "--model.fine_tuning": "weights freeze unfreeze_at head_lr",
-}
 # Augmentations of before, by what does the same in `torchvision.transforms.v2`.
-_TRANSFORMS = {
-    "TrivialAugmentWide": "policy",
-    "RandAugment": "num_ops magnitude",
-    "ColorJitter": "jitter hue",
-    "RandomErasing": "erasing",
-}
-for _group, _names in _MOVED.items():
-    INSTEAD |= {f"{_group.rpartition('.')[0]}.{_name}": f"{_group}.{_name}" for _name in _names.split()}
-for _kind, _names in _TRANSFORMS.items():
-    _flag = f"--data.augment.transforms+=torchvision.transforms.v2.{_kind}"
-    INSTEAD |= {f"--data.augment.{_name}": _flag for _name in _names.split()}
-# What has gone from these groups, files of before them have at the data itself.
-for _name in [name for name in INSTEAD if name.startswith(("--data.augment.", "--data.pictures."))]:
-    if (_flag := f"--data.{_name.rpartition('.')[2]}") != INSTEAD[_name]:
-        INSTEAD[_flag] = INSTEAD[_name]
+_TRANSFORMS = {"policy": "TrivialAugmentWide", "num_ops": "RandAugment", "magnitude": "RandAugment"}
+_TRANSFORMS |= {"jitter": "ColorJitter", "hue": "ColorJitter", "erasing": "RandomErasing"}
+for _name, _kind in _TRANSFORMS.items():
+    INSTEAD[f"--data.augment.{_name}"] = f"--data.augment.transforms+=torchvision.transforms.v2.{_kind}"
 
 
 def refuse_words(words: Sequence[str]) -> None:
