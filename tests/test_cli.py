@@ -215,14 +215,6 @@ def test_what_needs_no_training_imports_none_of_it() -> None:
         assert not {"torch", "lightning", "jsonargparse"} & {*literal_eval(found.stdout.splitlines()[-1])}
 
 
-def test_a_working_folder_that_has_been_removed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch would not find its own library."""
-    monkeypatch.chdir(tmp_path)
-    tmp_path.rmdir()
-    refused("fit", says=["the working folder has been removed"])
-    tmp_path.mkdir()
-
-
 @pytest.mark.parametrize(
     ("command", "moment"),
     graded(

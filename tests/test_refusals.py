@@ -69,7 +69,6 @@ REFUSED = {
     "--trainer.callbacks+=ModelPruning --trainer.callbacks.pruning_fn=l1_unstructured": ["torch.nn.utils.prune"],
     "--trainer.callbacks+=lightning.pytorch.callbacks.SpikeDetection": ["+=EarlyStopping", "divergence_threshold="],
     "--trainer.callbacks+=ThroughputMonitor --trainer.callbacks.batch_size_fn=math.cos": ["train/images_per_s"],
-    "--trainer.min_epochs=2": ["--trainer.min_epochs=2 is more than max_epochs=1"],
     "--trainer.callbacks+=Timer --trainer.callbacks.duration=00:01:00:00": ["--trainer.max_time=DAYS:HOURS"],
     "--trainer.callbacks+=EMAWeightAveraging --trainer.strategy=DDPLayerParallelStrategy --trainer.devices=4 "
     "--trainer.strategy.start_method=spawn": ["cannot be sent to spawned processes"],

@@ -4,7 +4,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from lit_cifar.errors import nearest, printable
 from lit_cifar.launch.startup import RANKS
@@ -44,10 +43,6 @@ def answer(words: Sequence[str]) -> None:
     if list(words) in (["-h"], ["--help"]):
         print(overview(PROGRAM))
         raise SystemExit(0)
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        _refuse("the working folder has been removed", "change to one that is there: cd ~")
     for name in (*RANKS, *_COUNTS):
         if not os.environ.get(name, "0").isdecimal():
             kind = "rank" if name in RANKS else "number"

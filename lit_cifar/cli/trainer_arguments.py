@@ -53,10 +53,6 @@ def _refused(trainer: Namespace, *, trains: bool) -> Iterator[tuple[str, str, st
     for name in ("limit_train_batches", "max_epochs", "max_steps"):
         if trains and trainer[name] == 0:
             yield name, " would train nothing", f"leave it out, or pass another {name}"
-    for least, most in (("min_epochs", "max_epochs"), ("min_steps", "max_steps")):
-        if trains and trainer[least] and trainer[most] not in (None, -1) and trainer[least] > trainer[most]:
-            remedy = f"pass --trainer.{most}={trainer[least]}, or leave out {least}"
-            yield least, f" is more than {most}={trainer[most]}, which ends the run", remedy
     if trainer.val_check_interval == 0:
         yield "val_check_interval", " is no interval", "pass --trainer.val_check_interval=1.0 for each epoch's end"
     if trains and not isinstance(trainer.val_check_interval, int | float | None):
