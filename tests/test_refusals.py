@@ -216,6 +216,7 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
         (b"- model\n- data", "config.yaml holds no settings"),
         (b"model: {}\ndata: [1]", "has no settings of data in line 2"),
         (b"data:\n  mixing: true", "has no settings of data.mixing in line 2"),
+        (b"figures:\n  # every_n_seconds: 9", "has no settings of figures in line 1"),
         (b"data:\n  val_size: 8\n  val_size: 9", "config.yaml holds data.val_size again in line 3"),
     ],
 )
@@ -235,18 +236,6 @@ def test_a_config_may_come_from_a_pipe_that_has_no_name(tmp_path: Path) -> None:
     refused("fit", *TINY, *mode_flags("ddp"), f"--config=/dev/fd/{reader}", says=["can be read once, and 2 processes"])
     os.close(reader)
     assert settings["trainer"]["max_epochs"] == 7
-
-
-def test_sections_of_a_config_that_are_left_empty_change_nothing(tmp_path: Path) -> None:
-    """As where all of their lines are comments."""
-    text = "data:\n  balance:\n  # val_size: 9\n  order: ~\nfigures:\ntrainer: {callbacks: , max_steps: 2}\n"
-    texts = {"nothing.yaml": "# data: 1\n", "alone.yaml": "model:\n", "some.yaml": text}
-    for name, content in texts.items():
-        (tmp_path / name).write_text(content)
-    flags = [*TINY, *(f"--config={tmp_path / name}" for name in texts), "--print_config"]
-    settings, plain = (yaml.safe_load(run_here("fit", *each).stdout) for each in (flags, [*TINY, "--print_config"]))
-    assert settings["trainer"].pop("max_steps") != plain["trainer"].pop("max_steps")
-    assert settings == plain
 
 
 @pytest.mark.parametrize(

@@ -67,12 +67,13 @@ class Parser(LightningArgumentParser):
             raise ConfigError(f"--config={path} is not text: {error}", remedy="pass a YAML file") from error
 
     def parse_string(self, content: str, path: Any = "", *args: Any, **kwargs: Any) -> Any:
-        """Parse settings like jsonargparse, which knows neither empty sections nor names that are there twice."""
-        from lit_cifar.cli.config_text import completed
+        """Parse settings like jsonargparse, which does not see names that are there twice."""
+        from lit_cifar.cli.config_text import check_text
 
         names = [action.dest.split(".") for action in self._actions if not action.dest.endswith(".help")]
         sections = {".".join(name[:depth]) for name in names for depth in range(1, len(name))}
-        return super().parse_string(completed(content, file=path, sections=sections), path, *args, **kwargs)
+        check_text(content, file=path, sections=sections)
+        return super().parse_string(content, path, *args, **kwargs)
 
 
 @contextmanager
