@@ -3,7 +3,7 @@
 `import lit_cifar.strategies` registers the names that `Trainer(strategy=...)` knows beside Lightning's own.
 """
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from lit_cifar.launch import startup as startup  # notes the parent before the imports that take seconds
@@ -33,14 +33,13 @@ _PLACES = {
     "ReplicaAudit": "lit_cifar.checks.replica_audit.callback",
     "WarmupDecay": "lit_cifar.task.optim",
     "Watchdog": "lit_cifar.checks.watchdog.callback",
+    "relations": "lit_cifar.checks",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is used."""
-    if name == "relations":
-        return import_module("lit_cifar.checks.relations")
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = getattr(import_module(_PLACES[name]), name)
+    globals()[name] = resolve_name(f"{_PLACES[name]}.{name}")
     return globals()[name]
