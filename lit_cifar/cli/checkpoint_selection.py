@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lit_cifar.checkpoint import atomic
+from lit_cifar.checkpoint import atomic, compatibility
 from lit_cifar.checkpoint.content import check_content
 from lit_cifar.checkpoint.exact_resume import Position, StartingPoint, check_counts
 from lit_cifar.checkpoint.format import AVERAGED, SETTINGS, TrainedOn, holds_training, is_own, naming
@@ -20,6 +20,7 @@ from lit_cifar.cli.paths import expanded
 from lit_cifar.cli.start import Start
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.data.changed_order import check_held_out, check_rest_of_epoch
 from lit_cifar.data.dataset import Dataset
 from lit_cifar.data.sample_order import OrderSettings, order_settings, settings_in
 from lit_cifar.errors import CheckpointError, ConfigError, DataError
@@ -110,8 +111,6 @@ class StartingCheckpoint(Start):
     def compare_images(self, data: CIFAR10DataModule) -> None:
         if self._order is None:
             return
-        from lit_cifar.data.changed_order import check_held_out, check_rest_of_epoch
-
         now = order_settings(data)
         with naming(self._config.ckpt_path):
             check_content(self._order, now, "settings of the data", partly=True)
@@ -122,8 +121,6 @@ class StartingCheckpoint(Start):
             check_held_out(self._order, now)
 
     def _compare(self, content: dict[str, Any], module: LitResNet, data: CIFAR10DataModule, trainer: Trainer) -> None:
-        from lit_cifar.checkpoint import compatibility
-
         if self.has_weights_alone:
             from lit_cifar.checkpoint.pretrained import take_weights
 
@@ -141,12 +138,11 @@ class StartingCheckpoint(Start):
             start = _start_from(self._config.ckpt_path)
             raise CheckpointError(error.problem, remedy=f"{error.remedy},\nor {start}") from error
         compatibility.check_header(content, module.header)
-        weights = content.get("state_dict", {})
-        compatibility.check_shapes(module.network, weights)
         check_content(content.get(type(data).__qualname__, {}), {}, "settings of the data")
+        weights = content.get("state_dict", {})
         trained = {name.removeprefix("network."): each for name, each in content.get(AVERAGED, weights).items()}
-        compatibility.check_shapes(module.network, trained)
         for each in (weights, trained):
+            compatibility.check_shapes(module.network, each)
             self._check_values(module.network, each)
         if self._fits:
             with as_config_error():
@@ -163,8 +159,6 @@ class StartingCheckpoint(Start):
 
     def _check_values(self, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
         """Refuse to train with values that no training has; other commands say so."""
-        from lit_cifar.checkpoint import compatibility
-
         problem = compatibility.wrong_values(network, weights) if process_rank() == 0 else ""
         if problem and self._fits:
             raise CheckpointError(problem)

@@ -16,6 +16,7 @@ from lit_cifar.data.dataset import Dataset
 from lit_cifar.data.limits import check_intervals
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import mode_of
+from lit_cifar.mode.refusals import check_cuda_graphs, check_sync_batchnorm
 from lit_cifar.models.precision import check_precision
 from lit_cifar.task.module import LitResNet
 from lit_cifar.task.optim_checks import check_schedule, try_optimizer
@@ -50,12 +51,8 @@ def check_run(
     check_callbacks(trainer, timed=asked.trainer.max_time is not None)
     check_precision(trainer, asked=asked.trainer.precision)
     if asked.trainer.sync_batchnorm:
-        from lit_cifar.mode.refusals import check_sync_batchnorm
-
         check_sync_batchnorm(trainer, compiles=module.compiles)
     if module.cuda_graphs:
-        from lit_cifar.mode.refusals import check_cuda_graphs
-
         check_cuda_graphs(trainer, has_parts=has_parts)
     if module.ghost_batchnorm is not None:
         module.ghost_batchnorm.check(mode.layout, data.batch_size)

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer, W
 from lit_cifar.checkpoint.callbacks import BestCheckpoint
 from lit_cifar.errors import ConfigError, nearest
 from lit_cifar.mode import Mode, mode_of
+from lit_cifar.mode.refusals import refuse
 from lit_cifar.task.metrics import STEP_METRICS
 
 # Each callback, why it cannot work, and what to do instead.
@@ -79,6 +80,4 @@ def _check_monitor(callback: EarlyStopping | ModelCheckpoint, *, processes: int)
 def refuse_averages(trainer: Trainer, mode: Mode) -> None:
     """Raise the `ConfigError` of the table if a callback averages weights, and `mode` refuses that."""
     if any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-        from lit_cifar.mode.refusals import refuse
-
         refuse("--trainer.callbacks+=EMAWeightAveraging", mode)
