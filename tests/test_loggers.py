@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from commands import TINY, callback, logged, refused, run_here
-from lightning.pytorch import Callback, Trainer
+from commands import TINY, logged, refused, run_here
 from lightning.pytorch.loggers.logger import DummyLogger
 from tiny_task import read_events
 
@@ -74,28 +73,16 @@ def test_every_row_of_a_run_has_its_step_its_epoch_and_more(tmp_path: Path) -> N
     assert {"train/loss", "val/acc"} <= found[2].keys()
 
 
-class StopAfter(Callback):
-    """Stops the run after `stop_after` steps."""
-
-    def __init__(self, stop_after: int) -> None:
-        self.stop_after = stop_after
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        trainer.should_stop = trainer.global_step == self.stop_after
-
-
 def test_logs_are_the_same_at_fewer_log_points(tmp_path: Path) -> None:
-    """Also in the step after which a callback stops the run: Lightning logs it out of turn."""
-    stop = callback(f"{__name__}.StopAfter", stop_after=3)
     epochs, steps = [], []
     for every in (1, 2):
         run = tmp_path / str(every)
-        run_here("fit", *TINY, *stop, f"--trainer.log_every_n_steps={every}", f"--run_dir={run}")
+        run_here("fit", *TINY, f"--trainer.log_every_n_steps={every}", f"--run_dir={run}")
         found = logged(run)
         steps.append({int(row["step"]): row["train/loss_step"] for row in found if "train/loss_step" in row})
         epochs.append(found[-1]["train/loss"])
-    assert [*steps[0]] == [0, 1, 2]
-    assert steps[1] == {step: steps[0][step] for step in (1, 2)}
+    assert [*steps[0]] == [0, 1, 2, 3, 4]
+    assert steps[1] == {step: steps[0][step] for step in (1, 3)}
     assert epochs[0] == epochs[1] != ""
 
 

@@ -1,6 +1,7 @@
 """A data module and a module whose every logit is known beforehand, for tests of callbacks in whole runs."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class TinyData(LightningDataModule):
 
     name = "tiny"
     classes = CLASSES
+    source = SimpleNamespace(has_test=True)
 
     def __init__(self, *, num_images: int = 23, batch_size: int = 8) -> None:
         super().__init__()

@@ -31,8 +31,6 @@ class RunReport(Callback):
     def __init__(self) -> None:
         self._folder: Path | None = None
         self._resumes = False  # whether the folder is of a run that has begun before
-        self._tests = False  # whether the run trains on data that have images to test on
-        self._is_synthetic = False
         self._started_at = 0.0
         self._pid = os.getpid()
 
@@ -58,8 +56,6 @@ class RunReport(Callback):
 
         `choice` says what the user has left open and this machine has decided.
         """
-        self._tests = stage == "fit" and datamodule.source.has_test
-        self._is_synthetic = datamodule.name == "synthetic"  # as `Synthetic` is called
         if stage == "fit":
             lines = opening_lines(trainer, pl_module, datamodule)
             lines += [_line("precision", choice)] if choice else []
@@ -90,16 +86,17 @@ class RunReport(Callback):
         """Print the result; Lightning calls this only if nothing failed."""
         if not trainer.is_global_zero:
             return
-        lines = []
+        lines, data = [], datamodule_of(trainer)
         if stage == "fit":
             duration = timedelta(seconds=round(perf_counter() - self._started_at))
             lines.append(_line("result", ", ".join([*results(trainer), f"took {duration}"])))
-        if self._is_synthetic and stage != "predict":
+        if data.name == "synthetic" and stage != "predict":  # as `Synthetic` is called
             lines.append(_line("note", "these images are synthetic: the accuracy says nothing about real ones"))
         if self._folder is not None:
-            lines += next_steps(self._folder, stage, checkpoint=checkpoint_path(trainer) if self._tests else None)
+            checkpoint = checkpoint_path(trainer) if stage == "fit" and data.source.has_test else None
+            lines += next_steps(self._folder, stage, checkpoint=checkpoint)
         if stage == "predict":
-            lines += _unread(datamodule_of(trainer))
+            lines += _unread(data)
         print(*map(printable, lines), sep="\n", flush=True)
 
 

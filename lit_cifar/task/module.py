@@ -268,11 +268,6 @@ class LitResNet(L.LightningModule):
         """Log the means of an epoch that is resumed after its last batch, too."""
         self._log_epoch()
 
-    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        """Log the last step of a run that a callback has just stopped: Lightning writes a row for it."""
-        if self.trainer.should_stop:
-            self.log_dict(self.step_metrics())
-
     def step_metrics(self) -> dict[str, Tensor]:
         """Loss and accuracy of this process's newest training batch, without communication; none before the first."""
         if self._newest is None:
