@@ -49,8 +49,6 @@ def test_frozen_layers_stay_in_evaluation_mode() -> None:
         assert not module.network.bn1.weight.requires_grad
         module.eval()
         module.train()
-    later = LitResNet("tiny", stem="imagenet", fine_tuning=FineTuning(freeze="bn1.*", unfreeze_at=2))
-    assert (later.train().network.bn1.training, later.network.bn1.weight.requires_grad) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -113,21 +111,3 @@ def test_a_training_moves_the_rest_and_resumes_within_an_epoch(tmp_path: Path) -
     assert len(whole["optimizer_states"][0]["state"]) == len(trained)  # no momentum of the others
     says = ["groups of [39, 2] parameters; this one has [41]", "pass --model.fine_tuning.head_lr"]
     refused("fit", *STEM, f"--run_dir={runs['cut']}", "--resume=auto", "--trainer.max_epochs=2", says=says)
-
-
-def test_all_is_trained_from_the_epoch_on(tmp_path: Path) -> None:
-    """Also in a run that is resumed within that epoch, or the one before."""
-    flags = [*STEM, "--model.fine_tuning.unfreeze_at=1", "--trainer.max_epochs=2"]
-    ends = {}
-    for step in (1, 5, 10):
-        run_here("fit", *flags, f"--run_dir={tmp_path / str(step)}", f"--trainer.max_steps={step}")
-        ends[step] = last_checkpoint(tmp_path / str(step))
-    names = [*ends[1]["state_dict"]]
-    still = {name for name in names if name.partition(".")[0] in ("conv1", "bn1", "layer1")}
-    assert moved(ends[1], ends[5]) == {*names} - still
-    assert moved(ends[5], ends[10]) == {*names}
-    for step in (3, 7):
-        run = tmp_path / f"cut{step}"
-        run_here("fit", *flags, f"--run_dir={run}", f"--trainer.max_steps={step}")
-        run_here("fit", *flags, f"--run_dir={run}", "--resume=auto", "--trainer.max_steps=10")
-        assert moved(ends[10], last_checkpoint(run)) == set()

@@ -35,10 +35,9 @@ BFLOAT16 = ["--trainer.precision=bf16-mixed", "--trainer.gradient_clip_val=0.5"]
 TORCHVISION = ["--model.network=torchvision.models.resnet18", "--model.network.num_classes=10"]
 TORCHVISION += ["--model.fine_tuning.freeze=['conv1.*','bn1.*']"]
 TORCHVISION += ["--data.num_train=48", "--data.batch_size=16", "--data.val_size=16"]
-# A stage has nothing to train, or no gradients to clip; or all is trained in the end.
+# A stage has nothing to train, or no gradients to clip.
 HEAD = ["--model.fine_tuning.head_lr=0.3"]
 FROZEN = "--model.fine_tuning.freeze=['conv1.*','bn1.*','layer1.*','layer2.*','layer3.*']"
-UNFROZEN = ["--model.fine_tuning.freeze=['conv1.*','bn1.*','*.bn2.*']", "--model.fine_tuning.unfreeze_at=1"]
 MOST = "dp ddp ddp-sync mp-micro pp fsdp2 tp ddp_spawn ddp_flat"
 DRAWING = ["--model.network=own_networks.Drawing", *BITS, "--trainer.precision=32-true"]
 
@@ -79,7 +78,6 @@ SLOW = {
     "mixed": Case("dp ddp_pp fsdp2 tp", [*TINY, *CUT, *MIXED]),
     "bits, mixed": Case("ddp pp", [*TINY, *BITS, *MIXED, "--trainer.precision=32-true"], devices=4),
     "frozen": Case(MOST, [*HEAD, FROZEN, "--trainer.gradient_clip_val=0.1"]),
-    "frozen until an epoch": Case(MOST, [*HEAD, *UNFROZEN, "--data.num_train=144"]),
     "two epochs": Case("ddp-sync", [*TINY, *LONG, "--model.optimizer.lr=0.02"], devices=4, steps=20),
 }
 SLOW["every mode"] = Case(" ".join(sized_modes(2)), HARD)

@@ -123,7 +123,6 @@ REFUSED = {
     "--model.fine_tuning.freeze=conv1": ["freeze=conv1 matches no parameter of TinyResNet", "conv1.*"],
     "--model.fine_tuning.freeze=['conv1.*','bn1.wieght']": ["freeze=bn1.wieght matches no", "bn1.weight"],
     "--model.fine_tuning.freeze=*": ["freeze=* leaves nothing of TinyResNet to train", "name fewer"],
-    "--model.fine_tuning.unfreeze_at=1": ["but nothing is frozen", "add --model.fine_tuning.freeze"],
     # Lightning disables Comet's experiment where it is to be offline. Comet need not be installed.
     "--trainer.logger=CometLogger --trainer.logger.online=false": ["would record nothing", "offline"],
     # What does not go together.
@@ -324,7 +323,6 @@ def augmentation(**settings: Any) -> object:
 OWN_BOUNDS: dict[str, tuple[Callable[..., object], float, float]] = {
     "model.label_smoothing": (partial(LitResNet, "tiny"), 0, 1),
     "model.fine_tuning.head_lr": (FineTuning, 0, math.inf),
-    "model.fine_tuning.unfreeze_at": (FineTuning, 1, math.inf),
     "data.eval_batch_size": (partial(CIFAR10DataModule, dataset="synthetic"), 1, math.inf),
     "data.seed": (partial(CIFAR10DataModule, dataset="synthetic"), 0, math.inf),
     "data.val_size": (partial(CIFAR10DataModule, dataset="synthetic"), 0, math.inf),

@@ -110,13 +110,10 @@ def check_optimizer(checkpoint: Mapping[str, Any], optimizer: Optimizer, schedul
         raise CheckpointError(problem, remedy=f"pass --model.fine_tuning.head_lr of its training, {_CONFIG}")
 
 
-def check_states(
-    checkpoint: Mapping[str, Any], trainer: Trainer, optimizer: Optimizer, scheduler: Any, *, frozen: frozenset[Tensor]
-) -> None:
+def check_states(checkpoint: Mapping[str, Any], trainer: Trainer, optimizer: Optimizer, scheduler: Any) -> None:
     """Raise a `CheckpointError` unless the states of a training can become those of this run's parts.
 
-    Torch and Lightning take most of what cannot, and go on. Of `frozen` parameters there may be no states. `optimizer`
-    and `scheduler` are of no use afterwards.
+    Torch and Lightning take most of what cannot, and go on. `optimizer` and `scheduler` are of no use afterwards.
     """
     loops, plugin = checkpoint["loops"]["fit_loop"], trainer.precision_plugin
     check_content(loops, trainer.fit_loop.state_dict(), "loops.fit_loop", partly=True)
@@ -136,7 +133,7 @@ def check_states(
         raise CheckpointError("the state of its schedule holds nan")
     with _trying("the schedule"):
         scheduler.load_state_dict(deepcopy(checkpoint["lr_schedulers"][0]))
-    _check_state(checkpoint["optimizer_states"][0], optimizer, frozen=frozen, begun=checkpoint["global_step"] > 0)
+    _check_state(checkpoint["optimizer_states"][0], optimizer, begun=checkpoint["global_step"] > 0)
     rates = [group.get("lr", 0.0) for group in checkpoint["optimizer_states"][0]["param_groups"]]
     rates += checkpoint["lr_schedulers"][0].get("base_lrs", [])
     if not all(map(math.isfinite, rates)):
@@ -158,13 +155,13 @@ def _check_callback(state: Any, callback: Callback) -> None:
             deepcopy(callback).load_state_dict(deepcopy(state))
 
 
-def _check_state(found: dict[str, Any], optimizer: Optimizer, *, frozen: frozenset[Tensor], begun: bool) -> None:
+def _check_state(found: dict[str, Any], optimizer: Optimizer, *, begun: bool) -> None:
     groups, settings = optimizer.state_dict()["param_groups"], [dict(group) for group in optimizer.param_groups]
     check_content(found["param_groups"], groups, "optimizer_states.0.param_groups", partly=True)
     check_content(found["state"], dict[int, dict[str, Any]], "optimizer_states.0.state")
     with _trying("the optimizer"):
         optimizer.load_state_dict(found)
-    wanted = {number: state for number, state in _after_a_step(optimizer, frozen).items() if state}
+    wanted = {number: state for number, state in _after_a_step(optimizer).items() if state}
     for number in wanted.keys() & found["state"].keys():
         check_content(found["state"][number], wanted[number], f"optimizer_states.0.state.{number}")
     lacking = [number for number in wanted if number not in found["state"]]
@@ -180,7 +177,7 @@ def _check_state(found: dict[str, Any], optimizer: Optimizer, *, frozen: frozens
         raise CheckpointError(f"the {negative[0]} of its optimizer is negative")
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
-    for number, state in _after_a_step(optimizer, frozen).items():
+    for number, state in _after_a_step(optimizer).items():
         if number in wanted and (more := sorted(state.keys() - wanted[number].keys())):
             problem = f"the optimizer needs {', '.join(more)} of each parameter here, which its training did not keep"
             raise CheckpointError(problem, remedy=f"pass the --model.optimizer of its training, {_CONFIG}")
@@ -194,13 +191,13 @@ def _holds_nan(held: Any) -> bool:
     return isinstance(held, float) and math.isnan(held)
 
 
-def _after_a_step(optimizer: Optimizer, frozen: frozenset[Tensor]) -> dict[int, dict[str, Any]]:
+def _after_a_step(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     """The state by parameter that a step makes, on the meta device, which computes nothing; none if it cannot."""
     optimizer.state.clear()
     for group in optimizer.param_groups:
         own, group["params"] = group["params"], [torch.empty_like(each, device="meta") for each in group["params"]]
         for parameter, meta in zip(own, group["params"], strict=True):
-            meta.grad = torch.empty_like(meta) if parameter.requires_grad and parameter not in frozen else None
+            meta.grad = torch.empty_like(meta) if parameter.requires_grad else None
     with suppress(Exception):
         optimizer.step()
         made = optimizer.state_dict()["state"]

@@ -154,8 +154,7 @@ class StartingCheckpoint(Start):
                 recipe.add(optimizer, scheduler)
                 check_content(content.get(SETTINGS, {}), recipe.settings(), SETTINGS, partly=True)
                 check_counts(content, module)
-                frozen = frozenset(map(module.network.get_parameter, module.frozen.parameters))
-                compatibility.check_states(content, trainer, optimizer, scheduler, frozen=frozen)
+                compatibility.check_states(content, trainer, optimizer, scheduler)
 
     def _check_values(self, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
         """Refuse to train with values that no training has; other commands say so."""

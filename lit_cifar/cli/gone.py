@@ -51,6 +51,7 @@ INSTEAD: dict[str, str] = {
     "--max_restarts": "torchrun --max-restarts=3 --nproc-per-node=2 -m lit_cifar fit --resume=auto --run_dir=FOLDER",
     **dict.fromkeys(("--model.lr_scaling", "--model.base_batch_size", "--model.rate_scaling"), "--model.optimizer.lr"),
     "--figures.num_wrong": "leave it out: 16 images are shown",
+    "--model.fine_tuning.unfreeze_at": "a fit without freeze, --model.fine_tuning.weights=RUN/checkpoints/last.ckpt",
     "--model.recompute": "--trainer.accumulate_grad_batches or --trainer.precision=bf16-mixed take less memory",
 }
 # Augmentations of before, by what does the same in `torchvision.transforms.v2`.

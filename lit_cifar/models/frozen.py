@@ -1,13 +1,10 @@
-"""Finds the parts of a network that a training leaves as they are, and keeps them so; finds its classifier."""
+"""Finds the parts of a network that a training leaves as they are, and its classifier."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
 
-from lightning.pytorch import Callback, Trainer
 from torch import nn
-from torch.optim import Optimizer
 
 from lit_cifar import internals
 from lit_cifar.errors import ConfigError
@@ -48,22 +45,3 @@ def head_of(network: nn.Module, num_classes: int) -> str:
         lacks = f"{type(network).__name__} has no classifier of {num_classes} outputs"
         raise ConfigError(f"--model.fine_tuning.head_lr: {lacks}", remedy="leave it out")
     return found[-1]
-
-
-class KeepFrozen(Callback):
-    """Lets a module's `network` follow its `frozen` in each epoch, also in a run that is resumed within one."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Set the mode of BatchNorm layers, also within an epoch, where Lightning does not call `train()`."""
-        frozen = pl_module.frozen
-        frozen.switch_norms(pl_module.network, training=not frozen.holds_in(trainer.current_epoch))
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self.on_train_start(trainer, pl_module)
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
-        """Throw away gradients of what will be trained later: DistributedDataParallel must have waited for them."""
-        frozen = pl_module.frozen
-        if frozen.until is not None and frozen.holds_in(trainer.current_epoch):
-            for name in frozen.parameters:
-                pl_module.network.get_parameter(name).grad = None

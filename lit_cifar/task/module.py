@@ -149,8 +149,7 @@ class LitResNet(L.LightningModule):
     def train(self, mode: bool = True) -> "LitResNet":
         """Set training or evaluation mode, in which frozen BatchNorm layers always are."""
         super().train(mode)
-        if self.frozen.holds_in(self.current_epoch):
-            self.frozen.switch_norms(self.network, training=False)
+        self.frozen.keep_norms(self.network)
         return self
 
     def start_from_weights(self) -> None:
@@ -307,10 +306,6 @@ class LitResNet(L.LightningModule):
         trainer: Any = self.trainer
         needed: list[type[Callback]] = [ExactResume]
         needed += [RandomStreams] if isinstance(trainer.datamodule, CIFAR10DataModule) else []
-        if self.frozen.parameters or self.frozen.norms:
-            from lit_cifar.models.frozen import KeepFrozen
-
-            needed.append(KeepFrozen)
         given = {type(callback) for callback in trainer.callbacks}
         if EpochMeans not in given:
             trainer.callbacks.insert(0, EpochMeans())
@@ -322,6 +317,7 @@ class LitResNet(L.LightningModule):
         return self.optimization.configure(self.network, self.trainer, label_smoothing=self.label_smoothing)
 
     def on_train_start(self) -> None:
+        self.frozen.keep_norms(self.network)  # within an epoch Lightning does not call `train`
         self.optimization.start(self.trainer)
 
     @classmethod

@@ -16,7 +16,7 @@ from lit_cifar.task.metrics import STEP_METRICS
 REFUSED: dict[type[Callback], tuple[str, str]] = {
     callbacks.BackboneFinetuning: (
         "needs a module with a `backbone`, and the network is not divided into one and a head",
-        "pass --model.fine_tuning.freeze=PATTERN --model.fine_tuning.unfreeze_at=EPOCH, or derive from BaseFinetuning",
+        "pass --model.fine_tuning.freeze=PATTERN, or derive from BaseFinetuning",
     ),
     callbacks.BatchSizeFinder: ("changes the batch size when the run is planned", "pass --data.batch_size=N"),
     callbacks.GradientAccumulationScheduler: ("cuts batches anew", "pass --trainer.accumulate_grad_batches=N"),
