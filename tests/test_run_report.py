@@ -10,13 +10,11 @@ import subprocess
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from commands import TINY, refused, run_here
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_task import TinyData, TinyTask, tiny_trainer
 
 from lit_cifar.data import CIFAR10DataModule
@@ -30,17 +28,11 @@ from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.modes import SILENT
 
 
-def fit(folder: Path, **settings: Any) -> None:
-    checkpoint = ModelCheckpoint(monitor="val/acc", mode="max", filename="best")
-    settings = {"callbacks": [RunReport(), checkpoint], "enable_checkpointing": True} | settings
-    tiny_trainer(folder, **settings).fit(TinyTask(), datamodule=TinyData())
-
-
 def test_environment_says_what_ran_and_not_where(tmp_path: Path) -> None:
     (tmp_path / "environment.json").write_text("{}")  # of the run that is resumed
-    fit(tmp_path)
-    text = (tmp_path / "environment.json").read_text()
     trainer = tiny_trainer(tmp_path, callbacks=[RunReport()])
+    trainer.fit(TinyTask(), datamodule=TinyData())
+    text = (tmp_path / "environment.json").read_text()
     trainer.test(TinyTask(), datamodule=TinyData(), verbose=False)
     assert (tmp_path / "environment.json").read_text() == text, "that of the first stage stays"
     found = json.loads(text)

@@ -63,5 +63,4 @@ def read_csv(path: Path) -> list[list[str]]:
 def replace_split(path: Path, header: Sequence[str], split: str, rows: Iterable[Sequence[Any]]) -> None:
     """Replace the rows of `split`, the first column, and keep those of other splits."""
     kept = [row for row in read_csv(path)[1:] if row and row[0] != split]
-    path.parent.mkdir(parents=True, exist_ok=True)
     replace_csv(path, [header, *kept, *([split, *row] for row in rows)])

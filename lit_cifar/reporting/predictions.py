@@ -48,7 +48,6 @@ class PredictionWriter(Callback):
         files = datamodule_of(trainer).files.items()
         self.rows = [(file, *(next(results) if error is None else ("", "", error))) for file, error in files]
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
             replace_csv(folder / PREDICTIONS, [_COLUMNS, *self.rows])
 
 

@@ -15,7 +15,7 @@ from lit_cifar.mode import Layout, mode_of
 from lit_cifar.reporting.environment import environment
 from lit_cifar.reporting.evaluation_tables import datamodule_of
 from lit_cifar.reporting.output import leave_out_banners, outlast_streams
-from lit_cifar.reporting.run_folder import CONFIG, of_checkpoint, run_folder
+from lit_cifar.reporting.run_folder import run_folder
 
 FILE_NAME = "environment.json"
 
@@ -78,7 +78,6 @@ class RunReport(Callback):
 
     def _write_environment(self, trainer: Trainer) -> None:
         if trainer.is_global_zero and self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
             found = environment(trainer, data_name=datamodule_of(trainer).name)
             (self._folder / FILE_NAME).write_text(json.dumps(found, indent=2) + "\n")
 
@@ -93,8 +92,7 @@ class RunReport(Callback):
         if data.name == "synthetic" and stage != "predict":  # as `Synthetic` is called
             lines.append(_line("note", "these images are synthetic: the accuracy says nothing about real ones"))
         if self._folder is not None:
-            checkpoint = checkpoint_path(trainer) if stage == "fit" and data.source.has_test else None
-            lines += next_steps(self._folder, stage, checkpoint=checkpoint)
+            lines += next_steps(self._folder, stage, tests=stage == "fit" and data.source.has_test)
         if stage == "predict":
             lines += _unread(data)
         print(*map(printable, lines), sep="\n", flush=True)
@@ -169,15 +167,8 @@ def results(trainer: Trainer) -> list[str]:
     return best + [f"last {name} {float(metrics[name]):.4f}" for name in ("val/acc", "train/acc") if name in metrics]
 
 
-def checkpoint_path(trainer: Trainer) -> Path | None:
-    """The best checkpoint that the fit wrote, else the last one."""
-    callbacks = trainer.checkpoint_callbacks  # the best comes before the last
-    written = (getattr(each, "best_model_path", None) or getattr(each, "newest", None) for each in callbacks)
-    return next((Path(path) for path in written if path), None)
-
-
-def next_steps(folder: Path, stage: str, *, checkpoint: Path | None = None) -> list[str]:
-    """The run folder and commands to paste, a line each, never wrapped."""
+def next_steps(folder: Path, stage: str, *, tests: bool) -> list[str]:
+    """The run folder and commands to paste, a line each, never wrapped; `tests` if its checkpoint can be tested."""
     lines = [_line("run folder", shown(folder))]
     if stage == "predict":
         from lit_cifar.reporting.predictions import PREDICTIONS
@@ -185,12 +176,8 @@ def next_steps(folder: Path, stage: str, *, checkpoint: Path | None = None) -> l
         lines.append(_line("predictions", shown(folder / PREDICTIONS)))
     else:
         lines.append(_line("look at it", f"tensorboard --logdir {shown(folder)} --host localhost"))
-    if checkpoint is not None:
-        config = folder / CONFIG
-        words = (f"--config {shown(config)} " if config.exists() else "") + f"--ckpt_path {shown(checkpoint)}"
-        if of_checkpoint(checkpoint) == folder:
-            words = shown(folder)
-        lines.append(_line("test it", f"python -m lit_cifar test {words}"))
+    if tests:
+        lines.append(_line("test it", f"python -m lit_cifar test {shown(folder)}"))
     return lines
 
 
