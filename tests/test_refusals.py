@@ -130,7 +130,7 @@ REFUSED = {
     "--data.balance.draw_equally=true --data.order.shuffle=false": ["it draws an order"],
     "--model.fine_tuning.head_lr=1 --model.optimizer=lit_cifar.MuonSGD": ["takes no parameter groups"],
     "--trainer.strategy=ddp --trainer.devices=2 --trainer.sync_batchnorm=true --model.compile=true": [
-        "cannot trace how --trainer.sync_batchnorm=true communicates"
+        "--trainer.sync_batchnorm=true: it cannot be traced how each BatchNorm communicates"
     ],
     "--trainer.strategy=PipelineStrategy --trainer.devices=2 --trainer.strategy.schedule=ZBVZeroBubble "
     "--model.compile=true": ["ZBVZeroBubble cuts backward in two"],

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, clash
 from lit_cifar.mode import Mode, mode_of
 from lit_cifar.mode.table import MODES
 
@@ -99,8 +99,7 @@ def check_cuda_graphs(trainer: Trainer, *, has_parts: bool) -> None:
     batches = trainer.accumulate_grad_batches
     if batches > 1 or has_parts:
         other = f"--trainer.accumulate_grad_batches={batches}" if batches > 1 else "--virtual_replicas"
-        problem = f"{flag} with {other}: gradients are added up, and a graph overwrites those of the batch before"
-        raise ConfigError(problem, remedy="leave out one of the two")
+        raise clash(flag, other, "gradients are added up, and a graph overwrites those of the batch before")
     if trainer.strategy.root_device.type != "cuda":
         raise ConfigError(f"{flag} needs a GPU", remedy="pass --model.compile=true, or leave it out")
 
@@ -110,5 +109,5 @@ def check_sync_batchnorm(trainer: Trainer, *, compiles: bool) -> None:
     if trainer.world_size == 1:
         rank_zero_warn("--trainer.sync_batchnorm=true has no effect with one process, which sees the whole batch")
     elif compiles:
-        problem = "--model.compile=true cannot trace how --trainer.sync_batchnorm=true communicates in each BatchNorm"
-        raise ConfigError(problem, remedy="leave out one of the two")
+        why = "it cannot be traced how each BatchNorm communicates"
+        raise clash("--model.compile=true", "--trainer.sync_batchnorm=true", why)

@@ -23,7 +23,6 @@ class PredictionWriter(Callback):
     """
 
     def __init__(self) -> None:
-        self.rows: list[tuple[str, str, str, str]] = []
         self._table = torch.zeros(0, 2, dtype=torch.float64)
 
     def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -42,13 +41,11 @@ class PredictionWriter(Callback):
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         table = trainer.strategy.reduce(self._table, reduce_op="sum")
         folder = run_folder(trainer)
-        if not trainer.is_global_zero:
-            return
-        results = _predicted(table.cpu(), datamodule_of(trainer).classes)
-        files = datamodule_of(trainer).files.items()
-        self.rows = [(file, *(next(results) if error is None else ("", "", error))) for file, error in files]
-        if folder is not None:
-            replace_csv(folder / PREDICTIONS, [_COLUMNS, *self.rows])
+        if folder is not None and trainer.is_global_zero:
+            results = _predicted(table.cpu(), datamodule_of(trainer).classes)
+            files = datamodule_of(trainer).files.items()
+            rows = [(file, *(next(results) if error is None else ("", "", error))) for file, error in files]
+            replace_csv(folder / PREDICTIONS, [_COLUMNS, *rows])
 
 
 def _predicted(table: Tensor, classes: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:

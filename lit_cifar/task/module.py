@@ -26,7 +26,7 @@ from lit_cifar.checkpoint.format import AVERAGED, Header, TrainedOn
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.images import Batch
-from lit_cifar.errors import CheckpointError, ConfigError, bounded
+from lit_cifar.errors import CheckpointError, bounded, clash
 from lit_cifar.models import DEFAULT_ARCH, Arch, Stem, Whitening, build_network, stem_of
 from lit_cifar.models.fine_tuning import FineTuning, Frozen
 from lit_cifar.models.memory_format import plain
@@ -119,8 +119,7 @@ class LitResNet(L.LightningModule):
         else:
             for name, value in {"arch": arch, "stem": stem, "zero_init_residual": zero_init_residual or None}.items():
                 if value is not None:
-                    problem = f"--model.network={own} is a network, and --model.{name}={value} is about another one"
-                    raise ConfigError(problem, remedy="leave one of the two out")
+                    raise clash(f"--model.network={own}", f"--model.{name}={value}", "which is about another network")
         self.network, self.header = network, Header(arch=arch, stem=stem, network=own, **sizes)
         self.ghost_batchnorm = ghost_batchnorm
         if ghost_batchnorm is not None:
