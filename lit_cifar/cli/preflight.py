@@ -19,7 +19,7 @@ from lit_cifar.mode import mode_of
 from lit_cifar.mode.refusals import check_cuda_graphs, check_sync_batchnorm
 from lit_cifar.models.precision import check_precision
 from lit_cifar.task.module import LitResNet
-from lit_cifar.task.optim_checks import check_schedule, try_optimizer
+from lit_cifar.task.optimization import check_schedule
 from lit_cifar.task.refused_callbacks import check_callbacks, check_monitors, refuse_averages
 
 
@@ -67,7 +67,7 @@ def check_run(
             check_gradients(trainer.strategy, module, has_parts=has_parts)
     if trains:
         with as_config_error():
-            optimizer, scheduler = try_optimizer(module)
+            optimizer, scheduler = module.optimization.tried(module.network)
         mode.check_optimizer(optimizer)
         refuse_averages(trainer, mode)
         if has_parts:

@@ -3,20 +3,22 @@
 import signal
 import sys
 from argparse import SUPPRESS, _HelpAction
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml  # type: ignore[import-untyped]
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lit_cifar.cli.overview import PROGRAM
-from lit_cifar.errors import ConfigError, SaveError, printable
+from lit_cifar.errors import ConfigError, SaveError, one_line, printable
 from lit_cifar.reporting.run_folder import process_rank
 
 _MAX_LINES = 5  # of a report
+_SETTINGS_REMEDY = "write settings as in RUN/config.yaml"
 
 
 class HelpAction(_HelpAction):
@@ -68,12 +70,37 @@ class Parser(LightningArgumentParser):
 
     def parse_string(self, content: str, path: Any = "", *args: Any, **kwargs: Any) -> Any:
         """Parse settings like jsonargparse, which does not see names that are there twice."""
-        from lit_cifar.cli.config_text import check_text
-
         names = [action.dest.split(".") for action in self._actions if not action.dest.endswith(".help")]
         sections = {".".join(name[:depth]) for name in names for depth in range(1, len(name))}
-        check_text(content, file=path, sections=sections)
+        _check_text(content, file=path, sections=sections)
         return super().parse_string(content, path, *args, **kwargs)
+
+
+def _check_text(text: str, *, file: str, sections: Set[str]) -> None:
+    """Raise a `ConfigError` for a text that is no YAML, holds no settings, or holds one twice.
+
+    Of two the first would not count. Each of `sections` must have settings, which all lines that are comments are not.
+    """
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config={file}: {one_line(error)}", remedy=_SETTINGS_REMEDY) from error
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"--config={file} holds no settings", remedy=_SETTINGS_REMEDY)
+    _check(root, "", sections, file)
+
+
+def _check(mapping: yaml.MappingNode, prefix: str, sections: Set[str], file: str) -> None:
+    seen = set()
+    for key, value in mapping.value:
+        name, line = f"{prefix}{key.value}", key.start_mark.line + 1
+        if name in seen:
+            raise ConfigError(f"--config={file} holds {name} again in line {line}", remedy="leave one of the two out")
+        seen.add(name)
+        if name in sections and isinstance(value, yaml.MappingNode):
+            _check(value, f"{name}.", sections, file)
+        elif name in sections and value.tag != "tag:yaml.org,2002:str":  # which may name a file
+            raise ConfigError(f"--config={file} has no settings of {name} in line {line}", remedy=_SETTINGS_REMEDY)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from lit_cifar.errors import ConfigError, printable
 
@@ -95,17 +95,6 @@ def check_total_steps(scheduler: Any, total_steps: float) -> None:
         problem = f"OneCycleLR is planned for {planned} steps, and this run has {total_steps if ends else 'no end'}"
         flag = f"--model.lr_scheduler.total_steps={total_steps}" if ends else f"--trainer.max_steps={planned}"
         raise ConfigError(problem, remedy=f"pass {flag}")
-
-
-def scale_rates(scheduler: Any, number: int, ratio: float) -> None:
-    """Multiply the rates of one parameter group in a schedule that gives all groups its own and not the optimizer's."""
-    if isinstance(scheduler, CyclicLR):
-        scheduler.base_lrs[number] *= ratio
-        scheduler.max_lrs[number] *= ratio
-    if isinstance(scheduler, CyclicLR | OneCycleLR):
-        group = scheduler.optimizer.param_groups[number]
-        for name in {"lr", "initial_lr", "max_lr", "min_lr"} & group.keys():
-            group[name] *= ratio
 
 
 def followed_metric(scheduler: ReduceLROnPlateau) -> str:

@@ -1,7 +1,10 @@
-"""The optimizer and the schedule of a run: made as the user asks, and kept when it is resumed."""
+"""The optimizer and the schedule of a run: made as the user asks, tried before it, and kept when it is resumed."""
 
+import math
+import warnings
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import nn
 from torch.optim import LBFGS, Optimizer
@@ -9,11 +12,13 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from lit_cifar.checkpoint.exact_resume import steps_of
 from lit_cifar.checkpoint.format import OPTIMIZER, SCHEDULE, SETTINGS, class_path, holds_training
-from lit_cifar.data.datamodule import batches_of_epoch
+from lit_cifar.data.datamodule import CIFAR10DataModule, batches_of_epoch
 from lit_cifar.errors import ConfigError
+from lit_cifar.mode import mode_of
 from lit_cifar.models.fine_tuning import FineTuning
 from lit_cifar.models.memory_format import follow_parameters
-from lit_cifar.task.optim import Recipe, WarmupDecay, check_total_steps, followed_metric, keep_saved_types, scale_rates
+from lit_cifar.task.metrics import STEP_METRICS
+from lit_cifar.task.optim import Recipe, WarmupDecay, check_total_steps, followed_metric, keep_saved_types
 
 
 class Optimization:
@@ -60,9 +65,26 @@ class Optimization:
         """The user's schedule before its first step, whose rates have the ratio of `head_lr` to that of the others."""
         rates = [group["lr"] for group in optimizer.param_groups]
         scheduler = self.make_lr_scheduler(optimizer)
-        if self.head_lr is not None:
-            scale_rates(scheduler, 1, rates[1] / rates[0] if rates[0] else 1.0)
+        if self.head_lr is not None and isinstance(scheduler, CyclicLR | OneCycleLR):  # give all groups their own rates
+            head, ratio = optimizer.param_groups[1], rates[1] / rates[0] if rates[0] else 1.0
+            for name in {"lr", "initial_lr", "max_lr", "min_lr"} & head.keys():
+                head[name] *= ratio
+            for both in (scheduler.base_lrs, scheduler.max_lrs) if isinstance(scheduler, CyclicLR) else ():
+                both[1] *= ratio
         return scheduler
+
+    def tried(self, network: nn.Module) -> tuple[Optimizer, Any]:
+        """Make the user's optimizer and schedule, and let the schedule take a step; the fit makes both anew."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the schedule's step comes before the optimizer's
+            optimizer = self.new_optimizer(network)
+            scheduler: Any = self.new_scheduler(optimizer)
+            try:
+                scheduler.step(*([0.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
+            except ArithmeticError as error:
+                problem = f"--model.lr_scheduler={type(scheduler).__name__} cannot take a step: {error}"
+                raise ConfigError(problem, remedy="correct its arguments: --model.lr_scheduler.NAME=VALUE") from error
+        return optimizer, scheduler
 
     def configure(self, network: nn.Module, trainer: Any, *, label_smoothing: float) -> dict[str, Any]:
         """What Lightning's `configure_optimizers` returns, with the schedule planned over the run."""
@@ -111,3 +133,31 @@ class Optimization:
         """Note the settings of the training that goes on from a checkpoint, if it holds one."""
         found = checkpoint.get(SETTINGS)
         self._resumes, self._before = holds_training(checkpoint), found if isinstance(found, dict) else None
+
+
+def check_schedule(scheduler: Any, trainer: Trainer, data: CIFAR10DataModule, *, num_batches: int) -> None:
+    """Refuse a schedule that does not fit a run with `num_batches` batches in an epoch."""
+    check_total_steps(scheduler, _total_steps(trainer, num_batches))
+    if isinstance(scheduler, ReduceLROnPlateau):
+        _check_followed(followed_metric(scheduler), trainer, data, num_batches=num_batches)
+
+
+def _total_steps(trainer: Trainer, num_batches: int) -> float:
+    """The `estimated_stepping_batches` of epochs of so many: a Trainer says so once all processes have met."""
+    most = trainer.max_steps if trainer.max_steps >= 0 else math.inf
+    epochs = math.inf if trainer.max_epochs == -1 else max(trainer.max_epochs or 1, 1)
+    return min(most, -(-num_batches // trainer.accumulate_grad_batches) * epochs)
+
+
+def _check_followed(metric: str, trainer: Any, data: CIFAR10DataModule, *, num_batches: int) -> None:
+    """Refuse a schedule that follows a validation which does not come in each epoch, or one rank's own batches."""
+    if metric in STEP_METRICS and mode_of(trainer.strategy).layout.data_parallel_size > 1:
+        problem = f"--model.lr_scheduler.monitor={metric} is of each process's own part of a batch: rates would differ"
+        remedy = f"pass --model.lr_scheduler.monitor={metric.removesuffix('_step')}, the mean of an epoch"
+        raise ConfigError(problem, remedy=remedy)
+    every, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
+    is_seldom = (every or 1) > 1 or (isinstance(interval, int) and interval > num_batches)
+    if metric.startswith("val/") and (is_seldom or not data.val_size or not trainer.limit_val_batches):
+        problem = f"--model.lr_scheduler=ReduceLROnPlateau follows {metric} after each epoch, and not each is validated"
+        own = "--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau --model.lr_scheduler.monitor=train/loss"
+        raise ConfigError(problem, remedy=f"validate after each epoch, or follow the training:\n{own}")
