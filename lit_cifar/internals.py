@@ -23,7 +23,8 @@ RELATIONS = "relations"
 # release after "<", and later ones, have and need the name no more.
 NAMES = {
     RUN: """jsonargparse.DefaultHelpFormatter._format_action_invocation ._get_help_string
-        jsonargparse._common.parser_context lightning.pytorch.Trainer._signal_connector
+        jsonargparse._common.parser_context lightning.pytorch.LightningModule._trainer
+        lightning.pytorch.Trainer._signal_connector
         lightning.pytorch.callbacks.ModelCheckpoint._save_checkpoint ._save_topk_checkpoint
         lightning.pytorch.callbacks.WeightAveraging._copy_average_to_current
         lightning.pytorch.cli.LightningCLI._get ._instantiate_trainer ._parse_ckpt_path
@@ -56,7 +57,7 @@ NAMES = {
         .backward_weight_one_chunk .forward_one_chunk""",
     "--trainer.strategy=fsdp2": "torch.nn.Module._forward_pre_hooks torch.nn.modules.conv._ConvNd",
     "host_gloo": "torch.distributed.ProcessGroup._allgather_base ._reduce_scatter_base ._register_backend",
-    "synchronised BatchNorm": """lightning.pytorch.LightningModule._trainer torch.nn.modules.batchnorm._BatchNorm
+    "synchronised BatchNorm": """torch.nn.modules.batchnorm._BatchNorm
         torch.nn.modules.batchnorm._BatchNorm._check_input_dim""",
     "averaging, and MuonSGD,": "torch._foreach_add ._foreach_add_ ._foreach_copy_ ._foreach_mul_",
     AUDIT: """lightning.pytorch.strategies.DDPStrategy._model_averager

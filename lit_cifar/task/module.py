@@ -361,7 +361,7 @@ class LitResNet(L.LightningModule):
             check_classes(checkpoint, TrainedOn(data.dataset, data.classes), normalised=False)
             data.compare(checkpoint)  # also weights alone, of which callbacks are not told
         check_header(checkpoint, self.header)
-        trainer = _trainer_of(self)
+        trainer: Any = self._trainer
         fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         averages = fits and any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)
         if AVERAGED in checkpoint and fits and not averages:
@@ -373,17 +373,9 @@ class LitResNet(L.LightningModule):
         self.optimization.load(checkpoint)
 
 
-def _trainer_of(module: LitResNet) -> Any:
-    """The Trainer; None without one."""
-    try:
-        return module.trainer
-    except RuntimeError:
-        return None
-
-
 def _data_of(module: LitResNet) -> CIFAR10DataModule | None:
     """The data module of the run, if it is ours: others do not name their classes."""
-    data = getattr(_trainer_of(module), "datamodule", None)
+    data = getattr(module._trainer, "datamodule", None)
     return data if isinstance(data, CIFAR10DataModule) else None
 
 
