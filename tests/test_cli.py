@@ -354,10 +354,8 @@ def test_a_run_folder_holds_everything(trained: Path) -> None:
 
 
 def test_the_printed_commands_work(tmp_path: Path) -> None:
-    """`fit` prints how to test its best checkpoint, whatever others the user keeps; its config serves that command."""
-    run, own = tmp_path / "my run", callback("ModelCheckpoint", monitor="train/loss", filename="own")
-    result = run_here("fit", *TINY, *own, f"--run_dir={run}")
-    assert (run / "checkpoints" / "ModelCheckpoint" / "own.ckpt").exists()
+    run = tmp_path / "my run"
+    result = run_here("fit", *TINY, f"--run_dir={run}")
     lines = {line[:12].strip(): line[12:] for line in result.stdout.splitlines()}
     assert lines["result"].startswith("best val/acc 0.")
     assert shlex.split(lines["run folder"]) == [str(run)]

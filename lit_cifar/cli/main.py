@@ -46,7 +46,7 @@ from lit_cifar.reporting.loggers import logger_below, run_loggers
 from lit_cifar.reporting.output import outlast_streams, without_banners
 from lit_cifar.reporting.progress import EpochLines, StepBar
 from lit_cifar.reporting.run_folder import RunLock, SavedConfig, process_rank
-from lit_cifar.reporting.run_report import RunReport
+from lit_cifar.reporting.run_report import announce
 from lit_cifar.task.callbacks import NoProfiler, default_callbacks, place, skip_idle_hooks
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools import commands
@@ -266,9 +266,8 @@ class CLI(LightningCLI):
                 self.datamodule.setup(subcommand)
         folder = None if self._arguments.trainer.fast_dev_run else self._make_run_folder()
         if process_rank() == 0:
-            report = next(c for c in self.trainer.callbacks if isinstance(c, RunReport))  # type: ignore[attr-defined]
             start = {"folder": folder, "checkpoint": self._arguments.ckpt_path, "choice": self._choice}
-            report.announce(self.trainer, self.model, self.datamodule, stage=subcommand, **start)
+            announce(self.trainer, self.model, self.datamodule, stage=subcommand, **start)
         # Lightning converts after loading a checkpoint, when its float64 weights have already been rounded.
         self.trainer.precision_plugin.convert_module(self.model)
         name_who_ends(self.trainer)

@@ -22,8 +22,7 @@ class PredictionWriter(Callback):
     A file that could not be read has an error and no class. Expects softmax probabilities (n, C) of `predict_step`.
     """
 
-    def __init__(self) -> None:
-        self._table = torch.zeros(0, 2, dtype=torch.float64)
+    _table: Tensor
 
     def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # One row for each readable image: class, counted from 1, and confidence. A row stays zero except on the replica

@@ -15,17 +15,17 @@ from lit_cifar.mode import Layout, mode_of
 from lit_cifar.reporting.environment import environment
 from lit_cifar.reporting.evaluation_tables import datamodule_of
 from lit_cifar.reporting.output import leave_out_banners, outlast_streams
+from lit_cifar.reporting.predictions import PREDICTIONS
 from lit_cifar.reporting.run_folder import run_folder
 
 FILE_NAME = "environment.json"
 
 
 class RunReport(Callback):
-    """Writes `environment.json`, and prints on rank 0 a summary before and after a run.
+    """Writes `environment.json`, and prints on rank 0 a summary after a run.
 
-    Before a fit it prints model, data, global batch, mode, length and folder (the command line calls `announce`);
-    afterwards the result, the run folder, and the commands to look at it and to test its checkpoint. Other subcommands
-    print what they evaluate, the mode and the folder. A run that fails prints no result.
+    It is the result, the run folder, and the commands to look at it and to test its checkpoint. A run that fails prints
+    none.
     """
 
     def __init__(self) -> None:
@@ -40,29 +40,6 @@ class RunReport(Callback):
         if self._pid != os.getpid():
             outlast_streams()
             leave_out_banners()
-
-    def announce(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        datamodule: Any,
-        *,
-        stage: str,
-        folder: Path | None = None,
-        checkpoint: str | None = None,
-        choice: str = "",
-    ) -> None:
-        """Print the settings of the run, before its processes meet; `setup` of the data module was called.
-
-        `choice` says what the user has left open and this machine has decided.
-        """
-        if stage == "fit":
-            lines = opening_lines(trainer, pl_module, datamodule)
-            lines += [_line("precision", choice)] if choice else []
-            lines += [] if folder is None else [_line("run folder", shown(folder))]
-        else:
-            lines = [_line(stage, str(checkpoint)), *_evaluated(datamodule), _mode(trainer)]
-        print(*map(printable, lines), sep="\n", flush=True)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._started_at = perf_counter()
@@ -96,6 +73,29 @@ class RunReport(Callback):
         if stage == "predict":
             lines += _unread(data)
         print(*map(printable, lines), sep="\n", flush=True)
+
+
+def announce(
+    trainer: Trainer,
+    pl_module: LightningModule,
+    datamodule: Any,
+    *,
+    stage: str,
+    folder: Path | None,
+    checkpoint: str | None,
+    choice: str,
+) -> None:
+    """Print the settings of a run on rank 0, before its processes meet; `setup` of the data module was called.
+
+    `choice` says what the user has left open and this machine has decided.
+    """
+    if stage == "fit":
+        lines = opening_lines(trainer, pl_module, datamodule)
+        lines += [_line("precision", choice)] if choice else []
+        lines += [] if folder is None else [_line("run folder", shown(folder))]
+    else:
+        lines = [_line(stage, str(checkpoint)), *_evaluated(datamodule), _mode(trainer)]
+    print(*map(printable, lines), sep="\n", flush=True)
 
 
 def opening_lines(trainer: Trainer, pl_module: LightningModule, datamodule: Any) -> list[str]:
@@ -171,8 +171,6 @@ def next_steps(folder: Path, stage: str, *, tests: bool) -> list[str]:
     """The run folder and commands to paste, a line each, never wrapped; `tests` if its checkpoint can be tested."""
     lines = [_line("run folder", shown(folder))]
     if stage == "predict":
-        from lit_cifar.reporting.predictions import PREDICTIONS
-
         lines.append(_line("predictions", shown(folder / PREDICTIONS)))
     else:
         lines.append(_line("look at it", f"tensorboard --logdir {shown(folder)} --host localhost"))

@@ -34,9 +34,7 @@ class Optimization:
     ) -> None:
         if None in (make_optimizer, make_lr_scheduler):  # jsonargparse lets a file say null
             problem = "--model.optimizer=null or --model.lr_scheduler=null: a training has both"
-            remedy = (
-                "leave it out, or pass --model.lr_scheduler=ConstantLR --model.lr_scheduler.factor=1 to keep the rate"
-            )
+            remedy = "leave it out, or pass --model.lr_scheduler=ConstantLR --model.lr_scheduler.factor=1 to keep it"
             raise ConfigError(problem, remedy=remedy)
         self.make_optimizer, self.make_lr_scheduler = make_optimizer, make_lr_scheduler
         self.head_lr, self._fine_tuning, self._num_classes = fine_tuning.head_lr, fine_tuning, num_classes
