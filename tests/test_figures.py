@@ -1,10 +1,12 @@
 """Figures of an evaluation: the right images, the right counts, on every number of processes."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from tiny_task import CLASSES, TinyData, TinyTask, read_events, tiny_trainer
 from torch import Tensor
 
@@ -102,3 +104,14 @@ def test_wrong_images_figure_shows_the_pixels_it_was_given(side: int) -> None:
     repeats = max(160 // side, 1)
     assert np.abs(drawn[::repeats, ::repeats] - expected.permute(1, 2, 0).numpy()).max() <= 1  # means are rounded twice
     assert render(wrong_images_figure([], title="tiny")).min() < 128
+
+
+def test_a_figure_that_cannot_be_drawn_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(figure: Figure) -> Any:
+        raise OSError("no font")
+
+    monkeypatch.setattr("lit_cifar.reporting.figures.render", broken)
+    trainer = tiny_trainer(tmp_path, callbacks=[EvaluationFigures()], max_epochs=2)
+    with pytest.warns(UserWarning, match=r"cannot be drawn \(OSError: no font\); the run goes on"):
+        trainer.fit(TinyTask(), datamodule=TinyData())
+    assert trainer.global_step == 6

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
@@ -22,7 +23,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from lit_cifar.data.images import Batch, ImageSet
-from lit_cifar.errors import bounded, printable
+from lit_cifar.errors import bounded, one_line, printable
 from lit_cifar.reporting.evaluation_tables import EvaluationCallback, Split, datamodule_of
 from lit_cifar.reporting.loggers import log_to_tensorboard, logged_step, tensorboard_writer
 
@@ -56,7 +57,7 @@ class EvaluationFigures(EvaluationCallback):
     """Draws evaluations into TensorBoard.
 
     All processes gather the numbers. Only rank 0 draws, in a thread beside the training that follows. The end of a run
-    waits for that thread, and goes on if it fails. A run that is stopped may lack its latest figures.
+    waits for that thread. A run that is stopped may lack its latest figures. What cannot be drawn is a warning.
 
     Tags, with `test` in place of `val` for a test: `val/acc_class/NAME`, the accuracy of a class, left out if it has
     no samples; `val/confusion`; `val/wrong`, the misclassified images with the highest confidence. More than 200
@@ -127,8 +128,12 @@ class EvaluationFigures(EvaluationCallback):
         wrong = [_look_up(data.sets[each.split], each.worst) for each in chosen]
 
         def draw() -> None:
-            for each, images in zip(chosen, wrong, strict=True):
-                _write(writer, each, images, data.classes)
+            try:
+                for each, images in zip(chosen, wrong, strict=True):
+                    _write(writer, each, images, data.classes)
+            except Exception as error:
+                problem, rest = f"{type(error).__name__}: {one_line(error)}", "the run goes on without them"
+                rank_zero_warn(f"figures of an evaluation cannot be drawn ({problem:.300}); {rest}")
 
         self._drawing = Thread(target=draw, name="figures")
         self._drawing.start()
