@@ -14,8 +14,6 @@ _MANY = 2**16  # more devices than anybody has
 BOUNDS: dict[str, tuple[float, float]] = {
     "seed_everything": (0, 2**32 - 1),
     "trainer.devices": (-1, _MANY),
-    "trainer.min_epochs": (0, math.inf),
-    "trainer.min_steps": (0, math.inf),
     "trainer.check_val_every_n_epoch": (1, math.inf),
     "trainer.log_every_n_steps": (0, math.inf),
     "trainer.accumulate_grad_batches": (1, math.inf),

@@ -28,13 +28,9 @@ class Throughput(Callback):
     """
 
     def __init__(self, *, warmup_steps: int = 2) -> None:
-        self.warmup_steps = warmup_steps
-        self._warmup_left = warmup_steps
-        self._num_ranks = 1
-        self._num_images = 0
-        self._elapsed_s = 0.0
+        self.warmup_steps = self._warmup_left = warmup_steps
+        self._num_ranks, self._num_images, self._elapsed_s, self._logged_step = 1, 0, 0.0, 0
         self._started_at: float | None = None  # None while the clock stands still
-        self._logged_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._warmup_left, self._logged_step = self.warmup_steps, trainer.global_step
