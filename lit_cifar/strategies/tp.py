@@ -155,7 +155,12 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
-def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def summed(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum over the processes, of which each uses it in another way: its gradient is the sum of theirs."""
+    return cast(Tensor, _SumGradients.apply(_Sum.apply(tensor, group), group))
+
+
+def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     # The sum has the summands' dtype, such as bfloat16 from convolutions under autocast. Megatron does the same.
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
