@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from lit_cifar import CIFAR10DataModule, LitResNet
 from lit_cifar.errors import ConfigError
-from lit_cifar.mode.tensors import squares
 from lit_cifar.strategies import parts
+from lit_cifar.strategies.mesh import _norm, clip_by_whole_norm
 from lit_cifar.strategies.parts import VirtualParts, _buckets
-from lit_cifar.strategies.virtual_replicas import VirtualReplicas, clip_in_order, squares_of_rows
+from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 from lit_cifar.task.metrics import MeanLoss
 from lit_cifar.tools.modes import SILENT
 
@@ -80,13 +80,6 @@ def test_losses_are_added_in_any_order() -> None:
     assert metric.compute().isnan()
 
 
-def test_the_norm_does_not_depend_on_how_rows_are_divided() -> None:
-    gradient = torch.randn(64, 3, 5, 5, generator=torch.Generator().manual_seed(0))
-    parts = gradient.split([30, 0, 33, 1])
-    assert torch.cat([squares_of_rows(part) for part in parts]).equal(squares_of_rows(gradient))
-    assert sum(part.square().sum() for part in parts) != gradient.square().sum()  # the order matters
-
-
 @pytest.mark.parametrize("clip_val", [0.5, 1e3])
 def test_gradients_are_clipped_as_torch_clips_them(clip_val: float) -> None:
     layers = [nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5)) for _ in range(2)]
@@ -94,7 +87,7 @@ def test_gradients_are_clipped_as_torch_clips_them(clip_val: float) -> None:
         torch.manual_seed(0)
         for parameter in [*layer.parameters()][1:]:
             parameter.grad = torch.randn_like(parameter)
-    clip_in_order(torch.optim.SGD(layers[0].parameters(), lr=1.0), clip_val, device=torch.device("cpu"))
+    clip_by_whole_norm(torch.optim.SGD(layers[0].parameters(), lr=1.0), clip_val, device=torch.device("cpu"))
     torch.nn.utils.clip_grad_norm_(layers[1].parameters(), clip_val)
     for one, other in zip(*(layer.parameters() for layer in layers), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
@@ -103,14 +96,13 @@ def test_gradients_are_clipped_as_torch_clips_them(clip_val: float) -> None:
 @pytest.mark.parametrize(("value", "count", "norm"), [(1e-4, 10_000, 1e-2), (400.0, 4, 800.0)])
 def test_the_norm_of_a_gradient_in_float16_has_no_squares_in_float16(value: float, count: int, norm: float) -> None:
     gradient = torch.full((count,), value, dtype=torch.float16)
-    assert float(squares(gradient).sum().sqrt()) == pytest.approx(norm, rel=1e-2)
-    assert float(squares_of_rows(gradient).sum().sqrt()) == pytest.approx(norm, rel=1e-2)
+    assert float(_norm(gradient)) == pytest.approx(norm, rel=1e-2)
 
 
 def test_a_stage_without_gradients_takes_part_in_clipping() -> None:
     """Lightning takes a StopIteration for the end of the epoch, on this process alone."""
     frozen = nn.Linear(3, 2)
-    clip_in_order(torch.optim.SGD(frozen.parameters(), lr=1.0), 0.5, device=torch.device("cpu"))
+    clip_by_whole_norm(torch.optim.SGD(frozen.parameters(), lr=1.0), 0.5, device=torch.device("cpu"))
     assert frozen.weight.grad is None
 
 

@@ -10,10 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lit_cifar.mode import ForwardFn
-from lit_cifar.mode.tensors import parameters_of
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.strategies.base import compiles
 from lit_cifar.strategies.mesh import AveragingStrategy
@@ -33,10 +31,6 @@ class FlatDDPStrategy(AveragingStrategy):
 
     def local_buffers(self) -> Iterator[Tensor]:
         return self.module.network.buffers()
-
-    @override
-    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        nn.utils.clip_grad_norm_(parameters_of(optimizer), clip_val)
 
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         return state

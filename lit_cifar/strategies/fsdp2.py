@@ -188,13 +188,6 @@ class ShardedStrategy(MeshStrategy):
             if cast(DTensor, tensor).placements[-1].is_replicate() and tensor.is_floating_point():
                 yield local_part(tensor)
 
-    def share_of_norm(self, gradient: Tensor) -> float:
-        if not isinstance(gradient, DTensor):
-            return 1 / self.world_size
-        sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
-        num_parts = math.prod(size for placement, size in sizes if not placement.is_replicate())
-        return num_parts / self.world_size
-
     def split_lines(self) -> list[str]:
         """A line on the largest part of the network, which is still whole, that a process will hold."""
         network, held, total = self.module.network, 0, 0

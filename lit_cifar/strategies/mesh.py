@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
@@ -28,7 +29,7 @@ from typing_extensions import override
 from lit_cifar import internals
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import StartMethod
-from lit_cifar.mode.tensors import local_part, parameters_of, squares
+from lit_cifar.mode.tensors import local_part, parameters_of
 from lit_cifar.strategies.base import CustomForwardStrategy, check_gradient_hooks
 from lit_cifar.task.refused_callbacks import refuse_averages
 
@@ -59,10 +60,6 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     @property
     def all_processes(self) -> int:
         return self.num_nodes * self.num_processes
-
-    @abstractmethod
-    def share_of_norm(self, gradient: Tensor) -> float:
-        """One over the number of processes that hold the same part of a gradient as this one."""
 
     @abstractmethod
     def local_buffers(self) -> Iterator[Tensor]:
@@ -181,19 +178,11 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         return bool(votes == self.world_size) if all else bool(votes)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """`torch.nn.utils.clip_grad_norm_` with the norm of the whole network's gradient."""
-        gradients = [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
-        scale = clip_val / (self.gradient_norm(gradients) + 1e-6)
-        for gradient in gradients:
-            local_part(gradient).mul_(scale.clamp(max=1.0))
-
-    def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
-        """The L2 norm of the whole network's gradient, float64, (), from the parts that the processes hold, if any."""
-        total = torch.zeros((), dtype=torch.float64, device=self.root_device)
-        for gradient in gradients:
-            total = total + self.share_of_norm(gradient) * squares(local_part(gradient)).sum()
-        dist.all_reduce(total)
-        return total.sqrt()
+        """`torch.nn.utils.clip_grad_norm_`, to which the norm of DTensors, that of the whole, is still divided."""
+        parameters = parameters_of(optimizer)
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        nn.utils.clip_grads_with_norm_(parameters, clip_val, whole)
 
 
 class AveragingStrategy(MeshStrategy):
@@ -233,9 +222,6 @@ class AveragingStrategy(MeshStrategy):
             num_replicas = self.layout.data_parallel_size
             send_as_one(lambda flat: dist.all_reduce(flat.div_(num_replicas), group=self.data_group), gradients)
 
-    def share_of_norm(self, gradient: Tensor) -> float:
-        return 1 / self.layout.data_parallel_size
-
 
 def make_mesh(device_type: str, *, model_size: int, timeout: timedelta | None) -> DeviceMesh:
     """The mesh of all processes; each of them must call this. `model_size`, the size of "model", divides their number.
@@ -273,6 +259,36 @@ def move_and_broadcast(tensors: Iterable[Tensor], device: torch.device) -> None:
     for tensor in tensors:
         tensor.data = tensor.detach().to(device, memory_format=torch.contiguous_format)
         dist.broadcast(tensor.detach(), src=0)
+
+
+@torch.no_grad()
+def clip_by_whole_norm(
+    optimizer: Optimizer, clip_val: float, *, device: torch.device, group: dist.ProcessGroup | None = None
+) -> None:
+    """`torch.nn.utils.clip_grad_norm_` for all parameters of `optimizer`, with the norm of each gradient as a whole.
+
+    `group` are the processes that together have each gradient once; None if this one has all, or a part of all.
+    """
+    gradients = [parameter.grad for parameter in parameters_of(optimizer)]
+    norms = torch.stack([_norm(gradient).to(device) for gradient in gradients])
+    if group is not None:
+        dist.all_reduce(norms, group=group)  # all processes but one contribute zeros
+    scale = (clip_val / (_norm(norms) + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        if gradient is not None:
+            local_part(gradient).mul_(scale.to(gradient.device))
+
+
+def _norm(values: Tensor | None) -> Tensor:
+    """The L2 norm, float64, (), of all that the processes hold of `values`; 0 for None.
+
+    The kernel gets the same elements in the same order on any number of processes.
+    """
+    if values is None:
+        return torch.zeros((), dtype=torch.float64)
+    whole = values.full_tensor() if isinstance(values, DTensor) else values
+    norm: Tensor = torch.linalg.vector_norm(whole.contiguous(), dtype=torch.float64)
+    return norm
 
 
 class AgreedGradScaler(GradScaler):

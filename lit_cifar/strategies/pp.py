@@ -15,7 +15,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.mode import ForwardFn
 from lit_cifar.mode.tensors import parameters_of
 from lit_cifar.strategies.base import CutStrategy, compiles
-from lit_cifar.strategies.mesh import AveragingStrategy
+from lit_cifar.strategies.mesh import AveragingStrategy, clip_by_whole_norm
 from lit_cifar.strategies.parts import VirtualParts
 from lit_cifar.strategies.pipeline import EqualMicrobatches, Pipeline, ScheduleName
 from lit_cifar.strategies.state_dicts import whole_state
@@ -179,6 +179,10 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
 
     def local_buffers(self) -> Iterator[Tensor]:
         return self.pipeline.buffers()
+
+    @override
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        clip_by_whole_norm(optimizer, clip_val, device=self.root_device, group=self.model_group)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole network, as one device would save it; every process must call this."""

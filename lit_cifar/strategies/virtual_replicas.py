@@ -19,7 +19,6 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -28,14 +27,12 @@ from lit_cifar.data.images import Batch
 from lit_cifar.data.samplers import FULL_BATCHES
 from lit_cifar.errors import ConfigError, clash
 from lit_cifar.mode import mode_of
-from lit_cifar.mode.tensors import local_part, parameters_of, squares
 from lit_cifar.models.random_streams import draw_for_part
 from lit_cifar.strategies.base import CustomForwardStrategy, compiles
 from lit_cifar.strategies.fsdp2 import ShardedStrategy
-from lit_cifar.strategies.mesh import loss_scale
+from lit_cifar.strategies.mesh import clip_by_whole_norm, loss_scale
 from lit_cifar.strategies.parts import VirtualParts, reduce_in_tree
 from lit_cifar.strategies.pp import PipelineStrategy
-from lit_cifar.strategies.state_dicts import local_slice
 from lit_cifar.task.muon import MuonSGD
 
 
@@ -137,8 +134,8 @@ class VirtualReplicas(Callback):
         else:
             self._parts.take_gradients(pl_module.parameters())
         self._clip = trainer.precision_plugin.clip_grad_by_norm
-        whole = _with_whole_gradient(trainer.strategy)
-        clip = partial(clip_in_order, device=trainer.strategy.root_device, group=whole)
+        group = _with_all_gradients(trainer.strategy)
+        clip = partial(clip_by_whole_norm, device=trainer.strategy.root_device, group=group)
         trainer.precision_plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -161,11 +158,9 @@ class VirtualReplicas(Callback):
         self.teardown(trainer, pl_module, "fit")
 
 
-def _with_whole_gradient(strategy: Strategy) -> dist.ProcessGroup | None:
-    """The processes that together have the whole gradient once; None if each has it."""
-    if isinstance(strategy, PipelineStrategy):
-        return strategy.model_group
-    return strategy.data_group if isinstance(strategy, ShardedStrategy) else None
+def _with_all_gradients(strategy: Strategy) -> dist.ProcessGroup | None:
+    """The processes that together have each gradient once; None if each process has all, or a part of all."""
+    return strategy.model_group if isinstance(strategy, PipelineStrategy) else None
 
 
 def _check_strategy(name: str, strategy: Strategy) -> None:
@@ -191,49 +186,3 @@ def _check_sizes(num_parts: int, data: CIFAR10DataModule) -> None:
     if rest and not data.order.drop_last and rest < 2 * num_parts:
         problem = f"the last batch of an epoch has {rest} images for {num_parts} virtual replicas; each needs 2"
         raise ConfigError(problem, remedy=FULL_BATCHES)
-
-
-@torch.no_grad()
-def clip_in_order(
-    optimizer: Optimizer, clip_val: float, *, device: torch.device, group: dist.ProcessGroup | None = None
-) -> None:
-    """`torch.nn.utils.clip_grad_norm_` for all parameters of `optimizer`; sums are on `device`.
-
-    `group` are the processes that together have each row of each gradient once; None if this one has all. An index of
-    the first dim selects a row. No mode divides a row.
-    """
-    parameters = parameters_of(optimizer)
-    of_rows = torch.cat([_squares(parameter).to(device) for parameter in parameters])
-    if group is not None:
-        dist.all_reduce(of_rows, group=group)  # all processes but one contribute zeros
-    scale = (clip_val / (_pairwise_sum(of_rows).sqrt() + 1e-6)).clamp(max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            local_part(parameter.grad).mul_(scale.to(parameter.grad.device))
-
-
-def _squares(parameter: Tensor) -> Tensor:
-    """The sum of the squares of each row of the gradient, (rows,); 0 for rows that this process does not have."""
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    of_rows = torch.zeros(parameter.shape[0] if parameter.dim() else 1, dtype=dtype, device=parameter.device)
-    if parameter.grad is not None:
-        own = local_slice(of_rows, parameter.grad) if isinstance(parameter.grad, DTensor) else of_rows
-        own.copy_(squares_of_rows(local_part(parameter.grad)))
-    return of_rows
-
-
-def squares_of_rows(gradient: Tensor) -> Tensor:
-    """The sum of the squares of each row of `gradient`, (rows, ...): (rows,)."""
-    return _pairwise_sum(squares(gradient.flatten(1) if gradient.dim() > 1 else gradient.view(-1, 1)))
-
-
-def _pairwise_sum(values: Tensor) -> Tensor:
-    """The sums over the last dim of `values`, (..., n), by adding the second half to the first; overwrites `values`.
-
-    These are additions of single elements, which have the same result in any kernel, shape and device.
-    """
-    while (width := values.shape[-1]) > 1:
-        half = (width + 1) // 2
-        values[..., : width - half] += values[..., half:]
-        values = values[..., :half]
-    return values[..., 0]

@@ -17,9 +17,8 @@ from torchmetrics import Metric
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.datamodule import CIFAR10DataModule
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
-from lit_cifar.mode.tensors import local_part
 from lit_cifar.reporting.evaluation_tables import EvaluationTables
-from lit_cifar.strategies import ProcessSyncBatchNorm, tp
+from lit_cifar.strategies import ProcessSyncBatchNorm, pp, tp
 from lit_cifar.strategies.dp import EmulatedReplicas
 from lit_cifar.strategies.mp import StagedForward
 from lit_cifar.strategies.pipeline import Pipeline
@@ -196,10 +195,9 @@ def _stale_stage(site: Site) -> None:
     site.replace(site.trainer.strategy, "_refresh_copies", lambda refresh: None)
 
 
-@mutation("each stage clips by its own norm", "pp", STRATEGY, "gradient_norm", args=PIPELINE)
-def _local_norm(site: Site, of_all: Any, gradients: list[Tensor]) -> Tensor:
-    squares: Tensor = torch.stack([local_part(gradient).square().sum() for gradient in gradients])
-    return squares.sum().sqrt()
+@mutation("each stage clips by its own norm", "pp", pp, "clip_by_whole_norm", args=PIPELINE)
+def _local_norm(site: Site, clip: Any, *args: Any, group: Any, **others: Any) -> None:
+    clip(*args, **others)
 
 
 @mutation("every second is lost", "pp", args=PIPELINE)
