@@ -120,8 +120,7 @@ def test_wrong_words_get_help(words: str, named: list[str], command: str, monkey
         ("pp num_microbatches=8", "PipelineStrategy num_microbatches=8"),
         ("mp cuts=['layer2']", "LayerParallelStrategy cuts=['layer2']"),
         ("ddp_pp num_microbatches=8", "PipelineStrategy num_stages=2 num_microbatches=8"),
-        ("tp tensor_parallel_size=2", "ShardedStrategy data_parallel_size=1 tensor_parallel_size=2"),
-        ("tp data_parallel_size=2", "ShardedStrategy data_parallel_size=2 tensor_parallel_size=null"),
+        ("tp timeout=1", "ShardedStrategy splits_layers=true timeout=1"),
         ("ddp_spawn find_unused_parameters=true", "DDPStrategy find_unused_parameters=true start_method=spawn"),
     ],
 )

@@ -134,8 +134,6 @@ REFUSED = {
     ],
     "--trainer.strategy=PipelineStrategy --trainer.devices=2 --trainer.strategy.schedule=ZBVZeroBubble "
     "--model.compile=true": ["ZBVZeroBubble cuts backward in two"],
-    "--trainer.strategy=ShardedStrategy --trainer.devices=4 --trainer.strategy.data_parallel_size=2 "
-    "--trainer.strategy.tensor_parallel_size=2 --model.compile=true": ["which exchange parameters and messages"],
     "--model.compile=cuda_graphs --trainer.accumulate_grad_batches=2": ["a graph overwrites those of the batch before"],
 }
 # Each with --virtual_replicas=4: what would change the bits.
@@ -290,9 +288,6 @@ SIZES = [
     "strategy=tp devices=2 --model.compile=true",
     "strategy=dp devices=2 --model.compile=true",
     "strategy=fsdp2 devices=2 --model.optimizer=SGD --model.optimizer.lr=0.1 --model.optimizer.fused=true",
-    "strategy=ShardedStrategy devices=2 strategy.tensor_parallel_size=0",
-    "strategy=ShardedStrategy devices=2 strategy.data_parallel_size=2 strategy.tensor_parallel_size=2",
-    "strategy=ShardedStrategy devices=4 strategy.data_parallel_size=3",
     "val_check_interval=0",
     "val_check_interval=3",  # longer than an epoch
     "limit_train_batches=0.1",  # less than a batch

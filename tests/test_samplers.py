@@ -21,7 +21,7 @@ from lit_cifar.data.loader import _BLOCK_ON_DEVICE, BatchLoader
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import Layout, mode_of
-from lit_cifar.strategies import PipelineStrategy, ShardedStrategy
+from lit_cifar.strategies import PipelineStrategy
 from lit_cifar.tools.modes import SILENT
 
 NUM_RANKS = [1, 2, 3, 4, 7]
@@ -40,7 +40,6 @@ NUM_RANKS = [1, 2, 3, 4, 7]
         (3, PipelineStrategy(num_stages=1, num_microbatches=1), "ddp_pp", Layout(data_parallel_size=3)),
         (4, "fsdp2", "fsdp2", Layout(data_parallel_size=4)),
         (4, "tp", "tp", Layout(model_parallel_size=4)),
-        (8, ShardedStrategy(None, 4), "fsdp2-tp", Layout(data_parallel_size=2, model_parallel_size=4)),
     ],
 )
 def test_the_layout_is_known_before_a_start(devices: int, strategy: Strategy | str, name: str, layout: Layout) -> None:

@@ -1,4 +1,4 @@
-"""`fsdp2`, `tp` and both: processes that hold parts of every parameter train what one device trains."""
+"""`fsdp2` and `tp`: processes that hold parts of every parameter train what one device trains."""
 
 from collections.abc import Iterable
 from copy import deepcopy
@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import assert_same_checkpoint
-from commands import TINY, last_checkpoint, launch, mode_flags, run_here
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from own_networks import LayerScale, Standardised
@@ -22,7 +21,7 @@ from threads import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lit_cifar import LitResNet
@@ -32,28 +31,10 @@ from lit_cifar.mode.tensors import local_part
 from lit_cifar.models import build_network
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.strategies import ShardedStrategy, fsdp2, mesh, tp
-from lit_cifar.strategies.state_dicts import local_slice
 from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 from lit_cifar.tools.modes import SILENT
 
 pytestmark = [short, pytest.mark.usefixtures("one_process")]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-@pytest.mark.filterwarnings("ignore:the training before had")  # by the first run, which is shorter
-def test_parts_along_both_axes_go_on_from_one_device_as_it_does(tmp_path: Path) -> None:
-    """With synchronised BatchNorm and clipped; of 17 images to validate, one replica has none in the last batch."""
-    settings = [*TINY, "--data.val_size=17", "--trainer.precision=64-true"]
-    settings += ["--model.optimizer.lr=0.01", "--trainer.gradient_clip_val=0.5"]
-    mode = mode_flags("ShardedStrategy", 4, data_parallel_size=2, tensor_parallel_size=2)
-    mode.append("--trainer.sync_batchnorm=true")
-    first, alone, parts = (tmp_path / name for name in ("first", "alone", "parts"))
-    run_here("fit", *settings, f"--run_dir={first}")
-    resume = [*settings, "--trainer.max_epochs=2", f"--ckpt_path={first / 'checkpoints' / 'last.ckpt'}"]
-    run_here("fit", *resume, f"--run_dir={alone}")
-    launch("fit", *resume, *mode, f"--run_dir={parts}", timeout_s=200, ranks=4)
-    assert_same_checkpoint(last_checkpoint(parts), last_checkpoint(alone), tolerance=1e-9)
 
 
 class Watched(LitResNet):
@@ -193,7 +174,7 @@ def test_backward_computes_in_the_types_of_forward(strategy: str, tmp_path: Path
     assert {*seen} == {False}
 
 
-@pytest.mark.parametrize("sizes", [{}, {"data_parallel_size": 1, "tensor_parallel_size": None}], ids=["fsdp2", "tp"])
+@pytest.mark.parametrize("sizes", [{}, {"splits_layers": True}], ids=["fsdp2", "tp"])
 def test_a_device_never_holds_more_than_its_parts_and_a_block(sizes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the first of 8 processes, of which there is no other: a block is moved at a time, and parts of it stay."""
     moved: list[int] = []
@@ -223,26 +204,6 @@ def test_a_device_never_holds_more_than_its_parts_and_a_block(sizes: Any, monkey
     assert max(moved) <= max(blocks) < sum(moved) == whole
 
 
-@pytest.mark.parametrize(
-    ("placements", "coordinate", "rows", "columns"),
-    [
-        ((Replicate(), Replicate()), [1, 0], range(10), range(4)),
-        ((Shard(0), Replicate()), [0, 1], range(0, 4), range(4)),
-        ((Shard(0), Replicate()), [2, 1], range(8, 10), range(4)),
-        ((Shard(0), Shard(1)), [1, 1], range(4, 8), range(2, 4)),
-        # First the halves, 0 to 4 and 5 to 9, then each of them in three.
-        ((Shard(0), Shard(0)), [0, 1], range(5, 7), range(4)),
-        ((Shard(0), Shard(0)), [2, 0], range(4, 5), range(4)),
-        ((Shard(0), Shard(0)), [2, 1], range(9, 10), range(4)),
-    ],
-)
-def test_the_model_axis_is_cut_first(placements: Any, coordinate: list[int], rows: range, columns: range) -> None:
-    whole = torch.arange(40).view(10, 4)
-    mesh = SimpleNamespace(shape=(3, 2), get_coordinate=lambda: coordinate)
-    like: Any = SimpleNamespace(placements=placements, device_mesh=mesh)
-    assert torch.equal(local_slice(whole, like), whole[rows.start : rows.stop, columns.start : columns.stop])
-
-
 def test_one_replica_says_that_it_synchronises_nothing() -> None:
     with pytest.warns(UserWarning, match="has no effect with one replica"):
         L.Trainer(accelerator="cpu", devices=2, strategy="tp", sync_batchnorm=True, **SILENT)
@@ -254,7 +215,7 @@ def test_what_tp_does_not_split_cannot_drift_apart(monkeypatch: pytest.MonkeyPat
     whole = build_network("tiny", stem="imagenet", num_classes=10, image_size=32)
 
     def stepped(rank: int) -> dict[str, Tensor]:
-        strategy = ShardedStrategy(data_parallel_size=1, tensor_parallel_size=None)
+        strategy = ShardedStrategy(splits_layers=True)
         strategy.mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "model"))
         network = deepcopy(whole)
         tp.split_tensors(network, strategy.mesh["model"], torch.device("cpu"))

@@ -52,6 +52,8 @@ INSTEAD: dict[str, str] = {
     **dict.fromkeys(("--model.lr_scaling", "--model.base_batch_size", "--model.rate_scaling"), "--model.optimizer.lr"),
     "--figures.num_wrong": "leave it out: 16 images are shown",
     "--model.fine_tuning.unfreeze_at": "a fit without freeze, --model.fine_tuning.weights=RUN/checkpoints/last.ckpt",
+    "--trainer.strategy.data_parallel_size": "--trainer.strategy=fsdp2, over all processes",
+    "--trainer.strategy.tensor_parallel_size": "--trainer.strategy=tp, over all processes",
     "--model.recompute": "--trainer.accumulate_grad_batches or --trainer.precision=bf16-mixed take less memory",
 }
 # Augmentations of before, by what does the same in `torchvision.transforms.v2`.

@@ -26,14 +26,14 @@ class Refusal:
     remedy: str = _DDP
 
 
-_DIVIDED, _SHARDED = ("tp", "fsdp2-tp"), ("fsdp2", "tp", "fsdp2-tp")  # layers; parameters
+_SHARDED = ("fsdp2", "tp")
 TABLE = (
     Refusal(
         option="--model.compile=true", modes=("dp",), problem="{option}: {mode} has copies of the network in threads"
     ),
     Refusal(
         option="--model.compile=true",
-        modes=_DIVIDED,
+        modes=("tp",),
         problem="{option} cannot trace layers of {mode}, which exchange parameters and messages",
         remedy="leave it out, or use --trainer.strategy=fsdp2",
     ),
@@ -62,7 +62,7 @@ TABLE = (
     ),
     Refusal(
         option="--virtual_replicas=4",
-        modes=_DIVIDED,
+        modes=("tp",),
         problem="--virtual_replicas={parts}: how {mode} rounds depends on the number of processes",
         remedy="leave it out, or pass --trainer.strategy=fsdp2",
     ),
@@ -88,7 +88,7 @@ def refuse(option: str, mode: Mode, **names: object) -> None:
     """
     row = refusal_of(option, mode.name) or (refusal_of(option, "ddp_spawn") if mode.is_spawned else None)
     if row is not None:
-        shown = {"option": option, "mode": f"--trainer.strategy={mode.name.removesuffix('-tp')}", **names}
+        shown = {"option": option, "mode": f"--trainer.strategy={mode.name}", **names}
         raise ConfigError(row.problem.format(**shown), remedy=row.remedy)
 
 

@@ -1,12 +1,11 @@
-"""`fsdp2`, alone or together with `tp`: every process holds a part of parameters, gradients and optimizer state.
+"""`fsdp2` and `tp`: every process holds a part of parameters, gradients and optimizer state.
 
 FSDP2, `torch.distributed.fsdp.fully_shard`, divides them along the mesh's "data" axis: a block's parameters are
 gathered before it is used and dropped afterwards, and gradients arrive summed over the replicas and divided again.
 Tensor parallelism, see `tp.py`, divides them along the "model" axis: a block is computed in parts, and its parameters
-are never gathered. Both together are torch's documented composition of the two.
+are never gathered.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from itertools import chain
@@ -24,7 +23,7 @@ from torch.optim import SGD, Adagrad, Optimizer
 from typing_extensions import override
 
 from lit_cifar import internals
-from lit_cifar.errors import ConfigError, bounded
+from lit_cifar.errors import ConfigError
 from lit_cifar.mode import ForwardFn
 from lit_cifar.mode.refusals import refuse
 from lit_cifar.mode.tensors import local_part, parameters_of
@@ -40,74 +39,48 @@ from lit_cifar.task.muon import MuonSGD
 
 
 class ShardedStrategy(MeshStrategy):
-    """Divides the parameters over the processes, along one or both axes of the mesh.
+    """Divides the parameters over all processes.
 
-    The result equals one device that normalises each replica's part of the batch by itself, with the running statistics
-    of the first; with synchronised BatchNorm, or along the "model" axis alone, one device that sees the whole batch.
+    The result of `fsdp2` equals one device that normalises each replica's part of the batch by itself, with the running
+    statistics of the first; with synchronised BatchNorm, and under `tp`, one device that sees the whole batch.
 
     From `setup` to `teardown` a split copy takes the place of the module's `network`, with the same names; then the
     network itself is back, with the trained values.
 
     Args:
-        data_parallel_size: Number of replicas, over which FSDP2 shards; None for as many as the processes make.
-        tensor_parallel_size: Number of processes that hold a replica together, each with a part of its tensors; None
-            for as many as there are for each replica.
+        splits_layers: Whether all processes hold one replica, each with a part of its layers, as `tp` does. Otherwise
+            each has a replica, over which FSDP2 shards.
     """
 
-    registered: ClassVar[dict[str, dict[str, Any]]] = {
-        "fsdp2": {},  # every process a replica
-        "tp": {"data_parallel_size": 1, "tensor_parallel_size": None},  # one replica of all processes
-    }
+    registered: ClassVar[dict[str, dict[str, Any]]] = {"fsdp2": {}, "tp": {"splits_layers": True}}
 
-    def __init__(
-        self, data_parallel_size: int | None = None, tensor_parallel_size: int | None = 1, **kwargs: Any
-    ) -> None:
+    def __init__(self, splits_layers: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.data_parallel_size = data_parallel_size
-        self.tensor_parallel_size = tensor_parallel_size
-        self.strategy_name = "tp" if data_parallel_size == 1 else "fsdp2"
+        self.splits_layers = splits_layers
+        self.strategy_name = "tp" if splits_layers else "fsdp2"
         self._whole: nn.Module | None = None
 
     @property
     @override
     def model_parallel_size(self) -> int:
-        if self.tensor_parallel_size is not None:
-            return self.tensor_parallel_size
-        return max(1, self.all_processes // (self.data_parallel_size or 1))
-
-    @property
-    @override
-    def name(self) -> str:
-        """The registered name; "fsdp2-tp" along both axes of the mesh, which has none."""
-        if self.data_parallel_size != 1 and self.tensor_parallel_size != 1:
-            return "fsdp2-tp"
-        return self.strategy_name
+        return self.all_processes if self.splits_layers else 1
 
     def check(self) -> None:
-        sizes = {"data_parallel_size": self.data_parallel_size, "tensor_parallel_size": self.tensor_parallel_size}
-        for name, size in sizes.items():
-            bounded(f"--trainer.strategy.{name}", size, 1)
-        given = {name: size for name, size in sizes.items() if size is not None}
-        product = math.prod(given.values())
-        if self.all_processes % product or (len(given) == 2 and product != self.all_processes):
-            formula = " x ".join(f"{name}={size}" for name, size in given.items())
-            problem = f"--trainer.strategy={self.strategy_name}: {formula} does not make {self.all_processes} processes"
-            raise ConfigError(problem, remedy=f"pass --trainer.devices={product}, or other sizes")
         super().check()
-        if self.synchronises_batchnorm and self.layout.data_parallel_size == 1 < self.all_processes:
+        if self.splits_layers and self.synchronises_batchnorm and self.all_processes > 1:
             rank_zero_warn("--trainer.sync_batchnorm=true has no effect with one replica, which sees the whole batch")
 
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
         network = self.module.network
-        if self.data_parallel_size != 1:
+        if self.splits_layers:
+            check_divisible(network, self.layout, strategy=self.strategy_name)
+            check_untied(network, network.modules(), strategy=self.strategy_name, recurse=False)
+        else:
             check_untied(network, (blocks_of(network) or {}).values(), strategy=self.strategy_name)
             if scalars := [name for name, parameter in network.named_parameters() if not parameter.dim()]:
                 problem = f"{scalars[0]} is a single number without a dim, which FSDP2 cannot divide"
                 raise ConfigError(problem, remedy="give it the shape (1,), or pass --trainer.strategy=ddp")
-        if self.tensor_parallel_size != 1:
-            check_divisible(network, self.layout, strategy=self.strategy_name)
-            check_untied(network, network.modules(), strategy=self.strategy_name, recurse=False)
 
     def use_virtual_parts(self, parts: VirtualParts) -> None:
         super().use_virtual_parts(parts)
@@ -146,11 +119,10 @@ class ShardedStrategy(MeshStrategy):
         # Its parameters share the memory of the copy's until one is replaced or moved.
         same: Any = {id(whole): nn.Parameter(whole.detach(), whole.requires_grad) for whole in network.parameters()}
         self.module.network = parts = deepcopy(network, same)
-        # The sizes that were asked for decide, not the number of processes: one process takes the same path.
-        if self.tensor_parallel_size != 1:
+        if self.splits_layers:
             split_tensors(parts, self.mesh["model"], self.root_device)
         synchronise_along(parts, self.data_group)
-        if self.data_parallel_size != 1:  # what tensor parallelism has left to this process
+        if not self.splits_layers:
             shard(parts, self.mesh["data"], self.root_device, dtype=AUTOCAST.get(self.precision_plugin.precision))
         if compiles(self.lightning_module):  # the hooks that gather the parameters of a block stay outside
             modules = set(parts.modules())
@@ -174,7 +146,7 @@ class ShardedStrategy(MeshStrategy):
         training enlarges. For a ResNet34 that sends 0.8 MB. Only the momentum of the first process counts.
         """
         output = super().optimizer_step(*args, **kwargs)
-        if self.tensor_parallel_size != 1:
+        if self.splits_layers:
             with torch.no_grad():
                 send_as_one(
                     lambda flat: dist.broadcast(flat, group=self.model_group, group_src=0), [*self._replicated()]
@@ -184,8 +156,7 @@ class ShardedStrategy(MeshStrategy):
     def _replicated(self) -> Iterator[Tensor]:
         """This process's parts of the parameters and running statistics that `tp` does not split."""
         for tensor in chain(self.module.network.parameters(), self.module.network.buffers()):
-            # The last placement is that of the "model" axis. Counts of batches are exact.
-            if cast(DTensor, tensor).placements[-1].is_replicate() and tensor.is_floating_point():
+            if cast(DTensor, tensor).placements[0].is_replicate() and tensor.is_floating_point():  # counts are exact
                 yield local_part(tensor)
 
     def split_lines(self) -> list[str]:
@@ -248,10 +219,9 @@ def shard(network: nn.Module, mesh: DeviceMesh, device: torch.device, *, dtype: 
     """Apply `fully_shard` in place: the network's blocks are gathered one at a time; without blocks, all of it at once.
 
     Blocks are moved to `device` with the values of the first process: only one block is there as a whole at a time.
-    Parameters may be DTensors on another axis of the mesh than this one. Convolutions and linear layers compute in
-    `dtype`, and so are gathered in it, other layers of a block apart from them; gradients are summed in the parameters'
-    own. A block with parameters beside its layers, such as a LayerScale, is gathered in their own types: autocast casts
-    what layers take, as on one device.
+    Convolutions and linear layers compute in `dtype`, and so are gathered in it, other layers of a block apart from
+    them; gradients are summed in the parameters' own. A block with parameters beside its layers, such as a LayerScale,
+    is gathered in their own types: autocast casts what layers take, as on one device.
     """
     reduce_dtype = None if dtype is None else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)

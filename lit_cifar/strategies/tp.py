@@ -6,8 +6,8 @@ input channel, so that every process computes a summand of the output, and one a
 this, with one all-reduce of the gradient of the first layer's input. Which layers these are, the network says (see
 `models.blocks`). All others are computed by every process; the classifier is split by torch's own `RowwiseParallel`.
 
-Each parameter and buffer becomes a DTensor. The layers compute with its local part. `ShardedStrategy` (`fsdp2.py`) is
-the strategy: `tp` is its case of one replica.
+Each parameter and buffer becomes a DTensor. The layers compute with its local part. The strategy is
+`ShardedStrategy` (`fsdp2.py`).
 """
 
 from itertools import chain
@@ -64,8 +64,6 @@ def split_tensors(network: nn.Module, mesh: DeviceMesh, device: torch.device) ->
             setattr(layer, key, part)
         if split.get(name) == "head":
             parallelize_module(layer, mesh, RowwiseParallel(input_layouts=Replicate()))
-            # The layer returns a view, on which the hooks of `fully_shard` could be lost.
-            layer.register_forward_hook(lambda layer, inputs, output: output.clone())
         elif own:
             _derive(layer, _ComputesLocally)
 

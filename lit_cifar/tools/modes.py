@@ -112,9 +112,6 @@ def sized_modes(devices: int) -> dict[str, SizedMode]:
         "ddp": [sized(name="ddp_flat", strategy="ddp_flat"), synchronised],
         "mp": [sized(name="mp-micro", strategy="LayerParallelStrategy", sizes=layers)],
     }
-    if devices >= 4:  # with fewer devices it is one of the two
-        sizes: Sizes = {"data_parallel_size": devices // 2, "tensor_parallel_size": 2}
-        variants["tp"] = [sized(name="fsdp2-tp", strategy="ShardedStrategy", sizes=sizes)]
     found: list[SizedMode] = []
     for row in MODES:
         found += [others.get(row.name) or sized(name=row.name, strategy=row.name), *variants.get(row.name, [])]
@@ -136,7 +133,7 @@ def chosen(names: list[str], *, devices: int) -> list[SizedMode]:
 _ON_ONE_GPU = {
     **dict.fromkeys(("mp", "mp-micro"), "LayerParallelStrategy"),
     **dict.fromkeys(("pp", "ddp_pp"), "OneDevicePipelineStrategy"),
-    **dict.fromkeys(("fsdp2", "fsdp2-tp", "tp"), "OneDeviceShardedStrategy"),
+    **dict.fromkeys(("fsdp2", "tp"), "OneDeviceShardedStrategy"),
     "dp": "DataParallelStrategy",
     "ddp_flat": "OneDeviceFlatDDPStrategy",
     "ddp_mp": "OneDeviceDDPLayerParallelStrategy",
@@ -153,5 +150,5 @@ def placed(mode: SizedMode, *, num_gpus: int) -> SizedMode:
     if mode.name == "ddp_spawn":
         sizes["start_method"] = "spawn"
     elif mode.name == "tp":
-        sizes |= {"data_parallel_size": 1, "tensor_parallel_size": mode.devices}
+        sizes["splits_layers"] = True
     return replace(mode, strategy=strategy, sizes=sizes, devices=1)

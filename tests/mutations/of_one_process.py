@@ -74,9 +74,6 @@ def _stale_shard(site: Site, step: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @mutation("one process has no weight decay", "ddp", MODULE, "configure_optimizers")
-@mutation(
-    "one process has no weight decay", "fsdp2-tp", MODULE, "configure_optimizers", name="other-decay-of-part", devices=4
-)
 def _other_decay(site: Site, configure: Any) -> Any:
     configured = configure()
     for group in configured["optimizer"].param_groups:
