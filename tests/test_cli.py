@@ -118,7 +118,7 @@ def test_wrong_words_get_help(words: str, named: list[str], command: str, monkey
     ("asked", "answer"),
     [
         ("pp num_microbatches=8", "PipelineStrategy num_microbatches=8"),
-        ("mp cuts=['layer2']", "LayerParallelStrategy cuts=['layer2']"),
+        ("mp num_stages=4", "LayerParallelStrategy num_stages=4"),
         ("ddp_pp num_microbatches=8", "PipelineStrategy num_stages=2 num_microbatches=8"),
         ("tp timeout=1", "ShardedStrategy splits_layers=true timeout=1"),
         ("ddp_spawn find_unused_parameters=true", "DDPStrategy find_unused_parameters=true start_method=spawn"),

@@ -175,27 +175,10 @@ def test_cuts_are_the_best_that_there_are(seed: int) -> None:
         assert largest(flop, bounds) == min(largest(flop, choice) for choice in choices)
 
 
-def test_named_cuts_replace_the_balanced_ones() -> None:
-    partition = Partition.cut(build_resnet("resnet18", stem="imagenet"), IMAGE, num_stages=3, cuts=["layer1.1", "head"])
-    spans = [(stage[0].name, stage[-1].name) for stage in partition.stages]
-    assert spans == [("stem", "layer1.0"), ("layer1.1", "layer4.1"), ("head", "head")]
-
-
-@pytest.mark.parametrize(
-    ("num_stages", "cuts", "problem", "remedy"),
-    [
-        (0, None, "0 stages of a network of 6 blocks", "1 to 6"),
-        (7, None, "7 stages of a network of 6 blocks", "1 to 6"),
-        (2, ["layer9.0"], "do not make 2 stages", "layer1.0, layer2.0, layer3.0, layer4.0, head"),
-        *((2, cuts, "do not make 2 stages", "name 1 of") for cuts in (["stem"], ["layer1.0", "layer2.0"], [])),
-        *((3, [f"layer{i}.0" for i in cuts], "do not make 3", "name 2 of") for cuts in ([2], [3, 2], [2, 2])),
-    ],
-)
-def test_impossible_cuts_are_refused(num_stages: int, cuts: list[str] | None, problem: str, remedy: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        Partition.cut(build_resnet("resnet10", stem="imagenet"), IMAGE, num_stages=num_stages, cuts=cuts)
-    assert problem in error.value.problem
-    assert remedy in error.value.remedy
+@pytest.mark.parametrize("num_stages", [0, 7])
+def test_impossible_numbers_of_stages_are_refused(num_stages: int) -> None:
+    with pytest.raises(ConfigError, match=f"{num_stages} stages of a network of 6 blocks(.|\n)*1 to 6"):
+        Partition.cut(build_resnet("resnet10", stem="imagenet"), IMAGE, num_stages=num_stages)
 
 
 def test_table() -> None:

@@ -132,7 +132,7 @@ def test_samples_are_compared_as_sets_in_which_each_id_is_once(found: list[list[
     [
         (2, None, {}),
         (7, None, dict.fromkeys([*sized_modes(7)][1:], "") | {"ddp": "7 replicas", "pp": "6 blocks"}),
-        (2, 4, dict.fromkeys(("ddp-sync", "mp-micro", "tp"), "")),
+        (2, 4, dict.fromkeys(("ddp-sync", "tp"), "")),
     ],
 )
 def test_all_leaves_out_what_is_not_possible(

@@ -54,6 +54,7 @@ INSTEAD: dict[str, str] = {
     "--model.fine_tuning.unfreeze_at": "a fit without freeze, --model.fine_tuning.weights=RUN/checkpoints/last.ckpt",
     "--trainer.strategy.data_parallel_size": "--trainer.strategy=fsdp2, over all processes",
     "--trainer.strategy.tensor_parallel_size": "--trainer.strategy=tp, over all processes",
+    "--trainer.strategy.cuts": "leave it out: stages have about equal FLOP",
     "--model.recompute": "--trainer.accumulate_grad_batches or --trainer.precision=bf16-mixed take less memory",
 }
 # Augmentations of before, by what does the same in `torchvision.transforms.v2`.

@@ -35,20 +35,17 @@ class Partition:
     stages: tuple[tuple[Block, ...], ...]  # each takes what the one before returned
 
     @classmethod
-    def cut(
-        cls, network: nn.Module, image_shape: Sequence[int], *, num_stages: int, cuts: Sequence[str] | None = None
-    ) -> "Partition":
+    def cut(cls, network: nn.Module, image_shape: Sequence[int], *, num_stages: int) -> "Partition":
         """Cut `network`, which says its blocks, so that the stage with the most FLOP has as few as possible.
 
-        With `cuts` the second and later stages begin with these blocks. `image_shape` is without the batch axis.
+        `image_shape` is without the batch axis.
         """
         blocks = measure(network, image_shape)
         if not 1 <= num_stages <= len(blocks):
             remedy = f"ask for 1 to {len(blocks)}, e.g. --trainer.devices=2"
             raise ConfigError(f"{num_stages} stages of a network of {len(blocks)} blocks", remedy=remedy)
         costs = [block.flop for block in blocks]
-        bounds = balanced(costs, num_stages) if cuts is None else _bounds_of(blocks, num_stages, cuts)
-        edges = (0, *bounds, len(blocks))
+        edges = (0, *balanced(costs, num_stages), len(blocks))
         return cls(tuple(blocks[a:b] for a, b in pairwise(edges)))
 
     def outputs(self, network: nn.Module, images: Tensor) -> list[tuple[torch.Size, torch.dtype]]:
@@ -113,13 +110,3 @@ def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
             for end in range(min(best) + 1, len(flop))
         }
     return best[len(costs)][1]
-
-
-def _bounds_of(blocks: tuple[Block, ...], num_stages: int, cuts: Sequence[str]) -> tuple[int, ...]:
-    names = [block.name for block in blocks]
-    bounds = tuple(names.index(cut) for cut in cuts if cut in names[1:])
-    if len(cuts) != num_stages - 1 or len(bounds) != len(cuts) or list(bounds) != sorted(set(bounds)):
-        problem = f"cuts {list(cuts)} do not make {num_stages} stages"
-        remedy = f"name {num_stages - 1} of these blocks in order, each the first of a stage: {', '.join(names[1:])}"
-        raise ConfigError(problem, remedy=remedy)
-    return bounds

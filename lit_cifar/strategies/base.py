@@ -146,19 +146,13 @@ class CustomForwardStrategy(Mode, ParallelStrategy, ABC):
 
 
 class CutStrategy(CustomForwardStrategy, ABC):
-    """A mode that cuts the network between its blocks into stages.
-
-    Args:
-        cuts: The blocks with which the second and later stages begin, e.g. ["layer3.1"]; by default stages of about
-            equal FLOP.
-    """
+    """A mode that cuts the network between its blocks into stages of about equal FLOP."""
 
     needs: ClassVar[list[str]] = [*CustomForwardStrategy.needs, "image_shape"]
     partition: Partition  # the blocks of each stage; known from `connect` on
 
-    def __init__(self, *, cuts: list[str] | None = None, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.cuts = cuts
         self.recorder: NoRecorder = NoRecorder()
 
     def cut(self, num_stages: int, *, may_share: bool = False) -> None:
@@ -169,7 +163,7 @@ class CutStrategy(CustomForwardStrategy, ABC):
             problem = f"{mode} cuts a network between its blocks, and {kind} does not say which it has"
             remedy = "make it an nn.Sequential, give it blocks() (lit_cifar.models.blocks)"
             raise ConfigError(problem, remedy=f"{remedy}, or pass --trainer.strategy=ddp")
-        self.partition = Partition.cut(network, self.module.image_shape, num_stages=num_stages, cuts=self.cuts)
+        self.partition = Partition.cut(network, self.module.image_shape, num_stages=num_stages)
         if not may_share:
             check_untied(network, self.partition.modules(network), strategy=self.strategy_name)
 
