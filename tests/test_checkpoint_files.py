@@ -22,7 +22,6 @@ from lit_cifar.checkpoint.atomic import (
     BEST,
     LAST,
     PREVIOUS,
-    content_digest,
     newest_valid,
     read_checked,
     write_checkpoint,
@@ -69,17 +68,6 @@ def test_no_shortened_file_is_read_and_no_other_content_than_was_written(tmp_pat
             assert found.keys() == {"a"}
             assert found["a"].equal(torch.arange(20))
     assert num_refused > 160  # the 20 numbers alone have as many bytes
-
-
-def test_files_of_different_content_have_different_digests(tmp_path: Path) -> None:
-    """Those of torch's first releases too."""
-    for name, step in (("first", 1), ("same", 1), ("other", 2)):
-        write_checkpoint(state(step), tmp_path / name)
-        torch.save(state(step), tmp_path / f"{name}.old", _use_new_zipfile_serialization=False)
-    names = ("first", "same", "other", "first.old", "other.old")
-    first, same, *others = (content_digest(tmp_path / name) for name in names)
-    assert first == same
-    assert len({first, *others}) == 4
 
 
 def test_the_previous_is_used_where_the_last_is_damaged(saved: Path) -> None:

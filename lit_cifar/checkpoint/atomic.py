@@ -5,7 +5,6 @@ They detect damage. They are no signature: every file is still read as untrusted
 """
 
 import errno
-import hashlib
 import io
 import os
 from collections.abc import Iterator, Mapping
@@ -79,17 +78,6 @@ def verify_checkpoint(path: Path) -> None:
         is_whole = False
     if not is_whole:
         raise CheckpointError(f"{path} is damaged: its content does not match the checksums that it carries")
-
-
-def content_digest(path: Path) -> str:
-    """A digest that differs for files of different content: of the checksums in it, else of all of its bytes."""
-    with path.open("rb") as file:
-        if not is_zipfile(file):
-            file.seek(0)
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        with ZipFile(file) as archive:
-            sums = [(each.filename, each.CRC) for each in archive.infolist()]
-    return hashlib.sha256(repr(sums).encode()).hexdigest()
 
 
 def best_of(run_folder: Path) -> Path:

@@ -37,7 +37,7 @@ from lit_cifar.mode import mode_of
 
 
 class StartingPoint(NamedTuple):
-    digest: str | None  # digest of its content; None for no checkpoint
+    digest: str | None  # of the file; None for no checkpoint
     text: str  # file and position, or why there is none
     host: str = socket.gethostname()
 

@@ -28,7 +28,7 @@ from lit_cifar.reporting.run_folder import run_folder
 
 FILE_NAME = "sample_audit.csv"
 EMPTY = sha256().hexdigest()  # the digest before the first step of a run
-_COLUMNS = ("epoch", "steps", "samples", "digest", "fewest_uses", "most_uses")
+_COLUMNS = ("epoch", "steps", "samples", "digest")
 _KEY = "sample_audit"
 _USE = 2**32  # the low half of a tally's entry has room for the step
 _MAX_IDS = 10
@@ -78,9 +78,8 @@ class SampleAudit(Callback):
         self._tally = _tally(trainer, tally.plan.epoch + 1)
         folder = run_folder(trainer)
         if folder is not None and trainer.is_global_zero:
-            times = tally.plan.uses(num_batches) // _USE
-            uses = int(times.min()), int(times.max())
-            write_epoch(folder, tally.plan.epoch, tally.proven, int(times.sum()), self._digest, uses=uses)
+            num_samples = int((tally.plan.uses(num_batches) // _USE).sum())
+            write_epoch(folder, tally.plan.epoch, tally.proven, num_samples, self._digest)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if (tally := self._tally) is not None:
@@ -207,14 +206,12 @@ def chain(digest: str, ids: Tensor, steps: Tensor, *, first: int, last: int) -> 
     return digest
 
 
-def write_epoch(
-    folder: Path, epoch: int, num_steps: int, num_samples: int, digest: str, *, uses: tuple[int, int] = (1, 1)
-) -> None:
+def write_epoch(folder: Path, epoch: int, num_steps: int, num_samples: int, digest: str) -> None:
     """Write a line into `sample_audit.csv`, in place of an interrupted run's lines for this epoch and later ones."""
     path = folder / FILE_NAME
     rows = [row for row in read_csv(path) if row and row[0].isdecimal() and int(row[0]) < epoch]
     folder.mkdir(parents=True, exist_ok=True)
-    replace_csv(path, [_COLUMNS, *rows, [epoch, num_steps, num_samples, digest, *uses]])
+    replace_csv(path, [_COLUMNS, *rows, [epoch, num_steps, num_samples, digest]])
 
 
 def _tally(trainer: Trainer, epoch: int, *, step: int = 0) -> Tally:

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,8 @@ class StartingCheckpoint(Start):
         content = atomic.read_checked(path, mapped=True)
         step = content.get("global_step")
         at = f" after {step} optimizer steps" if isinstance(step, int) else ""
-        self.point = StartingPoint(atomic.content_digest(path), f"{path}{at}")
+        with path.open("rb") as file:
+            self.point = StartingPoint(file_digest(file, "sha256").hexdigest(), f"{path}{at}")
         self.has_weights_alone = not is_own(content)
         if self._fits and (self.has_weights_alone or not holds_training(content)):
             raise CheckpointError(f"{path} holds no training of this program", remedy=_start_from(path))

@@ -150,10 +150,7 @@ class CutStrategy(CustomForwardStrategy, ABC):
 
     needs: ClassVar[list[str]] = [*CustomForwardStrategy.needs, "image_shape"]
     partition: Partition  # the blocks of each stage; known from `connect` on
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.recorder: NoRecorder = NoRecorder()
+    recorder: NoRecorder = NoRecorder()
 
     def cut(self, num_stages: int, *, may_share: bool = False) -> None:
         """Cut the network of the module, or refuse it. With `may_share`, stages may share tensors."""

@@ -47,7 +47,6 @@ class VirtualReplicas(Callback):
         self.num_parts = num_parts
         self._parts = VirtualParts(num_parts)
         self._are_microbatches = False
-        self._clip: Callable[..., None] | None = None  # what the precision plugin clips by outside of a training
 
     def train(self, module: L.LightningModule, batch: Batch, loss_of: Callable[[Batch], Tensor]) -> Tensor:
         """Forward and backward of all parts but the last, whose loss is returned for the backward of Lightning."""
@@ -133,7 +132,6 @@ class VirtualReplicas(Callback):
             reduce_in_tree(pl_module.network, self._parts)  # type: ignore[arg-type]
         else:
             self._parts.take_gradients(pl_module.parameters())
-        self._clip = trainer.precision_plugin.clip_grad_by_norm
         group = _with_all_gradients(trainer.strategy)
         clip = partial(clip_by_whole_norm, device=trainer.strategy.root_device, group=group)
         trainer.precision_plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
@@ -143,9 +141,6 @@ class VirtualReplicas(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._parts.leave_gradients()
-        if self._clip is not None:
-            trainer.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
-            self._clip = None
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if isinstance(trainer.strategy, CustomForwardStrategy):
@@ -153,8 +148,8 @@ class VirtualReplicas(Callback):
         pl_module.virtual_replicas = None  # type: ignore[assignment]
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Give gradients and clipping back to whoever catches the exception and uses network or plugin again."""
-        self.on_train_end(trainer, pl_module)
+        """Give gradients back to whoever catches the exception and uses the network again."""
+        self._parts.leave_gradients()
         self.teardown(trainer, pl_module, "fit")
 
 
