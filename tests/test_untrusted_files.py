@@ -254,13 +254,8 @@ OF_A_FIT = [
     (put(*FIRST, value={}), "its optimizer_states.0.state.0.momentum_buffer is missing"),
     (put(*FIRST, "momentum_buffer", value=torch.zeros(3)), "its optimizer_states.0.state.0.momentum_buffer is (3,)"),
     (put(*FIRST, "momentum_buffer", value=lambda held: held.fill_(torch.nan)), "its optimizer holds nan"),
-    (put(*FIRST, value=lambda held: held | {"step": torch.tensor(-6.0)}), "the step of its optimizer is negative"),
-    (put("state_dict", "bn1.running_var", value=torch.neg), "the weights are negative variances: bn1.running_var"),
     (without("optimizer_states", 0, "param_groups"), "its optimizer_states.0.param_groups is missing"),
     (put("optimizer_states", 0, "param_groups", 0, "lr", value=math.nan), "its optimizer holds nan"),
-    (put("optimizer_states", 0, "param_groups", 0, "lr", value=math.inf), "its learning rates are [inf, "),
-    (put("lr_schedulers", 0, "base_lrs", 0, value=math.nan), "its schedule holds nan"),
-    (put("lr_schedulers", 0, "base_lrs", 0, value=math.inf), ", inf]"),
     (put("optimizer_states", 0, "param_groups", 0, "lr", value="x"), "its optimizer_states.0.param_groups.0.lr is 'x'"),
     (put("optimizer_states", 0, "param_groups", 0, "params", value=lambda held: held[::-1]), "numbers them otherwise"),
     (put("lr_schedulers", value=[]), "its lr_schedulers is []"),
@@ -323,15 +318,11 @@ def test_what_may_be_right_is_said(tmp_path: Path, trained: Path) -> None:
     content["state_dict"]["conv1.weight"].fill_(torch.nan)
     torch.save(content, tmp_path / "nan.ckpt")
     torch.save(content["state_dict"], tmp_path / "nan.pth")
-    content["state_dict"]["bn1.running_var"].neg_()
-    content["state_dict"]["conv1.weight"].zero_()
-    torch.save(content, tmp_path / "negative.ckpt")
     more = "--trainer.max_epochs=2"
     for name, command, says in [
         ("less.ckpt", ["fit", more], "no state of the optimizer for 1 of 41 parameters"),
         ("nan.ckpt", ["test"], "not finite: conv1.weight"),
         ("nan.pth", ["test"], "not finite: conv1.weight"),
-        ("negative.ckpt", ["test"], "negative variances: bn1.running_var"),
     ]:
         flags = [f"--ckpt_path={tmp_path / name}", f"--run_dir={tmp_path / name}.run"]
         with warnings.catch_warnings(record=True) as caught:
