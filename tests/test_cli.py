@@ -120,7 +120,7 @@ def test_wrong_words_get_help(words: str, named: list[str], command: str, monkey
         ("pp num_microbatches=8", "PipelineStrategy num_microbatches=8"),
         ("mp num_stages=4", "LayerParallelStrategy num_stages=4"),
         ("ddp_pp num_microbatches=8", "PipelineStrategy num_stages=2 num_microbatches=8"),
-        ("tp timeout=1", "ShardedStrategy splits_layers=true timeout=1"),
+        ("tp process_group_backend=gloo", "ShardedStrategy splits_layers=True process_group_backend=gloo"),
         ("ddp_spawn find_unused_parameters=true", "DDPStrategy find_unused_parameters=true start_method=spawn"),
     ],
 )

@@ -33,7 +33,6 @@ from lit_cifar.strategies.base import check_untied, compiles
 from lit_cifar.strategies.mesh import MeshStrategy, move_and_broadcast, send_as_one
 from lit_cifar.strategies.parts import VirtualParts
 from lit_cifar.strategies.state_dicts import divided_like, whole_state
-from lit_cifar.strategies.sync_batchnorm import synchronise_along
 from lit_cifar.strategies.tp import check_divisible, placements, split_tensors
 from lit_cifar.task.muon import MuonSGD
 
@@ -67,8 +66,9 @@ class ShardedStrategy(MeshStrategy):
 
     def check(self) -> None:
         super().check()
-        if self.splits_layers and self.synchronises_batchnorm and self.all_processes > 1:
+        if self.splits_layers and self.synchronises_batchnorm:
             rank_zero_warn("--trainer.sync_batchnorm=true has no effect with one replica, which sees the whole batch")
+            self._layer_sync = None
 
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
@@ -121,8 +121,7 @@ class ShardedStrategy(MeshStrategy):
         self.module.network = parts = deepcopy(network, same)
         if self.splits_layers:
             split_tensors(parts, self.mesh["model"], self.root_device)
-        synchronise_along(parts, self.data_group)
-        if not self.splits_layers:
+        else:
             shard(parts, self.mesh["data"], self.root_device, dtype=AUTOCAST.get(self.precision_plugin.precision))
         if compiles(self.lightning_module):  # the hooks that gather the parameters of a block stay outside
             modules = set(parts.modules())

@@ -43,17 +43,8 @@ class ProcessSyncBatchNorm(TorchSyncBatchNorm):
         return super().revert(model)
 
 
-def synchronise_along(network: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let the synchronised layers of `network` communicate with the processes of `group` instead of all."""
-    for layer in network.modules():
-        if isinstance(layer, _Synchronised | nn.SyncBatchNorm):
-            layer.process_group = group
-
-
 class _Synchronised(internals.BatchNorm):  # type: ignore[misc]
-    """BatchNorm with training statistics over the batches of the processes in `process_group`, None for all."""
-
-    process_group: dist.ProcessGroup | None = None
+    """BatchNorm with training statistics over the batches of all processes."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise (n, C, ...); n may differ between processes and be 0 in some. Each process must take part.
@@ -61,20 +52,19 @@ class _Synchronised(internals.BatchNorm):  # type: ignore[misc]
         Squares are those of deviations from the mean, as squares of values would cancel. Sums are in float64, which
         keeps counts exact, the rest in float32 or the input's dtype, if that is more precise.
         """
-        group = self.process_group
-        if not (self.training and dist.is_initialized() and dist.get_world_size(group) > 1):
+        if not (self.training and dist.is_initialized() and dist.get_world_size() > 1):
             return cast(Tensor, super().forward(input))
         self._check_input_dim(input)
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         per_channel, others = (1, -1, *[1] * (x.dim() - 2)), [dim for dim in range(x.dim()) if dim != 1]
         own_count = x.new_tensor([x.numel() // x.shape[1]], dtype=torch.float64)
-        sums = summed(torch.cat([own_count, x.sum(others, dtype=torch.float64)]), group)
+        sums = summed(torch.cat([own_count, x.sum(others, dtype=torch.float64)]))
         if (count := sums[0]) < 2:
             problem = f"Expected more than 1 value per channel when training, got {int(count)} over all processes"
             raise ValueError(problem)
         mean = sums[1:] / count
         deviations = x - mean.to(x.dtype).view(per_channel)
-        var = summed(deviations.square().sum(others, dtype=torch.float64), group) / count
+        var = summed(deviations.square().sum(others, dtype=torch.float64)) / count
         self._track(count, mean, var)
         output: Tensor = deviations * (var + self.eps).rsqrt().to(x.dtype).view(per_channel)
         if self.affine:

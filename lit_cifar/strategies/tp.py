@@ -153,9 +153,9 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
-def summed(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum over the processes, of which each uses it in another way: its gradient is the sum of theirs."""
-    return cast(Tensor, _SumGradients.apply(_Sum.apply(tensor, group), group))
+def summed(tensor: Tensor) -> Tensor:
+    """The sum over all processes, of which each uses it in another way: its gradient is the sum of theirs."""
+    return cast(Tensor, _SumGradients.apply(_Sum.apply(tensor, None), None))
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
