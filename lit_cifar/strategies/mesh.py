@@ -28,7 +28,6 @@ from typing_extensions import override
 
 from lit_cifar import internals
 from lit_cifar.errors import ConfigError
-from lit_cifar.mode import StartMethod
 from lit_cifar.mode.tensors import local_part, parameters_of
 from lit_cifar.strategies.base import CustomForwardStrategy, check_gradient_hooks
 from lit_cifar.task.refused_callbacks import refuse_averages
@@ -43,18 +42,14 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     Args:
         process_group_backend: Backend of the process group; by default NCCL on GPUs and gloo on the CPU.
         timeout: Timeout of the process group and of the groups of both axes.
-        start_method: Method by which Lightning starts the processes.
     """
 
     mesh: DeviceMesh  # its axes are "data" and "model"; known once the processes have met
 
     def __init__(
-        self,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        start_method: StartMethod = "popen",
+        self, process_group_backend: str | None = None, timeout: timedelta | None = default_pg_timeout
     ) -> None:
-        super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self._failed = False
 
     @property
@@ -188,9 +183,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
 class AveragingStrategy(MeshStrategy):
     """Averages the gradients of `trained_parameters` over the replicas by one all-reduce at the end of backward."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._average = True
+    _average = True  # but not in the first batches of an accumulation
 
     @abstractmethod
     def trained_parameters(self) -> Iterable[nn.Parameter]:

@@ -5,7 +5,7 @@ checkpoints are those of one device, and so is the result. One device works at a
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -29,11 +29,7 @@ class StagedForward:
     """Sends a batch through stages on different devices."""
 
     def __init__(
-        self,
-        stages: Sequence[Callable[[Tensor], Tensor]],
-        devices: Sequence[torch.device],
-        *,
-        recorder: NoRecorder | None = None,
+        self, stages: Sequence[ForwardFn], devices: Sequence[torch.device], *, recorder: NoRecorder | None = None
     ) -> None:
         self.stages = list(zip(stages, devices, strict=True))
         self._recorder = recorder or NoRecorder()

@@ -132,9 +132,9 @@ class VirtualReplicas(Callback):
             reduce_in_tree(pl_module.network, self._parts)  # type: ignore[arg-type]
         else:
             self._parts.take_gradients(pl_module.parameters())
-        group = _with_all_gradients(trainer.strategy)
-        clip = partial(clip_by_whole_norm, device=trainer.strategy.root_device, group=group)
-        trainer.precision_plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
+        if not self._are_microbatches:  # a pipeline clips so by itself
+            clip = partial(clip_by_whole_norm, device=trainer.strategy.root_device)
+            trainer.precision_plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._parts.average()
@@ -151,11 +151,6 @@ class VirtualReplicas(Callback):
         """Give gradients back to whoever catches the exception and uses the network again."""
         self._parts.leave_gradients()
         self.teardown(trainer, pl_module, "fit")
-
-
-def _with_all_gradients(strategy: Strategy) -> dist.ProcessGroup | None:
-    """The processes that together have each gradient once; None if each process has all, or a part of all."""
-    return strategy.model_group if isinstance(strategy, PipelineStrategy) else None
 
 
 def _check_strategy(name: str, strategy: Strategy) -> None:

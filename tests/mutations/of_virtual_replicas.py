@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lit_cifar.data.images import Batch
 from lit_cifar.mode.tensors import parameters_of
-from lit_cifar.strategies import parts, tree_sum, virtual_replicas
+from lit_cifar.strategies import parts, pp, tree_sum
 from lit_cifar.strategies.parts import TreeReduceScatter, VirtualParts
 from lit_cifar.strategies.tree_sum import TreeSum, tree_reduce_scatter
 from lit_cifar.task.metrics import MeanLoss
@@ -103,14 +103,9 @@ def _losses_in_float(site: Site) -> None:
             site.replace(metric, "update", partial(add, metric))
 
 
-@mutation("each process adds its squares first", "pp", virtual_replicas, "clip_by_whole_norm", args=PIPELINE)
+@mutation("each process adds its squares first", "pp", pp, "clip_by_whole_norm", args=PIPELINE)
 def _norm_by_process(site: Site, whole: Any, optimizer: Any, clip_val: float, *, group: Any, **others: Any) -> None:
     parameters = [each for each in parameters_of(optimizer) if each.grad is not None]
     squares = get_total_norm([each.grad for each in parameters if each.grad is not None]).square()
     dist.all_reduce(squares, group=group)
     clip_grads_with_norm_(parameters, clip_val, squares.sqrt())
-
-
-@mutation("each stage clips by its own norm", "pp", args=PIPELINE)
-def _norm_of_own_stages(site: Site) -> None:
-    site.replace(virtual_replicas, "_with_all_gradients", lambda group, strategy: None)
