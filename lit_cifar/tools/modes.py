@@ -107,12 +107,11 @@ def sized_modes(devices: int) -> dict[str, SizedMode]:
         "ddp_pp": sized(name="ddp_pp", strategy="PipelineStrategy", sizes=pipelines),
     }
     synchronised = sized(name="ddp-sync", strategy="ddp", sync_batchnorm=True)
-    variants = {
-        "ddp": [sized(name="ddp_flat", strategy="ddp_flat"), synchronised],
-    }
     found: list[SizedMode] = []
     for row in MODES:
-        found += [others.get(row.name) or sized(name=row.name, strategy=row.name), *variants.get(row.name, [])]
+        found.append(others.get(row.name) or sized(name=row.name, strategy=row.name))
+        if row.name == "ddp":
+            found += [sized(name="ddp_flat", strategy="ddp_flat"), synchronised]
     return {mode.name: mode for mode in found}
 
 
