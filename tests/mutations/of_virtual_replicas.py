@@ -7,17 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lit_cifar.data.images import Batch
-from lit_cifar.mode.tensors import parameters_of
-from lit_cifar.strategies import parts, pp, tree_sum
+from lit_cifar.strategies import parts, tree_sum
 from lit_cifar.strategies.parts import TreeReduceScatter, VirtualParts
 from lit_cifar.strategies.tree_sum import TreeSum, tree_reduce_scatter
 from lit_cifar.task.metrics import MeanLoss
-from tests.mutations.planting import PIPELINE, Mutation, Site, planted
+from tests.mutations.planting import Mutation, Site, planted
 
 MUTATIONS: list[Mutation] = []
 mutation = partial(planted, MUTATIONS)
@@ -101,11 +98,3 @@ def _losses_in_float(site: Site) -> None:
     for metric in site.module.modules():
         if isinstance(metric, MeanLoss):
             site.replace(metric, "update", partial(add, metric))
-
-
-@mutation("each process adds its squares first", "pp", pp, "clip_by_whole_norm", args=PIPELINE)
-def _norm_by_process(site: Site, whole: Any, optimizer: Any, clip_val: float, *, group: Any, **others: Any) -> None:
-    parameters = [each for each in parameters_of(optimizer) if each.grad is not None]
-    squares = get_total_norm([each.grad for each in parameters if each.grad is not None]).square()
-    dist.all_reduce(squares, group=group)
-    clip_grads_with_norm_(parameters, clip_val, squares.sqrt())
