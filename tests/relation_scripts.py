@@ -34,6 +34,8 @@ def evaluate(model, data):
     if BUG == "dropout stays on":
         model[-1].train()
     losses = [(nn.functional.cross_entropy(model(x), y), len(x)) for x, y in DataLoader(data, batch_size=8)]
+    if BUG == "counts on batches of 4":
+        losses = [((model(x)[:, 0] * torch.ones(4)).sum(), 1) for x, _ in DataLoader(data, batch_size=4)]
     model.train()
     if BUG == "mean of means":
         return sum(loss for loss, _ in losses).item() / len(losses)

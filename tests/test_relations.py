@@ -630,6 +630,12 @@ QUICK = [
 ]
 SLOW = [
     ("PLAIN", "dropout stays on", "evaluation", {"evaluation": "note"}),
+    (
+        "PLAIN",
+        "counts on batches of 4",
+        "evaluation",
+        dict.fromkeys(("evaluation", "evaluation in batches of 7", "evaluation as one batch"), "note"),
+    ),
     ("PLAIN", "same samples", "ranks", SHUFFLED | {"samples of ranks": "fail", "ranks": "abstain"}),
     ("PLAIN", "same order", "epochs", {"order of epochs": "fail"}),
     ("PLAIN", "left out", "trained", {"what is trained": "note"}),
