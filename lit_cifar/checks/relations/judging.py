@@ -39,8 +39,6 @@ RELATIONS: dict[str, Relation] = {
 # Ways to run a training, of which the first that ends without an error is taken: on so many processes, with torchrun's
 # variables on one too, and in float64.
 _WAYS = [(*way, double) for way in ((1, False), (1, True), (2, False)) for double in (True, False)]
-
-
 _QUICK_S = 15.0  # of a script that does not train: it is tried in other ways
 _MOST_RUNS = 2  # to learn what batches are for
 _SHORT = Limits(batches=3, steps=9, evaluated=6, undivided=1)  # for a slow training
