@@ -127,8 +127,8 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
         judged.append(way)
         found += [_in_words(each, f"evaluated {way}") for each in _unlike(runs, own, other)[:1]]
     counts = "most other batches end it by an error, so that it may count on their size" * (len(failed) > len(judged))
-    verdict, *others = _judged(own, found, f"{_names(runs, own)}: {', '.join(judged)}")
-    yield from (unused(verdict, counts), *others, *failed)
+    verdict, *of_samples = _judged(own, found, f"{_names(runs, own)}: {', '.join(judged)}")
+    yield from (unused(verdict, counts), *of_samples, *failed)
 
 
 def validated(runs: Runs, checkpoint: str | None = None) -> dict[str, float]:
