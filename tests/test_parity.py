@@ -59,7 +59,6 @@ CASES = {
     "clipped and accumulated": Case("dp mp pp tp", [*TINY, *CUT]),
     "two devices in each process": Case("ddp_mp", [*TINY, *CUT], devices=4),
     "a network of one's own": Case("fsdp2", own("Opaque")),
-    "random masks": Case("mp", [*own("Drawing"), "--model.network.num_classes=2"]),
     "bits, random masks": Case("dp ddp pp", DRAWING),
 }
 SLOW = {

@@ -28,8 +28,8 @@ the mode equals. Compared are losses, parameters, BatchNorm buffers, optimizer s
 logits of evaluations, checkpoints, and the same run resumed before its last step. Processes that must hold the same
 values are compared bit for bit.
 Every other argument is passed on to `fit`, e.g. --config FILE, --model.arch=resnet34, --trainer.precision=bf16-mixed.
-Without --config it is `tiny`, a narrow ResNet, on synthetic images in float64, where nothing may differ by more than
-1e-9. In float32 and bfloat16, where rounding could explain a difference, numbers are compared in a run in float64."""
+Without --config it is `tiny`, a narrow ResNet, on synthetic images. All runs are in float64, where nothing may differ
+by more than 1e-9; or with --virtual_replicas=V, V parts of a batch in every mode, in any precision: bit for bit."""
 _EPILOG = """\
 examples:
   python -m lit_cifar verify --modes=ddp,pp,tp
@@ -57,8 +57,6 @@ def main(args: list[str]) -> int:
     record = terminal.about() | {"rules": RULES}
     terminal.exit_orderly_when_terminated()
     torch.set_num_threads(1)  # the other cores are for the runs
-    if options.virtual_replicas is not None:
-        rest.append(f"--virtual_replicas={options.virtual_replicas}")
     sizes = {"devices": options.devices, "steps": options.steps}
     rows = verify(options.modes.split(","), **sizes, args=rest)
     out = terminal.console()
@@ -78,8 +76,6 @@ def verify_parser() -> CommandParser:
     parser.add_argument("--modes", default="all", metavar="A,B", help="Modes to verify (default: all).")
     parser.add_argument("--devices", type=int, default=2, metavar="N", help="Devices of each mode (default: 2).")
     parser.add_argument("--steps", type=int, default=4, metavar="K", help="Optimizer steps of each run (default: 4).")
-    help = "Compare bit for bit: V parts of a batch in every mode."
-    parser.add_argument("--virtual_replicas", type=int, metavar="V", help=help)
     parser.add_argument("--json", metavar="FILE", help="Write all results, versions and hardware to this file.")
     return parser
 
@@ -108,8 +104,8 @@ def verify(names: Sequence[str], *, devices: int = 2, steps: int = 4, args: Sequ
     """Compare modes, "all" for every one, with one device: a row for each.
 
     A mode has so many `devices`: GPUs, or on the CPU processes or virtual devices of one process. `args` are flags of
-    `fit`; by default it is `tiny` on synthetic images, in float64. A mode called by its name that cannot run so is a
-    `ConfigError`; "all" leaves it out.
+    `fit`; by default it is `tiny` on synthetic images. A mode called by its name that cannot run so is a `ConfigError`;
+    "all" leaves it out.
     """
     if steps < 2:
         raise ConfigError(f"--steps={steps} leaves no step before a resume", remedy="pass --steps 2 or more")
@@ -117,6 +113,9 @@ def verify(names: Sequence[str], *, devices: int = 2, steps: int = 4, args: Sequ
     # Modes are sized by Trainers of the CPU, of which Lightning warns where there is a GPU.
     with without_banners(), tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
         settings = Configuration.from_flags(args, devices=devices, folder=Path(folder))
+        if settings.num_parts is None and settings.draws_random_numbers:
+            problem = "the network draws random numbers, as dropout does: others in parts of a batch than on one device"
+            raise ConfigError(problem, remedy="pass --virtual_replicas=2 or more, with which all modes draw the same")
         verifier = Verifier(settings, steps, Path(folder))
         return verify_modes(verifier, [*_possible(wanted, settings, leave_out=leave_out)], leave_out=leave_out)
 
@@ -144,12 +143,12 @@ def _possible(wanted: Sequence[SizedMode], settings: Configuration, *, leave_out
 
 def verify_modes(verifier: Verifier, wanted: Sequence[SizedMode], *, leave_out: bool = False) -> list[VerifiedMode]:
     """Rows in the order of `wanted`. Flags that a run refuses are a `ConfigError`, no failed proof; or left out."""
-    rows = {mode.name: row for mode in wanted if (row := verifier.abstained(mode))}
-    for compared in verifier.compare([Case(mode) for mode in wanted if mode.name not in rows]):
+    rows = []
+    for compared in verifier.compare([Case(mode) for mode in wanted]):
         if compared.ended.status != EXIT_REFUSED:
-            rows[compared.row.mode] = compared.row
+            rows.append(compared.row)
         elif leave_out:
             say(f"left out {compared.row.mode}: {refusal(compared.ended).problem}")
         else:
             raise refusal(compared.ended)
-    return [rows[mode.name] for mode in wanted if mode.name in rows]
+    return rows

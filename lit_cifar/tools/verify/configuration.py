@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from os import sched_getaffinity
 from pathlib import Path
@@ -14,23 +14,18 @@ from jsonargparse import ArgumentParser
 from lit_cifar.configured import own_network
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.ghost_batches import GhostBatches
-from lit_cifar.errors import ConfigError
-from lit_cifar.launch.world_size import as_list
 from lit_cifar.models.fine_tuning import FineTuning
-from lit_cifar.models.resnet import SHAPES
-from lit_cifar.task.callbacks import default_callbacks
 from lit_cifar.task.module import LitResNet
-from lit_cifar.tools.terminal import refuse_owned
-from lit_cifar.tools.verify.record import ANY, EXACT_BOUND, KINDS, METRIC_BOUND, SAME_BITS, Bounds
+from lit_cifar.tools.terminal import refuse_owned, say
+from lit_cifar.tools.verify.record import EXACT_BOUND, KINDS, METRIC_BOUND, SAME_BITS, Bounds
 from lit_cifar.tools.verify.runs import all_settings
 
 EXACT: Final = "64-true"
 
-# Flags for float64, in which no rounding looks like a mistake, on images that need no files. An epoch is a batch of 64
-# and a ragged one of 37, of which no two or four processes have equal parts, but 9 or more: BatchNorm over few values
-# magnifies rounding, and so does a large learning rate. The evaluation has batches of 24, 24 and 13.
+# Images that need no files. An epoch is a batch of 64 and a ragged one of 37, of which no two or four processes have
+# equal parts, but 9 or more: BatchNorm over few values magnifies rounding, and so does a large learning rate. The
+# evaluation has batches of 24, 24 and 13.
 DEFAULTS = (
-    f"--trainer.precision={EXACT}",
     "--model.optimizer.lr=1e-4",
     "--data.dataset=synthetic",
     "--data.num_train=162",
@@ -40,15 +35,16 @@ DEFAULTS = (
     "--data.eval_batch_size=24",
 )
 
+# Every kind of layer that ResNet34 has, with an eighth of its channels: a run takes little but its start.
+TINY = ("--model.arch=tiny", "--model.stem=imagenet")
+_NETWORK = ("--model.arch", "--model.network", "--model.stem")  # flags with which it is the user's
+
 # Flags of `fit` that `verify` sets itself.
 _OWNED = {"trainer.strategy", "trainer.devices", "trainer.sync_batchnorm", "trainer.max_steps", "trainer.max_epochs"}
 _OWNED |= {"run_dir", "ckpt_path", "resume"}
 
 # Switches off outputs that are not used here; each takes longer than a step.
 _LEFT_OUT = ("--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0", "--figures.every_n_epochs=0")
-
-# Precisions in which rounding does not cancel a whole step.
-_PRECISIONS = ("32", "32-true", "64", EXACT, "bf16", "bf16-mixed")
 
 
 @dataclass(frozen=True)
@@ -60,21 +56,19 @@ class Configuration:
 
     @classmethod
     def from_flags(cls, args: Sequence[str], *, devices: int, folder: Path) -> "Configuration":
-        """Resolve the user's `args`; refuse flags that `verify` sets, and precisions that leave out steps."""
+        """Resolve the user's `args`, in float64 unless there are virtual replicas; refuse flags that `verify` sets."""
         refuse_owned(args, _OWNED, command="verify")
         own_config = any(arg.partition("=")[0] in ("--config", "-c") for arg in args)
-        flags = [*([] if own_config else DEFAULTS), *args, *_LEFT_OUT]
+        own_network = own_config or any(arg.startswith(_NETWORK) for arg in args)
+        flags = [*([] if own_config else DEFAULTS), *([] if own_network else TINY), *args, *_LEFT_OUT]
         config = all_settings(flags, folder=folder)
-        if (precision := str(config["trainer"]["precision"] or "32-true")) not in _PRECISIONS:
-            problem = f"verify compares in 32-true, 64-true or bf16-mixed: --trainer.precision={precision} skips steps"
-            raise ConfigError(problem, remedy="leave it out, or pass --trainer.precision=64-true")
-        if config["trainer"]["precision"] is None:
-            flags.append(f"--trainer.precision={precision}")  # a fit would choose what is fast
+        if config.get("virtual_replicas") is None:
+            if (precision := config["trainer"]["precision"]) not in (None, "64", EXACT):
+                say(f"in {EXACT} and not {precision}: rounding would explain differences")
+            flags.append(f"--trainer.precision={EXACT}")
         if config["trainer"]["accelerator"] == "auto" and torch.cuda.device_count() < devices:
             flags.append("--trainer.accelerator=cpu")
             config["trainer"]["accelerator"] = "cpu"
-        if not own_config and config["model"]["network"] is None:
-            flags += _network_flags(config["model"])
         return cls(tuple(flags), config)
 
     @property
@@ -84,27 +78,14 @@ class Configuration:
         return found
 
     @property
-    def is_exact(self) -> bool:
-        """Whether the numbers of a mode are compared with one device's; rounding could explain any others."""
-        return str(self.config["trainer"]["precision"]) in ("64", EXACT) or self.num_parts is not None
-
-    def in_float64(self) -> "Configuration":
-        config = self.config | {"trainer": self.config["trainer"] | {"precision": EXACT}}
-        return replace(self, flags=(*self.flags, f"--trainer.precision={EXACT}"), config=config)
-
-    @property
     def bounds(self) -> Bounds:
         """Bounds of a mode's difference from one device, for each kind that is compared."""
-        if self.num_parts is not None:
-            return SAME_BITS
-        return dict.fromkeys(KINDS, EXACT_BOUND) if self.is_exact else {}
+        return dict.fromkeys(KINDS, EXACT_BOUND) if self.num_parts is None else SAME_BITS
 
     @property
     def metric_bound(self) -> float:
         """Bound of metrics that a mode computes, and of numbers that it saves beside its weights."""
-        if self.num_parts is not None:
-            return 0.0
-        return METRIC_BOUND if self.is_exact else ANY
+        return METRIC_BOUND if self.num_parts is None else 0.0
 
     @property
     def on_cpu(self) -> bool:
@@ -125,13 +106,6 @@ class Configuration:
     @property
     def accumulation(self) -> int:
         return int(self.config["trainer"]["accumulate_grad_batches"])
-
-    @property
-    def added_callbacks(self) -> list[str]:
-        """Classes of the callbacks that are the user's choice."""
-        known = {type(callback).__name__ for callback in default_callbacks()}
-        classes = [callback["class_path"] for callback in as_list(self.config["trainer"].get("callbacks"))]
-        return [path for path in classes if path.rpartition(".")[2] not in known]
 
     def module(self, **kwargs: Any) -> LitResNet:
         """A module with the network that `fit` would train; `kwargs` are further arguments."""
@@ -192,15 +166,3 @@ class Configuration:
             every = max(every for every in range(1, steps) if steps % every == 0)  # half of them, if possible
             flags += ["--trainer.check_val_every_n_epoch=null", f"--trainer.val_check_interval={every * accumulation}"]
         return flags
-
-
-def _network_flags(model: dict[str, Any]) -> list[str]:
-    """Fill in what the user has left open, and return flags that say so.
-
-    `tiny` has every kind of layer that ResNet34 has, with an eighth of the channels: a run takes little but its start.
-    """
-    given = {**model}
-    model["arch"] = model["arch"] or "tiny"
-    if model["arch"] in SHAPES:
-        model["stem"] = model["stem"] or "imagenet"
-    return [f"--model.{name}={model[name]}" for name in ("arch", "stem") if model[name] != given[name]]

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_cifar.checkpoint.atomic import BEST
 from lit_cifar.checkpoint.compatibility import check_header
 from lit_cifar.checkpoint.files import DIGESTS, weights_digest
 from lit_cifar.checkpoint.format import POSITION, read_checkpoint
@@ -21,7 +20,7 @@ from lit_cifar.reporting.evaluation_tables import CONFUSION, PER_RANK
 from lit_cifar.reporting.files import read_csv
 from lit_cifar.reporting.rank_statistics import AccuracyCount, pooled
 from lit_cifar.tools.verify.configuration import Configuration
-from lit_cifar.tools.verify.record import ANY, LOSS, METRICS, Evaluated, Record, first_of, gap, gaps_of_step
+from lit_cifar.tools.verify.record import LOSS, METRICS, Evaluated, Record, first_of, gap, gaps_of_step
 from lit_cifar.tools.verify.recorder import Step, numbers, own_values, with_weights
 
 # Entries of a checkpoint that need not be those of the one device, and why.
@@ -85,14 +84,13 @@ def entry_problems(
 ) -> list[str]:
     """Entries of a run's checkpoints that differ from those of another run, and should not.
 
-    Numbers in tensors may differ by `bound`, all else not at all. Where rounding may turn answers, and `bound` is
-    `ANY`, the best checkpoint may be of a different step.
+    Numbers in tensors may differ by `bound`, all else not at all.
     """
     problems = []
     for name in sorted(found.checkpoints.keys() | expected.checkpoints.keys()):
         if name not in found.checkpoints or name not in expected.checkpoints:
             problems.append(f"{name}: only {source if name not in found.checkpoints else 'this run'} has one")
-        elif name != BEST or bound < ANY:
+        else:
             contents = (read_checkpoint(record.checkpoints[name]) for record in (found, expected))
             mine, wanted = (dict(_entries("", content, leave_out)) for content in contents)
             both = {key: (mine.get(key), wanted.get(key)) for key in {**wanted, **mine}}
@@ -118,8 +116,7 @@ def _entries(path: str, value: Any, leave_out: Collection[str]) -> Iterator[tupl
 def _equal(found: Any, wanted: Any, *, bound: float) -> bool:
     if isinstance(found, Tensor) and isinstance(wanted, Tensor):
         return gap(found, wanted) <= bound
-    rounded = isinstance(found, float) and bound == ANY  # as the best loss that a ReduceLROnPlateau has seen
-    return type(found) is type(wanted) and (rounded or bool(found == wanted))
+    return type(found) is type(wanted) and bool(found == wanted)
 
 
 def _shown(value: Any) -> str:

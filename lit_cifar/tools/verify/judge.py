@@ -41,8 +41,7 @@ class VerifiedMode:
 def judge(row: VerifiedMode, ended: EndedRun, record: Record, reference: Record, settings: Configuration) -> None:
     """Complete the mode's `row` with the results of its runs; it passes only if it was compared.
 
-    `reference` is the run of one device. Where the settings are not exact, no number is compared with one of its. The
-    bounds are the row's own, or else those of the settings.
+    `reference` is the run of one device. The bounds are the row's own, or else those of the settings.
     """
     row.tolerance, row.seconds = row.tolerance or dict(settings.bounds), ended.seconds
     if ended.status != 0 and not record.resumed.folder.exists():
@@ -55,12 +54,7 @@ def judge(row: VerifiedMode, ended: EndedRun, record: Record, reference: Record,
         return
     row.processes = record.num_processes
     row.problems += _compare_steps(row, record, reference)
-    row.problems += sample_problems(record, reference)
-    if (reason := other_weights(reference, settings.added_callbacks)) is not None:
-        row.outcome = "fail" if row.problems else "crash" if ended.status else "abstain"
-        row.problems.append(f"{RESUMED}: {last_words(ended)}" if ended.status else reason)
-        return
-    row.problems += [*own_problems(record), *count_problems(record)]
+    row.problems += [*sample_problems(record, reference), *own_problems(record), *count_problems(record)]
     row.problems += _compare_metrics(row, record, reference, settings)
     row.problems += file_problems(record, reference, settings, source=ONE_DEVICE)
     crashed = ended.status != 0 and not row.problems
@@ -70,23 +64,11 @@ def judge(row: VerifiedMode, ended: EndedRun, record: Record, reference: Record,
 
 def _compare_steps(row: VerifiedMode, record: Record, reference: Record) -> list[str]:
     problems = []
-    for number in reference.steps if row.tolerance else []:  # without a bound nothing would be said
+    for number in reference.steps:
         gaps = records.gaps_of_step(record.step(number), reference.step(number))
         records.note_largest(row.differences, {key: size for key, size in gaps.items() if key[0] in row.tolerance})
         problems += records.step_problems(gaps, row.tolerance, step=number)
     return problems
-
-
-def other_weights(alone: Record, added_callbacks: Sequence[str]) -> str | None:
-    """The reason why evaluations and checkpoints cannot be judged by the steps of a run; None if they can.
-
-    With a callback that averages weights, such as EMA, one device itself evaluates or saves weights that it does not
-    train. Without any callback of the user's, that would be a mistake.
-    """
-    for problem in own_problems(alone) if added_callbacks else []:
-        what = f"with {', '.join(added_callbacks)} one device itself evaluates or saves other weights than those of its"
-        return f"not judged beyond its steps: {what} steps ({problem}); leave the callback out to have the rest judged"
-    return None
 
 
 def _resumed_problems(ended: EndedRun, record: Record, settings: Configuration) -> list[str]:
@@ -113,7 +95,7 @@ def _compare_metrics(row: VerifiedMode, record: Record, reference: Record, setti
         trained = dict.fromkeys(("train/loss", "train/acc"), settings.metric_bound)
         bounds = trained | _SAME_METRICS | {"val/": records.ANY}
     problems = logged_problems(record.logged, reference.logged, bounds=bounds, source=f"{ONE_DEVICE} has")
-    for number in record.steps if settings.is_exact else []:
+    for number in record.steps:
         problems += _compare_evaluation(row, number, record, reference, settings)
     return problems
 

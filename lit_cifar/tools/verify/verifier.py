@@ -19,20 +19,16 @@ from lit_cifar.tools.modes import SizedMode
 from lit_cifar.tools.terminal import say
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.judge import VerifiedMode, judge
+from lit_cifar.tools.verify.processes import own_problems
 from lit_cifar.tools.verify.record import EXACT_BOUND, Bounds, Record, gaps_of_step, note_largest
 from lit_cifar.tools.verify.runs import LIMIT_S, last_words, run
 
 _SMALL = 1e-6  # larger differences are not taken for rounding, whatever it does
 
-RANDOM = (
-    "not judged: the network draws random numbers in training, as dropout does, and with several parts of a batch it "
-    "draws others than one device; pass --virtual_replicas=2 or more, with which all modes draw the same"
-)
 ILL_CONDITIONED = (
     "not judged: last bits of the weights change one device's steps so much that rounding explains differences up to "
     "{:.0e}, as where BatchNorm normalises few values; pass a larger --data.batch_size, or larger images"
 )
-NOT_IN_FLOAT64 = "its numbers are not judged, because it does not run in float64"
 
 
 @dataclass(frozen=True)
@@ -93,10 +89,14 @@ class Verifier:
             raise ConfigError(problem, remedy="pass fewer --steps, or a smaller --data.batch_size or --model.arch")
         if ended.status != 0:
             problem = f"one device cannot train this configuration: {last_words(ended)}"
-            raise ConfigError(problem, remedy="correct it until `python -m lit_cifar fit` runs with it")
+            remedy = "correct it until `fit --trainer.precision=64-true` runs with it, or pass --virtual_replicas=2"
+            raise ConfigError(problem, remedy=remedy)
         if (num_steps := len(record.steps)) < self.steps:
             problem = f"the configuration ends a run after {num_steps} of {self.steps} steps"
             raise ConfigError(problem, remedy="leave out what does, e.g. --trainer.max_time or --trainer.fast_dev_run")
+        if others := own_problems(record):
+            problem = f"one device itself evaluates or saves other weights than those of its steps: {others[0]}"
+            raise ConfigError(problem, remedy="leave out the callback that averages weights, as EMA does")
         return record
 
     def _fit(self, title: str, folder: Path, flags: list[str], mode: SizedMode | None = None) -> EndedRun:
@@ -113,29 +113,7 @@ class Verifier:
         return ended
 
     def compare(self, cases: Sequence[Case]) -> list[Compared]:
-        """Run and judge each case.
-
-        In float32 and bfloat16 rounding is magnified from step to step, and could explain any difference. A case in
-        which nothing else was wrong is run once more in float64, whose numbers it then has.
-        """
-        found = self._compare(cases)
-        again = [number for number, each in enumerate(found) if each.row.outcome not in ("fail", "crash")]
-        if self.settings.is_exact or not again:
-            return found
-        say("once more in float64, where rounding is no excuse: " + ", ".join(cases[it].mode.name for it in again))
-        in_float64 = replace(self, settings=self.settings.in_float64())
-        try:
-            for number, compared in zip(again, in_float64._compare([cases[it] for it in again]), strict=True):
-                compared.row.seconds += found[number].row.seconds
-                found[number] = compared
-        except ConfigError as error:  # one device cannot
-            for row in (found[number].row for number in again):
-                row.outcome = "abstain"
-                row.problems.append(f"{NOT_IN_FLOAT64}: {error.problem}")
-        return found
-
-    def _compare(self, cases: Sequence[Case]) -> list[Compared]:
-        """Run each case and the references that they need, several at a time.
+        """Run and judge each case, and run the references that they need, several at a time.
 
         A worker judges what it has run before it runs the next: records are large, and must not pile up on the disk. So
         each reference is removed as soon as its last case has been judged.
@@ -199,15 +177,6 @@ class Verifier:
         if self.settings.num_parts is not None or not normalises_batches(self.settings.plain_module.network):
             return GhostBatches()
         return mode.ghost_batches(accumulation=self.settings.accumulation)
-
-    def abstained(self, mode: SizedMode) -> VerifiedMode | None:
-        """The row of a mode whose random numbers differ from one device's, so that nothing would be known."""
-        if self.settings.num_parts is not None or not self.settings.draws_random_numbers:
-            return None
-        whole = GhostBatches.of(mode.layout(), accumulation=self.settings.accumulation) == GhostBatches()
-        if whole and mode.num_processes == 1:  # a batch passes as on one device, with the same draws
-            return None
-        return VerifiedMode(mode.name, self.settings.in_words(self.ghost_batches_of(mode)), problems=[RANDOM])
 
 
 def _link(source: str, target: str) -> None:
