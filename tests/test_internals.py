@@ -22,7 +22,7 @@ import lit_cifar
 from lit_cifar import Watchdog, internals
 from lit_cifar.checks.replica_audit.replicas import why_not_compared
 from lit_cifar.errors import ConfigError
-from lit_cifar.tools.doctor import check_internals
+from lit_cifar.tools.doctor import missing_names
 
 PACKAGE = Path(lit_cifar.__file__).parent
 LEAVES = {name for _, name, _ in internals.each()} | {"_get_init_p2p_neighbors_ops"}  # torch 2.15 has it no more
@@ -41,7 +41,7 @@ OTHERS = {
 
 def test_all_names_are_there() -> None:
     assert [str(error) for error in internals.missing()] == []
-    assert check_internals().findings == []
+    assert [*missing_names()] == []
 
 
 def test_a_function_that_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,9 +52,9 @@ def test_a_function_that_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     refused("fit", *TINY, *mode_flags("fsdp2", 1), says=[said, "pip install torch=="])
     with pytest.raises(ConfigError, match=said):
         _ = internals.sync_module_states
-    (finding,) = check_internals().findings
-    assert "fsdp2" in finding.modes
-    assert "ddp" not in finding.modes
+    (fault,) = missing_names()
+    assert "fsdp2" in fault.modes
+    assert "ddp" not in fault.modes
 
 
 def test_an_attribute_of_objects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_an_attribute_of_objects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(epoch_loops, "_TrainingEpochLoop", renamed(epoch_loops._TrainingEpochLoop))
     said = "_TrainingEpochLoop._batches_that_stepped, which every run needs"
     refused("fit", *TINY, f"--run_dir={tmp_path / 'run'}", says=[said])
-    (finding,) = check_internals().findings
-    assert {"single", "ddp"} <= {*finding.modes}
+    (fault,) = missing_names()
+    assert {"single", "ddp"} <= {*fault.modes}
 
 
 def renamed(kind: type[Any]) -> Any:
