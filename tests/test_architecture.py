@@ -35,7 +35,6 @@ LAYERS = [
     {"tools.modes", "tools.terminal"},
     {"tools.relations", "tools.verify"},
     {"tools.doctor", "tools.ray"},
-    {"tools.commands"},
     {"cli"},
 ]
 

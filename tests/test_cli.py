@@ -24,10 +24,9 @@ from lightning.pytorch import Callback
 
 import lit_cifar
 from lit_cifar.checkpoint.format import read_checkpoint
-from lit_cifar.cli.main import CLI, MAY_NAME_STRATEGY, main
+from lit_cifar.cli.main import CLI, MAY_NAME_STRATEGY, TOOLS, main
 from lit_cifar.launch import startup
 from lit_cifar.task.callbacks import skip_idle_hooks
-from lit_cifar.tools.commands import COMMANDS
 
 
 def pipe_without_a_reader() -> TextIO:
@@ -102,8 +101,8 @@ def test_hooks_of_a_step_that_do_nothing_are_passed_over_and_no_others() -> None
 @pytest.mark.parametrize(
     ("words", "named", "command"),
     [
-        ("verif --modes all", ["verif", "fit, validate, test, predict", *COMMANDS], ""),
-        ("", ["fit, validate, test, predict", *COMMANDS], ""),
+        ("verif --modes all", ["verif", "fit, validate, test, predict", *TOOLS], ""),
+        ("", ["fit, validate, test, predict", *TOOLS], ""),
         ("fit --typo", ["--typo"], "fit "),
     ],
 )

@@ -49,10 +49,11 @@ from lit_cifar.reporting.run_folder import RunLock, SavedConfig, process_rank
 from lit_cifar.reporting.run_report import announce
 from lit_cifar.task.callbacks import NoProfiler, default_callbacks, place, skip_idle_hooks
 from lit_cifar.task.module import LitResNet
-from lit_cifar.tools import commands
 
 # Words by which a command or a file may ask for one of our strategies; `ddp` and `ddp_spawn` are Lightning's.
 MAY_NAME_STRATEGY = re.compile(r"strategy(?!=ddp(_spawn)?$)|config|^-c|^--trainer(=|$)", flags=re.IGNORECASE)
+# The module of each command that is not Lightning's: its `main` returns the exit status.
+TOOLS = {"doctor": "doctor", "ray": "ray", "relations": "relations", "verify": "verify.command"}
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -73,12 +74,12 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _run(words: list[str]) -> None:
     answer(words)
-    if words[0] in commands.COMMANDS:
+    if words[0] in TOOLS:
         from lit_cifar.cli.gone import refuse_words
 
         refuse_words(words)
         startup.raise_at_interrupt(startup.raise_once)  # they end the processes that they have started
-        raise SystemExit(commands.run(words[0], words[1:]))
+        raise SystemExit(import_module(f"lit_cifar.tools.{TOOLS[words[0]]}").main(words[1:]))
     if "SLURM_STEP_NUM_TASKS" in os.environ:  # a task of `srun` is then what torchrun would have started
         from lit_cifar.launch.torchrun import task_variables
 
