@@ -27,8 +27,9 @@ MODES["ddp_pp"] = mode_flags("PipelineStrategy", 4, num_stages=2)
 def test_verify_that_is_stopped_takes_its_runs_with_it(number: signal.Signals, tmp_path: Path) -> None:
     """And its temporary files."""
     environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "lit_cifar", "verify", "--modes=ddp", "--model.arch=resnet10"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    words = ["verify", "--modes=ddp", "--model.arch=resnet10", "--model.stem=imagenet"]
+    command, null = [sys.executable, "-m", "lit_cifar", *words], subprocess.DEVNULL
+    with subprocess.Popen(command, env=environment, stdout=null, stderr=null) as process:
         assert wait_until(lambda: len(marked(tmp_path)) >= 3, limit_s=100, poll_s=0.1)  # the first run begins
         time.sleep(1.0)
         process.send_signal(number)

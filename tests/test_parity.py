@@ -64,7 +64,7 @@ CASES = {
 SLOW = {
     "bits, transforms": Case("dp ddp pp", [*TINY, *BITS, *TRANSFORMS]),
     "a transformer": Case("tp", ["--model.arch=vit_micro"]),
-    "bottlenecks": Case("tp", ["--model.arch=tiny_bottleneck"]),
+    "bottlenecks": Case("tp", [*TINY, "--model.arch=tiny_bottleneck"]),
     "bits in bfloat16": Case("dp ddp ddp_spawn mp ddp_mp pp ddp_pp fsdp2", [*TINY, *BITS, *BFLOAT16], devices=4),
     "bits in bfloat16 on two devices": Case("ddp fsdp2", [*TINY, *BITS, *BFLOAT16]),
     "bits in float32": Case("dp ddp ddp_spawn mp", [*TINY, *BITS, "--trainer.precision=32-true"]),
@@ -88,7 +88,7 @@ EXHAUSTIVE = {
     "tied weights": Case("mp dp ddp ddp_spawn", own("Tied")),
     "tied weights in no chain": Case("fsdp2", own("TiedWhole")),
     "hooks on gradients": Case("mp dp ddp", own("Hooked")),
-    "bottlenecks in every mode": Case(" ".join(sized_modes(2)), [*CUT, "--model.arch=tiny_bottleneck"], steps=4),
+    "bottlenecks in every mode": Case(" ".join(sized_modes(2)), [*TINY, *CUT, "--model.arch=tiny_bottleneck"], steps=4),
     "a transformer in every mode": Case(" ".join(sized_modes(2)), [*CUT, "--model.arch=vit_micro"], steps=4),
     "frozen filters in every mode": Case(" ".join(sized_modes(2)), ["--model.arch=fast"], steps=4),
 }

@@ -113,8 +113,9 @@ def same_bits(step: Step) -> None:
 
 def verified(step: Step, modes: Sequence[str], devices: int, flags: Sequence[str]) -> dict[str, Check]:
     """A check for each mode, by a `verify` of its own."""
-    network = "resnet10" if step.visit.on_gpu else "tiny"
-    usual = [f"--trainer.accelerator={step.visit.accelerator}", f"--model.arch={network}", *flags]
+    arch = "resnet10" if step.visit.on_gpu else "tiny"
+    network = [f"--model.arch={arch}", "--model.stem=imagenet"]
+    usual = [f"--trainer.accelerator={step.visit.accelerator}", *network, *flags]
 
     def check(mode: str) -> tuple[str, dict[str, Any]]:
         folder = Path(mkdtemp(dir=step.work))
