@@ -59,11 +59,11 @@ class Configuration:
         """Resolve the user's `args`, in float64 unless there are virtual replicas; refuse flags that `verify` sets."""
         refuse_owned(args, _OWNED, command="verify")
         own_config = any(arg.partition("=")[0] in ("--config", "-c") for arg in args)
-        own_network = own_config or any(arg.startswith(_NETWORK) for arg in args)
-        flags = [*([] if own_config else DEFAULTS), *([] if own_network else TINY), *args, *_LEFT_OUT]
+        names_network = own_config or any(arg.startswith(_NETWORK) for arg in args)
+        flags = [*([] if own_config else DEFAULTS), *([] if names_network else TINY), *args, *_LEFT_OUT]
         config = all_settings(flags, folder=folder)
         if config.get("virtual_replicas") is None:
-            if (precision := config["trainer"]["precision"]) not in (None, "64", EXACT):
+            if (precision := str(config["trainer"]["precision"] or EXACT)) not in ("64", EXACT):
                 say(f"in {EXACT} and not {precision}: rounding would explain differences")
             flags.append(f"--trainer.precision={EXACT}")
         if config["trainer"]["accelerator"] == "auto" and torch.cuda.device_count() < devices:
