@@ -89,8 +89,3 @@ def git(*args: str) -> str:
 
 def is_in_history(commit: str) -> bool:
     return any(known.startswith(commit) for known in history())
-
-
-def exists_at(commit: str, path: str) -> bool:
-    """Whether the repository had that file then."""
-    return not subprocess.run(["git", "cat-file", "-e", f"{commit}:{path}"], cwd=ROOT, capture_output=True).returncode

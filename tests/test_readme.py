@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from documents import PAGES, ROOT, SCRIPTS, blocks, commit_of, exists_at, inline_commands, is_in_history, parser_of
+from documents import PAGES, ROOT, SCRIPTS, blocks, commit_of, inline_commands, parser_of
 from torch.distributed.run import get_args_parser
 
 from lit_cifar.tools.doctor import doctor_parser
@@ -27,9 +27,6 @@ RUN = ROOT / "docs" / "tutorial.md"  # `test_tutorial` runs its commands
 OF_TODAY = sorted(
     {tuple(c) for page in PAGES if page != RUN for block in blocks(page) if not commit_of(block) for c in block}
     | {tuple(c) for page in PAGES for c in inline_commands(page)}
-)
-OF_A_COMMIT = sorted(
-    {(commit, tuple(c)) for page in PAGES for block in blocks(page) if (commit := commit_of(block)) for c in block}
 )
 SETTING = re.compile(r"[A-Z_]+=")
 
@@ -145,15 +142,6 @@ def test_commands_parse(words: tuple[str, ...], capsys: pytest.CaptureFixture[st
     except SystemExit as stop:
         if stop.code:  # it is 0 after --help
             pytest.fail(capsys.readouterr().err)
-
-
-@pytest.mark.parametrize(
-    ("commit", "words"), OF_A_COMMIT, ids=lambda value: value if isinstance(value, str) else " ".join(value)
-)
-def test_what_an_old_command_names_was_there(commit: str, words: tuple[str, ...]) -> None:
-    assert is_in_history(commit)
-    named = [path for word in words for path in re.findall(r"(?:configs|benchmarks)/[\w./-]+", word)]
-    assert [path for path in named if not exists_at(commit, path)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
