@@ -27,7 +27,7 @@ Train a configuration for a few steps in each mode, and compare it step by step 
 the mode equals. Compared are losses, parameters, BatchNorm buffers, optimizer state, sample ids, logged metrics, the
 logits of evaluations, checkpoints, and the same run resumed before its last step. Processes that must hold the same
 values are compared bit for bit.
-Every other argument is passed on to `fit`, e.g. --config FILE, --model.arch=resnet34, --trainer.precision=bf16-mixed.
+Every other argument is passed on to `fit`, e.g. --config FILE or --model.arch=resnet34.
 Without --config it is `tiny`, a narrow ResNet, on synthetic images. All runs are in float64, where nothing may differ
 by more than 1e-9; or with --virtual_replicas=V, V parts of a batch in every mode, in any precision: bit for bit."""
 _EPILOG = """\
