@@ -176,7 +176,6 @@ WHOLE = {
     "verify --steps=1": "--steps=1",
     "verify --trainer.strategy=ddp": "--trainer.strategy",
     "verify --ckpt_path=last.ckpt": "--ckpt_path",
-    "verify --trainer.precision=bf16-true": "bf16-true",
     "verify --json=/nowhere/at/all.json": "--json",
     "verify --modes=tp --devices=3 --data.val_size=0": "on 3 processes",
     f"verify --modes=ddp --devices=3 {' '.join(VERIFIED)} --data.batch_size=16": "3 replicas",
