@@ -264,8 +264,8 @@ def on_one_h200() -> Values:
         mirrored = statistics.fmean(row["correct_flipped"] for row in runs)
         values[f"h200-{short}-mirrored"] = f"{mirrored / 100:.2f} %"
         values[f"h200-{short}-time"] = f"{median(row['train_s'] for row in runs):.1f} s"
-    unequal = read("recipes/2026-11-27-augmentation/unequal.json")
-    for short, name in {"none": "the recipe", "weights": "class weights", "balanced": "balanced epochs"}.items():
+    unequal = read("recipes/2026-11-29-unequal/unequal.json")
+    for short, name in {"none": "the recipe", "weights": "class weights", "balanced": "equal draws"}.items():
         right = statistics.fmean(row["correct"] / row["total"] for row in unequal if row["trial"] == name)
         values[f"unequal-{short}"] = f"{100 * right:.1f} %"
     for short, file, ending in (("9", "fast", ""), ("30", "long", ", 30 epochs")):
