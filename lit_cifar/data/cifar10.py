@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import torch
 from torchvision.datasets import CIFAR10, CIFAR100
-from torchvision.datasets.utils import check_integrity, download_url
+from torchvision.datasets.utils import download_url
 
 from lit_cifar.data.dataset import Channels, Dataset, Split
 from lit_cifar.data.download import SYNTHETIC, installing, replacing
@@ -61,7 +61,12 @@ class Cifar10(Dataset):
             if os.path.lexists(self.root / self.python_edition.base_folder):
                 self._open_python_edition("test")  # torchvision checks the files of both splits
                 return
-            self._install(download=download)
+            if not download:
+                raise DataError(f"there is no {self.title} in {self.root}", remedy=self._remedies())
+            with installing(self.root / self.folder, self.title, remedy=self._remedies(tried=True)) as scratch:
+                download_url(self.url, scratch, "archive", self.md5)
+                with tarfile.open(scratch / "archive") as tar:
+                    tar.extractall(scratch, filter="data")
         for split in self.files:
             self._records(split)
 
@@ -77,26 +82,12 @@ class Cifar10(Dataset):
             raise DataError(f"there is no {self.title} in {self.root}", remedy=self._remedies())
         return self.first(torch.from_numpy(images), torch.from_numpy(labels.astype(np.int64)), split, num_images)
 
-    def _install(self, *, download: bool) -> None:
-        """Make the folder of the binary edition, from an archive that already lies in `root` or else from the web."""
-        present = self.root / self.url.rpartition("/")[2]
-        if not present.exists() and not download:
-            raise DataError(f"there is no {self.title} in {self.root}", remedy=self._remedies())
-        with installing(self.root / self.folder, self.title, remedy=self._remedies(tried=True)) as scratch:
-            if not present.exists():
-                download_url(self.url, scratch, md5=self.md5)
-            elif not check_integrity(present, self.md5):
-                problem = f"{present} is not the official archive: its md5 is not {self.md5}"
-                raise DataError(problem, remedy="delete it (it may be half a download) and run again")
-            with tarfile.open(present if present.exists() else scratch / present.name) as tar:
-                tar.extractall(scratch, filter="data")
-
     def _remedies(self, *, tried: bool = False) -> str:
         """The three ways out when the data cannot be had, in three lines; `tried` says that a download has failed."""
         allow = "" if tried else "allow the download with --data.download=true, or "
         return (
             f"pass --data.root=FOLDER where FOLDER holds {self.folder} or {self.python_edition.base_folder},\n"
-            f"or {allow}put {self.url} into {shlex.quote(str(self.root))} by hand,\n{SYNTHETIC}"
+            f"or {allow}unpack {self.url} in {shlex.quote(str(self.root))} by hand,\n{SYNTHETIC}"
         )
 
     def _records(self, split: Split) -> list[Bytes]:
