@@ -1,6 +1,7 @@
 """Files of pictures: those in a folder, and what one of them shows."""
 
 import os
+import shlex
 import stat
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from PIL import Image, ImageOps, ImagePalette, UnidentifiedImageError
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import BITSPERSAMPLE, COLORMAP, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT, TiffImageFile
@@ -35,19 +35,15 @@ def list_files(folder: Path, *, remedy: str = IMAGES_WANTED) -> dict[str, int]:
     """Regular files, relative to `folder`, with a number that links to one file have in common; 0 for a broken link.
 
     They are sorted as strings, without hidden files and files that could block, such as a named pipe. Links to folders
-    are followed, except links to a folder that they lie in: a warning counts these.
+    are followed; one to a folder that it lies in is refused.
     """
     if not folder.is_dir():
         problem = "is a file, not a folder" if folder.exists() else "does not exist"
         raise DataError(f"{folder} {problem}", remedy=remedy)
-    circles: list[str] = []
     try:
-        listed = dict(sorted(_scan(str(folder), "", (folder.resolve(),), circles)))
+        listed = dict(sorted(_scan(str(folder), "", (folder.resolve(),))))
     except OSError as error:
         raise DataError(f"{folder} cannot be listed: {error}", remedy="make it readable, or copy it") from error
-    if circles:
-        found = f"{len(circles)} links in {printable(str(folder))} are to folders that they lie in, and not followed"
-        rank_zero_warn(f"{found}; the first is {printable(min(circles))}")
     if not listed:
         raise DataError(f"{printable(str(folder))} holds no files", remedy=remedy)
     return listed
@@ -58,12 +54,11 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name in _OF_SYSTEMS
 
 
-def _scan(folder: str, prefix: str, chain: tuple[Path, ...], circles: list[str]) -> Iterator[tuple[str, int]]:
+def _scan(folder: str, prefix: str, chain: tuple[Path, ...]) -> Iterator[tuple[str, int]]:
     """Yield each file below `folder` with its number, see `list_files`.
 
     Each is asked for once: with a million files anything more takes long. `chain` holds the real path of each folder in
-    which a link was followed to get here, and last that of this one. Links that are not followed are added to
-    `circles`.
+    which a link was followed to get here, and last that of this one.
     """
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -71,7 +66,7 @@ def _scan(folder: str, prefix: str, chain: tuple[Path, ...], circles: list[str])
                 continue
             if entry.is_dir(follow_symlinks=False):
                 below = (*chain[:-1], chain[-1] / entry.name)
-                yield from _scan(entry.path, f"{prefix}{entry.name}/", below, circles)
+                yield from _scan(entry.path, f"{prefix}{entry.name}/", below)
                 continue
             try:
                 found = entry.stat()
@@ -83,9 +78,9 @@ def _scan(folder: str, prefix: str, chain: tuple[Path, ...], circles: list[str])
             elif stat.S_ISDIR(found.st_mode):
                 target = Path(entry.path).resolve()
                 if any(above.is_relative_to(target) for above in chain):
-                    circles.append(prefix + entry.name)
-                else:
-                    yield from _scan(entry.path, f"{prefix}{entry.name}/", (*chain, target), circles)
+                    problem = f"{printable(entry.path)} is a link to a folder that it lies in"
+                    raise DataError(problem, remedy=f"remove it: rm {shlex.quote(entry.path)}")
+                yield from _scan(entry.path, f"{prefix}{entry.name}/", (*chain, target))
 
 
 def read_image(path: Path | str, *, size: int) -> Tensor | str:

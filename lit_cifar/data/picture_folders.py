@@ -105,16 +105,17 @@ class PictureFolders:
 
     def _tell_again(self, split: Split, places: list[int]) -> None:
         """Warn of files of `split`, in these `places`, that are there twice or in another split that was listed."""
-        own = self._places[split] = np.unique(np.array(places, dtype=np.int64))
-        here = printable(str(self.folder(split)))
+        own = np.unique(np.array(places, dtype=np.int64))
+        again = {split: len(places) - len(own)}
         for other, theirs in self._places.items():
-            if other == split and (again := len(places) - len(own)):
-                links = f"{again:,} of {len(places):,} files in {here} are links to others there"
-                rank_zero_warn(f"{links}: they count more than once, and may be both trained and validated on")
-            elif other != split and (again := len(np.intersect1d(own, theirs, assume_unique=True))):
-                there = printable(str(self.folder(other)))
-                links = f"{again:,} files are both in {there} and in {here}, by links"
-                rank_zero_warn(f"{links}: nothing that is measured on them is of new pictures")
+            if other != split:
+                again[other] = len(np.intersect1d(own, theirs, assume_unique=True))
+        for other, number in again.items():
+            if number:
+                here, there = (printable(str(self.folder(each))) for each in (split, other))
+                links = f"{number:,} of {len(places):,} files in {here} are in {there} too, by links"
+                rank_zero_warn(f"{links}: they count twice, or what is measured on them is of pictures that are known")
+        self._places[split] = own
 
 
 def _split_of(name: str) -> Split | None:
@@ -240,10 +241,4 @@ def _folders(folder: Path) -> list[Path]:
         problem = f"{printable(str(broken))} is a link to {printable(str(broken.readlink()))}, which is not there"
         remedy = f"put it back, as by mounting its disk, or remove the link: rm {shlex.quote(str(broken))}"
         raise DataError(problem, remedy=remedy)
-    found = [path for path in entries if path.is_dir()]
-    real = folder.resolve()
-    circle = next((path for path in found if path.is_symlink() and real.is_relative_to(path.resolve())), None)
-    if circle is not None:
-        problem = f"{circle} is a link to a folder that it lies in"
-        raise DataError(problem, remedy=f"remove it: rm {shlex.quote(str(circle))}")
-    return found
+    return [path for path in entries if path.is_dir()]

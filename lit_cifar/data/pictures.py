@@ -118,12 +118,6 @@ class OwnPictures(Dataset):
     def found(self, sets: Mapping[str, ImageSet]) -> list[str]:
         read: list[Split] = [split for split in SPLITS if split in sets and len(sets[split])]
         lines = [f"{self._title(split)}: {self._counted(sets[split].labels)}" for split in read]
-        if self.has_test and "test" not in sets:
-            try:
-                of_test = self._counted(torch.tensor([file.label for file in self._files("test")]))
-            except DataError as error:  # this concerns `test` alone, which reports it itself
-                of_test = error.problem
-            lines.append(f"{self._title('test')}: {of_test}")
         if self._folders.unused:
             more = f" and {len(self._folders.unused) - 3:,} more" if len(self._folders.unused) > 3 else ""
             lines.append(f"not used: {', '.join(self._folders.unused[:3])}{more}")
