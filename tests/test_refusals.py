@@ -20,7 +20,7 @@ from lit_cifar.checkpoint.callbacks import LastCheckpoint
 from lit_cifar.checks.watchdog.callback import Watchdog
 from lit_cifar.cli.main import CLI
 from lit_cifar.cli.trainer_arguments import BOUNDS, check_bounds
-from lit_cifar.data import Augment, CIFAR10DataModule, Pictures
+from lit_cifar.data import Augment, CIFAR10DataModule
 from lit_cifar.data.loader import Placement
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.fine_tuning import FineTuning
@@ -92,7 +92,7 @@ REFUSED = {
     "--data.num_workers=2": ["--data.num_workers=2, but these images are in memory"],
     "--data.augment.reflect=true --data.augment.padding=32": ["lower --data.augment.padding"],
     "--data.order.frozen=true --data.order.shuffle=false": ["--data.order.frozen"],
-    "--data.pictures.memory_gb=5": ["--data.pictures.memory_gb=5.0 is for pictures of your own"],
+    "--data.memory_gb=5": ["--data.memory_gb=5.0 is for pictures of your own"],
     "--data.dataset=cifar10 --data.download=false --data.root=nowhere": ["synthetic"],
     "--trainer.barebones=true": ["--trainer.barebones=true", "--trainer.fast_dev_run=N"],
     "--trainer.logger=false": ["--trainer.logger=false", "--trainer.fast_dev_run=N"],
@@ -318,7 +318,7 @@ OWN_BOUNDS: dict[str, tuple[Callable[..., object], float, float]] = {
     "data.num_workers": (partial(Placement, "auto", transforms=False, are_pictures=True), 0, 2**16),
     "data.augment.padding": (augmentation, 0, math.inf),
     "data.augment.cutout": (augmentation, 0, math.inf),
-    "data.pictures.memory_gb": (Pictures, 0, math.inf),
+    "data.memory_gb": (partial(CIFAR10DataModule, dataset="folder"), 0, math.inf),
     "figures.every_n_epochs": (EvaluationFigures, 0, math.inf),
     "figures.every_n_seconds": (EvaluationFigures, 0, math.inf),
     "watchdog.timeout_s": (Watchdog, 5, math.inf),  # there may be no beat in a shorter time

@@ -13,16 +13,16 @@ import pytest
 import torch
 from commands import TINY, mode_flags, run_here
 from data_files import draw_pictures
+from documents import ROOT
 from test_exact_resume import EVERY_STEP, assert_same_end, stop_after
 
 from lit_cifar import CIFAR10DataModule, DataError
-from lit_cifar.data import Pictures
 from lit_cifar.data import pictures as module
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.pictures import EncodedImages
 
 real_free_memory = module.free_memory
-NEEDED = ["--data.pictures.memory_gb=0", "--data.num_workers=2"]
+NEEDED = ["--data.memory_gb=0", "--data.num_workers=2"]
 TESTS = str(Path(__file__).parent)
 
 
@@ -41,10 +41,9 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def opened(root: Path, *, num_workers: int | None = None, val_size: int = 9, **options: Any) -> CIFAR10DataModule:
-    """Set up to train, with `options` of `Pictures`."""
-    kind: dict[str, Any] = {"dataset": "folder", "image_size": 24, "val_size": val_size, "num_workers": num_workers}
-    data = CIFAR10DataModule(root, 40, pictures=Pictures(**options), **kind)
+def opened(root: Path, *, val_size: int = 9, **options: Any) -> CIFAR10DataModule:
+    """Set up to train."""
+    data = CIFAR10DataModule(root, 40, dataset="folder", image_size=24, val_size=val_size, **options)
     data.setup("fit")
     return data
 
@@ -105,31 +104,17 @@ def test_a_picture_that_cannot_be_read_is_named_when_it_is(pictures: Path, tmp_p
     assert len(batches(data, 0)) == 4
 
 
-def test_pictures_that_cannot_be_read_are_counted_and_may_be_left_out(pictures: Path, tmp_path: Path) -> None:
-    root = torn(pictures, tmp_path / "pictures", 2, 4, 5, 6)
-    wrong = r"of 99 files cannot be read as pictures"
-    with pytest.raises(DataError, match=rf"4 {wrong}: .*2.jpg: .*4.jpg: .*5.jpg: .*; \.\.\.") as error:
+def test_pictures_that_cannot_be_read_are_counted_and_hidden_by_the_lines_of_the_page(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = torn(pictures, tmp_path / "my_pictures", 2, 4, 5, 6)
+    wrong = r"4 of 99 files cannot be read as pictures: .*2.jpg: .*4.jpg: .*5.jpg: .*; \.\.\."
+    with pytest.raises(DataError, match=rf"{wrong}\n.* by the lines in docs/data-and-networks.md"):
         opened(root, val_size=0)
-    assert "--data.pictures.skip_unreadable=true" in error.value.remedy
-    for memory_gb in (None, 0):
-        with pytest.warns(UserWarning, match=rf"4 {wrong} and are left out; the first is .*2.jpg"):
-            data = opened(root, skip_unreadable=True, memory_gb=memory_gb, num_workers=0)
-        assert [len(data.sets[name]) for name in ("train", "val")] == [86, 9]
-        assert sum(len(batch.images) for batch in batches(data, 0)) == 95
-    listed = data.source.listed
-    for number in (2, 4, 5, 6):
-        (root / "dog" / f"{number}.jpg").write_bytes(b"")
-    with pytest.warns(UserWarning, match="are left out"):
-        assert opened(root, skip_unreadable=True).source.listed == listed
-    assert opened(pictures, skip_unreadable=True).source.listed != listed
-    for path in root.glob("dog/*.jpg"):
-        path.write_bytes(b"")
-    with pytest.raises(DataError, match=r"the class dog would have no pictures: 49 of 49 files"):
-        opened(root, skip_unreadable=True)
-    for path in root.glob("*/*.jpg"):
-        path.write_bytes(b"")
-    with pytest.raises(DataError, match=rf"99 {wrong}"):
-        opened(root, skip_unreadable=True)
+    page = (ROOT / "docs" / "data-and-networks.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    exec(page.split("hide all that cannot be read:\n\n```python\n")[1].split("```")[0], {})
+    assert len(opened(root, val_size=0).sets["train"]) == 95
 
 
 def fitting(root: Path, run: Path) -> list[str]:

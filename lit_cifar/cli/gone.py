@@ -38,10 +38,12 @@ INSTEAD: dict[str, str] = {
     # Data.
     "--data.augment.small_epochs": "leave it out",
     "--data.augment.small_size": "leave it out",
-    "--data.pictures.decode": "--data.pictures.memory_gb=0 to decode in each epoch, or leave it out",
+    "--data.pictures.decode": "--data.memory_gb=0 to decode in each epoch, or leave it out",
     "--data.pictures.decoded_size": "--data.augment.transforms+=torchvision.transforms.v2.RandomResizedCrop",
     "--data.pictures.cache_dir": "leave it out: pictures are decoded into the memory",
-    "--data.pictures.cache_limit_gb": "--data.pictures.memory_gb",
+    "--data.pictures.cache_limit_gb": "--data.memory_gb",
+    "--data.pictures.memory_gb": "--data.memory_gb",
+    "--data.pictures.skip_unreadable": "hide them once: docs/data-and-networks.md has the lines",
     "--data.balanced": "--data.balance.draw_equally",
     "--data.frozen_order": "--data.order.frozen",
     # Training, checkpoints and ranks.

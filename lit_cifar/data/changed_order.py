@@ -9,14 +9,14 @@ from lit_cifar.data.sample_order import OrderSettings
 from lit_cifar.errors import CheckpointError
 
 _TRAIN, _VAL = _FILES = ("train files", "val files")  # settings that are no flags: digests of lists of files
-_PUT_BACK = "put them back as they were, with an empty file in place of each picture that could not be read then"
+_PUT_BACK = "put them back as they were"
 
 
 def check_held_out(then: OrderSettings, now: OrderSettings) -> None:
     """Refuse to validate on images that were trained on, by the settings in the checkpoint, `then`, and `now`."""
     if not (others := _mixed(then, now)):
         return
-    reason = "files were added, removed or moved, or others can be read"
+    reason = "files were added, removed or moved"
     remedy = _PUT_BACK
     if not {*_FILES} & {*others}:
         reason, given = (_flags({name: each[name] for name in others if name in each}) for each in (now, then))
@@ -28,7 +28,7 @@ def check_held_out(then: OrderSettings, now: OrderSettings) -> None:
 def check_rest_of_epoch(then: OrderSettings, now: OrderSettings) -> None:
     """Refuse to go on within an epoch whose batches would differ. The files to validate on may differ."""
     if then.get(_TRAIN) != now.get(_TRAIN):
-        changes = "since then files to train on were added, removed or renamed, or others can be read"
+        changes = "since then files to train on were added, removed or renamed"
         raise CheckpointError(f"the checkpoint was written within an epoch; {changes}", remedy=_PUT_BACK)
     before, asked = _changed(then, now)
     if before:

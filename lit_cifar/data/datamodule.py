@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_cifar.data.augment import Augment
 from lit_cifar.data.balance import Balance
-from lit_cifar.data.dataset import Pictures, Split
+from lit_cifar.data.dataset import Split
 from lit_cifar.data.datasets import open_dataset
 from lit_cifar.data.images import Batch, ImageSet, normalised
 from lit_cifar.data.loader import BatchLoader, Placement, Resident
@@ -52,7 +52,9 @@ class CIFAR10DataModule(L.LightningDataModule):
             memory and apply the transforms of `augment`. With 0 it does so itself. The default is its share of the
             cores to decode, and 0 otherwise.
         download: Download the data set if it is missing.
-        pictures: How the pictures of "folder" are read: `Pictures`.
+        memory_gb: Largest size of the decoded pictures of a split of "folder", in GB, that each process keeps in its
+            memory. Larger ones are decoded by worker processes in each epoch anew; all else is the same. The default is
+            half of what the machine has free, divided among its processes that train.
         seed: Seed of order, augmentation, split and synthetic images, and of dropout; not negative.
         predict_dir: Folder of the images that `predict` classifies.
 
@@ -84,7 +86,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         resident: Resident = "auto",
         num_workers: int | None = None,
         download: bool = True,
-        pictures: Pictures = Pictures(),  # noqa: B008
+        memory_gb: float | None = None,
         seed: int = 0,
         predict_dir: str | Path | None = None,
     ) -> None:
@@ -98,9 +100,12 @@ class CIFAR10DataModule(L.LightningDataModule):
         self.seed = bounded("--data.seed", seed, 0)
         self.dataset, self._held_out = dataset, bounded("--data.val_size", val_size, 0)
         self.predict_dir = None if predict_dir is None else Path(predict_dir)
-        self.source = open_dataset(dataset, root, image_size=image_size, seed=seed, pictures=pictures)
+        self.source = open_dataset(dataset, root, image_size=image_size, seed=seed)
         self.name, self.image_size = self.source.title, self.source.image_size
-        self._memory_gb = pictures.memory_gb
+        self._memory_gb = bounded("--data.memory_gb", memory_gb, 0)
+        if memory_gb is not None and dataset != "folder":
+            problem = f"--data.memory_gb={memory_gb} is for pictures of your own, which are decoded"
+            raise ConfigError(problem, remedy="leave it out, or pass --data.dataset=folder")
         settings = Augment() if augment is True else augment
         self.augmentation = settings.of_images(self.image_size, seed=seed) if settings else None
         balance.check(order)

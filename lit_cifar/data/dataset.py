@@ -1,8 +1,7 @@
-"""Base of the data sets, each a class in a file and a line in `datasets`, and settings of a user's own pictures."""
+"""Base of the data sets, each a class in a file and a line in `datasets`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, TypeAlias
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from lit_cifar.data.counter_rng import Purpose, keyed_permutation
 from lit_cifar.data.images import ImageSet
-from lit_cifar.errors import ConfigError, bounded
+from lit_cifar.errors import ConfigError
 
 Split: TypeAlias = Literal["train", "val", "test"]
 Channels: TypeAlias = tuple[float, float, float]
@@ -38,7 +37,7 @@ class Dataset(ABC):
             problem = f"--data.image_size={image_size}, but images of {self.title} have {self.image_size}"
             raise ConfigError(problem, remedy="leave it out; pictures of --data.dataset=folder have any size")
         self.root, self.seed = root.expanduser(), seed
-        # Digest of the user's own files in each split that was loaded, without those that cannot be read.
+        # Digest of the names of the user's own files in each split that was loaded.
         self.listed: dict[Split, str] = {}
 
     def identity(self, name: str) -> str:
@@ -74,29 +73,3 @@ class Dataset(ABC):
         if not 1 <= num_images <= known:
             problem = f"{num_images} {split} images asked of {self.title}, which has {known}"
             raise ConfigError(problem, remedy=f"ask for 1 to {known}, e.g. --data.num_{split}={known}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pictures:
-    """How pictures of one's own are read.
-
-    Args:
-        memory_gb: Largest size of the decoded pictures of a split, in GB, that each process keeps in its memory. Larger
-            ones are decoded by worker processes in each epoch anew; all else is the same. The default is half of what
-            the machine has free, divided among its processes that train.
-        skip_unreadable: Leave out pictures that cannot be read; they are searched for at each start. With false they
-            are an error.
-    """
-
-    memory_gb: float | None = None
-    skip_unreadable: bool = False
-
-    def __post_init__(self) -> None:
-        bounded("--data.pictures.memory_gb", self.memory_gb, 0)
-
-    def refuse(self) -> None:
-        """Refuse all settings that are not the default."""
-        for name, value in vars(self).items():
-            if value != getattr(Pictures, name):
-                problem = f"--data.pictures.{name}={value} is for pictures of your own, which are decoded"
-                raise ConfigError(problem, remedy="leave it out, or pass --data.dataset=folder")

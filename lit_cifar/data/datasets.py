@@ -2,9 +2,8 @@
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-from lit_cifar.data.dataset import Dataset, Pictures
+from lit_cifar.data.dataset import Dataset
 from lit_cifar.errors import ConfigError, nearest
 
 # The class of each data set, which is imported when it is asked for.
@@ -17,18 +16,11 @@ DATASETS = {
 }
 
 
-def open_dataset(
-    name: str, root: str | Path, *, image_size: int | None = None, seed: int = 0, pictures: Pictures | None = None
-) -> Dataset:
-    """The data set called `name`, with `Dataset`'s arguments; `pictures` are further ones, of "folder"."""
+def open_dataset(name: str, root: str | Path, *, image_size: int | None = None, seed: int = 0) -> Dataset:
+    """The data set called `name`, with `Dataset`'s arguments."""
     if name not in DATASETS:
         guess = f"did you mean --data.dataset={meant}? " if (meant := nearest(name, DATASETS)) else ""
         raise ConfigError(f"there is no data set {name!r}", remedy=f"{guess}choose one of {', '.join(DATASETS)}")
-    given: dict[str, Any] = {}
-    if name == "folder":
-        given["pictures"] = pictures
-    elif pictures is not None:
-        pictures.refuse()
     module, _, kind = DATASETS[name].partition(".")
     dataset: type[Dataset] = getattr(import_module(f"lit_cifar.data.{module}"), kind)
-    return dataset(Path(root), image_size=image_size, seed=seed, **given)
+    return dataset(Path(root), image_size=image_size, seed=seed)

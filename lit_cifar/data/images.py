@@ -34,7 +34,7 @@ class ImageSet:
         return torch.from_numpy
 
     def in_memory(self, limit_gb: float | None, *, num_processes: int) -> "ImageSet":
-        """The images in memory, unless they would take more there than `limit_gb`: see `Pictures.memory_gb`."""
+        """The images in memory, unless they would take more than `limit_gb` there: `memory_gb` of the data module."""
         return self
 
     def subset(self, ids: Tensor) -> "ImageSet":

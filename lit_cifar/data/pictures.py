@@ -11,10 +11,9 @@ from unicodedata import normalize
 
 import psutil
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lit_cifar.data.dataset import Channels, Dataset, Pictures, Split
+from lit_cifar.data.dataset import Channels, Dataset, Split
 from lit_cifar.data.images import ImageSet
 from lit_cifar.data.picture_files import IMAGES_WANTED, list_files, read_image, read_images
 from lit_cifar.data.picture_folders import SPLITS, File, PictureFolders
@@ -26,8 +25,8 @@ class OwnPictures(Dataset):
     """Pictures of any size in folders named after their classes, as for torchvision's ImageFolder.
 
     `PictureFolders` says which. Without pictures to validate on some of those to train on are held out, of each class
-    alike. A file that is no picture is an error, or left out with `skip_unreadable`. Of a split there is one picture of
-    each class in turn, so that the first n are of all classes.
+    alike. A file that is no picture is an error. Of a split there is one picture of each class in turn, so that the
+    first n are of all classes.
     """
 
     title = "own pictures"
@@ -35,12 +34,9 @@ class OwnPictures(Dataset):
     mean: ClassVar[Channels] = (0.485, 0.456, 0.406)
     std: ClassVar[Channels] = (0.229, 0.224, 0.225)
 
-    def __init__(
-        self, root: Path, *, image_size: int | None = None, seed: int = 0, pictures: Pictures | None = None
-    ) -> None:
+    def __init__(self, root: Path, *, image_size: int | None = None, seed: int = 0) -> None:
         self.image_size = bounded("--data.image_size", 32 if image_size is None else image_size, 1)
         super().__init__(root, image_size=image_size, seed=seed)
-        self._skip_unreadable = pictures is not None and pictures.skip_unreadable
         self._unread: dict[Split, list[File]] = {}  # files that are listed and not yet loaded
 
     # Folders are listed when they are asked for: `predict` needs the classes alone, which a checkpoint holds too.
@@ -84,36 +80,17 @@ class OwnPictures(Dataset):
         return f"{name} of {', '.join(self.classes)}"
 
     def load(self, split: Split, *, num_images: int | None = None) -> ImageSet:
-        """List the pictures; they are not decoded yet, unless those that cannot be are to be left out."""
+        """List the pictures; they are not decoded yet."""
         every = self._files(split)
         if num_images is not None:
             self.check_number(num_images, split, known=len(every))
         del self._unread[split]
         files = every[:num_images]
         folder = self._folders.folder(split)
-        if self._skip_unreadable:
-            files = self._readable(files, folder)
-        self.listed[split] = _digest([*files, *every[num_images or len(every) :]])
+        self.listed[split] = _digest(every)
         none = torch.empty((0, 3, self.image_size, self.image_size), dtype=torch.uint8)
         labels = torch.tensor([file.label for file in files])
         return EncodedImages(none, labels, self.classes, [f"{folder}/{file.path}" for file in files])
-
-    def _readable(self, files: list[File], folder: Path) -> list[File]:
-        paths = [f"{folder}/{file.path}" for file in files]
-        nowhere = torch.empty((len(files), 3, 1, 1), dtype=torch.uint8, device="meta")
-        errors = read_images(paths, nowhere, num_threads=num_cores())
-        unreadable = [path for path, error in zip(paths, errors, strict=True) if error]
-        if len(unreadable) == len(files):
-            raise DataError(_judged(paths, errors), remedy="replace them")
-        left = {file.label for file, error in zip(files, errors, strict=True) if not error}
-        if lost := [file.label for file in files if file.label not in left]:
-            own = [each for *each, file in zip(paths, errors, files, strict=True) if file.label == lost[0]]
-            problem = f"the class {self.classes[lost[0]]} would have no pictures: {_judged(*zip(*own, strict=True))}"
-            raise DataError(problem, remedy="replace them, or move the class away if it is none")
-        if unreadable:
-            number = f"{len(unreadable):,} of {len(files):,} files cannot be read as pictures"
-            rank_zero_warn(f"{number} and are left out; the first is {printable(unreadable[0])}")
-        return [file for file, error in zip(files, errors, strict=True) if not error]
 
     def found(self, sets: Mapping[str, ImageSet]) -> list[str]:
         read: list[Split] = [split for split in SPLITS if split in sets and len(sets[split])]
@@ -141,7 +118,7 @@ class OwnPictures(Dataset):
 
 
 def _digest(files: Iterable[File]) -> str:
-    """Digest of the names of `files`, to tell whether the same pictures could be read."""
+    """Digest of the names of `files`, to tell whether they are the same pictures."""
     names = normalize("NFC", "\n".join(file.path for file in files))
     return sha256(names.encode(errors="surrogateescape")).hexdigest()[:16]
 
@@ -173,8 +150,10 @@ class EncodedImages(ImageSet):
         images = torch.empty(shape, dtype=torch.uint8)
         errors = read_images(self.paths, images, num_threads=max(1, num_cores() // num_processes))
         if any(errors):
-            remedy = "replace them, or leave them out: --data.pictures.skip_unreadable=true"
-            raise DataError(_judged(self.paths, errors), remedy=remedy)
+            bad = [f"{printable(path)}: {error}" for path, error in zip(self.paths, errors, strict=True) if error]
+            more = "; ..." if len(bad) > 3 else ""
+            problem = f"{len(bad):,} of {len(self):,} files cannot be read as pictures: {'; '.join(bad[:3])}{more}"
+            raise DataError(problem, remedy="replace them, or hide them by the lines in docs/data-and-networks.md")
         return ImageSet(images, self.labels, self.classes)
 
 
@@ -189,14 +168,8 @@ def _decoded(paths: list[str], *, size: int) -> Tensor:
     return images
 
 
-def _judged(paths: Sequence[str], errors: Sequence[str | None]) -> str:
-    bad = [f"{printable(path)}: {error}" for path, error in zip(paths, errors, strict=True) if error]
-    more = "; ..." if len(bad) > 3 else ""
-    return f"{len(bad):,} of {len(paths):,} files cannot be read as pictures: {'; '.join(bad[:3])}{more}"
-
-
 def _fits(shape: tuple[int, ...], limit_gb: float | None, *, num_processes: int) -> bool:
-    """Whether decoded pictures, uint8, of this `shape` may stay in memory: see `Pictures.memory_gb`."""
+    """Whether decoded pictures, uint8, of this `shape` may stay in memory: see `in_memory`."""
     limit = free_memory() / 2 / num_processes if limit_gb is None else limit_gb * 1e9
     return torch.Size(shape).numel() <= limit
 
