@@ -5,7 +5,7 @@ import pickle
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -188,17 +188,9 @@ def test_the_data_are_read_without_a_trainer(tmp_path: Path) -> None:
     assert alone.on_after_batch_transfer(found, 0).images.dtype == torch.float32
 
 
-@pytest.mark.parametrize("views", [2, 6])
-def test_views_are_evaluated(views: Literal[2, 6]) -> None:
-    """In evaluation alone. An image that is moved by a pixel gets at the border what lies behind the border."""
-    module = LitResNet("tiny", stem="imagenet", test_views=views).eval()
-    images = torch.randn(3, 3, 32, 32)
-    up_left = torch.cat([images[:, :, 1:], images[:, :, -2:-1]], dim=2)
-    up_left = torch.cat([up_left[..., 1:], up_left[..., -2:-1]], dim=3)
-    down_right = torch.cat([images[:, :, 1:2], images[:, :, :-1]], dim=2)
-    down_right = torch.cat([down_right[..., 1:2], down_right[..., :-1]], dim=3)
-    still, *moved = [(module(view) + module(view.flip(3))) / 2 for view in (images, up_left, down_right)]
-    expected = still if views == 2 else still / 2 + torch.stack(moved).mean(dim=0) / 2
+def test_an_image_and_its_mirror_image_are_evaluated() -> None:
+    module, images = LitResNet("tiny", stem="imagenet", test_views=2).eval(), torch.randn(3, 3, 32, 32)
+    expected = (module(images) + module(images.flip(3))) / 2
     torch.testing.assert_close(module.predict_step(Batch(images, *[torch.arange(3)] * 2, 1.0), 0), expected.softmax(1))
     assert not torch.allclose(module(images), expected)
 

@@ -24,7 +24,7 @@ CUT += ["--data.num_train=175", "--data.val_size=15", "--model.optimizer.lr=0.02
 PICTURES = ["--data.dataset=folder", "--data.image_size=24", "--data.num_train=17", "--data.val_size=3"]
 PICTURES += ["--data.batch_size=8", "--model.optimizer.lr=0.01"]
 # As in the fast recipes: blocks begin as the identity, and several views are evaluated.
-FAST = ["--model.optimizer=lit_cifar.MuonSGD", "--model.zero_init_residual=true", "--model.test_views=6"]
+FAST = ["--model.optimizer=lit_cifar.MuonSGD", "--model.zero_init_residual=true", "--model.test_views=2"]
 # 303 images are nine full steps and one of 15, which no number of processes divides: 20 steps in two epochs.
 LONG = ["--data.num_train=319", "--data.val_size=16", "--data.batch_size=32"]
 FLOAT64 = "--trainer.precision=64-true"

@@ -20,7 +20,7 @@ from lit_cifar.checkpoint.callbacks import LastCheckpoint
 from lit_cifar.checks.watchdog.callback import Watchdog
 from lit_cifar.cli.main import CLI
 from lit_cifar.cli.trainer_arguments import BOUNDS, check_bounds
-from lit_cifar.data import Augment, CIFAR10DataModule
+from lit_cifar.data import Augment, CIFAR10DataModule, Mixing
 from lit_cifar.data.loader import Placement
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.fine_tuning import FineTuning
@@ -115,7 +115,6 @@ REFUSED = {
     "--model.optimizer=LBFGS": ["computes a batch several times", "pass another --model.optimizer"],
     "--model.optimizer=qqq": ["--model.optimizer=qqq: there is no such class", "--help"],
     "--model.num_classes=11": ["synthetic has 10", "--model.num_classes=10"],
-    "--data.mixing.mixup=-1": ["=-1 is the parameter of a Beta distribution", "--data.mixing.mixup=1.0"],
     "--data.mixing.cutmix=inf": ["--data.mixing.cutmix=inf"],
     "--data.balance.class_weights=[1,2]": ["2 factors for 10 classes", "disc plain"],
     "--data.balance.class_weights=[1,-2]": ["[1.0, -2.0]", "balanced"],
@@ -318,6 +317,8 @@ OWN_BOUNDS: dict[str, tuple[Callable[..., object], float, float]] = {
     "data.num_workers": (partial(Placement, "auto", transforms=False, are_pictures=True), 0, 2**16),
     "data.augment.padding": (augmentation, 0, math.inf),
     "data.augment.cutout": (augmentation, 0, math.inf),
+    "data.mixing.mixup": (Mixing, 0, 1000),
+    "data.mixing.cutmix": (Mixing, 0, 1000),
     "data.memory_gb": (partial(CIFAR10DataModule, dataset="folder"), 0, math.inf),
     "figures.every_n_epochs": (EvaluationFigures, 0, math.inf),
     "figures.every_n_seconds": (EvaluationFigures, 0, math.inf),

@@ -1,8 +1,8 @@
 """Try changes of a recipe on held-out images: `python benchmarks/scripts/trials.py OUTPUT [FLAGS]`.
 
 The recipe is `muon_12_epochs`. FLAGS go to `fit`, e.g. `--data.root=/datasets`. Of the training images 5,000 are held
-out, others for each seed, and counted after the last epoch with two views and with six; the test images are not looked
-at. All trials have a first seed before one has a second. The results are written as JSON after every run; if OUTPUT is
+out, others for each seed, and counted after the last epoch, with mirror images too; the test images are not looked at.
+All trials have a first seed before one has a second. The results are written as JSON after every run; if OUTPUT is
 there already, only what it lacks is trained.
 """
 
@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lit_cifar.tools.terminal import say
 
 RECIPE = "muon_12_epochs"
-VIEWS = {"correct_flipped": 2, "correct_six_views": 6}
+VIEWS = {"correct": 1, "correct_flipped": 2}
 _HELD_OUT = ["--data.val_size=5000", "--trainer.limit_val_batches=0"]
 _MOMENTUM, _RATE = "--model.optimizer.momentum=0.6", "--model.optimizer.lr=0.24"
 _SCHEDULE = "--model.lr_scheduler"

@@ -5,7 +5,6 @@ mixes its images with those of another one, and makes these itself, without a me
 """
 
 from dataclasses import dataclass
-from math import inf
 from random import Random
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_cifar.data.counter_rng import Purpose, key_of
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import bounded
 
 _PARTS = 128  # a share is a whole number of them: 255 * 128 is within 16 bits
 
@@ -52,10 +51,7 @@ class Mixing:
 
     def __post_init__(self) -> None:
         for name, parameter in vars(self).items():
-            if not 0 <= parameter < inf:
-                flag = f"--data.mixing.{name}"
-                problem = f"{flag}={parameter:g} is the parameter of a Beta distribution, which is positive"
-                raise ConfigError(problem, remedy=f"pass {flag}=1.0, or 0 for none")
+            bounded(f"--data.mixing.{name}", parameter, 0, 1000)
 
     def __bool__(self) -> bool:
         return bool(self.mixup or self.cutmix)
