@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 import lit_cifar.strategies.mp
 from lit_cifar.checkpoint.callbacks import StepBoundary
-from lit_cifar.data import Augment, CIFAR10DataModule
+from lit_cifar.data import Augment, CIFAR10DataModule, datamodule
 from lit_cifar.data.images import Batch
 from lit_cifar.models.partition import Partition
 from lit_cifar.reporting.figures import EvaluationFigures
@@ -186,9 +186,9 @@ class _Boundary(StepBoundary):
 
 
 def data_module(**settings: Any) -> CIFAR10DataModule:
-    """Four batches to train on and four to validate with, on the device as on a GPU that has room for them."""
+    """Four batches to train on and four to validate with."""
     sizes: dict[str, Any] = {"num_train": 64, "val_size": 32, "batch_size": 8, "eval_batch_size": 8}
-    data = CIFAR10DataModule(dataset="synthetic", **sizes | {"resident": "device"} | settings)
+    data = CIFAR10DataModule(dataset="synthetic", **sizes | settings)
     data.setup("fit")  # on the host
     return data
 
@@ -212,14 +212,19 @@ def validate(strategy: Any, module: Any, data: Any) -> None:
 
 @contextmanager
 def _trainer(strategy: Any, **settings: Any) -> Iterator[L.Trainer]:
-    """A Trainer with the command line's callbacks, on two fake devices; what it has begun must end with `DoneError`."""
+    """A Trainer with the command line's callbacks, on two fake devices; what it has begun must end with `DoneError`.
+
+    One device has no room for the images, two have.
+    """
     without = (StepBoundary, LearningRateMonitor, RunReport)  # `_Boundary` instead; they need loggers
     callbacks = [callback for callback in default_callbacks() if not isinstance(callback, without)]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    with fake_devices() as devices, patch.dict(os.environ):
+    has_room = not isinstance(strategy, SingleDeviceStrategy)
+    room = patch.object(datamodule, "has_room", lambda *_: has_room)
+    with fake_devices() as devices, patch.dict(os.environ), room:
         settings |= SILENT | {"num_sanity_val_steps": 0, "log_every_n_steps": 1000, "max_epochs": 1}
         settings["callbacks"] = [_Boundary(), *callbacks, EvaluationFigures(), _Steps(devices)]
-        settings["devices"] = 1 if isinstance(strategy, SingleDeviceStrategy) else 2
+        settings["devices"] = 2 if has_room else 1
         trainer = L.Trainer(strategy=strategy, accelerator=FakeAccelerator(), **settings)
         trainer.strategy.teardown = lambda: None  # `Module.cpu` cannot take fake tensors out of parameters
         try:
@@ -241,7 +246,7 @@ waiting = pytest.raises((DataDependentOutputException, DynamicOutputShapeExcepti
 def test_training_finds_everything_in_its_place_and_waits_for_nothing(mode: str) -> None:
     """Clipped, with an optimizer whose state is there before the first step; one device has the other settings."""
     if mode == "single":
-        train(MODES[mode](), lit_resnet(), data_module(resident="host"))
+        train(MODES[mode](), lit_resnet(), data_module())
     else:
         module = lit_resnet(optimizer=partial(Adagrad, lr=0.1))
         train(MODES[mode](), module, data_module(augment=Augment(cutout=8)), gradient_clip_val=1.0)

@@ -64,7 +64,6 @@ GHOST = "--model.ghost_batchnorm"
 # The flags of a run here, and those of the run on the CPU that it equals.
 RUNS = {
     "auto": ([], []),
-    "images on the host": (["--data.resident=host"], []),
     "two replicas": (mode_flags("DataParallelStrategy", 1, num_replicas=2), [f"{GHOST}.local_replicas=2"]),
     "two stages": (mode_flags("LayerParallelStrategy", 1, num_stages=2), []),
 }

@@ -21,7 +21,6 @@ from lit_cifar.checks.watchdog.callback import Watchdog
 from lit_cifar.cli.main import CLI
 from lit_cifar.cli.trainer_arguments import BOUNDS, check_bounds
 from lit_cifar.data import Augment, CIFAR10DataModule, Mixing
-from lit_cifar.data.loader import Placement
 from lit_cifar.errors import ConfigError
 from lit_cifar.models.fine_tuning import FineTuning
 from lit_cifar.reporting.figures import EvaluationFigures
@@ -88,7 +87,6 @@ REFUSED = {
         "Normalize cannot transform a uint8 tensor (3, 32, 32): Input tensor should be a float tensor"
     ],
     "--data.augment.transforms+=builtins.dict": ["builtins.dict does not correspond to a subclass of Module"],
-    f"{TRANSFORM}RandAugment --data.resident=device": ["these run on the host"],
     "--data.num_workers=2": ["--data.num_workers=2, but these images are in memory"],
     "--data.augment.reflect=true --data.augment.padding=32": ["lower --data.augment.padding"],
     "--data.order.frozen=true --data.order.shuffle=false": ["--data.order.frozen"],
@@ -314,7 +312,7 @@ OWN_BOUNDS: dict[str, tuple[Callable[..., object], float, float]] = {
     "data.eval_batch_size": (partial(CIFAR10DataModule, dataset="synthetic"), 1, math.inf),
     "data.seed": (partial(CIFAR10DataModule, dataset="synthetic"), 0, math.inf),
     "data.val_size": (partial(CIFAR10DataModule, dataset="synthetic"), 0, math.inf),
-    "data.num_workers": (partial(Placement, "auto", transforms=False, are_pictures=True), 0, 2**16),
+    "data.num_workers": (partial(CIFAR10DataModule, dataset="folder"), 0, 2**16),
     "data.augment.padding": (augmentation, 0, math.inf),
     "data.augment.cutout": (augmentation, 0, math.inf),
     "data.mixing.mixup": (Mixing, 0, 1000),

@@ -14,7 +14,7 @@ from lit_cifar.data.balance import Balance
 from lit_cifar.data.dataset import Split
 from lit_cifar.data.datasets import open_dataset
 from lit_cifar.data.images import Batch, ImageSet, normalised
-from lit_cifar.data.loader import BatchLoader, Placement, Resident
+from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.mixing import Mixing
 from lit_cifar.data.sample_order import Order, OrderSettings, order_settings, settings_in
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
@@ -26,7 +26,8 @@ class CIFAR10DataModule(L.LightningDataModule):
     """The same batches for every number of processes and every mode.
 
     Images stay uint8 until a batch has reached its device; there they become float and are normalised with the data
-    set's channel statistics. Order, augmentation and the validation split follow `seed`, never the global generators.
+    set's channel statistics. A GPU that has room for four copies of them holds all, and makes its batches itself.
+    Order, augmentation and the validation split follow `seed`, never the global generators.
 
     Args:
         root: Folder of the data set. A download is stored here.
@@ -46,8 +47,6 @@ class CIFAR10DataModule(L.LightningDataModule):
         mixing: Mixup and CutMix of training images: `Mixing`.
         balance: What is done for rare classes: `Balance`.
         order: In which order images are trained on, and which are left out or repeated: `Order`.
-        resident: Place of the uint8 images: in "host" memory, or on the "device", where the GPU makes its batches
-            itself. With "auto" they are on the GPU if it has room for four copies of them.
         num_workers: Number of worker processes, for each process that trains, that decode pictures which do not fit the
             memory and apply the transforms of `augment`. With 0 it does so itself. The default is its share of the
             cores to decode, and 0 otherwise.
@@ -83,7 +82,6 @@ class CIFAR10DataModule(L.LightningDataModule):
         mixing: Mixing = Mixing(),  # noqa: B008  # it is frozen, and so are the next
         balance: Balance = Balance(),  # noqa: B008
         order: Order = Order(),  # noqa: B008
-        resident: Resident = "auto",
         num_workers: int | None = None,
         download: bool = True,
         memory_gb: float | None = None,
@@ -109,8 +107,11 @@ class CIFAR10DataModule(L.LightningDataModule):
         settings = Augment() if augment is True else augment
         self.augmentation = settings.of_images(self.image_size, seed=seed) if settings else None
         balance.check(order)
-        transforms = self.augmentation is not None and bool(self.augmentation.transforms)
-        self._placement = Placement(resident, num_workers, transforms=transforms, are_pictures=dataset == "folder")
+        self._transforms = self.augmentation is not None and bool(self.augmentation.transforms)
+        self._num_workers = bounded("--data.num_workers", num_workers, 0, 2**16)
+        if num_workers is not None and not self._transforms and dataset != "folder":
+            problem = f"--data.num_workers={num_workers}, but these images are in memory"
+            raise ConfigError(problem, remedy="leave it out, or add --data.augment.transforms")
         self.sets: dict[str, ImageSet] = {}
         self._resumed: OrderSettings = {}  # `state_dict` of the run that wrote the checkpoint
         self.files: dict[str, str | None] = {}
@@ -289,10 +290,16 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     def _loader(self, split: str, sampler: TrainSampler | EvaluationSampler, **settings: Any) -> BatchLoader:
         """Loader of the images of `split`, which are put where batches are made of them."""
-        device = None if self.trainer is None else self.trainer.strategy.root_device
-        images = self._placement.place(self.sets[split], split=split, device=device)
-        workers = self._placement.workers(images, split=split, num_processes=self._num_processes)
-        return BatchLoader(images, sampler, num_workers=workers, **settings)
+        images, transforms = self.sets[split], split == "train" and self._transforms
+        num_workers = self._num_workers or 0 if images.are_encoded or transforms else 0
+        if images.are_encoded and self._num_workers is None:
+            from lit_cifar.data.workers import num_cores
+
+            num_workers = max(1, num_cores() // self._num_processes)
+        device = images.images.device if self.trainer is None else self.trainer.strategy.root_device
+        if (images.are_encoded or not transforms) and has_room(images, device):  # transforms run on the host
+            images = images.to(device)
+        return BatchLoader(images, sampler, num_workers=num_workers, **settings)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Normalise the images on the device, in the precision of the run."""
@@ -308,6 +315,11 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     def _normalised(self, images: Tensor) -> Tensor:
         return normalised(images, mean=self.source.mean, std=self.source.std)
+
+
+def has_room(images: ImageSet, device: torch.device) -> bool:
+    """Whether `device` is a GPU that has room for four copies of the `images`."""
+    return device.type == "cuda" and torch.cuda.mem_get_info(device)[0] > 4 * images.images.nbytes
 
 
 def batches_of_epoch(trainer: L.Trainer) -> int:

@@ -1,64 +1,24 @@
-"""Where the images of a split lie in memory, and a loader that makes batches of them.
+"""A loader that makes batches of the images of a split, where they lie.
 
 torch's DataLoader hides slow decoding behind worker processes. uint8 images in memory need none: one gather for some
 batches, on the host or on the GPU, feeds a GPU without any worker (`workers` has some, for what takes longer).
 """
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.mixing import Mixing, soft_targets
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
-from lit_cifar.errors import CheckpointError, ConfigError, bounded, clash
-
-Resident = Literal["auto", "host", "device"]
+from lit_cifar.errors import CheckpointError
 
 # Number of 32 x 32 images that are made at a time; fewer if they are larger. On the host this is the fastest number of
 # those tried, and large enough that a GPU is rarely asked.
 _BLOCK_ON_HOST, _BLOCK_ON_DEVICE = 1024, 16384
-
-
-class Placement:
-    """What a user asks about the memory and the processes: `resident` and `num_workers` of the data module.
-
-    `transforms` is whether training images pass through torchvision's, `are_pictures` whether the data are pictures in
-    files.
-    """
-
-    def __init__(self, resident: Resident, num_workers: int | None, *, transforms: bool, are_pictures: bool) -> None:
-        self._resident, self._transforms = resident, transforms
-        self._num_workers = bounded("--data.num_workers", num_workers, 0, 2**16)
-        if transforms and resident == "device":
-            raise clash("--data.resident=device", "--data.augment.transforms", "these run on the host")
-        if num_workers is not None and not transforms and not are_pictures:
-            problem = f"--data.num_workers={num_workers}, but these images are in memory"
-            raise ConfigError(problem, remedy="leave it out, or add --data.augment.transforms")
-
-    def place(self, images: ImageSet, *, split: str, device: torch.device | None) -> ImageSet:
-        """The `images` on the host, or on the `device` of the run; without a run they stay where they are."""
-        device = images.images.device if device is None else device
-        if self._resident == "device" and device.type == "cpu":
-            rank_zero_warn("--data.resident=device has no effect on the CPU: the host's memory is the device's")
-        on_host = self._resident == "host" or (split == "train" and self._transforms and not images.are_encoded)
-        if on_host or (self._resident == "auto" and device.type != "cuda"):
-            return images
-        has_room = self._resident == "device" or torch.cuda.mem_get_info(device)[0] > 4 * images.images.nbytes
-        return images.to(device) if has_room else images
-
-    def workers(self, images: ImageSet, *, split: str, num_processes: int) -> int:
-        """Number of processes that make the images of batches; with 0 this one does."""
-        if images.are_encoded and self._num_workers is None:
-            from lit_cifar.data.workers import num_cores
-
-            return max(1, num_cores() // num_processes)
-        takes_long = images.are_encoded or (split == "train" and self._transforms)
-        return self._num_workers or 0 if takes_long else 0
 
 
 class BatchLoader:

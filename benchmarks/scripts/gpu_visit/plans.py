@@ -45,7 +45,6 @@ def waits(step: Step) -> None:
     if step.visit.on_gpu:
         runs["a planted wait"] = (["--trainer.callbacks.plant=true"], 1)
         runs["single, bf16"] = (["--trainer.precision=bf16-mixed"], 0)
-        runs["single, images on the host"] = (["--data.resident=host"], 0)
     step.check_all({name: partial(check, name, *how) for name, how in runs.items()})
 
 
