@@ -105,13 +105,6 @@ class Wrapped(nn.Module):
         return self.network(x)
 
 
-class Broken(nn.Module):
-    """Takes other images."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ torch.zeros(7, 2)
-
-
 class Lazy(nn.Sequential):
     """Has a layer whose size its first images decide."""
 

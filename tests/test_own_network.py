@@ -140,7 +140,7 @@ MISTAKES = {
     "Chain --model.arch=tiny": "and --model.arch=tiny is about another one",
     "Chain --model.network.num_classes=3": "Chain returns (2, 3) for 2 images, not logits of 2 classes",
     "Forgetful": "the blocks of Forgetful, one after the other, do not compute its forward()",
-    "Broken": "Broken cannot take images (3, 24, 24): RuntimeError",
+    "--model.network=torch.nn.MaxPool1d --model.network.kernel_size=9": "MaxPool1d cannot take images (3, 24, 24): ",
     "Lazy": "the lazy layer 2, and an optimizer needs all parameters before the first batch\n  make it nn.Linear(",
     "Unreached --trainer.strategy=ddp": "not depend on 2 of its parameters, such as 0.unused.weight: ddp would "
     "wait for their gradients\n  pass --trainer.strategy=ddp_find_unused_parameters_true",

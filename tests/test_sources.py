@@ -18,7 +18,7 @@ from torchvision.datasets import CIFAR10, CIFAR100, FashionMNIST
 
 from lit_cifar.data import CIFAR10DataModule, cifar10, download, fashion_mnist
 from lit_cifar.data.cifar10 import Cifar10, Cifar100
-from lit_cifar.data.datasets import open_dataset
+from lit_cifar.data.dataset import open_dataset
 from lit_cifar.data.download import installing
 from lit_cifar.data.synthetic import BLOCK, CLASSES, Synthetic, draw
 from lit_cifar.errors import ConfigError, DataError

@@ -33,7 +33,7 @@ from lit_cifar.checkpoint.callbacks import BestCheckpoint
 from lit_cifar.checkpoint.files import CheckpointFiles
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data import cifar10
-from lit_cifar.data.datasets import open_dataset
+from lit_cifar.data.dataset import open_dataset
 from lit_cifar.data.picture_files import FORMATS, read_image
 from lit_cifar.errors import CheckpointError, DataError, printable
 from lit_cifar.reporting import output

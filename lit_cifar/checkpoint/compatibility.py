@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lit_cifar.checkpoint.content import check_content, described
 from lit_cifar.checkpoint.format import OPTIMIZER, SCHEDULE, Header, TrainedOn, class_path
-from lit_cifar.data.datasets import DATASETS
+from lit_cifar.data.dataset import DATASETS
 from lit_cifar.errors import CheckpointError, one_line
 from lit_cifar.internals import tree_map_only
 

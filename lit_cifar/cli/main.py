@@ -33,7 +33,7 @@ from lit_cifar.cli.start import Start, check_unasked_resume
 from lit_cifar.cli.trainer_arguments import check_arguments, check_bounds
 from lit_cifar.cli.usage_errors import Parser, as_config_error, cli_exit
 from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.data.datasets import open_dataset
+from lit_cifar.data.dataset import open_dataset
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch import startup
 from lit_cifar.launch.signals import handlers_put_back, signals_to_spawned

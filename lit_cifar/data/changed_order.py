@@ -4,7 +4,7 @@ import re
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_cifar.data.datasets import DATASETS
+from lit_cifar.data.dataset import DATASETS
 from lit_cifar.data.sample_order import OrderSettings
 from lit_cifar.errors import CheckpointError
 

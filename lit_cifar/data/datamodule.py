@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lit_cifar.data.augment import Augment
 from lit_cifar.data.balance import Balance
-from lit_cifar.data.dataset import Split
-from lit_cifar.data.datasets import open_dataset
+from lit_cifar.data.dataset import Split, open_dataset
 from lit_cifar.data.images import Batch, ImageSet, normalised
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.mixing import Mixing

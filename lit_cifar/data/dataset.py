@@ -1,7 +1,8 @@
-"""Base of the data sets, each a class in a file and a line in `datasets`."""
+"""The data sets by name, and their base. A damaged one is never repaired, or replaced by another in silence."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Literal, TypeAlias
 
@@ -9,10 +10,19 @@ from torch import Tensor
 
 from lit_cifar.data.counter_rng import Purpose, keyed_permutation
 from lit_cifar.data.images import ImageSet
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, nearest
 
 Split: TypeAlias = Literal["train", "val", "test"]
 Channels: TypeAlias = tuple[float, float, float]
+
+# The class of each data set, which is imported when it is asked for.
+DATASETS = {
+    "cifar10": "cifar10.Cifar10",
+    "cifar100": "cifar10.Cifar100",
+    "fashion_mnist": "fashion_mnist.Fashion",
+    "synthetic": "synthetic.Synthetic",
+    "folder": "pictures.OwnPictures",
+}
 
 
 class Dataset(ABC):
@@ -73,3 +83,13 @@ class Dataset(ABC):
         if not 1 <= num_images <= known:
             problem = f"{num_images} {split} images asked of {self.title}, which has {known}"
             raise ConfigError(problem, remedy=f"ask for 1 to {known}, e.g. --data.num_{split}={known}")
+
+
+def open_dataset(name: str, root: str | Path, *, image_size: int | None = None, seed: int = 0) -> Dataset:
+    """The data set called `name`, with `Dataset`'s arguments."""
+    if name not in DATASETS:
+        guess = f"did you mean --data.dataset={meant}? " if (meant := nearest(name, DATASETS)) else ""
+        raise ConfigError(f"there is no data set {name!r}", remedy=f"{guess}choose one of {', '.join(DATASETS)}")
+    module, _, kind = DATASETS[name].partition(".")
+    dataset: type[Dataset] = getattr(import_module(f"lit_cifar.data.{module}"), kind)
+    return dataset(Path(root), image_size=image_size, seed=seed)
