@@ -160,7 +160,7 @@ def test_a_script_resumes_on_two_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "sizes", "settings", "says"),
     [
-        ("own", {"order": Order(shuffle=False)}, {}, "order.shuffle=true; --data.order.shuffle=false would train"),
+        ("own", {"order": Order(frozen=True)}, {}, "order.frozen=false; --data.order.frozen=true would train"),
         ("foreign", {"batch_size": 32}, {}, "batch_size=16; .*batch_size=32"),  # which has fewer steps in an epoch
         ("foreign", {}, {"accumulate_grad_batches": 2}, "after 1 optimizer steps, which accumulate_grad_batches=2"),
     ],
@@ -188,7 +188,7 @@ class OwnData(CIFAR10DataModule):
     ("kind", "before", "after", "changed"),
     [
         ("own", CIFAR10DataModule, CIFAR10DataModule, {"seed": 1}),
-        ("own", CIFAR10DataModule, CIFAR10DataModule, {"val_size": 4, "order": Order(shuffle=False)}),
+        ("own", CIFAR10DataModule, CIFAR10DataModule, {"val_size": 4, "order": Order(frozen=True)}),
         *((kind, CIFAR10DataModule, OwnData, {"seed": 1}) for kind in ("own", "foreign")),
         *((kind, OwnData, CIFAR10DataModule, {"seed": 1}) for kind in ("own", "foreign")),
     ],

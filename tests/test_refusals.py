@@ -89,7 +89,6 @@ REFUSED = {
     "--data.augment.transforms+=builtins.dict": ["builtins.dict does not correspond to a subclass of Module"],
     "--data.num_workers=2": ["--data.num_workers=2, but these images are in memory"],
     "--data.augment.reflect=true --data.augment.padding=32": ["lower --data.augment.padding"],
-    "--data.order.frozen=true --data.order.shuffle=false": ["--data.order.frozen"],
     "--data.memory_gb=5": ["--data.memory_gb=5.0 is for pictures of your own"],
     "--data.dataset=cifar10 --data.download=false --data.root=nowhere": ["synthetic"],
     "--trainer.barebones=true": ["--trainer.barebones=true", "--trainer.fast_dev_run=N"],
@@ -124,7 +123,6 @@ REFUSED = {
     "--trainer.logger=CometLogger --trainer.logger.online=false": ["would record nothing", "offline"],
     # What does not go together.
     "--data.balance.draw_equally=true --data.balance.class_weights=balanced": ["both correct rare classes"],
-    "--data.balance.draw_equally=true --data.order.shuffle=false": ["it draws an order"],
     "--model.fine_tuning.head_lr=1 --model.optimizer=lit_cifar.MuonSGD": ["takes no parameter groups"],
     "--trainer.strategy=ddp --trainer.devices=2 --trainer.sync_batchnorm=true --model.compile=true": [
         "--trainer.sync_batchnorm=true: it cannot be traced how each BatchNorm communicates"

@@ -13,7 +13,7 @@ from lit_cifar.errors import CheckpointError
 
 SETTINGS = {
     **{"dataset": "synthetic", "num_train": 120, "val_size": 20, "batch_size": 24, "seed": 0},
-    **{"order.shuffle": True, "order.frozen": False, "order.drop_last": False},
+    **{"order.frozen": False, "order.drop_last": False},
     **{"balance.class_weights": "null", "mixing.mixup": 0.0},
 }
 OWN_VAL = {"train files": "a", "val files": "c", "val_size": 0}  # pictures in folders, of which some are to validate on
@@ -24,7 +24,7 @@ OWN_VAL = {"train files": "a", "val files": "c", "val_size": 0}  # pictures in f
     [
         ({"seed": 1}, "--data.seed=1", "--data.seed=0"),
         ({"batch_size": 20}, "--data.batch_size=20", "--data.batch_size=24"),
-        ({"order.shuffle": False}, "--data.order.shuffle=false", "--data.order.shuffle=true"),
+        ({"order.frozen": True}, "--data.order.frozen=true", "--data.order.frozen=false"),
         ({"balance.class_weights": "[1,2.5]"}, *(f"--data.balance.class_weights={it}" for it in ("[1,2.5]", "null"))),
         ({"mixing.mixup": 0.4}, "--data.mixing.mixup=0.4", "--data.mixing.mixup=0.0"),
         ({"val_size": 10}, "--data.val_size=10", "--data.val_size=20"),
@@ -59,7 +59,7 @@ def test_another_augmentation_is_refused_within_an_epoch(other: bool | Augment) 
 # What was trained on and what is held out now, as (then, now, whether some images are of both).
 HELD_OUT: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "nothing changed": ({}, {}, None),
-    "another order": ({}, {"batch_size": 20, "order.shuffle": False, "order.drop_last": True}, None),
+    "another order": ({}, {"batch_size": 20, "order.frozen": True, "order.drop_last": True}, None),
     "another seed": ({}, {"seed": 1}, "--data.seed=0"),
     "another seed, and nothing is validated on": ({}, {"seed": 1, "val_size": 0}, None),
     "more are held out": ({}, {"val_size": 30}, "--data.val_size=20"),

@@ -45,6 +45,7 @@ INSTEAD: dict[str, str] = {
     "--data.pictures.memory_gb": "--data.memory_gb",
     "--data.pictures.skip_unreadable": "hide them once: docs/data-and-networks.md has the lines",
     "--data.resident": "leave it out: images are on a GPU that has room for four copies of them",
+    "--data.order.shuffle": "--trainer.overfit_batches=N, which repeats the first batches in the order of the files",
     "--data.balanced": "--data.balance.draw_equally",
     "--data.frozen_order": "--data.order.frozen",
     # Training, checkpoints and ranks.

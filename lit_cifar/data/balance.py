@@ -7,7 +7,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lit_cifar.data.sample_order import Order
 from lit_cifar.errors import ConfigError, clash
 
 
@@ -32,10 +31,6 @@ class Balance:
             raise ConfigError(problem, remedy="pass one factor for each class, or balanced")
         if weights == "balanced" and self.draw_equally:
             raise clash("--data.balance.class_weights=balanced", "draw_equally=true", "both correct rare classes")
-
-    def check(self, order: Order) -> None:
-        if self.draw_equally and not order.shuffle:
-            raise clash("--data.balance.draw_equally=true", "--data.order.shuffle=false", "it draws an order")
 
     def factors(self, labels: Tensor, classes: tuple[str, ...]) -> Tensor | None:
         """Factors of the loss of each class, float32, (C,), if any; `labels`, int64, (N,), are those to train on."""

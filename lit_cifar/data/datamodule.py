@@ -105,7 +105,6 @@ class CIFAR10DataModule(L.LightningDataModule):
             raise ConfigError(problem, remedy="leave it out, or pass --data.dataset=folder")
         settings = Augment() if augment is True else augment
         self.augmentation = settings.of_images(self.image_size, seed=seed) if settings else None
-        balance.check(order)
         self._transforms = self.augmentation is not None and bool(self.augmentation.transforms)
         self._num_workers = bounded("--data.num_workers", num_workers, 0, 2**16)
         if num_workers is not None and not self._transforms and dataset != "folder":
@@ -209,7 +208,7 @@ class CIFAR10DataModule(L.LightningDataModule):
             layout=self.layout,
             accumulation=1 if self.trainer is None else self.trainer.accumulate_grad_batches,
             seed=self.seed,
-            shuffle=self.order.shuffle and not overfits,
+            shuffle=not overfits,
             frozen=self.order.frozen,
             drop_last=self.order.drop_last,
             balanced=self.sets["train"].labels.cpu() if self.balance.draw_equally else None,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lit_cifar.data.augment import Augment
-from lit_cifar.errors import clash, printable
+from lit_cifar.errors import printable
 
 OrderSettings = dict[str, int | float | str]
 
@@ -16,21 +16,15 @@ class Order:
     """In which order images are trained on, and which are left out or repeated.
 
     Args:
-        shuffle: Draw a new permutation for each epoch. With false every epoch has the order of the files.
         frozen: Repeat the order of the first epoch in every epoch, as a forgotten `set_epoch` does. For study.
         drop_last: Leave out the last batch of an epoch if it is not full. With false it is weighted by its size.
         pad_eval: Repeat samples until each process evaluates equally many, as torch's DistributedSampler does, and
             count them twice. For study.
     """
 
-    shuffle: bool = True
     frozen: bool = False
     drop_last: bool = False
     pad_eval: bool = False
-
-    def __post_init__(self) -> None:
-        if self.frozen and not self.shuffle:
-            raise clash("--data.order.frozen=true", "--data.order.shuffle=false", "it repeats a shuffled order")
 
 
 def order_settings(data: Any) -> OrderSettings:
@@ -47,7 +41,6 @@ def order_settings(data: Any) -> OrderSettings:
         "val_size": held_out,
         "batch_size": sampler.batch_size,
         "seed": sampler.seed,
-        "order.shuffle": sampler.shuffle,
         "order.frozen": sampler.frozen,
         "order.drop_last": sampler.drop_last,
         "balance.draw_equally": sampler.balanced is not None,

@@ -49,7 +49,7 @@ class TrainSampler:
     layout: Layout  # this process's part of a batch
     accumulation: int = 1  # loader steps per optimizer step (`accumulate_grad_batches`)
     seed: int = 0  # key of the permutation
-    shuffle: bool = True  # with False every epoch is in the order of the ids
+    shuffle: bool = True  # with False every epoch is in the order of the ids, for `overfit_batches`
     frozen: bool = False  # repeat the order of epoch 0, as if `set_epoch` were forgotten
     drop_last: bool = False  # leave out a last batch that is not full
     balanced: Tensor | None = None  # labels of all samples, int64, (num_samples,), to draw the classes equally often
