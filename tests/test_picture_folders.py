@@ -138,33 +138,25 @@ def test_a_link_to_a_whole_split_or_to_nothing_is_refused(name: str, target: str
 
 
 def test_links_to_pictures_that_are_there_too_are_counted(tmp_path: Path) -> None:
-    """By any kind of link; links to what is not there, and broken ones, are none."""
-    cats = make(tmp_path, "train/cat 2", "train/dog 2", "val/cat 1", "store 2") / "train" / "cat"
-    (cats / "more").symlink_to(tmp_path / "store")
+    """By any kind of link, also to a whole class or by another name; links to what is in no split are none."""
+    root = make(tmp_path, "train/cat 3", "train/dog 2", "val/cat 1", "test/cat 1", "test/dog 0", "store 2")
+    cats = root / "train" / "cat"
+    (cats / "more").symlink_to(root / "store")
     (cats / "broken.png").symlink_to("nothing")
     (cats / "also broken.png").symlink_to("nothing")
-    (cats / "2.png").symlink_to(tmp_path / "val" / "cat" / "0.png")
-    assert len(PictureFolders.of(tmp_path).files("train")) == 9
+    assert len(PictureFolders.of(root).files("train")) == 9
     (cats / "again.png").symlink_to("0.png")
     (cats / "same.png").hardlink_to(cats / "0.png")
-    (tmp_path / "train" / "dog" / "store.png").symlink_to(tmp_path / "store" / "1.png")
-    with pytest.warns(UserWarning, match="^3 of 10 files in .*/train are in .*/train too, by links"):
-        assert len(PictureFolders.of(tmp_path).files("train")) == 12
-    assert len(PictureFolders.of(tmp_path).files("val")) == 1
-
-
-def test_pictures_of_two_splits_are_counted(tmp_path: Path) -> None:
-    """By any kind of link, also to a whole class; by their names they may be of another one."""
-    root = make(tmp_path, "train/cat 3", "train/dog 2", "val/cat 1", "test/cat 1")
-    (root / "val" / "cat" / "link.png").symlink_to(root / "train" / "cat" / "0.png")
-    (root / "val" / "cat" / "same.png").hardlink_to(root / "train" / "cat" / "1.png")
+    (root / "train" / "dog" / "store.png").symlink_to(root / "store" / "1.png")
+    (root / "val" / "cat" / "link.png").symlink_to(cats / "2.png")
+    (root / "val" / "cat" / "same.png").hardlink_to(cats / "1.png")
     (root / "val" / "dog").symlink_to("../train/dog")
-    (root / "test" / "dog").mkdir()
     (root / "test" / "dog" / "7.png").symlink_to(root / "val" / "cat" / "0.png")
     folders = PictureFolders.of(root)
-    assert len(folders.files("train")) == 5
-    with pytest.warns(UserWarning, match="^4 of 5 files in .*/val are in .*/train too, by links: they count twice"):
-        assert len(folders.files("val")) == 5
+    with pytest.warns(UserWarning, match="^3 of 10 files in .*/train are in .*/train too, by links: they count twice"):
+        assert len(folders.files("train")) == 12
+    with pytest.warns(UserWarning, match="^5 of 6 files in .*/val are in .*/train too, by links"):
+        assert len(folders.files("val")) == 6
     with pytest.warns(UserWarning, match="^1 of 2 files in .*/test are in .*/val too, by links"):
         assert len(folders.files("test")) == 2
 

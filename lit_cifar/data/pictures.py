@@ -1,6 +1,6 @@
 """The user's own pictures as small RGB squares, uint8: folders of classes to train on, or a folder to classify."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -87,7 +87,8 @@ class OwnPictures(Dataset):
         del self._unread[split]
         files = every[:num_images]
         folder = self._folders.folder(split)
-        self.listed[split] = _digest(every)
+        names = normalize("NFC", "\n".join(file.path for file in every))
+        self.listed[split] = sha256(names.encode(errors="surrogateescape")).hexdigest()[:16]
         none = torch.empty((0, 3, self.image_size, self.image_size), dtype=torch.uint8)
         labels = torch.tensor([file.label for file in files])
         return EncodedImages(none, labels, self.classes, [f"{folder}/{file.path}" for file in files])
@@ -115,12 +116,6 @@ class OwnPictures(Dataset):
         if split not in self._unread:
             self._unread[split] = self._folders.files(split)
         return self._unread[split]
-
-
-def _digest(files: Iterable[File]) -> str:
-    """Digest of the names of `files`, to tell whether they are the same pictures."""
-    names = normalize("NFC", "\n".join(file.path for file in files))
-    return sha256(names.encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
