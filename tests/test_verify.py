@@ -18,7 +18,7 @@ from lit_cifar.checks.verdict import Outcome, exit_status
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.forked import EndedRun
-from lit_cifar.reporting.evaluation_tables import write_confusion, write_per_rank
+from lit_cifar.reporting.evaluation_tables import write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount
 from lit_cifar.task.metrics import BalancedAccuracy, ConfusionMatrix, MeanLoss, TopAccuracy
 from lit_cifar.task.module import LitResNet
@@ -26,7 +26,7 @@ from lit_cifar.tools.modes import chosen, sized_modes
 from lit_cifar.tools.verify import runs
 from lit_cifar.tools.verify.command import _possible, verify, verify_modes
 from lit_cifar.tools.verify.configuration import TINY, Configuration
-from lit_cifar.tools.verify.files import checkpoint_problems, digest_problems, evaluation_table_problems
+from lit_cifar.tools.verify.files import checkpoint_problems, digest_problems, per_rank_problems
 from lit_cifar.tools.verify.judge import VerifiedMode, evaluated_alone, logged_problems, logits_problems
 from lit_cifar.tools.verify.processes import count_problems, own_problems, peer_problems, unequal_samples
 from lit_cifar.tools.verify.record import (
@@ -259,9 +259,9 @@ def test_where_rounding_is_magnified_it_is_not_called_a_mistake(
         monkeypatch.setattr(f"lit_cifar.tools.verify.{module}.EXACT_BOUND", bound)
     configuration = Configuration.from_flags(args, devices=2, folder=tmp_path)
     case = Case(sized_modes(2)["dp"], tuple(callback("recorder.Nudge", by=nudge)))
-    (found,) = Verifier(configuration, 3, tmp_path).compare([case])
-    assert found.row.outcome == outcome, found.row.problems
-    assert ("rounding explains differences up to" in found.row.problems[0]) == (outcome == "abstain")
+    ((row, _),) = Verifier(configuration, 3, tmp_path).compare([case])
+    assert row.outcome == outcome, row.problems
+    assert ("rounding explains differences up to" in row.problems[0]) == (outcome == "abstain")
 
 
 def test_a_reference_that_takes_too_long_is_none(
@@ -398,11 +398,11 @@ def test_the_first_wrong_sample_of_an_evaluation_is_named_with_its_process() -> 
 def test_a_process_without_samples_is_no_mistake(tmp_path: Path) -> None:
     """As where a validation has fewer samples than there are processes."""
     write_per_rank(tmp_path / "run", "val", [AccuracyCount(1, 1), AccuracyCount(0, 0)])
-    write_confusion(tmp_path / "run", "val", ["cat", "dog"], [[0, 0, 1]])
     ids, logits = torch.zeros(1, dtype=torch.int64), torch.tensor([[1.0, 0.0]])
     last = {rank: Evaluated(ids[:n], ids[:n], logits[:n], torch.tensor([n]), rank) for rank, n in enumerate((1, 0))}
-    assert evaluation_table_problems(Record(tmp_path), last, ["cat", "dog"], in_chunks=True) == []
-    assert len(evaluation_table_problems(Record(tmp_path), last, ["dog", "cat"], in_chunks=True)) == 1
+    assert per_rank_problems(Record(tmp_path), last, in_chunks=True) == []
+    last[0].labels.add_(1)
+    assert len(per_rank_problems(Record(tmp_path), last, in_chunks=True)) == 2  # of rank 0, and of all
 
 
 def test_one_process_holds_what_it_held_and_what_it_saved(tf32: list[Any], tmp_path: Path) -> None:

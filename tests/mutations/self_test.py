@@ -8,11 +8,12 @@ from tempfile import TemporaryDirectory
 from rich.markup import escape
 from rich.table import Column, Table
 
+from lit_cifar.launch.forked import EndedRun
 from lit_cifar.tools import terminal
 from lit_cifar.tools.modes import SizedMode, sized_modes
 from lit_cifar.tools.verify.configuration import EXACT, Configuration
-from lit_cifar.tools.verify.judge import RESUMED
-from lit_cifar.tools.verify.verifier import Case, Compared, Verifier
+from lit_cifar.tools.verify.judge import RESUMED, VerifiedMode
+from lit_cifar.tools.verify.verifier import Case, Verifier
 from tests.mutations.catalogue import OF_MODES, OF_PARTS, planting_flags
 from tests.mutations.planting import Mutation
 
@@ -99,7 +100,7 @@ def _findings(verifier: Verifier, mutations: Sequence[Mutation]) -> list[Finding
     for mode, own in _by_mode(mutations, with_parts=settings.num_parts is not None):
         planted += [(mode, None), *((mode, mutation) for mutation in own)]
     compared = verifier.compare([_case(mode, mutation, folder) for mode, mutation in planted])
-    return [_finding(mutation, each, folder) for (_, mutation), each in zip(planted, compared, strict=True)]
+    return [_finding(mutation, *each, folder) for (_, mutation), each in zip(planted, compared, strict=True)]
 
 
 def _by_mode(mutations: Sequence[Mutation], *, with_parts: bool) -> Iterator[tuple[SizedMode, list[Mutation]]]:
@@ -117,12 +118,11 @@ def _case(mode: SizedMode, mutation: Mutation | None, folder: Path) -> Case:
     return Case(mode, planting_flags(mutation, acted), title=f"{mode.name} with {mutation.name}")
 
 
-def _finding(mutation: Mutation | None, compared: Compared, folder: Path) -> Finding:
+def _finding(mutation: Mutation | None, row: VerifiedMode, ended: EndedRun, folder: Path) -> Finding:
     # What only a resumed run breaks down on has not been compared; what was found before stays found.
-    row = compared.row
     found_before = row.processes is not None and any(not problem.startswith(RESUMED) for problem in row.problems)
-    finished = compared.ended.status == 0 or found_before
-    stderr = [] if finished else compared.ended.stderr.splitlines()
+    finished = ended.status == 0 or found_before
+    stderr = [] if finished else ended.stderr.splitlines()
     said = [line.strip() for line in stderr if GUARD in line]
     guard = "sample audit" if said else None
     seen = said[-1:] or row.problems

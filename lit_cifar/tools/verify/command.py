@@ -144,11 +144,11 @@ def _possible(wanted: Sequence[SizedMode], settings: Configuration, *, leave_out
 def verify_modes(verifier: Verifier, wanted: Sequence[SizedMode], *, leave_out: bool = False) -> list[VerifiedMode]:
     """Rows in the order of `wanted`. Flags that a run refuses are a `ConfigError`, no failed proof; or left out."""
     rows = []
-    for compared in verifier.compare([Case(mode) for mode in wanted]):
-        if compared.ended.status != EXIT_REFUSED:
-            rows.append(compared.row)
+    for row, ended in verifier.compare([Case(mode) for mode in wanted]):
+        if ended.status != EXIT_REFUSED:
+            rows.append(row)
         elif leave_out:
-            say(f"left out {compared.row.mode}: {refusal(compared.ended).problem}")
+            say(f"left out {row.mode}: {refusal(ended).problem}")
         else:
-            raise refusal(compared.ended)
+            raise refusal(ended)
     return rows

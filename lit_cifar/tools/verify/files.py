@@ -1,7 +1,6 @@
 """Checkpoints and tables of a run: whether they say what the run did, and what those of one device say."""
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -16,7 +15,7 @@ from lit_cifar.checkpoint.files import DIGESTS, weights_digest
 from lit_cifar.checkpoint.format import POSITION, read_checkpoint
 from lit_cifar.configured import made
 from lit_cifar.errors import CheckpointError
-from lit_cifar.reporting.evaluation_tables import CONFUSION, PER_RANK
+from lit_cifar.reporting.evaluation_tables import PER_RANK
 from lit_cifar.reporting.files import read_csv
 from lit_cifar.reporting.rank_statistics import AccuracyCount, pooled
 from lit_cifar.tools.verify.configuration import Configuration
@@ -40,12 +39,11 @@ def file_problems(record: Record, alone: Record, settings: Configuration, *, sou
     """All that is wrong with a run's files, beside those of the one device, which is called `source`."""
     problems = []
     if (last := record.evaluated(max(record.steps))) and alone.logged:
-        classes = settings.data_module().classes
-        problems += evaluation_table_problems(record, last, classes, in_chunks=settings.num_parts is None)
+        problems += per_rank_problems(record, last, in_chunks=settings.num_parts is None)
     problems += checkpoint_problems(record, settings)
     may_differ = [*MAY_DIFFER, *(OF_ACCUMULATION if settings.accumulation > 1 else [])]
     problems += entry_problems(record, alone, bound=settings.metric_bound, source=source, leave_out=may_differ)
-    problems += table_problems(record, alone, source=source, leave_out=(PER_RANK, CONFUSION, DIGESTS))
+    problems += table_problems(record, alone, source=source, leave_out=(PER_RANK, DIGESTS))
     return problems + digest_problems(record, alone, settings.plain_module.network)
 
 
@@ -132,21 +130,14 @@ def table_problems(found: Record, expected: Record, *, source: str, leave_out: C
     return problems
 
 
-def evaluation_table_problems(
-    record: Record, last: dict[int, Evaluated], classes: Sequence[str], *, in_chunks: bool
-) -> list[str]:
-    """Places where `per_rank.csv` and `confusion.csv` contradict the logits of the last evaluation.
+def per_rank_problems(record: Record, last: dict[int, Evaluated], *, in_chunks: bool) -> list[str]:
+    """Places where `per_rank.csv` contradicts the logits of the last evaluation.
 
     Replicas of `dp` are compared `in_chunks`, which virtual replicas divide differently, or else by process.
     """
     first = {each.data_parallel_rank: each for _, each in sorted(last.items(), reverse=True)}
     ranks, problems = [each for _, each in sorted(first.items())], []
-    taken = [(rank.labels.tolist(), rank.logits.argmax(dim=1).tolist()) for rank in ranks]
-    pairs = Counter(pair for of_rank in taken for pair in zip(*of_rank, strict=True))
-    wanted_rows = [[classes[truth], classes[other], str(count)] for (truth, other), count in sorted(pairs.items())]
-    if [row[1:] for row in _rows(record, CONFUSION)] != wanted_rows:
-        problems.append(f"{CONFUSION} is not what the logits of the last evaluation say")
-    rows = _rows(record, PER_RANK)
+    rows = [row for row in read_csv(record.run / PER_RANK) if row[0] == "val"]
     counts = [AccuracyCount(int(right), int(seen)) for _, _, right, seen, _ in rows]
     *counted, total = counts or [AccuracyCount(0, 0)]
     share = max(1, len(counted) // len(ranks))  # replicas of one process of `dp`
@@ -176,7 +167,3 @@ def digest_problems(record: Record, expected: Record, network: nn.Module) -> lis
 def _line_problems(name: str, found: Sequence[Any], wanted: Sequence[Any], source: str) -> list[str]:
     other = [number for number, (line, right) in enumerate(zip_longest(found, wanted), 1) if line != right]
     return first_of([f"{name}: line {number} is not {source}" for number in other])
-
-
-def _rows(record: Record, name: str) -> list[list[str]]:
-    return [row for row in read_csv(record.run / name) if row[0] == "val"]

@@ -15,7 +15,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.launch.forked import EndedRun, workers
 from lit_cifar.launch.signals import EXIT_REFUSED
 from lit_cifar.models.ghost_batchnorm import normalises_batches
-from lit_cifar.tools.modes import SizedMode
+from lit_cifar.tools.modes import SizedMode, sized_modes
 from lit_cifar.tools.terminal import say
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.judge import VerifiedMode, judge
@@ -36,12 +36,6 @@ class Case:
     mode: SizedMode
     flags: tuple[str, ...] = ()  # further flags of `fit`, for the runs of the mode alone
     title: str | None = None  # title of its runs, if not the mode's name
-
-
-@dataclass(frozen=True)
-class Compared:
-    row: VerifiedMode
-    ended: EndedRun
 
 
 @dataclass(frozen=True)
@@ -77,13 +71,14 @@ class Verifier:
         Raises a `ConfigError` if it cannot train the configuration, or not to its last step, or not in time.
         """
         flags = self.settings.length_flags(steps=self.steps, accumulation=1)
-        flags += ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.sync_batchnorm=false"]
+        single = sized_modes(1)["single"]
+        flags += [*single.flags, "--trainer.sync_batchnorm=false"]
         if self.settings.num_parts is None:  # otherwise the same kernels must run
             flags += ["--model.channels_last=false", "--model.compile=false"]  # modes may use these, and equal it
         if chunks != GhostBatches():
             flags += [f"--model.ghost_batchnorm.{name}={value}" for name, value in asdict(chunks).items()]
         record = Record(self.new_folder("reference"))
-        ended = self._fit(title, record.folder, [*flags, *more])
+        ended = self._fit(title, record.folder, [*flags, *more], single)
         if ended.status is None:
             problem = f"one device is too slow for this configuration: {last_words(ended)}"
             raise ConfigError(problem, remedy="pass fewer --steps, or a smaller --data.batch_size or --model.arch")
@@ -99,20 +94,21 @@ class Verifier:
             raise ConfigError(problem, remedy="leave out the callback that averages weights, as EMA does")
         return record
 
-    def _fit(self, title: str, folder: Path, flags: list[str], mode: SizedMode | None = None) -> EndedRun:
-        processes = 1 if mode is None else mode.num_processes
+    def _fit(self, title: str, folder: Path, flags: list[str], mode: SizedMode) -> EndedRun:
         (folder / "trace").mkdir()
         own = [f"--run_dir={folder / 'run'}", "--trainer.callbacks+=lit_cifar.tools.verify.recorder.Trace"]
         own.append(f"--trainer.callbacks.folder={folder / 'trace'}")
-        at_once = self.settings.num_at_once * (self.settings.num_parts or processes)  # bits depend on the threads
+        at_once = self.settings.num_at_once * (
+            self.settings.num_parts or mode.num_processes
+        )  # bits depend on the threads
         threads = max(1, len(os.sched_getaffinity(0)) // at_once)
         say(f"running  {title}")
-        words, ranks = ["fit", *self.settings.flags, *flags, *own], 1 if mode is None else mode.num_ranks
-        ended = run(words, num_ranks=ranks, folder=folder, limit_s=LIMIT_S, threads=threads)
+        words = ["fit", *self.settings.flags, *flags, *own]
+        ended = run(words, num_ranks=mode.num_ranks, folder=folder, limit_s=LIMIT_S, threads=threads)
         say(f"{ended.seconds:5.0f} s  {title}")
         return ended
 
-    def compare(self, cases: Sequence[Case]) -> list[Compared]:
+    def compare(self, cases: Sequence[Case]) -> list[tuple[VerifiedMode, EndedRun]]:
         """Run and judge each case, and run the references that they need, several at a time.
 
         A worker judges what it has run before it runs the next: records are large, and must not pile up on the disk. So
@@ -123,7 +119,7 @@ class Verifier:
         judging = Lock()  # the precision in which an evaluation is repeated is set for all threads
         references: dict[GhostBatches, Future[Record]] = {}
 
-        def compared(number: int) -> Compared:
+        def compared(number: int) -> tuple[VerifiedMode, EndedRun]:
             case, key = cases[number], chunks[number]
             record = Record(self.new_folder(case.mode.name))
             title = case.title or case.mode.name
@@ -135,11 +131,11 @@ class Verifier:
                 if not waiting[key]:
                     shutil.rmtree(alone.folder)
             shutil.rmtree(record.folder)
-            return Compared(row, ended)
+            return row, ended
 
         # Modes whose processes import everything anew come first: the last ones have nothing beside them.
         slowest_first = sorted(range(len(cases)), key=lambda number: cases[number].mode.name != "ddp_spawn")
-        launched: dict[int, Future[Compared]] = {}
+        launched: dict[int, Future[tuple[VerifiedMode, EndedRun]]] = {}
         with workers(self.settings.num_at_once) as pool:
             for key in dict.fromkeys(chunks[number] for number in slowest_first):
                 references[key] = pool.submit(self.run_alone, f"reference: {self.settings.in_words(key)}", key)
