@@ -12,7 +12,7 @@ from lit_cifar.mode import mode_of
 from lit_cifar.models import build_resnet
 from lit_cifar.strategies import DataParallelStrategy, OneDeviceDDPStrategy
 from lit_cifar.tools.modes import placed, sized_modes
-from lit_cifar.tools.verify.command import _possible, verify_modes
+from lit_cifar.tools.verify.command import _placed_here, verify_modes
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.record import EXACT_BOUND
 from lit_cifar.tools.verify.verifier import Verifier
@@ -33,9 +33,9 @@ def test_parts_share_one_gpu_and_several_leave_every_mode_as_it_is(num_gpus: int
 def test_verify_puts_parts_on_the_one_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     own, wanted = settings(), [sized_modes(2)[name] for name in ("single", "dp", "pp")]
-    assert [*_possible(wanted, own, leave_out=True)] == wanted
+    assert _placed_here(wanted, own) == wanted
     own.config["trainer"]["accelerator"] = "gpu"
-    strategies = [mode.strategy for mode in _possible(wanted, own, leave_out=True)]
+    strategies = [mode.strategy for mode in _placed_here(wanted, own)]
     assert strategies == ["auto", "DataParallelStrategy", "OneDevicePipelineStrategy"]
     assert capsys.readouterr().out == "on one GPU: dp\non one GPU: pp\n"
 

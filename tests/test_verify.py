@@ -22,9 +22,9 @@ from lit_cifar.reporting.evaluation_tables import write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount
 from lit_cifar.task.metrics import BalancedAccuracy, ConfusionMatrix, MeanLoss, TopAccuracy
 from lit_cifar.task.module import LitResNet
-from lit_cifar.tools.modes import chosen, sized_modes
+from lit_cifar.tools.modes import sized_modes
 from lit_cifar.tools.verify import runs
-from lit_cifar.tools.verify.command import _possible, verify, verify_modes
+from lit_cifar.tools.verify.command import verify, verify_modes
 from lit_cifar.tools.verify.configuration import TINY, Configuration
 from lit_cifar.tools.verify.files import checkpoint_problems, digest_problems, per_rank_problems
 from lit_cifar.tools.verify.judge import VerifiedMode, evaluated_alone, logged_problems, logits_problems
@@ -126,26 +126,6 @@ def test_samples_are_compared_as_sets_in_which_each_id_is_once(found: list[list[
     assert all(word in problem for word, problem in zip(words, problems, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("devices", "num_parts", "left_out"),
-    [
-        (2, None, {}),
-        (7, None, dict.fromkeys([*sized_modes(7)][1:], "") | {"ddp": "7 replicas", "pp": "6 blocks"}),
-        (2, 4, dict.fromkeys(("ddp-sync", "tp"), "")),
-    ],
-)
-def test_all_leaves_out_what_is_not_possible(
-    devices: int, num_parts: int | None, left_out: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    all_modes = chosen(["all"], devices=devices)
-    assert [mode.name for mode in chosen(["ddp", "dp"], devices=devices)] == ["dp", "ddp"]  # in the table's order
-    kept = [mode.name for mode in _possible(all_modes, settings(num_parts=num_parts), leave_out=True)]
-    found = {line.split(":")[0].removeprefix("left out "): line for line in capsys.readouterr().out.splitlines()}
-    assert found.keys() == left_out.keys()
-    assert all(words in found[name] for name, words in left_out.items())
-    assert kept == [name for name in sized_modes(devices) if name not in left_out]
-
-
 def test_what_is_printed_beside_an_error_is_not_the_error() -> None:
     ended = EndedRun(1, "", "W: of torch\nlit_cifar: error: wrong\n  right\nE: of torch\n  at 3\n", 2.0)
     assert runs.last_words(ended) == "exit status 1 after 2 s\n  wrong\n  right"
@@ -161,28 +141,25 @@ def test_with_virtual_replicas_a_bit_is_too_much() -> None:
     assert problems == ["step 1: conv.weight:momentum_buffer differs by 5.6e-17, allowed 0.0e+00 (optimizer)"]
 
 
-def test_a_batch_that_one_device_cannot_train_on_is_never_left_out() -> None:
-    with pytest.raises(ConfigError, match="has 1 of 97 images"):
-        list(_possible(chosen(["all"], devices=2), settings(num_train=97), leave_out=True))
-
-
-def verified(ended: EndedRun, folder: Path, **options: bool) -> list[VerifiedMode]:
-    """What is found of a mode whose run ends so."""
+def verified(folder: Path, *ends: EndedRun, **options: bool) -> list[VerifiedMode]:
+    """What is found of `ddp`, `pp` and so on, whose runs end so."""
+    modes = [sized_modes(2)[name] for name, _ in zip(("ddp", "pp"), ends, strict=False)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Verifier, "run_alone", lambda self, *args: Record(self.new_folder("reference")))
-        patch.setattr(Verifier, "run_mode", lambda *args, **kwargs: ended)
-        verifier = Verifier(settings(), 2, folder)
-        return verify_modes(verifier, [sized_modes(2)["ddp"]], **options)
+        patch.setattr(Verifier, "run_mode", lambda self, mode, *args, **kwargs: ends[modes.index(mode)])
+        return verify_modes(Verifier(settings(), 2, folder), modes, **options)
 
 
-def test_what_only_a_run_of_the_mode_finds_is_refused_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Once, in the words of the first rank; of all modes it is left out."""
+def test_what_a_run_refuses_is_refused_once_and_left_out_of_all_modes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = "lit_cifar: error: no such thing\n  pass another\n"
-    refused = EndedRun(2, "", f"{words}[rank 1] {words}", 1.0)
-    with pytest.raises(ConfigError, match="no such thing") as raised:
-        verified(refused, tmp_path)
-    assert (raised.value.problem, raised.value.remedy) == ("no such thing", "pass another")
-    assert verified(refused, tmp_path, leave_out=True) == []
+    refused, crashed = EndedRun(2, "", f"{words}[rank 1] {words}", 1.0), EndedRun(1, "", "OSError", 1.0)
+    for ends, options in (([refused, crashed], {}), ([refused, refused], {"leave_out": True})):
+        with pytest.raises(ConfigError, match="no such thing") as raised:
+            verified(tmp_path, *ends, **options)
+        assert (raised.value.problem, raised.value.remedy) == ("no such thing", "pass another")
+    assert [row.mode for row in verified(tmp_path, refused, crashed, leave_out=True)] == ["pp"]
     assert capsys.readouterr().out == "left out ddp: no such thing\n"
 
 
@@ -201,7 +178,7 @@ def test_the_exit_status_is_a_pass_only_if_something_was_compared(outcomes: list
 
 
 def test_a_run_that_crashed_is_not_called_wrong(tmp_path: Path) -> None:
-    (row,) = verified(EndedRun(1, "", "OSError: disk full", 1.0), tmp_path)
+    (row,) = verified(tmp_path, EndedRun(1, "", "OSError: disk full", 1.0))
     assert (row.outcome, row.problems) == ("crash", ["exit status 1 after 1 s\n  OSError: disk full"])
 
 

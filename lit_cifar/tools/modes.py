@@ -7,15 +7,11 @@ from typing import Any
 import lightning as L
 
 from lit_cifar import strategies
-from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.ghost_batches import GhostBatches
-from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.world_size import cluster_environment
 from lit_cifar.mode import Layout, mode_of
 from lit_cifar.mode.table import MODES
-from lit_cifar.strategies.virtual_replicas import VirtualReplicas
-from lit_cifar.task.module import LitResNet
 
 Sizes = dict[str, int | str]
 # Arguments of a Trainer that prints and writes nothing.
@@ -49,19 +45,6 @@ class SizedMode:
 
     def layout(self) -> Layout:
         return mode_of(self._trainer().strategy).layout
-
-    def check(
-        self, module: LitResNet, data: CIFAR10DataModule, sampler: TrainSampler, *, num_parts: int | None
-    ) -> None:
-        """Raise a `ConfigError` if `fit` would refuse sizes, network or batches in this mode.
-
-        `sampler` is that of one device, `num_parts` the number of virtual replicas.
-        """
-        trainer = self._trainer()
-        trainer.strategy.connect(module)
-        replace(sampler, layout=mode_of(trainer.strategy).layout).check()
-        if num_parts is not None:
-            VirtualReplicas(num_parts).check(trainer, data)
 
     def with_parts(self) -> "SizedMode":
         """The mode for virtual replicas, which are the microbatches of a pipeline."""

@@ -1,8 +1,8 @@
 """`python -m lit_cifar verify`: from its arguments to the row of each mode, the printed table and the exit status."""
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -109,7 +109,7 @@ def verify(names: Sequence[str], *, devices: int = 2, steps: int = 4, args: Sequ
     """
     if steps < 2:
         raise ConfigError(f"--steps={steps} leaves no step before a resume", remedy="pass --steps 2 or more")
-    wanted, leave_out = chosen(list(names), devices=devices), "all" in names
+    wanted = chosen(list(names), devices=devices)
     # Modes are sized by Trainers of the CPU, of which Lightning warns where there is a GPU.
     with without_banners(), tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
         settings = Configuration.from_flags(args, devices=devices, folder=Path(folder))
@@ -117,38 +117,27 @@ def verify(names: Sequence[str], *, devices: int = 2, steps: int = 4, args: Sequ
             problem = "the network draws random numbers, as dropout does: others in parts of a batch than on one device"
             raise ConfigError(problem, remedy="pass --virtual_replicas=2 or more, with which all modes draw the same")
         verifier = Verifier(settings, steps, Path(folder))
-        return verify_modes(verifier, [*_possible(wanted, settings, leave_out=leave_out)], leave_out=leave_out)
+        return verify_modes(verifier, _placed_here(wanted, settings), leave_out="all" in names)
 
 
-def _possible(wanted: Sequence[SizedMode], settings: Configuration, *, leave_out: bool) -> Iterator[SizedMode]:
-    """The modes that can run with these sizes. The reason for leaving out one is printed, or else raised."""
-    module, data = settings.module(), settings.data_module()
-    data.prepare_data()
-    data.setup("fit")
-    sampler = replace(data.train_sampler(), accumulation=settings.accumulation)
-    sampler.check()
-    for mode in wanted if settings.num_parts is None else [mode.with_parts() for mode in wanted]:
-        try:
-            on = placed(mode, num_gpus=settings.num_gpus)
-            on.check(module, data, sampler, num_parts=settings.num_parts)
-        except ConfigError as error:
-            if not leave_out:
-                raise
-            say(f"left out {mode.name}: {error.problem}")
-        else:
-            if on != mode:
-                say(f"on one GPU: {mode.name}")
-            yield on
+def _placed_here(wanted: Sequence[SizedMode], settings: Configuration) -> list[SizedMode]:
+    """The modes with their parts, if there are virtual replicas, and with these on one GPU, if there are too few."""
+    modes = wanted if settings.num_parts is None else [mode.with_parts() for mode in wanted]
+    here = [placed(mode, num_gpus=settings.num_gpus) for mode in modes]
+    for name in (on.name for on, mode in zip(here, modes, strict=True) if on != mode):
+        say(f"on one GPU: {name}")
+    return here
 
 
 def verify_modes(verifier: Verifier, wanted: Sequence[SizedMode], *, leave_out: bool = False) -> list[VerifiedMode]:
-    """Rows in the order of `wanted`. Flags that a run refuses are a `ConfigError`, no failed proof; or left out."""
-    rows = []
-    for row, ended in verifier.compare([Case(mode) for mode in wanted]):
-        if ended.status != EXIT_REFUSED:
-            rows.append(row)
-        elif leave_out:
-            say(f"left out {row.mode}: {refusal(ended).problem}")
-        else:
-            raise refusal(ended)
-    return rows
+    """Rows in the order of `wanted`. Flags that a run refuses are a `ConfigError`, no failed proof.
+
+    To `leave_out` is to print why a mode is refused, unless all are.
+    """
+    compared = verifier.compare([Case(mode) for mode in wanted])
+    refused = {row.mode: refusal(ended) for row, ended in compared if ended.status == EXIT_REFUSED}
+    for mode, error in refused.items():
+        if not leave_out or len(refused) == len(wanted):
+            raise error
+        say(f"left out {mode}: {error.problem}")
+    return [row for row, _ in compared if row.mode not in refused]

@@ -124,9 +124,12 @@ class Verifier:
             record = Record(self.new_folder(case.mode.name))
             title = case.title or case.mode.name
             ended = self.run_mode(case.mode, record.folder, title=title, more=case.flags)
+            row = VerifiedMode(case.mode.name, self.settings.in_words(key))
+            if ended.status == EXIT_REFUSED:  # so one device may not be able either to normalise such chunks
+                return row, ended
             alone = references[key].result()
             with judging:
-                row = self._judged(case.mode, ended, record, alone)
+                self._judge(row, ended, record, alone, key)
                 waiting[key] -= 1
                 if not waiting[key]:
                     shutil.rmtree(alone.folder)
@@ -145,9 +148,7 @@ class Verifier:
                 done.result()  # an error ends all others
         return [launched[number].result() for number in range(len(cases))]
 
-    def _judged(self, mode: SizedMode, ended: EndedRun, record: Record, alone: Record) -> VerifiedMode:
-        chunks = self.ghost_batches_of(mode)
-        row = VerifiedMode(mode.name, self.settings.in_words(chunks))
+    def _judge(self, row: VerifiedMode, ended: EndedRun, record: Record, alone: Record, chunks: GhostBatches) -> None:
         judge(row, ended, record, alone, self.settings)
         far = max(row.differences.values(), default=0.0)
         if row.outcome == "fail" and self.settings.num_parts is None and EXACT_BOUND < far < _SMALL:
@@ -156,7 +157,6 @@ class Verifier:
             judge(wide, ended, record, alone, self.settings)
             if not wide.problems:
                 row.outcome, row.problems = "abstain", [ILL_CONDITIONED.format(max(wide.tolerance.values()))]
-        return row
 
     def _rounding(self, chunks: GhostBatches, reference: Record) -> Bounds:
         """Bounds within which a difference could be rounding: what last bits of the weights change on one device."""
