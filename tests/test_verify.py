@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -241,23 +240,23 @@ def test_where_rounding_is_magnified_it_is_not_called_a_mistake(
     assert ("rounding explains differences up to" in row.problems[0]) == (outcome == "abstain")
 
 
-def test_a_reference_that_takes_too_long_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("status", "steps", "unlike", "said"),
+    [
+        (None, 0, [], "too slow .* time limit"),
+        (1, 0, [], "cannot train this configuration: exit status 1"),
+        (0, 1, [], "ends a run after 1 of 2 steps"),
+        (0, 2, ["fc.bias is not that of step 2"], "evaluates or saves other weights .*: fc.bias"),
+    ],
+)
+def test_what_one_device_does_not_train_is_no_reference(
+    status: int | None, steps: int, unlike: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lit_cifar.tools.verify.verifier.LIMIT_S", 0.2)
-    with pytest.raises(ConfigError, match="time limit"):
-        Verifier(settings(), 3, tmp_path).run_alone("reference: one device", GhostBatches())
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "running  reference: one device"
-    assert any(line.endswith(" s  reference: one device") for line in said)
-
-
-@pytest.mark.timeout(120)
-def test_a_run_that_ends_early_is_refused(tmp_path: Path) -> None:
-    flags = (*settings().flags, "--trainer.fast_dev_run=true", "--trainer.accelerator=cpu")
-    shortened = replace(settings(), flags=flags)
-    with pytest.raises(ConfigError, match="after 1 of 2 steps"):
-        Verifier(shortened, 2, tmp_path).run_alone("reference", GhostBatches())
+    monkeypatch.setattr(Verifier, "_fit", lambda *args: EndedRun(status, "", "", 1.0))
+    monkeypatch.setattr(Record, "steps", [*range(steps)])
+    monkeypatch.setattr("lit_cifar.tools.verify.verifier.own_problems", lambda record: unlike)
+    with pytest.raises(ConfigError, match=said):
+        Verifier(settings(), 2, tmp_path).run_alone("reference", GhostBatches())
 
 
 @pytest.fixture

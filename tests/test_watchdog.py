@@ -8,10 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from traceback import FrameSummary
 from types import SimpleNamespace
@@ -213,12 +212,6 @@ def test_processes_are_seen_to_stop_and_to_end(child: subprocess.Popen[bytes]) -
     assert [process.ending(code) for code in (3, -99)] == ["exit status 3", "signal 99"]
 
 
-def in_fork(target: Callable[[], object], *, daemon: bool = False) -> BaseProcess:
-    process = multiprocessing.get_context("fork").Process(target=target, daemon=daemon)
-    process.start()
-    return process
-
-
 class Clock:
     """Stands until told otherwise."""
 
@@ -375,7 +368,8 @@ def test_of_two_failures_both_processes_blame_the_first_and_one_says_so(
 @pytest.mark.usefixtures("ended")
 def test_where_none_gets_on_all_end_with_their_workers(capsys: pytest.CaptureFixture[str]) -> None:
     pair = Cluster(2, patience=Patience(2, 2), clock=time.monotonic)
-    worker = in_fork(lambda: time.sleep(60), daemon=True)
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+    worker.start()
     pair.start()
     pair.join()
     worker.join(5)
