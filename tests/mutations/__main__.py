@@ -11,7 +11,6 @@ import torch
 
 from lit_cifar.reporting.output import without_banners
 from lit_cifar.tools.terminal import about, console, exit_orderly_when_terminated, writable, write_json
-from lit_cifar.tools.verify.command import RULES
 from tests.mutations.catalogue import BY_NAME, on_python_path
 from tests.mutations.self_test import NUM_PARTS, Finding, findings_table, self_test
 
@@ -20,7 +19,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Plant, print, and return the exit status: 0, or 1 if a mutation was not caught or a run without one failed."""
     options = parser().parse_args(args)
     target = writable(options.json)
-    record = about() | {"rules": RULES}
+    record = about()
     chosen = [BY_NAME[name] for name in dict.fromkeys(options.names)] or None
     findings = self_test(chosen, with_parts=options.virtual_replicas is not None)
     console().print(findings_table(findings))

@@ -37,7 +37,6 @@ WITH_PARTS = (
     f"--virtual_replicas={NUM_PARTS}",
 )
 
-COMPARISON = "comparison"
 GUARD = "SampleAuditError: "  # on stderr, where the check of samples during training has stopped a run
 
 
@@ -55,7 +54,7 @@ class Finding:
     @property
     def caught_by(self) -> str | None:
         """The check that caught the mutation; None for a run that failed for another reason."""
-        return COMPARISON if self.finished and self.problems else self.guard
+        return "comparison" if self.finished and self.problems else self.guard
 
     @property
     def verdict(self) -> str:

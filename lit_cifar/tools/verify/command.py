@@ -18,7 +18,7 @@ from lit_cifar.tools.modes import SizedMode, chosen, placed
 from lit_cifar.tools.terminal import CommandParser, say
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.judge import VerifiedMode
-from lit_cifar.tools.verify.record import EXACT_BOUND, KINDS, LOGITS
+from lit_cifar.tools.verify.record import KINDS, LOGITS
 from lit_cifar.tools.verify.runs import refusal
 from lit_cifar.tools.verify.verifier import Case, Verifier
 
@@ -41,7 +41,6 @@ exit status:
   2  something that was asked for cannot work
   3  no verdict: a run ended by an error of its own, or there was nothing to compare"""
 
-RULES = {"float64": EXACT_BOUND}
 _COLUMNS = (*KINDS, LOGITS)
 _COLOURS: dict[Outcome, str] = {"pass": "green", "fail": "red", "abstain": "yellow", "crash": "red"}
 
@@ -54,7 +53,7 @@ def main(args: list[str]) -> int:
         if meant := get_close_matches(flag, parser.option_strings(), n=1, cutoff=0.85):
             parser.error(f"there is no {flag}; did you mean {meant[0]}?")
     target = terminal.writable(options.json)
-    record = terminal.about() | {"rules": RULES}
+    record = terminal.about()
     terminal.exit_orderly_when_terminated()
     torch.set_num_threads(1)  # the other cores are for the runs
     sizes = {"devices": options.devices, "steps": options.steps}
@@ -64,10 +63,9 @@ def main(args: list[str]) -> int:
     for row in rows:
         for line in at_most(5, row.problems, more="{} more findings: see --json FILE"):
             out.print(f"{row.mode}: {line}", markup=False)
-    found = [asdict(row) | {"passed": row.passed} for row in rows]
     status = exit_status(row.outcome for row in rows)
-    record |= sizes | {"rows": found, "passed": not status, "exit_status": status}
-    terminal.write_json(target, record)
+    found = {"rows": [*map(asdict, rows)], "passed": not status, "exit_status": status}
+    terminal.write_json(target, record | sizes | found)
     return status
 
 

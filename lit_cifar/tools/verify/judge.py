@@ -33,10 +33,6 @@ class VerifiedMode:
     # The mistakes, the first step first; the reason not to judge; the last words of a crash; empty if it passed.
     problems: list[str] = field(default_factory=list)
 
-    @property
-    def passed(self) -> bool:
-        return self.outcome == "pass"
-
 
 def judge(row: VerifiedMode, ended: EndedRun, record: Record, reference: Record, settings: Configuration) -> None:
     """Complete the mode's `row` with the results of its runs; it passes only if it was compared.
