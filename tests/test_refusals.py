@@ -14,7 +14,6 @@ import torch
 import yaml
 from commands import TINY, mode_flags, refused, run_here
 from jsonargparse import Namespace
-from verifying import TINY as VERIFIED
 
 from lit_cifar.checkpoint.callbacks import LastCheckpoint
 from lit_cifar.checks.watchdog.callback import Watchdog
@@ -172,8 +171,6 @@ WHOLE = {
     "verify --trainer.strategy=ddp": "--trainer.strategy",
     "verify --ckpt_path=last.ckpt": "--ckpt_path",
     "verify --json=/nowhere/at/all.json": "--json",
-    "verify --modes=tp --devices=3 --data.val_size=0": "on 3 processes",
-    f"verify --modes=ddp --devices=3 {' '.join(VERIFIED)} --data.batch_size=16": "3 replicas",
 }
 ALL = [
     *(pytest.param(["fit", *TINY, *flags.split()], says, id=flags) for flags, says in REFUSED.items()),

@@ -75,8 +75,6 @@ class SizedMode:
 
 
 def sized_modes(devices: int) -> dict[str, SizedMode]:
-    if not 1 <= devices <= 2**16:  # a Trainer lists its devices
-        raise ConfigError(f"--devices={devices} is not from 1 to 65536", remedy="pass --devices 2")
     stages = 2 if devices % 2 == 0 else devices  # as many replicas as the devices allow
     microbatches = max(2, devices)  # a 1F1B pipeline needs as many as it has stages
     sized = partial(SizedMode, devices=devices)
@@ -99,8 +97,8 @@ def sized_modes(devices: int) -> dict[str, SizedMode]:
 
 
 def chosen(names: list[str], *, devices: int) -> list[SizedMode]:
-    if devices < 2:
-        raise ConfigError(f"--devices={devices} leaves nothing to compare", remedy="pass --devices 2 or more")
+    if not 2 <= devices <= 2**16:  # a Trainer lists its devices
+        raise ConfigError(f"--devices={devices} is not from 2 to 65536", remedy="pass --devices 2")
     known = sized_modes(devices)
     unknown = [name for name in names if name not in known and name != "all"]
     if unknown or not names:
