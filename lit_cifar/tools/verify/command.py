@@ -29,7 +29,8 @@ logits of evaluations, checkpoints, and the same run resumed before its last ste
 values are compared bit for bit.
 Every other argument is passed on to `fit`, e.g. --config FILE or --model.arch=resnet34.
 Without --config it is `tiny`, a narrow ResNet, on synthetic images. All runs are in float64, where nothing may differ
-by more than 1e-9; or with --virtual_replicas=V, V parts of a batch in every mode, in any precision: bit for bit."""
+by more than 1e-9, and no logits by more than 1e-7. Or bit for bit, in any precision, with --virtual_replicas=V: a batch
+has V parts in every mode."""
 _EPILOG = """\
 examples:
   python -m lit_cifar verify --modes=ddp,pp,tp

@@ -17,7 +17,7 @@ from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.models.fine_tuning import FineTuning
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.terminal import refuse_owned, say
-from lit_cifar.tools.verify.record import EXACT_BOUND, KINDS, METRIC_BOUND, SAME_BITS, Bounds
+from lit_cifar.tools.verify.record import EXACT_BOUND, KINDS, LOGITS, LOGITS_BOUND, METRIC_BOUND, SAME_BITS, Bounds
 from lit_cifar.tools.verify.runs import all_settings
 
 EXACT: Final = "64-true"
@@ -80,7 +80,9 @@ class Configuration:
     @property
     def bounds(self) -> Bounds:
         """Bounds of a mode's difference from one device, for each kind that is compared."""
-        return dict.fromkeys(KINDS, EXACT_BOUND) if self.num_parts is None else SAME_BITS
+        if self.num_parts is not None:
+            return SAME_BITS | {LOGITS: 0.0}
+        return dict.fromkeys(KINDS, EXACT_BOUND) | {LOGITS: LOGITS_BOUND}
 
     @property
     def metric_bound(self) -> float:
@@ -107,8 +109,8 @@ class Configuration:
     def accumulation(self) -> int:
         return int(self.config["trainer"]["accumulate_grad_batches"])
 
-    def module(self, **kwargs: Any) -> LitResNet:
-        """A module with the network that `fit` would train; `kwargs` are further arguments."""
+    def module(self) -> LitResNet:
+        """A module with the network that `fit` would train."""
         model, data = self.config["model"], self.data_module()
         return LitResNet(
             model["arch"],
@@ -117,7 +119,6 @@ class Configuration:
             num_classes=model["num_classes"] or len(data.classes),
             image_size=model["image_size"] or data.image_size,
             fine_tuning=FineTuning(**model["fine_tuning"]),
-            **kwargs,
         )
 
     @cached_property

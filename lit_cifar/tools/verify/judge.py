@@ -3,20 +3,16 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import lightning as L
-
 from lit_cifar.checks.verdict import Outcome
 from lit_cifar.launch.forked import EndedRun
-from lit_cifar.tools.modes import SILENT
 from lit_cifar.tools.verify import record as records
-from lit_cifar.tools.verify.configuration import EXACT, Configuration
+from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.files import OF_RESUME, entry_problems, file_problems, table_problems
 from lit_cifar.tools.verify.processes import count_problems, own_problems, sample_problems
-from lit_cifar.tools.verify.record import EXACT_BOUND, LOGITS, Bounds, Evaluated, Logged, Record
-from lit_cifar.tools.verify.recorder import Logits, Step, with_weights
+from lit_cifar.tools.verify.record import LOGITS, Bounds, Logged, Record
 from lit_cifar.tools.verify.runs import last_words
 
-ONE_DEVICE, SAME_WEIGHTS, FIRST_RUN = "one device", "one device with the same weights", "the undisturbed run"
+ONE_DEVICE, FIRST_RUN = "one device", "the undisturbed run"
 RESUMED = "resumed"
 _SAME_METRICS = dict.fromkeys(("train/", "val/", "lr-", "epoch"), 0.0)  # bounds by the beginnings of their names
 
@@ -86,35 +82,14 @@ def _resumed_problems(ended: EndedRun, record: Record, settings: Configuration) 
 
 
 def _compare_metrics(row: VerifiedMode, record: Record, reference: Record, settings: Configuration) -> list[str]:
-    bounds = dict(_SAME_METRICS)
-    if settings.num_parts is None:  # `_compare_evaluation` compares the values of "val/"
-        trained = dict.fromkeys(("train/loss", "train/acc"), settings.metric_bound)
-        bounds = trained | _SAME_METRICS | {"val/": records.ANY}
+    bound = settings.metric_bound
+    bounds = {"train/loss": bound, "train/acc": bound} | _SAME_METRICS | {"val/": bound}
     problems = logged_problems(record.logged, reference.logged, bounds=bounds, source=f"{ONE_DEVICE} has")
     for number in record.steps:
-        problems += _compare_evaluation(row, number, record, reference, settings)
-    return problems
-
-
-def _compare_evaluation(
-    row: VerifiedMode, number: int, record: Record, reference: Record, settings: Configuration
-) -> list[str]:
-    """Compare an evaluation after a step, if there was one, with one device that has the same weights."""
-    if not (evaluated := record.evaluated(number)):
-        return []
-    problems = []
-    if settings.num_parts is None:
-        (samples, metrics), bound = evaluated_alone(record.step(number), settings), EXACT_BOUND
-        own = {key: value for key, value in record.logged.items() if key[0] in metrics and key[1] == number}
-        wanted, bounds = {key: metrics[key[0]] for key in own}, dict.fromkeys(metrics, records.METRIC_BOUND)
-        problems += logged_problems(own, wanted, bounds=bounds, source=f"{SAME_WEIGHTS} has")
-    else:  # the bits of the one device itself
-        (samples,), bound = reference.evaluated(number).values(), 0.0
-    for process, of_process in evaluated.items():
-        gaps = of_process.gaps(samples)
-        problems += logits_problems(f"evaluation after step {number}", process, gaps, bound=bound)
-        row.differences[LOGITS] = max([row.differences.get(LOGITS, 0.0), *(size for _, size in gaps)])
-    row.tolerance[LOGITS] = max(row.tolerance.get(LOGITS, 0.0), bound)
+        for process, evaluated in record.evaluated(number).items():
+            gaps = evaluated.gaps(reference.evaluated(number)[0])
+            problems += logits_problems(f"evaluation after step {number}", process, gaps, bound=row.tolerance[LOGITS])
+            row.differences[LOGITS] = max([row.differences.get(LOGITS, 0.0), *(size for _, size in gaps)])
     return problems
 
 
@@ -141,16 +116,3 @@ def logged_problems(found: Logged, expected: Logged, *, bounds: Mapping[str, flo
         else:
             problems.append(f"logged: {name} of step {step} is {a:.9g}, {source} {b:.9g}")
     return problems
-
-
-def evaluated_alone(step: Step, settings: Configuration) -> tuple[Evaluated, dict[str, float]]:
-    """The validation of one device in float64 with the weights of `step`, and its metrics by their logged names."""
-    model = settings.config["model"]
-    module = settings.module(label_smoothing=model["label_smoothing"], test_views=model["test_views"])
-    with_weights(module.network, step)
-    callback, names = Logits(), ("accelerator", "limit_val_batches", "overfit_batches")
-    how = SILENT | {name: settings.config["trainer"][name] for name in names}
-    trainer = L.Trainer(devices=1, precision=EXACT, callbacks=[callback], **how)
-    trainer.validate(module, settings.data_module(), verbose=False)
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return Evaluated(**callback.take()), metrics

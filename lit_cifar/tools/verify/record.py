@@ -7,7 +7,6 @@ named after the parameters.
 import csv
 import json
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +32,7 @@ METRICS = "metrics.csv"
 # With virtual replicas every bit is the same. Losses are left out: a process has those of its own parts alone.
 SAME_BITS = {"parameters": 0.0, "buffers": 0.0, "optimizer": 0.0}
 EXACT_BOUND = 1e-9  # bound of every kind in float64, where rounding is far below any mistake
-ANY = sys.float_info.max  # bound of what must be there, and be finite
+LOGITS_BOUND = 1e-7  # that of logits, in which a deep network magnifies such a difference of its weights
 METRIC_BOUND = 1e-5  # metrics add up in float32, whatever the precision of the run is
 
 gap = partial(difference, least_scale=1.0, equal_nan=False)  # small values are compared absolutely

@@ -41,21 +41,6 @@ class Snapshot:
     state: State
 
 
-class Logits(L.Callback):
-    def __init__(self) -> None:
-        self._batches: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Batch, *_: Any) -> None:
-        self._batches.append((batch.ids.cpu(), batch.labels.cpu(), outputs.detach().cpu().clone()))
-
-    def take(self) -> dict[str, Any]:
-        """The arguments of `Evaluated`; the next evaluation begins."""
-        ids, labels, logits = (torch.cat(column) for column in zip(*self._batches, strict=True))
-        sizes = torch.tensor([len(batch[0]) for batch in self._batches])
-        self._batches = []
-        return {"ids": ids, "labels": labels, "logits": logits, "sizes": sizes}
-
-
 class LastBits(L.Callback):
     """Changes the last bits of the weights before the first step, which shows how far rounding can move a training."""
 
@@ -65,7 +50,7 @@ class LastBits(L.Callback):
             parameter.copy_(parameter.nextafter(parameter.flatten().roll(1).view_as(parameter)))
 
 
-class Trace(Logits):
+class Trace(L.Callback):
     """Writes down what every process holds after every optimizer step and in every evaluation.
 
     It only reads: nothing is gathered from other processes, and nothing is written into a tensor, as that could put
@@ -76,8 +61,8 @@ class Trace(Logits):
     """
 
     def __init__(self, folder: str) -> None:
-        super().__init__()
         self.folder = Path(folder)
+        self._batches: list[tuple[Tensor, Tensor, Tensor]] = []  # ids, labels and logits of an evaluation
         self._step = 0
         self._loss: Tensor | float = 0.0
         self._ids: dict[str, list[int]] = {"step": [], "epoch": [], "evaluation": []}
@@ -114,7 +99,7 @@ class Trace(Logits):
 
     def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Batch, *_: Any) -> None:
         """Write down logits, and after the first batch the tensors that have computed them."""
-        super().on_validation_batch_end(trainer, pl_module, outputs, batch)
+        self._batches.append((batch.ids.cpu(), batch.labels.cpu(), outputs.detach().cpu().clone()))
         self._ids["evaluation"] += batch.ids.tolist()
         if len(self._batches) == 1:
             self._one_model = True
@@ -123,7 +108,11 @@ class Trace(Logits):
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._write_samples("evaluation", self._evaluation, counted=metric_counts(pl_module, "val_"))
         self._write_own(self._evaluation, self._own_state(), same=True)
-        self._save("evaluation", self.take() | {"data_parallel_rank": self._data_parallel_rank})
+        ids, labels, logits = (torch.cat(column) for column in zip(*self._batches, strict=True))
+        sizes = torch.tensor([len(batch[0]) for batch in self._batches])
+        evaluated = {"ids": ids, "labels": labels, "logits": logits, "sizes": sizes}
+        self._save("evaluation", evaluated | {"data_parallel_rank": self._data_parallel_rank})
+        self._batches = []
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write down the end, when all other callbacks have had their turn."""

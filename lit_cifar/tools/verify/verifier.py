@@ -20,7 +20,7 @@ from lit_cifar.tools.terminal import say
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.judge import VerifiedMode, judge
 from lit_cifar.tools.verify.processes import own_problems
-from lit_cifar.tools.verify.record import EXACT_BOUND, Bounds, Record, gaps_of_step, note_largest
+from lit_cifar.tools.verify.record import EXACT_BOUND, LOGITS, Bounds, Record, gaps_of_step, note_largest
 from lit_cifar.tools.verify.runs import LIMIT_S, last_words, run
 
 _SMALL = 1e-6  # larger differences are not taken for rounding, whatever it does
@@ -116,7 +116,7 @@ class Verifier:
         """
         chunks = [self.ghost_batches_of(case.mode) for case in cases]
         waiting = Counter(chunks)
-        judging = Lock()  # the precision in which an evaluation is repeated is set for all threads
+        judging = Lock()  # all checkpoints are loaded into one network
         references: dict[GhostBatches, Future[Record]] = {}
 
         def compared(number: int) -> tuple[VerifiedMode, EndedRun]:
@@ -150,7 +150,7 @@ class Verifier:
 
     def _judge(self, row: VerifiedMode, ended: EndedRun, record: Record, alone: Record, chunks: GhostBatches) -> None:
         judge(row, ended, record, alone, self.settings)
-        far = max(row.differences.values(), default=0.0)
+        far = max((size for kind, size in row.differences.items() if kind != LOGITS), default=0.0)
         if row.outcome == "fail" and self.settings.num_parts is None and EXACT_BOUND < far < _SMALL:
             bounds = self._rounding(chunks, alone)
             wide = VerifiedMode(row.mode, row.equals, tolerance=bounds)
@@ -165,6 +165,9 @@ class Verifier:
         bounds = self.settings.bounds
         for number in reference.steps:
             note_largest(bounds, gaps_of_step(record.step(number), reference.step(number)))
+            for process, evaluated in record.evaluated(number).items():
+                sizes = (size for _, size in evaluated.gaps(reference.evaluated(number)[process]))
+                bounds[LOGITS] = max(bounds[LOGITS], *sizes)
         shutil.rmtree(record.folder)
         return bounds
 
