@@ -183,7 +183,7 @@ def test_a_run_that_crashed_is_not_called_wrong(tmp_path: Path) -> None:
 
 def test_a_network_that_draws_random_numbers_needs_virtual_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     network = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(3 * 32 * 32, 10))
-    monkeypatch.setattr(Configuration, "module", lambda self: LitResNet(network=network))
+    monkeypatch.setattr(Configuration, "module", LitResNet(network=network))
     monkeypatch.setattr(Configuration, "from_flags", lambda *args, **kwargs: settings())
     with pytest.raises(ConfigError, match="draws random numbers"):
         verify(["ddp"])
@@ -354,7 +354,7 @@ def test_tied_weights_and_what_is_not_saved_are_no_mistakes(network: str, tf32: 
     own = Configuration((), config)
     assert own_problems(record) == []
     assert checkpoint_problems(record, own) == []
-    assert digest_problems(record, record, own.plain_module.network) == []
+    assert digest_problems(record, record, own.module.network) == []
 
 
 def test_the_first_wrong_sample_of_an_evaluation_is_named_with_its_process() -> None:

@@ -112,7 +112,7 @@ def verify(names: Sequence[str], *, devices: int = 2, steps: int = 4, args: Sequ
     # Modes are sized by Trainers of the CPU, of which Lightning warns where there is a GPU.
     with without_banners(), tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
         settings = Configuration.from_flags(args, devices=devices, folder=Path(folder))
-        if settings.num_parts is None and settings.draws_random_numbers:
+        if settings.num_parts is None and settings.draws_random_numbers():
             problem = "the network draws random numbers, as dropout does: others in parts of a batch than on one device"
             raise ConfigError(problem, remedy="pass --virtual_replicas=2 or more, with which all modes draw the same")
         verifier = Verifier(settings, steps, Path(folder))

@@ -109,8 +109,9 @@ class Configuration:
     def accumulation(self) -> int:
         return int(self.config["trainer"]["accumulate_grad_batches"])
 
+    @cached_property
     def module(self) -> LitResNet:
-        """A module with the network that `fit` would train."""
+        """The network that `fit` would train, made once: to draw its weights takes longer than to load a checkpoint."""
         model, data = self.config["model"], self.data_module()
         return LitResNet(
             model["arch"],
@@ -121,20 +122,13 @@ class Configuration:
             fine_tuning=FineTuning(**model["fine_tuning"]),
         )
 
-    @cached_property
-    def plain_module(self) -> LitResNet:
-        """A module to load checkpoints into: to draw the weights of a new one takes longer than to read them."""
-        return self.module()
-
-    @cached_property
     @torch.no_grad()
     def draws_random_numbers(self) -> bool:
         """Whether a pass in training advances torch's generator: dropout does, and so does any code that samples."""
-        module = self.module()
         with torch.random.fork_rng(devices=[]):
             before = torch.get_rng_state()
             with suppress(Exception):  # the network may be the user's; `fit` reports its errors
-                module.network.train()(torch.zeros(4, *module.image_shape))
+                self.module.network.train()(torch.zeros(4, *self.module.image_shape))
             return not torch.equal(before, torch.get_rng_state())
 
     def data_module(self) -> CIFAR10DataModule:

@@ -44,7 +44,7 @@ def file_problems(record: Record, alone: Record, settings: Configuration, *, sou
     may_differ = [*MAY_DIFFER, *(OF_ACCUMULATION if settings.accumulation > 1 else [])]
     problems += entry_problems(record, alone, bound=settings.metric_bound, source=source, leave_out=may_differ)
     problems += table_problems(record, alone, source=source, leave_out=(PER_RANK, DIGESTS))
-    return problems + digest_problems(record, alone, settings.plain_module.network)
+    return problems + digest_problems(record, alone, settings.module.network)
 
 
 def checkpoint_problems(record: Record, settings: Configuration) -> list[str]:
@@ -68,10 +68,10 @@ def checkpoint_problems(record: Record, settings: Configuration) -> list[str]:
 
 
 def _loaded(checkpoint: dict[str, Any], settings: Configuration) -> Step:
-    check_header(checkpoint, settings.plain_module.header)
-    network, weights = settings.plain_module.network, checkpoint["state_dict"]
+    check_header(checkpoint, settings.module.header)
+    network, weights = settings.module.network, checkpoint["state_dict"]
     network.to(next(iter(weights.values())).dtype).load_state_dict(weights, strict=True)
-    groups = settings.plain_module.optimization.parameter_groups(network)
+    groups = settings.module.optimization.parameter_groups(network)
     optimizer: Optimizer = made(settings.config["model"]["optimizer"], groups)
     optimizer.load_state_dict(checkpoint["optimizer_states"][0])
     return numbers(own_values(SimpleNamespace(strategy=None, optimizers=[optimizer]), network))

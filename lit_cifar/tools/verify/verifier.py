@@ -173,7 +173,7 @@ class Verifier:
 
     def ghost_batches_of(self, mode: SizedMode) -> GhostBatches:
         """The chunks that the mode normalises together; equal for all without BatchNorm, or with virtual replicas."""
-        if self.settings.num_parts is not None or not normalises_batches(self.settings.plain_module.network):
+        if self.settings.num_parts is not None or not normalises_batches(self.settings.module.network):
             return GhostBatches()
         return mode.ghost_batches(accumulation=self.settings.accumulation)
 
