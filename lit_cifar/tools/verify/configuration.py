@@ -125,10 +125,11 @@ class Configuration:
     @torch.no_grad()
     def draws_random_numbers(self) -> bool:
         """Whether a pass in training advances torch's generator: dropout does, and so does any code that samples."""
+        network, shape = self.module.network, self.module.image_shape
         with torch.random.fork_rng(devices=[]):
             before = torch.get_rng_state()
             with suppress(Exception):  # the network may be the user's; `fit` reports its errors
-                self.module.network.train()(torch.zeros(4, *self.module.image_shape))
+                network.train()(torch.zeros(4, *shape))
             return not torch.equal(before, torch.get_rng_state())
 
     def data_module(self) -> CIFAR10DataModule:
