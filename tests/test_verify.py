@@ -182,6 +182,7 @@ def test_a_run_that_crashed_is_not_called_wrong(tmp_path: Path) -> None:
 
 
 def test_a_network_that_draws_random_numbers_needs_virtual_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not settings().draws_random_numbers()  # but for its first weights
     network = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(3 * 32 * 32, 10))
     monkeypatch.setattr(Configuration, "module", LitResNet(network=network))
     monkeypatch.setattr(Configuration, "from_flags", lambda *args, **kwargs: settings())
