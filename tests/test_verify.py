@@ -371,6 +371,7 @@ def test_the_first_wrong_sample_of_an_evaluation_is_named_with_its_process() -> 
 
 def test_a_process_without_samples_is_no_mistake(tmp_path: Path) -> None:
     """As where a validation has fewer samples than there are processes."""
+    (tmp_path / "run").mkdir()
     write_per_rank(tmp_path / "run", "val", [AccuracyCount(1, 1), AccuracyCount(0, 0)])
     ids, logits = torch.zeros(1, dtype=torch.int64), torch.tensor([[1.0, 0.0]])
     last = {rank: Evaluated(ids[:n], ids[:n], logits[:n], torch.tensor([n]), rank) for rank, n in enumerate((1, 0))}
