@@ -274,7 +274,7 @@ CASES = {
 # Over three processes the sums of a ring depend on how DistributedDataParallel has cut its buckets.
 THREE = [*SETTINGS, *mode_flags("ddp", 3), "--data.batch_size=18"]
 # With the ImageNet stem a single image is a single value per channel in the end, which BatchNorm refuses.
-STAGES = mode_flags("DDPLayerParallelStrategy", 4, num_stages=2)
+STAGES = mode_flags("DDPLayerParallelStrategy", 4, num_stages=2, num_microbatches=2)
 SLOW = {
     "transforms": Case([*SETTINGS, *TRANSFORMS, "--data.num_workers=1"], [2]),
     "transforms, ddp": Case([*SETTINGS, *TRANSFORMS, *mode_flags("ddp")], [2], ranks=2),

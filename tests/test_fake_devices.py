@@ -153,7 +153,7 @@ MODES: dict[str, Any] = {
     "single": lambda: SingleDeviceStrategy(torch.device("meta", 0)),
     "dp": DataParallelStrategy,  # here all replicas are on the first device, as on the CPU
     "mp": LayerParallelStrategy,
-    "mp with two stages on each": lambda: LayerParallelStrategy(num_stages=4),
+    "mp with microbatches": lambda: LayerParallelStrategy(num_stages=4, num_microbatches=2),
 }
 
 
@@ -262,7 +262,7 @@ def test_the_host_waits_for_what_a_stage_of_its_own_is_going_to_read() -> None:
         network, devices = lit_resnet().network, [torch.device("meta", 0), torch.device("cpu")]
         partition = Partition.cut(network, (3, 32, 32), num_stages=2)
         stages = [stage.to(device) for stage, device in zip(partition.modules(network), devices, strict=True)]
-        logits = StagedForward(stages, devices)(torch.zeros(4, 3, 32, 32, device=devices[0]))
+        logits = StagedForward(stages, devices, num_microbatches=2)(torch.zeros(4, 3, 32, 32, device=devices[0]))
         assert logits.device == devices[0]
 
 

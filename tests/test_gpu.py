@@ -61,11 +61,12 @@ def test_batches_made_on_the_device_are_those_of_the_host(layout: Layout, mixing
 
 
 GHOST = "--model.ghost_batchnorm"
+MICROBATCHED = mode_flags("LayerParallelStrategy", 1, num_stages=2, num_microbatches=2)
 # The flags of a run here, and those of the run on the CPU that it equals.
 RUNS = {
     "auto": ([], []),
     "two replicas": (mode_flags("DataParallelStrategy", 1, num_replicas=2), [f"{GHOST}.local_replicas=2"]),
-    "two stages": (mode_flags("LayerParallelStrategy", 1, num_stages=2), []),
+    "two stages": (MICROBATCHED, [f"{GHOST}.num_microbatches=2"]),
 }
 
 

@@ -38,7 +38,7 @@ TORCHVISION += ["--data.num_train=48", "--data.batch_size=16", "--data.val_size=
 # A stage has nothing to train, or no gradients to clip.
 HEAD = ["--model.fine_tuning.head_lr=0.3"]
 FROZEN = "--model.fine_tuning.freeze=['conv1.*','bn1.*','layer1.*','layer2.*','layer3.*']"
-MOST = "dp ddp ddp-sync mp pp fsdp2 tp ddp_spawn ddp_flat"
+MOST = "dp ddp ddp-sync mp-micro pp fsdp2 tp ddp_spawn ddp_flat"
 DRAWING = ["--model.network=own_networks.Drawing", *BITS, "--trainer.precision=32-true"]
 
 
@@ -56,7 +56,7 @@ def own(name: str) -> list[str]:
 
 
 CASES = {
-    "clipped and accumulated": Case("dp mp pp tp", [*TINY, *CUT]),
+    "clipped and accumulated": Case("dp mp-micro pp tp", [*TINY, *CUT]),
     "two devices in each process": Case("ddp_mp", [*TINY, *CUT], devices=4),
     "a network of one's own": Case("fsdp2", own("Opaque")),
     "bits, random masks": Case("dp ddp pp", DRAWING),

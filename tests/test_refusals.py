@@ -141,6 +141,9 @@ OTHER_BITS = {
     "--trainer.accumulate_grad_batches=2": ["another order"],
     "--data.eval_batch_size=6": ["--data.eval_batch_size=6"],
     "--model.optimizer=lit_cifar.MuonSGD": ["its bits depend on how many matrices a process has"],
+    "--trainer.strategy=LayerParallelStrategy --trainer.devices=2 --trainer.strategy.num_microbatches=2": [
+        "a part passes all stages before the next one"
+    ],
     "--trainer.strategy=PipelineStrategy --trainer.devices=2 --trainer.strategy.num_microbatches=2": [
         "num_microbatches=4"
     ],
@@ -267,9 +270,11 @@ SIZES = [
     "strategy=PipelineStrategy devices=2 strategy.num_stages=3",
     "strategy=pp devices=2 sync_batchnorm=true",
     "strategy=ddp_pp devices=3",
+    "strategy=LayerParallelStrategy devices=2 strategy.num_microbatches=0",
     "strategy=LayerParallelStrategy devices=2 strategy.num_stages=3",
     "strategy=ddp_mp devices=3",
     "strategy=DDPLayerParallelStrategy devices=4 strategy.num_stages=3",
+    "strategy=DDPLayerParallelStrategy devices=4 strategy.num_microbatches=2 sync_batchnorm=true",
     "strategy=tp devices=3",
     "strategy=tp devices=2 --model.compile=true",
     "strategy=dp devices=2 --model.compile=true",

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import lightning as L
@@ -21,7 +22,7 @@ from lit_cifar.models import build_resnet
 from lit_cifar.models.partition import Partition
 from lit_cifar.strategies import DataParallelStrategy, DDPLayerParallelStrategy, LayerParallelStrategy
 from lit_cifar.strategies.dp import EmulatedReplicas, _DataParallel, in_context_of_caller
-from lit_cifar.strategies.mp import StagedForward
+from lit_cifar.strategies.mp import StagedForward, gpipe_order
 from lit_cifar.tools.modes import SILENT
 
 pytestmark = short
@@ -114,12 +115,25 @@ def test_threads_of_data_parallel_inherit_autocast_and_mode(inference: bool, mon
         assert _DataParallel(layer).parallel_apply([probe], [()], [{}]) == [(torch.float16, inference, False)]
 
 
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 6])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5])
+def test_every_microbatch_passes_every_stage_once_and_in_order(num_microbatches: int, num_stages: int) -> None:
+    order = list(gpipe_order(num_microbatches=num_microbatches, num_stages=num_stages))
+    assert len(set(order)) == len(order) == num_microbatches * num_stages
+    for microbatch in range(num_microbatches):
+        assert [stage for m, stage in order if m == microbatch] == list(range(num_stages))
+    ticks = [microbatch + stage for microbatch, stage in order]
+    assert ticks == sorted(ticks)
+    # A copy to the next stage is issued before more work of this one.
+    assert all(a[1] > b[1] for a, b in pairwise(order) if sum(a) == sum(b))
+
+
 @pytest.mark.parametrize("num_samples", [0, 1, 3, 5])
 def test_both_modes_evaluate_a_batch_of_any_size(num_samples: int) -> None:
     torch.manual_seed(0)
     network = build_resnet("tiny", stem="imagenet").double().eval()
     images, stages = torch.randn(num_samples, 3, 32, 32).double(), Partition.cut(network, (3, 32, 32), num_stages=2)
-    staged = StagedForward(stages.modules(network), [CPU] * 2)
+    staged = StagedForward(stages.modules(network), [CPU] * 2, num_microbatches=4)
     for forward_fn in (EmulatedReplicas(network, num_replicas=4), staged):
         with torch.inference_mode():
             output = forward_fn(images)

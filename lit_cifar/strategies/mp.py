@@ -1,11 +1,12 @@
 """`mp` and `ddp_mp`: the layers over the local devices of a process; with several processes, the batch over these.
 
 The network's own blocks are moved, each stage's to its device, and nothing is copied or wrapped: names, optimizer and
-checkpoints are those of one device, and so is the result. One device works at a time; `pp` has microbatches.
+checkpoints are those of one device. The order in which microbatches pass is GPipe's (Huang et al. 2019,
+https://arxiv.org/abs/1811.06965).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -21,31 +22,50 @@ from lit_cifar import internals
 from lit_cifar.errors import ConfigError, bounded
 from lit_cifar.mode import ForwardFn, NoRecorder
 from lit_cifar.models.compiled import Compiled
-from lit_cifar.models.random_streams import draw_for_stage
+from lit_cifar.models.random_streams import draw_for_part, draw_for_stage
 from lit_cifar.strategies.base import CutStrategy, SingleProcessStrategy, compiles
+from lit_cifar.strategies.parts import VirtualParts
 
 
 class StagedForward:
-    """Sends a batch through stages on different devices."""
+    """Sends the microbatches of a batch, cut by `Tensor.tensor_split`, through stages on different devices.
+
+    Kernels on CUDA are queued, and the host returns at once: while a device works on one microbatch, the host issues
+    the next device's work on another. In backward, autograd does so by itself, with a thread for each device.
+    """
 
     def __init__(
-        self, stages: Sequence[ForwardFn], devices: Sequence[torch.device], *, recorder: NoRecorder | None = None
+        self,
+        stages: Sequence[Callable[[Tensor], Tensor]],
+        devices: Sequence[torch.device],
+        *,
+        num_microbatches: int = 1,
+        recorder: NoRecorder | None = None,
     ) -> None:
         self.stages = list(zip(stages, devices, strict=True))
+        self.num_microbatches = num_microbatches
         self._recorder = recorder or NoRecorder()
         self._names = device_names(devices)
 
     def __call__(self, images: Tensor) -> Tensor:
         """The output (n, ...) for a batch (n, ...), on the batch's device; n may be 0."""
-        output = images
-        for index, (stage, device) in enumerate(self.stages):
-            here = _sent(output, device)
-            draw_for_stage(index)
-            what: Any = {"stage": index, "microbatch": 0, "worker": self._names[index], "device": device}
-            with self._recorder.span("forward", **what):
-                output = stage(here)
-            self._recorder.follow_backward(output, here, **what)
-        return _sent(output, images.device)
+        pieces = [piece for piece in images.tensor_split(self.num_microbatches) if len(piece)] or [images]
+        for microbatch, index in gpipe_order(num_microbatches=len(pieces), num_stages=len(self.stages)):
+            pieces[microbatch] = self._run(index, microbatch, pieces[microbatch])
+        outputs = [_sent(piece, images.device) for piece in pieces]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _run(self, index: int, microbatch: int, piece: Tensor) -> Tensor:
+        stage, device = self.stages[index]
+        here = _sent(piece, device)
+        if self.num_microbatches > 1:
+            draw_for_part(microbatch)
+        draw_for_stage(index)
+        what: Any = {"stage": index, "microbatch": microbatch, "worker": self._names[index], "device": device}
+        with self._recorder.span("forward", **what):
+            output = stage(here)
+        self._recorder.follow_backward(output, here, **what)
+        return output
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -53,16 +73,34 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
+def gpipe_order(*, num_microbatches: int, num_stages: int) -> Iterator[tuple[int, int]]:
+    """Pairs (microbatch, stage) in the order of issue: microbatch m passes stage s at tick m + s.
+
+    Within a tick the later stages come first: a copy waits in the sender's queue, behind its work on the next one.
+    """
+    for tick in range(num_microbatches + num_stages - 1):
+        for stage in reversed(range(num_stages)):
+            if 0 <= tick - stage < num_microbatches:
+                yield tick - stage, stage
+
+
 class StagedStrategy(CutStrategy, ABC):
     """Places the network's stages on `stage_devices`, and everything else of the module on the root device.
 
     Args:
         num_stages: Number of stages, a multiple of the number of devices; None for one on each device.
+        num_microbatches: Number of pieces into which a replica cuts its part of the batch.
     """
 
-    def __init__(self, *, num_stages: int | None = None, **kwargs: Any) -> None:
+    def __init__(self, *, num_stages: int | None = None, num_microbatches: int = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self._num_microbatches = num_microbatches
         self._num_stages = num_stages
+
+    @property
+    @override
+    def num_microbatches(self) -> int:
+        return self._num_microbatches
 
     @property
     def num_stages(self) -> int:
@@ -78,6 +116,16 @@ class StagedStrategy(CutStrategy, ABC):
         super().check()
         # Not in `__init__`: the command line would say that the class does not fit --trainer.strategy.
         bounded("--trainer.strategy.num_stages", self.num_stages, 1)
+        bounded("--trainer.strategy.num_microbatches", self.num_microbatches, 1)
+        if self.synchronises_batchnorm and self.num_microbatches > 1:
+            problem = f"--trainer.sync_batchnorm=true: {self.num_microbatches} microbatches are normalised one by one"
+            raise ConfigError(problem, remedy="leave it out, or pass --trainer.strategy.num_microbatches=1")
+
+    def use_virtual_parts(self, parts: VirtualParts) -> None:
+        if self.num_microbatches > 1:
+            problem = f"--virtual_replicas={parts.num_parts}: a part passes all stages before the next one"
+            raise ConfigError(problem, remedy="pass --trainer.strategy.num_microbatches=1, or --trainer.strategy=pp")
+        super().use_virtual_parts(parts)
 
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
@@ -100,7 +148,7 @@ class StagedStrategy(CutStrategy, ABC):
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         stages = self.partition.modules(network)
         calls = [Compiled(stage) for stage in stages] if compiles(self.lightning_module) else stages
-        return StagedForward(calls, self.stage_devices, recorder=self.recorder)
+        return StagedForward(calls, self.stage_devices, num_microbatches=self.num_microbatches, recorder=self.recorder)
 
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)
@@ -129,7 +177,11 @@ def device_names(devices: Sequence[torch.device]) -> list[str]:
 
 
 class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
-    """Runs consecutive layers of the network on each device of one process. The result equals one device."""
+    """Runs consecutive layers of the network on each device of one process.
+
+    The result equals one device; with several microbatches, one device that normalises each by itself and moves the
+    running statistics once for each.
+    """
 
     strategy_name = "mp"
     with_processes = "ddp_mp"
@@ -158,7 +210,8 @@ class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
 class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
     """Starts processes as Lightning's `ddp` does, each with a replica of the network on `num_stages` devices.
 
-    `--trainer.devices` counts the devices of a machine, as always. The result equals `ddp` with as many processes.
+    `--trainer.devices` counts the devices of a machine, as always. The result equals `ddp` with as many processes; with
+    several microbatches, one device that normalises each microbatch of each replica separately.
 
     Args:
         num_stages: Number of stages, which is the number of devices of a process.

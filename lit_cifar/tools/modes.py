@@ -78,9 +78,10 @@ def sized_modes(devices: int) -> dict[str, SizedMode]:
     stages = 2 if devices % 2 == 0 else devices  # as many replicas as the devices allow
     microbatches = max(2, devices)  # a 1F1B pipeline needs as many as it has stages
     sized = partial(SizedMode, devices=devices)
+    layers: Sizes = {"num_stages": devices, "num_microbatches": 2}
     pipeline: Sizes = {"num_stages": devices, "num_microbatches": microbatches, "schedule": "1F1B"}
     pipelines: Sizes = {"num_stages": stages, "num_microbatches": 2, "schedule": "GPipe"}
-    replicas: Sizes = {"num_stages": stages}
+    replicas: Sizes = {"num_stages": stages, "num_microbatches": 1}
     others = {
         "single": SizedMode(name="single", strategy="auto", devices=1),
         "ddp_mp": sized(name="ddp_mp", strategy="DDPLayerParallelStrategy", sizes=replicas),
@@ -88,6 +89,10 @@ def sized_modes(devices: int) -> dict[str, SizedMode]:
         "ddp_pp": sized(name="ddp_pp", strategy="PipelineStrategy", sizes=pipelines),
     }
     synchronised = sized(name="ddp-sync", strategy="ddp", sync_batchnorm=True)
+    variants = {
+        "ddp": [sized(name="ddp_flat", strategy="ddp_flat"), synchronised],
+        "mp": [sized(name="mp-micro", strategy="LayerParallelStrategy", sizes=layers)],
+    }
     found: list[SizedMode] = []
     for row in MODES:
         found.append(others.get(row.name) or sized(name=row.name, strategy=row.name))
@@ -109,10 +114,10 @@ def chosen(names: list[str], *, devices: int) -> list[SizedMode]:
 
 # The class that stands for a mode on one GPU; for all others `OneDeviceDDPStrategy`.
 _ON_ONE_GPU = {
+    **dict.fromkeys(("mp", "mp-micro"), "LayerParallelStrategy"),
     **dict.fromkeys(("pp", "ddp_pp"), "OneDevicePipelineStrategy"),
     **dict.fromkeys(("fsdp2", "tp"), "OneDeviceShardedStrategy"),
     "dp": "DataParallelStrategy",
-    "mp": "LayerParallelStrategy",
     "ddp_flat": "OneDeviceFlatDDPStrategy",
     "ddp_mp": "OneDeviceDDPLayerParallelStrategy",
 }

@@ -161,6 +161,15 @@ def _stale_buffers(site: Site) -> None:
     site.replace(site.module, "on_save_checkpoint", with_old_buffers)
 
 
+@mutation("the last microbatch has no gradient", "mp-micro", StagedForward, "__call__", args=PIPELINE)
+def _dropped_microbatch(site: Site, run: Any, forward_fn: StagedForward, images: Tensor) -> Tensor:
+    output: Tensor = run(forward_fn, images)
+    if not output.requires_grad:
+        return output
+    *others, last = output.tensor_split(forward_fn.num_microbatches)
+    return torch.cat([*others, last.detach()])
+
+
 @mutation("a device computes with a copy that is not trained", "mp", StagedForward, "__init__")
 def _copied_stage(site: Site, make: Any, forward_fn: StagedForward, stages: Any, *args: Any, **kwargs: Any) -> None:
     *others, last = stages

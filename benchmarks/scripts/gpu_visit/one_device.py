@@ -11,6 +11,7 @@ ONE_PROCESS = {
     "single": [],
     "dp-twice": _flags("DataParallelStrategy", num_replicas=2),
     "mp": _flags("LayerParallelStrategy", num_stages=2),
+    "mp-micro": _flags("LayerParallelStrategy", num_stages=2, num_microbatches=2),
     "ddp": _flags("ddp"),
     "fsdp2": _flags("fsdp2"),
     "tp": _flags("tp"),
