@@ -26,6 +26,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.models import Whitening
 from lit_cifar.task.metrics import EvaluationMetrics, MeanLoss
 from lit_cifar.task.optim import NesterovSGD, keep_saved_types
+from lit_cifar.task.optimization import RateScaling
 
 pytestmark = short
 images_of = partial(data, num_train=96, num_test=40, val_size=16)
@@ -86,10 +87,17 @@ def test_a_process_that_evaluates_no_image_sends_integers() -> None:
     assert metrics.confusion.compute().equal(torch.zeros(0, 3, dtype=torch.int64))
 
 
-def test_the_schedule_is_planned_over_the_run(tmp_path: Path) -> None:
-    settings = {"max_epochs": 2, "accumulate_grad_batches": 2, "limit_val_batches": 0}
-    run = fit(LitResNet("tiny", stem="imagenet"), tmp_path, images_of(), **settings)
-    assert run.global_step == run.lr_scheduler_configs[0].scheduler.total_steps == 10
+@pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
+def test_the_rate_follows_the_batch_and_the_schedule_the_run(tmp_path: Path, scaling: Any, factor: float) -> None:
+    """Rates that a schedule brings too."""
+    one_cycle = partial(OneCycleLR, max_lr=0.1, total_steps=10)
+    for schedule, rate in ((WarmupDecay, "initial_lr"), (one_cycle, "max_lr")):
+        rule = RateScaling(rule=scaling, base_batch_size=4)
+        module = LitResNet("tiny", stem="imagenet", rate_scaling=rule, lr_scheduler=schedule)
+        settings = {"max_epochs": 2, "accumulate_grad_batches": 2, "limit_val_batches": 0}
+        run = fit(module, tmp_path, images_of(), **settings)
+        assert run.optimizers[0].param_groups[0][rate] == pytest.approx(0.1 * factor)
+        assert run.global_step == run.lr_scheduler_configs[0].scheduler.total_steps == 10
 
 
 def test_a_plateau_follows_its_metric(tmp_path: Path) -> None:

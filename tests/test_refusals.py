@@ -24,6 +24,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.models.fine_tuning import FineTuning
 from lit_cifar.reporting.figures import EvaluationFigures
 from lit_cifar.task.module import LitResNet
+from lit_cifar.task.optimization import RateScaling
 
 TRANSFORM = "--data.augment.transforms+=torchvision.transforms.v2."
 # Flags of a fit, and what is said of them.
@@ -308,6 +309,7 @@ def augmentation(**settings: Any) -> object:
 
 OWN_BOUNDS: dict[str, tuple[Callable[..., object], float, float]] = {
     "model.label_smoothing": (partial(LitResNet, "tiny"), 0, 1),
+    "model.rate_scaling.base_batch_size": (RateScaling, 1, math.inf),
     "model.fine_tuning.head_lr": (FineTuning, 0, math.inf),
     "data.eval_batch_size": (partial(CIFAR10DataModule, dataset="synthetic"), 1, math.inf),
     "data.seed": (partial(CIFAR10DataModule, dataset="synthetic"), 0, math.inf),

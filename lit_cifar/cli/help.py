@@ -19,7 +19,7 @@ _RUN = ("config", "run_dir", "seed_everything")
 _WHERE = ("trainer.accelerator", "trainer.strategy", "trainer.devices", "trainer.num_nodes", "trainer.precision")
 _DATA = ("data.dataset", "data.root", "data.image_size", "data.batch_size")
 _NETWORK = ("model.arch", "model.stem", "model.network")
-_OPTIMIZATION = ("model.optimizer", "model.lr_scheduler")
+_OPTIMIZATION = ("model.optimizer", "model.lr_scheduler", "model.rate_scaling.rule")
 _EVALUATION = {"run": (*_RUN, "ckpt_path"), "network": _NETWORK, "data": (*_DATA, "data.val_size"), "devices": _WHERE}
 COMMON: dict[str, dict[str, tuple[str, ...]]] = {
     "fit": {

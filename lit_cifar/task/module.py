@@ -33,7 +33,7 @@ from lit_cifar.models.memory_format import plain
 from lit_cifar.models.random_streams import RandomStreams
 from lit_cifar.task.metrics import STEP_METRICS, ConfusionMatrix, EpochMeans, EvaluationMetrics, MeanLoss, TopAccuracy
 from lit_cifar.task.optim import NesterovSGD, WarmupDecay
-from lit_cifar.task.optimization import Optimization
+from lit_cifar.task.optimization import Optimization, RateScaling
 
 _PREFIX = "network."  # what Lightning puts before the names of the plain network's tensors
 
@@ -84,6 +84,7 @@ class LitResNet(L.LightningModule):
             test-time augmentation: say so beside an accuracy.
         label_smoothing: Share of the target that is spread over all classes (Szegedy et al., 2016). The reported losses
             include it.
+        rate_scaling: Scaling of the learning rate with the global batch: `RateScaling`.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class LitResNet(L.LightningModule):
         lr_scheduler: LRSchedulerCallable = lambda optimizer: WarmupDecay(optimizer, warmup=0.2, decay="linear"),
         test_views: Literal[1, 2] = 1,
         label_smoothing: float = 0.0,
+        rate_scaling: RateScaling = RateScaling(),  # noqa: B008  # it is frozen
     ) -> None:
         super().__init__()
         num_classes = 10 if num_classes is None else num_classes
@@ -130,7 +132,9 @@ class LitResNet(L.LightningModule):
             self.network.to(memory_format=torch.channels_last)
         self.channels_last = bool(channels_last)
         self.compiles, self.cuda_graphs = bool(compile), compile == "cuda_graphs"
-        self.optimization = Optimization(optimizer, lr_scheduler, fine_tuning=fine_tuning, num_classes=num_classes)
+        self.optimization = Optimization(
+            optimizer, lr_scheduler, fine_tuning=fine_tuning, rate_scaling=rate_scaling, num_classes=num_classes
+        )
         self.test_views = test_views
         self.label_smoothing = bounded("--model.label_smoothing", label_smoothing, 0, 1)
         self._forward_fn: Callable[[Tensor], Tensor] | None = None

@@ -1,11 +1,13 @@
-"""The optimizer and the schedule of a run: made as the user asks, tried before it, and kept when it is resumed."""
+"""The optimizer and the schedule of a run: made as the user asks, scaled by the batch, tried, and kept in a resume."""
 
 import math
 import warnings
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
@@ -13,12 +15,35 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 from lit_cifar.checkpoint.exact_resume import steps_of
 from lit_cifar.checkpoint.format import OPTIMIZER, SCHEDULE, SETTINGS, class_path, holds_training
 from lit_cifar.data.datamodule import CIFAR10DataModule, batches_of_epoch
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, bounded
 from lit_cifar.mode import mode_of
 from lit_cifar.models.fine_tuning import FineTuning
 from lit_cifar.models.memory_format import follow_parameters
 from lit_cifar.task.metrics import STEP_METRICS
 from lit_cifar.task.optim import Recipe, WarmupDecay, check_total_steps, followed_metric, keep_saved_types
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateScaling:
+    """Scaling of the learning rate with the global batch.
+
+    Args:
+        rule: "linear" (Goyal et al., 2017) multiplies the rate by batch_size / base_batch_size, "sqrt" by the square
+            root of that, "none" by 1.
+        base_batch_size: The global batch size that the learning rate was chosen for.
+    """
+
+    rule: Literal["none", "linear", "sqrt"] = "none"
+    base_batch_size: int = 128
+
+    def __post_init__(self) -> None:
+        bounded("--model.rate_scaling.base_batch_size", self.base_batch_size, 1)
+
+    def factor(self, trainer: Any) -> float:
+        if self.rule == "none":
+            return 1.0
+        ratio: float = trainer.datamodule.batch_size / self.base_batch_size
+        return ratio if self.rule == "linear" else ratio**0.5
 
 
 class Optimization:
@@ -30,6 +55,7 @@ class Optimization:
         make_lr_scheduler: LRSchedulerCallable,
         *,
         fine_tuning: FineTuning,
+        rate_scaling: RateScaling,
         num_classes: int,
     ) -> None:
         if None in (make_optimizer, make_lr_scheduler):  # jsonargparse lets a file say null
@@ -37,7 +63,8 @@ class Optimization:
             remedy = "leave it out, or pass --model.lr_scheduler=ConstantLR --model.lr_scheduler.factor=1 to keep it"
             raise ConfigError(problem, remedy=remedy)
         self.make_optimizer, self.make_lr_scheduler = make_optimizer, make_lr_scheduler
-        self.head_lr, self._fine_tuning, self._num_classes = fine_tuning.head_lr, fine_tuning, num_classes
+        self.head_lr, self._rate_scaling = fine_tuning.head_lr, rate_scaling
+        self._fine_tuning, self._num_classes = fine_tuning, num_classes
         self._recipe: Recipe | None = None
         self._resumes = False  # whether a training goes on, until it starts
         self._before: dict[str, Any] | None = None  # its settings, if its checkpoint has some
@@ -63,12 +90,8 @@ class Optimization:
         """The user's schedule before its first step, whose rates have the ratio of `head_lr` to that of the others."""
         rates = [group["lr"] for group in optimizer.param_groups]
         scheduler = self.make_lr_scheduler(optimizer)
-        if self.head_lr is not None and isinstance(scheduler, CyclicLR | OneCycleLR):  # give all groups their own rates
-            head, ratio = optimizer.param_groups[1], rates[1] / rates[0] if rates[0] else 1.0
-            for name in {"lr", "initial_lr", "max_lr", "min_lr"} & head.keys():
-                head[name] *= ratio
-            for both in (scheduler.base_lrs, scheduler.max_lrs) if isinstance(scheduler, CyclicLR) else ():
-                both[1] *= ratio
+        if self.head_lr is not None:
+            _scale_rates(scheduler, optimizer.param_groups[1], number=1, ratio=rates[1] / rates[0] if rates[0] else 1.0)
         return scheduler
 
     def tried(self, network: nn.Module) -> tuple[Optimizer, Any]:
@@ -85,12 +108,21 @@ class Optimization:
         return optimizer, scheduler
 
     def configure(self, network: nn.Module, trainer: Any, *, label_smoothing: float) -> dict[str, Any]:
-        """What Lightning's `configure_optimizers` returns, with the schedule planned over the run."""
+        """What Lightning's `configure_optimizers` returns: rates scaled, and the schedule planned over the run."""
         optimizer = self.new_optimizer(network)
         keep_saved_types(optimizer)
         optimizer.register_load_state_dict_post_hook(follow_parameters)
+        factor = self._rate_scaling.factor(trainer)
+        for group in optimizer.param_groups:
+            group["lr"] *= factor
         self._recipe = Recipe(optimizer, label_smoothing=label_smoothing)
         scheduler = self.new_scheduler(optimizer)
+        for number, group in enumerate(optimizer.param_groups):
+            _scale_rates(scheduler, group, number=number, ratio=factor)
+        if self._rate_scaling.rule != "none":
+            first, rule = optimizer.param_groups[0], self._rate_scaling.rule
+            peak = first.get("max_lr", first.get("initial_lr", first["lr"]))
+            rank_zero_info(f"learning rate x {factor:.4g} = {peak:.4g}: {rule} scaling by the global batch")
         total_steps = trainer.estimated_stepping_batches
         check_total_steps(scheduler, total_steps)
         if isinstance(scheduler, WarmupDecay):
@@ -131,6 +163,16 @@ class Optimization:
         """Note the settings of the training that goes on from a checkpoint, if it holds one."""
         found = checkpoint.get(SETTINGS)
         self._resumes, self._before = holds_training(checkpoint), found if isinstance(found, dict) else None
+
+
+def _scale_rates(scheduler: Any, group: dict[str, Any], *, number: int, ratio: float) -> None:
+    """Multiply the rates of one parameter group in a schedule that gives all groups its own and not the optimizer's."""
+    if isinstance(scheduler, CyclicLR):
+        for rates in (scheduler.base_lrs, scheduler.max_lrs):
+            rates[number] *= ratio
+    if isinstance(scheduler, CyclicLR | OneCycleLR):
+        for name in {"lr", "initial_lr", "max_lr", "min_lr"} & group.keys():
+            group[name] *= ratio
 
 
 def check_schedule(scheduler: Any, trainer: Trainer, data: CIFAR10DataModule, *, num_batches: int) -> None:

@@ -95,9 +95,7 @@ def sized_modes(devices: int) -> dict[str, SizedMode]:
     }
     found: list[SizedMode] = []
     for row in MODES:
-        found.append(others.get(row.name) or sized(name=row.name, strategy=row.name))
-        if row.name == "ddp":
-            found += [sized(name="ddp_flat", strategy="ddp_flat"), synchronised]
+        found += [others.get(row.name) or sized(name=row.name, strategy=row.name), *variants.get(row.name, [])]
     return {mode.name: mode for mode in found}
 
 

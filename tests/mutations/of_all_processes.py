@@ -24,7 +24,7 @@ from lit_cifar.strategies.mp import StagedForward
 from lit_cifar.strategies.pipeline import Pipeline
 from lit_cifar.task.metrics import EvaluationMetrics
 from lit_cifar.task.optim import WarmupDecay
-from lit_cifar.task.optimization import Optimization
+from lit_cifar.task.optimization import RateScaling
 from tests.mutations.planting import PIPELINE, STRATEGY, Mutation, Site, planted
 
 MUTATIONS: list[Mutation] = []
@@ -135,11 +135,9 @@ def _schedule_per_process(site: Site, step: Any, schedule: WarmupDecay, *args: A
         step(schedule, *args)
 
 
-@mutation("the rate is multiplied by the world size", "ddp", Optimization, "new_optimizer")
-def _scaled_learning_rate(site: Site, make: Any, *args: Any) -> Any:
-    optimizer = make(*args)
-    optimizer.param_groups[0]["lr"] *= site.trainer.world_size
-    return optimizer
+@mutation("the rate is multiplied by the world size", "ddp", RateScaling, "factor")
+def _scaled_learning_rate(site: Site, factor: Any, *args: Any) -> float:
+    return float(factor(*args) * site.trainer.world_size)
 
 
 @mutation("running statistics are the last replica's", "dp", EmulatedReplicas, "__call__")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lit_cifar.mode.tensors import local_part
 from lit_cifar.strategies.sync_batchnorm import _Synchronised
 from lit_cifar.task.metrics import EvaluationMetrics
-from lit_cifar.task.optimization import Optimization
+from lit_cifar.task.optimization import RateScaling
 from tests.mutations.planting import MODULE, PIPELINE, STRATEGY, Mutation, Site, planted
 
 MUTATIONS: list[Mutation] = []
@@ -81,11 +81,9 @@ def _other_decay(site: Site, configure: Any) -> Any:
     return configured
 
 
-@mutation("one process has another learning rate", "ddp_spawn", Optimization, "new_optimizer")
-def _other_rate(site: Site, make: Any, *args: Any) -> Any:
-    optimizer = make(*args)
-    optimizer.param_groups[0]["lr"] *= 2
-    return optimizer
+@mutation("one process has another learning rate", "ddp_spawn", RateScaling, "factor")
+def _other_rate(site: Site, factor: Any, *args: Any) -> float:
+    return float(factor(*args) * 2)
 
 
 @mutation("one optimizer has a parameter of another network", "ddp", MODULE, "configure_optimizers")
