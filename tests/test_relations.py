@@ -708,13 +708,24 @@ def test_a_plain_script_is_resumed_by_its_own_means(
         ("--resume", "bool", False, ["--resume"]),
         ("trainer.resume-from=", "str", True, [f"trainer.resume-from={name}" for name in ("out", "out/a", "out/b")]),
         ("--resume", "int", True, []),  # the number of an epoch, or of a run
-        ("--checkpoint", "str", True, []),  # where to write it, or weights to begin with
+        ("--ckpt", "str", True, [f"--ckpt {name}" for name in ("out", "out/a", "out/b")]),
+        ("--out", "str", True, []),
     ],
 )
 def test_a_flag_resumes_by_its_name_and_type(word: str, kind: str, takes_value: bool, expected: list[str]) -> None:
     written = Written(8, 8, ["out/a", "out/b"])
     ways = guessed({word: Flag((word,), None, kind, takes_value)}, written)
     assert [" ".join(way.given(written)) for way in ways] == ["", *expected]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("read", "expected"), [("(optimizer, schedule), states", "pass"), ("(), ()", "abstain")])
+def test_a_file_to_begin_with_is_a_checkpoint_if_an_optimizer_is_read(
+    read: str, expected: str, verdicts: Verdicts
+) -> None:
+    script = OWN.replace("--resume", "--ckpt").replace("().resume", "().ckpt")
+    *_, last = verdicts(script.replace("(optimizer, schedule), states", read), only="resume")
+    assert last.outcome == expected
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from lit_cifar.checks.verdict import Verdict
 from lit_cifar.errors import printable
 
 CHECKPOINT = "{checkpoint}"  # stands for it in a command
-_MEANS_RESUMING = {"resume", "restore", "continue"}
+_MEANS_RESUMING, _MAY_MEAN_IT = {"resume", "restore", "continue"}, {"checkpoint", "ckpt", "load"}
 _BESIDE = {"auto", "checkpoint", "ckpt", "dir", "file", "folder", "from", "last", "latest", "path", "state", "training"}
 
 
@@ -27,6 +27,7 @@ class Way:
 
     words: tuple[str, ...] = ()
     number: int = 0
+    is_sure: bool = True  # else what it names may be weights to begin with
 
     def given(self, written: Written) -> tuple[str, ...]:
         *_, name = _names(written)[: self.number + 1]
@@ -57,12 +58,14 @@ def guessed(flags: dict[str, Flag], written: Written) -> Iterator[Way]:
     yield Way()
     for flag in flags.values():
         names = [{*name.split("_")} for name in flag.names]
-        if not any(words & _MEANS_RESUMING and words <= _MEANS_RESUMING | _BESIDE for words in names):
+        known = [words for words in names if words <= _MEANS_RESUMING | _MAY_MEAN_IT | _BESIDE]
+        is_sure = any(words & _MEANS_RESUMING for words in known)
+        if not is_sure and not any(words & _MAY_MEAN_IT for words in known):
             continue
         if not flag.takes_value or flag.kind == "bool":
-            yield Way(flag.given(True))
+            yield Way(flag.given(True), is_sure=is_sure)
         elif flag.kind not in ("int", "float"):
-            yield from _with_names(flag.given(CHECKPOINT), written)
+            yield from (replace(way, is_sure=is_sure) for way in _with_names(flag.given(CHECKPOINT), written))
 
 
 def _with_names(words: Iterable[str], written: Written) -> Iterator[Way]:
@@ -107,9 +110,14 @@ class _Resumption(Interruption):
         return f"its checkpoint {printable(_names(self.written)[0])} holds {' and '.join(lost)}" if lost else ""
 
     def works(self) -> bool:
-        """Whether the script reads the checkpoint before its first step. An error may ask for another name of it."""
+        """Whether the script reads the checkpoint before its first step, and if that is not sure an optimizer from it.
+
+        An error may ask for another name of the file.
+        """
         _, ended = self._as_they_ended()
-        return ended.part(Checkpoints).read and (self.way.number == 0 or not ended.end.error)
+        noted = ended.part(Checkpoints)
+        goes_on = self.way.is_sure or any(name.startswith("optimizer/") for name in noted.resumed)
+        return noted.read and goes_on and (self.way.number == 0 or not ended.end.error)
 
     def _as_they_ended(self) -> tuple[Trace, Trace]:
         """Both halves of the training as it is, of which the second may have ended by an error."""
