@@ -23,10 +23,7 @@ def digest(tensor: Tensor) -> str:
 
 @pytest.mark.parametrize(
     ("augmentation", "expected"),
-    [
-        (Augmentation(seed=5), "44edf9e5b545b3ce"),
-        (Augmentation(seed=5, cutout=16, padding=2), "74cd95c8dc744600"),
-    ],
+    [(Augmentation(seed=5), "44edf9e5b545b3ce"), (Augmentation(seed=5, cutout=16, padding=2), "74cd95c8dc744600")],
 )
 def test_the_bytes_of_every_version_are_the_same(augmentation: Augmentation, expected: str) -> None:
     """Digests of 0.1.0: who goes on with a run of then goes on with its images."""

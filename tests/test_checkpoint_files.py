@@ -18,14 +18,7 @@ from threads import on_ranks
 
 from lit_cifar.checkpoint import atomic
 from lit_cifar.checkpoint import files as checkpoint_files
-from lit_cifar.checkpoint.atomic import (
-    BEST,
-    LAST,
-    PREVIOUS,
-    newest_valid,
-    read_checked,
-    write_checkpoint,
-)
+from lit_cifar.checkpoint.atomic import BEST, LAST, PREVIOUS, newest_valid, read_checked, write_checkpoint
 from lit_cifar.checkpoint.compatibility import check_classes, check_header
 from lit_cifar.checkpoint.files import DIGESTS, CheckpointFiles, note_epoch, weights_digest
 from lit_cifar.checkpoint.format import Header, TrainedOn, read_checkpoint

@@ -619,12 +619,7 @@ QUICK = [
     ("PLAIN", "not divided", "accumulation", {"accumulation": "fail"}),
     ("ENGINE", "", "evaluation,epochs", {"evaluation": "pass", "order of epochs": "pass"}),
     ("ENGINE", "mean of means", "evaluation", {"evaluation": "fail"}),
-    (
-        "NOISY",
-        "",
-        "ranks,accumulation,scale",
-        EQUAL | DRAWING | {"accumulation": "pass", "scale of the loss": "pass"},
-    ),
+    ("NOISY", "", "ranks,accumulation,scale", EQUAL | DRAWING | {"accumulation": "pass", "scale of the loss": "pass"}),
     ("NOISY", "only own part", "ranks", EQUAL | DRAWING | {"evaluation on 2 ranks": "fail"}),
     ("TAILS", "by all of a window", "accumulation", {"accumulation": "fail"}),
 ]
@@ -901,12 +896,7 @@ STRICT = "What would judge it stands above; --strict makes it exit status 3"
     ],
 )
 def test_the_exit_status_is_0_only_if_what_was_asked_for_was_judged(
-    words: list[str],
-    outcomes: dict[str, Any],
-    status: int,
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    words: list[str], outcomes: dict[str, Any], status: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def judge(_: Target, chosen: dict[str, Any], **__: Any) -> Iterator[Verdict]:
         yield Verdict("run", outcomes.get("run", "pass"))

@@ -64,10 +64,7 @@ def test_all_generators_are_seeded_by_sample_and_left_as_they_were() -> None:
     assert before == after
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"cutout": 8}, {"transforms": [v2.RandAugment(), v2.ColorJitter(0.4, hue=0.1)]}],
-)
+@pytest.mark.parametrize("settings", [{"cutout": 8}, {"transforms": [v2.RandAugment(), v2.ColorJitter(0.4, hue=0.1)]}])
 def test_a_sample_is_augmented_alike_in_any_block_and_otherwise_in_another_epoch(settings: dict[str, Any]) -> None:
     keys = torch.randperm(64)
 

@@ -38,15 +38,7 @@ from lit_cifar.tools.verify.record import (
     note_largest,
     step_problems,
 )
-from lit_cifar.tools.verify.recorder import (
-    Snapshot,
-    State,
-    Step,
-    Trace,
-    metric_counts,
-    numbers,
-    short_digest,
-)
+from lit_cifar.tools.verify.recorder import Snapshot, State, Step, Trace, metric_counts, numbers, short_digest
 from lit_cifar.tools.verify.verifier import Case, Verifier
 from tests.mutations.catalogue import CLONE, on_python_path
 
