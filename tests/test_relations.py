@@ -481,6 +481,11 @@ def test_a_buffer_that_is_never_saved_and_changes_nothing_else_is_a_note(tmp_pat
     assert (verdict.outcome, "unsaved buffer bank" in verdict.text) == ("note", True)
 
 
+def test_another_number_of_steps_may_come_of_cut_epochs(tmp_path: Path) -> None:
+    one, other = (Trace(state={"weights/a": torch.ones(1)}, norms=[1.0] * steps) for steps in (2, 3))
+    assert Runs(Target(program="", folder=""), RunPlan(), tmp_path, limit_s=1).judge("resume", one, other).may_be_cut
+
+
 def test_a_training_that_ends_where_the_next_begins_has_its_own_weights(tmp_path: Path) -> None:
     (user := tmp_path / "user").mkdir()
     (user / "train.py").write_text(PARSED_TRAINING.replace("\nmain()", "\ntrain(4)\ntrain(4)"))
@@ -612,6 +617,7 @@ def resumed(by_steps: dict[int, str]) -> dict[str, str]:
 SHUFFLED = {"replicas": "pass", "order of epochs": "pass"}
 EQUAL = {"replicas": "pass", "samples of ranks": "pass", "ranks": "pass", "evaluation on 2 ranks": "pass"}
 DRAWING = {"draws of ranks": "note"}  # each rank has the seed of the other
+OTHER_BATCHES = dict.fromkeys(("evaluation", "evaluation in batches of 7", "evaluation as one batch"), "note")
 # A script, its mistake, the relations that judge it, and what they say beside that it runs.
 QUICK = [
     ("PLAIN", "times ranks", "ranks", SHUFFLED | {"samples of ranks": "pass", "ranks": "fail"}),
@@ -625,12 +631,7 @@ QUICK = [
 ]
 SLOW = [
     ("PLAIN", "dropout stays on", "evaluation", {"evaluation": "note"}),
-    (
-        "PLAIN",
-        "counts on batches of 4",
-        "evaluation",
-        dict.fromkeys(("evaluation", "evaluation in batches of 7", "evaluation as one batch"), "note"),
-    ),
+    ("PLAIN", "counts on batches of 4", "evaluation", OTHER_BATCHES),
     ("PLAIN", "same samples", "ranks", SHUFFLED | {"samples of ranks": "fail", "ranks": "abstain"}),
     ("PLAIN", "same order", "epochs", {"order of epochs": "fail"}),
     ("PLAIN", "left out", "trained", {"what is trained": "note"}),

@@ -22,7 +22,7 @@ class Verdict:
     looked_at: str = ""
     differences: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    has_other_samples: bool = False  # in a step
+    may_be_cut: bool = False  # other samples in a step, or another number of steps, as where epochs were cut
     cut: str = ""  # what the runs were of the whole training
     paste: str = ""  # lines of a script with which it would be judged
     asked: list[str] = field(default_factory=list)  # relations of the command that say it

@@ -102,8 +102,10 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
     own = runs.own()
     if not _results(runs, own):
         raise NotJudgedError("no result of an evaluation is told", "relations.report(loss=loss)")
-    by_hand = "evaluation_batch" in own.script.calls
-    if not by_hand and (reason := _why_not_in_other_batches(own)):
+    reason = _why_not_in_other_batches(own)
+    # Where the script divides its data, and they are more than was read, batches of its loader are divided.
+    by_hand = "evaluation_batch" in own.script.calls and bool(reason or not own.part(Evaluations).cut)
+    if not by_hand and reason:
         raise NotJudgedError(reason, 'batch = relations.knob("evaluation_batch", batch)  # its samples')
     if by_hand and own.part(Evaluations).cut:
         raise NotJudgedError(CUT)

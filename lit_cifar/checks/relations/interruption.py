@@ -110,11 +110,11 @@ def judged_at(runs: Runs, places: Callable[[Runs], Iterator["Interruption"]]) ->
     """The verdicts at all places; with whole epochs if it fails with cut ones, from which it may compute its place."""
     verdicts = [place.verdict() for place in places(runs)]
     batches, limits = runs.own().reading.cut_from, runs.plan.limits
-    if batches and any(verdict.has_other_samples for verdict in verdicts):
+    if batches and any(verdict.may_be_cut for verdict in verdicts):
         steps = max(limits.steps, 3 * batches)  # with epochs in which it is stopped twice
         cut = f"if it counts on whole epochs, which were cut after {limits.batches} of {batches} batches, pass"
         for verdict in verdicts:
-            if verdict.has_other_samples:
+            if verdict.may_be_cut:
                 verdict.outcome = "note"
                 verdict.text += f"; {cut} --batches={batches} --steps={steps}"
         if batches <= limits.steps:

@@ -210,7 +210,7 @@ class Runs:
         since = first_apart(one.norms, other.norms, self.limit)
         when = "" if since is None else f"; parameters differ since step {since}"
         more = f"; {len(found)} tensors and numbers differ" if len(found) > 1 else ""
-        return replace(verdict, text=f"{said}{found[0]}{when}{more}", has_other_samples=bool(others))
+        return replace(verdict, text=f"{said}{found[0]}{when}{more}", may_be_cut=bool(others or of_steps))
 
 
 def _kind_of(name: str) -> str:
