@@ -124,7 +124,7 @@ def _finding(mutation: Mutation | None, row: VerifiedMode, ended: EndedRun, fold
     stderr = [] if finished else ended.stderr.splitlines()
     said = [line.strip() for line in stderr if GUARD in line]
     guard = "sample audit" if said else None
-    seen = said[-1:] or row.problems
+    seen = said[-1:] or row.problems or stderr[-1:]
     acted = mutation is not None and any((folder / mutation.name).iterdir())
     return Finding(mutation, row.mode, seen, finished, acted=acted, guard=guard)
 

@@ -161,7 +161,8 @@ class Loaders:
         most: int | None = self._plan.limits.batches
         self._trained.setdefault(number, loader)
         reading.epochs.append(0)
-        with suppress(TypeError):  # of a stream
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        try:
             reading.lengths[number] = read = len(loader)
             own = self._length_of(loader)
             own = min(own, part if isinstance(part, int) else int(part * own))
@@ -169,10 +170,12 @@ class Loaders:
                 most = None  # an iteration without an end may go on behind the epoch
             elif not self._plan.imposed:
                 reading.cut[number] = own
+        except TypeError:  # its data or its sampler have no length
+            is_stream = True
         self._watched.seed("order")
         batches = iterate(loader)  # which draws a number, of the generator that may make the model next
         # A plain loop over a stream may read more than an epoch, and ends with its steps.
-        if isinstance(loader.dataset, IterableDataset) and not self._trace.script.is_lightning:
+        if is_stream and not self._trace.script.is_lightning:
             most = None
         return self._followed(loader, len(reading.epochs) - 1, self._fetched(islice(batches, most)))
 
