@@ -111,7 +111,11 @@ def related() -> Values:
             values |= judged_by_relations(f"{name}{kind}", of_kind)
     values |= judged_by_relations("relations-all", read("silent_bugs/2026-11-28-all/relations.json"))
     for kind in ("unedited", "edited"):
-        values |= judged_by_relations(f"relations-fourth-{kind}", read(f"silent_bugs/2026-11-29-fourth/{kind}.json"))
+        both = []
+        for round_ in ("fourth", "fifth"):
+            both += (rows := read(f"silent_bugs/2026-11-29-{round_}/{kind}.json"))
+            values |= judged_by_relations(f"relations-{round_}-{kind}", rows)
+        values |= judged_by_relations(f"relations-blind-{kind}", both)
     return values
 
 
