@@ -103,7 +103,7 @@ def test_modes_train_in_a_type_too_narrow_for_verify(option: str, modes: list[st
 def test_one_device_goes_without_what_modes_are_to_show_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: dict[str, str] = {}
 
-    def note(self: Verifier, title: str, folder: Path, flags: list[str]) -> EndedRun:
+    def note(self: Verifier, title: str, folder: Path, flags: list[str], *_: Any) -> EndedRun:
         started.update(flag.split("=", 1) for flag in (*self.settings.flags, *flags) if "=" in flag)
         return EndedRun(0, "", "", 0.0)
 

@@ -119,7 +119,7 @@ class LitResNet(L.LightningModule):
         else:
             for name, value in {"arch": arch, "stem": stem, "zero_init_residual": zero_init_residual or None}.items():
                 if value is not None:
-                    raise clash(f"--model.network={own}", f"--model.{name}={value}", "which is about another network")
+                    raise clash(f"--model.network={own}", f"--model.{name}={value}", "that is about another network")
         self.network, self.header = network, Header(arch=arch, stem=stem, network=own, **sizes)
         self.ghost_batchnorm = ghost_batchnorm
         if ghost_batchnorm is not None:

@@ -87,7 +87,7 @@ class TrainRecipe:
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, steps)
         self.epoch = 0
         if args.restore_from is not None:
-            state = torch.load(args.restore_from)
+            state = torch.load(args.restore_from, weights_only=True)
             for name in ("model", "optimizer", "scheduler"):
                 getattr(self, name).load_state_dict(state[name])
             self.epoch = state["epoch"]

@@ -105,7 +105,7 @@ class Trainer:
         return best_valid_score
 
     def load_best_model(self):
-        self.model.load(torch.load(self.saved_model_file)["state_dict"])
+        self.model.load(torch.load(self.saved_model_file, weights_only=True)["state_dict"])
 
 
 def interactions(n_users, n_items, seed=1):

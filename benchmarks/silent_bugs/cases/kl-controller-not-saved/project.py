@@ -77,7 +77,7 @@ class Trainer:
         torch.save(state, path)
 
     def load_checkpoint(self, path):
-        state = torch.load(path)
+        state = torch.load(path, weights_only=True)
         self.actor.load_state_dict(state["actor"])
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"])

@@ -106,7 +106,7 @@ class Worker:
         torch.save(states, path)
 
     def load(self, path):
-        states = torch.load(path)
+        states = torch.load(path, weights_only=True)
         for name in ("Gen", "Dis", "g_optimizer", "d_optimizer"):
             getattr(self, name).load_state_dict(states[name])
         self.step = states["step"]

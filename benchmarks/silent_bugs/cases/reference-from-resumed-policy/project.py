@@ -57,7 +57,7 @@ class PolicyWorker:
             self.init_reference_model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, weight_decay=0.01)
         if weights_path:
-            state = torch.load(weights_path)
+            state = torch.load(weights_path, weights_only=True)
             self.model.load_state_dict(state["policy"])
             self.optimizer.load_state_dict(state["optimizer"])
         if BUG:
@@ -106,7 +106,7 @@ def grpo_train(args):
     prompts, val_prompts = load_prompts(96, seed=1), load_prompts(50, seed=2)
     first = 0
     if args.resume:
-        state = torch.load(args.resume)
+        state = torch.load(args.resume, weights_only=True)
         first = state["step"]
         torch.set_rng_state(state["rng_state"])
     per_step = args.train_global_batch_size // args.num_generations_per_prompt

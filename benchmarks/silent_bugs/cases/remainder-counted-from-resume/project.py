@@ -99,7 +99,7 @@ class IterBasedRunner:
         torch.save({"meta": meta, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, path)
 
     def resume(self, path):
-        checkpoint = torch.load(path)
+        checkpoint = torch.load(path, weights_only=True)
         self.model.load_state_dict(checkpoint["model"])
         self.optimizer.load_state_dict(checkpoint["optimizer"])
         self.iter = checkpoint["meta"]["iter"]

@@ -5,7 +5,6 @@ python project.py --work-dir work_dirs/small
 
 import argparse
 import json
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -81,11 +80,12 @@ def multi_gpu_test(model, data_loader, tmpdir):
 
 def collect_results_cpu(result_part, size, tmpdir):
     tmpdir.mkdir(parents=True, exist_ok=True)
-    (tmpdir / f"part_{dist.get_rank()}.pkl").write_bytes(pickle.dumps(result_part))
+    torch.save([torch.as_tensor(result) for result in result_part], tmpdir / f"part_{dist.get_rank()}.pt")
     dist.barrier()
     if dist.get_rank() != 0:
         return None
-    part_list = [pickle.loads((tmpdir / f"part_{rank}.pkl").read_bytes()) for rank in range(dist.get_world_size())]
+    files = [tmpdir / f"part_{rank}.pt" for rank in range(dist.get_world_size())]
+    part_list = [[result.numpy() for result in torch.load(file, weights_only=True)] for file in files]
     # sort the results
     ordered_results = []
     for res in zip(*part_list, strict=True):

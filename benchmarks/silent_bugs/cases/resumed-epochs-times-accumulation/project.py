@@ -78,7 +78,7 @@ class NetworkTrainer:
         torch.save({**states, "current_step": self.global_step}, path)
 
     def load_state(self, path):
-        states = torch.load(path)
+        states = torch.load(path, weights_only=True)
         for name in ("network", "optimizer", "lr_scheduler"):
             getattr(self, name).load_state_dict(states[name])
         return states["current_step"]

@@ -113,7 +113,7 @@ class SAC:
         torch.save(file | {"env": (self.env.state, self.env.time), "rng": torch.get_rng_state()}, path)
 
     def load(self, path):
-        file = torch.load(path)
+        file = torch.load(path, weights_only=True)
         for name in self.state_dicts:
             getattr(self, name).load_state_dict(file[name])
         for name in self.tensors:
