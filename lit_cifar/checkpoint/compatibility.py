@@ -29,6 +29,7 @@ _OF_BEST = {  # what a ModelCheckpoint holds once it has saved
     "best_k_models": dict[str, float],
     **dict.fromkeys(("best_model_score", "current_score", "kth_value"), float | None),
 }
+_SQUARES = {"step", "exp_avg_sq", "max_exp_avg_sq", "square_avg"}  # what no step of an optimizer makes negative
 _CONFIG = "which RUN_FOLDER/config.yaml has"
 _PACKAGES = ("", "torch.optim.lr_scheduler", "lit_cifar")  # of optimizers and schedules; "" is torch.optim
 _SIZES = {"arch": "--model.arch", "stem": "--model.stem", "image_size": "--data.image_size"}
@@ -58,9 +59,11 @@ def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def wrong_values(network: nn.Module, weights: Mapping[str, Tensor]) -> str:
-    """In words, the first of the weights with nan, or an infinite parameter."""
+    """In words, the first of the weights with nan, an infinite parameter or a negative variance."""
     parameters = {name for name, _ in network.named_parameters()}
     for name, tensor in weights.items():
+        if name.endswith("running_var") and (tensor < 0).any():
+            return f"the weights are negative variances: {name}"
         if (~tensor.isfinite() if name in parameters else tensor.isnan()).any():
             return f"the weights are not finite: {name}"
     return ""
@@ -126,9 +129,15 @@ def check_states(checkpoint: Mapping[str, Any], trainer: Trainer, optimizer: Opt
         if callback.state_key in checkpoint["callbacks"]:
             _check_callback(checkpoint["callbacks"][callback.state_key], callback)
     check_content(checkpoint["lr_schedulers"], [scheduler.state_dict()], "lr_schedulers", partly=True)
+    if _holds_nan(checkpoint["lr_schedulers"]):
+        raise CheckpointError("the state of its schedule holds nan")
     with _trying("the schedule"):
         scheduler.load_state_dict(deepcopy(checkpoint["lr_schedulers"][0]))
     _check_state(checkpoint["optimizer_states"][0], optimizer, begun=checkpoint["global_step"] > 0)
+    rates = [group.get("lr", 0.0) for group in checkpoint["optimizer_states"][0]["param_groups"]]
+    rates += checkpoint["lr_schedulers"][0].get("base_lrs", [])
+    if not all(map(math.isfinite, rates)):
+        raise CheckpointError(f"its learning rates are {described(rates)}")
 
 
 def _check_callback(state: Any, callback: Callback) -> None:
@@ -163,6 +172,9 @@ def _check_state(found: dict[str, Any], optimizer: Optimizer, *, begun: bool) ->
         rank_zero_warn(f"{problem}: none of them has had a gradient, or the file is not whole")
     if _holds_nan(found):
         raise CheckpointError("the state of its optimizer holds nan: it has diverged")
+    numbers = [(name, state[name]) for state in found["state"].values() for name in _SQUARES & state.keys()]
+    if negative := [name for name, value in numbers if (torch.as_tensor(value) < 0).any()]:
+        raise CheckpointError(f"the {negative[0]} of its optimizer is negative")
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
     for number, state in _after_a_step(optimizer).items():
