@@ -210,7 +210,7 @@ def test_blocks_may_begin_as_the_identity() -> None:
     assert not torch.cat(last).any()
     with pytest.raises(ConfigError, match="vit_micro is none"):
         LitResNet("vit_micro", zero_init_residual=True)
-    with pytest.raises(ConfigError, match="zero_init_residual=True: which is about another"):
+    with pytest.raises(ConfigError, match="zero_init_residual=True: that is about another"):
         LitResNet(network=module.network, zero_init_residual=True)
 
 
