@@ -98,9 +98,8 @@ class Verifier:
         (folder / "trace").mkdir()
         own = [f"--run_dir={folder / 'run'}", "--trainer.callbacks+=lit_cifar.tools.verify.recorder.Trace"]
         own.append(f"--trainer.callbacks.folder={folder / 'trace'}")
-        at_once = self.settings.num_at_once * (
-            self.settings.num_parts or mode.num_processes
-        )  # bits depend on the threads
+        # Bits depend on the threads, so that with virtual replicas all modes have as many.
+        at_once = self.settings.num_at_once * (self.settings.num_parts or mode.num_processes)
         threads = max(1, len(os.sched_getaffinity(0)) // at_once)
         say(f"running  {title}")
         words = ["fit", *self.settings.flags, *flags, *own]
