@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, ImagePalette, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.PngImagePlugin import PngImageFile
-from PIL.TiffImagePlugin import BITSPERSAMPLE, COLORMAP, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT, TiffImageFile
+from PIL.TiffImagePlugin import COLORMAP, SAMPLEFORMAT, TiffImageFile
 from torch import Tensor
 from tqdm import tqdm
 
@@ -26,7 +26,7 @@ FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
 # As of most files.
 SUFFIXES = {".png", ".jpg", ".jpeg", ".gif", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm"}
 _OF_SYSTEMS = {"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found", "Thumbs.db"}
-NEW_SUBFILE_TYPE = 254  # a tag of TIFF
+_SUBFILE_TYPE = 254  # a tag of TIFF
 _CHUNK = 32  # pictures that a thread decodes at a time
 IMAGES_WANTED = "name a folder that holds images, e.g. PNG or JPEG files"
 
@@ -129,15 +129,13 @@ def _only_bombs_warn() -> Iterator[None]:
 def _read_image(path: Path | str, size: int) -> Tensor | str:
     try:
         with Image.open(path, formats=FORMATS) as image:
-            if not _has_range(image):
-                what = f"{image.format} of mode {image.mode}"
-                return f"{what}: no black and white are told; save it with 8 or 16 bits"
-            if problem := _of_several(image):
-                return f"TIFF {problem}: save the picture that counts, in one page of grey or RGB"
-            _scale_colours(image)
-            scale = _grey_scale(image)  # `upright` has no tags
+            if problem := _unclear(image):
+                return problem
             upright = ImageOps.exif_transpose(image)
-            square = ImageOps.fit(_to_rgb(upright, *scale), (size, size), method=Image.Resampling.BICUBIC)
+            if upright.has_transparency_data:
+                white = Image.new("RGBA", upright.size, "white")
+                upright = Image.alpha_composite(white, upright.convert("RGBA"))
+            square = ImageOps.fit(upright.convert("RGB"), (size, size), method=Image.Resampling.BICUBIC)
     except UnidentifiedImageError:
         return f"not an image ({', '.join(FORMATS)})"
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
@@ -147,59 +145,25 @@ def _read_image(path: Path | str, size: int) -> Tensor | str:
     return torch.from_numpy(np.array(square)).permute(2, 0, 1)
 
 
-def _tags(image: Image.Image) -> Mapping[int, Any]:
-    """The tags of a TIFF file, by number; none of other files."""
-    return image.tag_v2 if isinstance(image, TiffImageFile) else {}
-
-
-def _of_several(image: Image.Image) -> str | None:
-    """Why nobody can tell what a TIFF file shows; None if that is known."""
-    tags = _tags(image)
-    if tags.get(NEW_SUBFILE_TYPE, 0) & 1:
-        return "whose first page is a thumbnail"
-    if isinstance(image, TiffImageFile) and image.n_frames > 1:
-        return f"of {image.n_frames} pages"
-    # The fourth may be infrared, which is often marked as the transparency.
-    return "of four bands" if tags and image.mode in ("RGBA", "RGBX", "RGBa") else None
-
-
-def _has_range(image: Image.Image) -> bool:
-    """Whether the file tells which values are black and white.
-
-    Integers of 32 bits usually hold smaller ones, and real numbers anything; Pillow clips both at 255. It reads signed
-    bytes as unsigned ones. From a PGM file it makes integers up to 65535.
-    """
-    signed = 2 in _tags(image).get(SAMPLEFORMAT, ())
-    return not signed and image.mode != "F" and (image.mode != "I" or image.format == "PPM")
-
-
-def _scale_colours(image: Image.Image) -> None:
-    """Scale a palette and a transparent colour like the pixels, before these are decoded."""
-    colours, transparent = _tags(image).get(COLORMAP), image.info.get("transparency")
-    if colours and max(colours) < 256:  # they should have 16 bits: Pillow would make all black
-        image.palette = ImagePalette.raw("RGB;L", bytes(colours))
-    if isinstance(image, PngImageFile) and isinstance(transparent, tuple) and image.tile[0].args == "RGB;16B":
-        # The pixels lose their low bytes.
-        image.info["transparency"] = tuple(value >> 8 for value in transparent)
-    if isinstance(image, PngImageFile) and isinstance(transparent, int) and image.mode == "L":
-        image.info["transparency"] = transparent * {"L;2": 85, "L;4": 17}.get(str(image.tile[0].args), 1)
-
-
-def _grey_scale(image: Image.Image) -> tuple[int, bool]:
-    """The number of bits of a grey with more than 8, and whether 0 is white."""
-    tags = _tags(image)
-    return tags.get(BITSPERSAMPLE, (16,))[0], tags.get(PHOTOMETRIC_INTERPRETATION) == 0
-
-
-def _to_rgb(image: Image.Image, bits: int, inverted: bool) -> Image.Image:
-    if image.mode.startswith("I"):  # Pillow's own conversion clips greys at 255 instead of scaling them
-        values = np.asarray(image)
-        grey = (values >> bits - 8).astype(np.uint8)
-        if inverted:
-            grey = 255 - grey
-        grey[values == image.info.get("transparency")] = 255
-        return Image.fromarray(grey).convert("RGB")
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
+def _unclear(image: Image.Image) -> str | None:
+    """Why Pillow would read a file wrongly, or nobody can tell what it shows; None if neither is so."""
+    tags: Mapping[int, Any] = image.tag_v2 if isinstance(image, TiffImageFile) else {}
+    stored = image.tile[0].args if isinstance(image, PngImageFile) else image.mode
+    wrongs = (
+        image.mode[0] in "IF",  # integers of more than 8 bits, and real numbers, are clipped at 255
+        2 in tags.get(SAMPLEFORMAT, ()),  # signed bytes are read as unsigned ones
+        max(tags.get(COLORMAP, [256])) < 256,  # a palette of bytes is taken for one of 16 bits: all black
+        # A transparent value is compared with pixels that have been scaled.
+        "transparency" in image.info and stored in ("L;2", "L;4", "RGB;16B"),
+    )
+    if any(wrongs):
+        return f"{image.format} of mode {image.mode} would be read with other values: save it with 8 bits a channel"
+    if tags.get(_SUBFILE_TYPE, 0) & 1:
+        problem = "whose first page is a thumbnail"
+    elif isinstance(image, TiffImageFile) and image.n_frames > 1:
+        problem = f"of {image.n_frames} pages"
+    elif tags and image.mode in ("RGBA", "RGBX", "RGBa"):  # the fourth may be infrared, often marked as transparency
+        problem = "of four bands"
+    else:
+        return None
+    return f"TIFF {problem}: save the picture that counts, in one page of grey or RGB"
