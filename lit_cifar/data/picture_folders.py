@@ -3,20 +3,17 @@
 import os
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 from unicodedata import normalize
 
-import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
-from numpy.typing import NDArray
 
 from lit_cifar.data.dataset import Split
-from lit_cifar.data.picture_files import SUFFIXES, is_hidden, list_files
+from lit_cifar.data.picture_files import is_hidden, list_files
 from lit_cifar.errors import DataError, nearest, printable
 
 # The usual names of folders to train, validate and test on, in any case.
@@ -30,13 +27,8 @@ _SPLIT_WORD = re.compile(
 )
 _IMAGES = {"image", "img", "jpegimage", "picture", "photo"}
 _TARGETS = {"mask", "label", "annotation", "segmentation", "groundtruth", "ground_truth", "gt", "json", "xml"}
-_TARGETS |= {"preview", "thumbnail", "overlay", "depth", "bbox", "imageset", "segmentationclas", "segmentationobject"}
-# What may tell the labels of pictures that are in no folders of classes, by the end of its name.
-_LABELS = {".mdb": "an LMDB data base", ".tar": "a webdataset"}
-_LABELS |= dict.fromkeys((".npy", ".npz", ".h5", ".hdf5", ".mat", ".pt", ".tfrecord"), "a file of arrays")
-_LABELS |= dict.fromkeys((".zip", ".gz", ".tgz"), "an archive")
-_LABELS |= dict.fromkeys((".csv", ".tsv", ".txt", ".json", ".jsonl", ".parquet", ".xlsx"), "a table")
-_PAGE = "docs/data-and-networks.md has lines of Python that make folders of it"
+_TARGETS |= {"preview", "thumbnail", "overlay", "depth", "bbox"}
+_PAGE = "docs/data-and-networks.md has lines of Python that make folders of tables, names, arrays and archives"
 _CLASS_WANTED = "put pictures of the class into it, or remove it if there is no such class"
 
 
@@ -58,7 +50,7 @@ class PictureFolders:
     splits: dict[Split, Path]  # folders in `root` that hold a split
     classes: dict[str, Path]  # folders of pictures to train on, by the printable names of their classes, sorted by name
     unused: list[str]  # files and folders beside these, relative to `root`
-    _places: dict[Split, NDArray[np.int64]] = field(default_factory=dict)  # places of the files of a listed split
+    _places: dict[Split, set[int]] = field(default_factory=dict)  # places of the files of a listed split
 
     @classmethod
     def of(cls, root: Path) -> "PictureFolders":
@@ -68,11 +60,11 @@ class PictureFolders:
         classes = {name: path for name, path in _by_class(folder).items() if path not in splits.values()}
         if not classes:
             problem = f"{folder} holds no folders of pictures"
-            raise DataError(problem, remedy=f"{_told_elsewhere(root, folder)}put pictures into {folder}/CLASS/")
+            raise DataError(problem, remedy=f"put pictures into {folder}/CLASS/; {_PAGE}")
         used = {folder, *splits.values(), *classes.values()}
         beside = [path for path in sorted({*root.iterdir(), *folder.iterdir()} - used) if not is_hidden(path.name)]
         _check_beside(root, beside, classes)
-        _check_classes(folder, classes, [*splits.values()])
+        _check_classes(folder, classes)
         return cls(root, splits, classes, [printable(str(path.relative_to(root))) for path in beside])
 
     def folder(self, split: Split) -> Path:
@@ -86,40 +78,37 @@ class PictureFolders:
         if unknown := [path for name, path in of_split.items() if name not in self.classes]:
             meant = nearest(_name(unknown[0]).strip(), self.classes)
             problem = f"{printable(str(unknown[0]))} is a class without pictures to train on"
-            other = _told_elsewhere(folder) + (f"rename it to {meant}, " if meant else "")
-            raise DataError(problem, remedy=f"{other}move it away, or put pictures of it beside those to train on")
+            remedy = f"move it away, or put pictures of it beside those to train on; {_PAGE}"
+            raise DataError(problem, remedy=f"rename it to {meant}, {remedy}" if meant else remedy)
         by_class: list[list[File]] = []
         places: list[int] = []
         for label, name in enumerate(self.classes):
             if own := of_split.get(name):
                 files = list_files(own, remedy=_CLASS_WANTED)
-                _check_within(own, files, self.classes)
+                if inner := sorted({path.split("/")[0] for path in files if "/" in path}):
+                    names = ", ".join(map(printable, inner[:3]))
+                    problem = f"{printable(str(own))} would be a class, and holds folders, perhaps the classes: {names}"
+                    remedy = f"make folders ROOT/{split}/CLASS without folders in them, and pass --data.root=ROOT"
+                    raise DataError(problem, remedy=remedy)
                 places += filter(None, files.values())
                 by_class.append([File(f"{own.name}/{path}", label) for path in files])
         if not by_class:
             predict = f"; without labels {shlex.quote(f'--data.predict_dir={folder}')} of predict classifies them"
-            remedy = f"{_told_elsewhere(folder)}put pictures into {folder}/CLASS/{predict if split == 'test' else ''}"
+            remedy = f"put pictures into {folder}/CLASS/{predict if split == 'test' else ''}; {_PAGE}"
             raise DataError(f"{folder} holds no folders of classes", remedy=remedy)
         self._tell_again(split, places)
         return [file for turn in zip_longest(*by_class) for file in turn if file is not None]
 
     def _tell_again(self, split: Split, places: list[int]) -> None:
         """Warn of files of `split`, in these `places`, that are there twice or in another split that was listed."""
-        own = np.unique(np.array(places, dtype=np.int64))
-        again = {split: len(places) - len(own)}
-        for other, theirs in self._places.items():
-            if other != split:
-                again[other] = len(np.intersect1d(own, theirs, assume_unique=True))
+        self._places[split] = own = set(places)
+        again = {other: len(own & theirs) for other, theirs in self._places.items()}
+        again[split] = len(places) - len(own)
         for other, number in again.items():
             if number:
                 here, there = (printable(str(self.folder(each))) for each in (split, other))
                 links = f"{number:,} of {len(places):,} files in {here} are in {there} too, by links"
                 rank_zero_warn(f"{links}: they count twice, or what is measured on them is of pictures that are known")
-        self._places[split] = own
-
-
-def _split_of(name: str) -> Split | None:
-    return next((split for split, names in SPLITS.items() if name.lower() in names), None)
 
 
 def _like_split(name: str) -> bool:
@@ -130,7 +119,7 @@ def _like_split(name: str) -> bool:
 def _splits(root: Path) -> dict[Split, Path]:
     found: dict[Split, Path] = {}
     for folder in sorted(_folders(root)):
-        split = _split_of(folder.name)
+        split = next((split for split, names in SPLITS.items() if folder.name.lower() in names), None)
         if split in found:
             problem = f"{found[split]} and {folder} are for the same pictures by their names"
             raise DataError(problem, remedy="move the pictures of one of them into the other, or move it away")
@@ -172,60 +161,17 @@ def _check_beside(root: Path, beside: Iterable[Path], classes: dict[str, Path]) 
             raise DataError(problem, remedy=f"move it away, or into {root}/train, {root}/val or {root}/test")
 
 
-def _check_classes(folder: Path, classes: dict[str, Path], splits: Iterable[Path]) -> None:
-    """Refuse splits that would be classes: their names, or the names of their folders, tell."""
-    for path in classes.values():
-        if not _like_split(path.name) or not (inner := _inner(path)):
-            continue
-        others = set().union(*(_inner(other) for other in (*classes.values(), *splits) if other != path))
-        if inner & (others | classes.keys()):
-            problem = f"{printable(str(path))} looks like pictures to train, validate or test on, and would be a class"
-            remedy = "name it train, val or test; if it is a class, put its pictures into it without folders"
-            raise DataError(problem, remedy=remedy)
-    _check_level(folder, classes)
-    if len(classes) == 1:
-        (only,) = classes.values()
-        problem = f"{printable(str(folder))} holds one class, {printable(only.name)}: there is nothing to tell apart"
-        remedy = f"{_told_elsewhere(folder, only)}add a folder of another class; if this one holds the classes, pass "
-        raise DataError(problem, remedy=remedy + shlex.quote(f"--data.root={only}"))
-
-
-def _told_elsewhere(*places: Path) -> str:
-    """The beginning of a remedy where something else than folders may tell the classes; "" if nothing is seen."""
-    found = {_LABELS.get(path.suffix.lower()) for place in places for path in islice(place.iterdir(), 1000)} - {None}
-    return f"{found.pop()} may tell the classes: {_PAGE}; or " if found else ""
-
-
-def _check_level(folder: Path, classes: dict[str, Path]) -> None:
-    """Refuse folders of patients, folds or sources, each of which holds the same classes, and targets beside images."""
+def _check_classes(folder: Path, classes: dict[str, Path]) -> None:
+    """Refuse a single class, and images beside their targets."""
     words = {name.lower().removesuffix("s") for name in classes}
     if words & _IMAGES and words & _TARGETS and words <= _IMAGES | _TARGETS:
         problem = f"{printable(str(folder))} holds {' and '.join(classes)}, which are no classes"
-        raise DataError(problem, remedy=f"make a folder of each class with its pictures, {folder}/CLASS/")
-    inner = {name: _inner(path) for name, path in classes.items()}
-    counted = Counter(name for names in inner.values() for name in names)
-    beside = {
-        entry.suffix.lower() for path in classes.values() for entry in path.iterdir() if not is_hidden(entry.name)
-    }
-    if beside and beside <= _LABELS.keys():
-        remedy = f"{_told_elsewhere(*classes.values())}put pictures into {folder}/CLASS/"
-        raise DataError(f"the classes of {printable(str(folder))} hold no pictures", remedy=remedy)
-    if len(counted) > 1 and all(inner.values()) and min(counted.values()) > 1 and not beside & SUFFIXES:
-        named = ", ".join(sorted(counted)[:3])
-        problem = f"each of {', '.join([*classes][:3])} holds folders of the same names, {named}, perhaps the classes"
-        remedy = f"make a folder of each class, as {folder}/{min(counted)}/, with pictures and no folders in it"
-        raise DataError(problem, remedy=remedy)
-
-
-def _check_within(folder: Path, files: Iterable[str], classes: dict[str, Path]) -> None:
-    """Refuse splits or several classes within a class, `folder`."""
-    below = {tuple(file.split("/")[:-1][:2]) for file in files if "/" in file}
-    inner = {name: _split_of(name) for name, *_ in below}
-    nested = any(inner[name] for name, *deeper in below if deeper)
-    if nested or len({*inner.values()} - {None}) > 1 or len(inner.keys() & classes.keys()) > 1:
-        names = ", ".join(map(printable, sorted(inner)[:5]))
-        problem = f"{printable(str(folder))} would be a class, and holds others or splits: {names}"
-        remedy = "make folders ROOT/train/CLASS, ROOT/val/CLASS and ROOT/test/CLASS, and pass --data.root=ROOT"
+        raise DataError(problem, remedy=f"make a folder of each class with its pictures, {folder}/CLASS/; {_PAGE}")
+    if len(classes) == 1:
+        (only,) = classes.values()
+        problem = f"{printable(str(folder))} holds one class, {printable(only.name)}: there is nothing to tell apart"
+        root = shlex.quote(f"--data.root={only}")
+        remedy = f"add a folder of another class; if this one holds the classes, pass {root}, or name it train; {_PAGE}"
         raise DataError(problem, remedy=remedy)
 
 
