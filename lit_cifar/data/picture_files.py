@@ -23,8 +23,6 @@ from lit_cifar.errors import DataError, one_line, printable
 # The formats that are read, whatever a file is called. Pillow knows forty more, most of them old, and starts
 # Ghostscript for one.
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
-# As of most files.
-SUFFIXES = {".png", ".jpg", ".jpeg", ".gif", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm"}
 _OF_SYSTEMS = {"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found", "Thumbs.db"}
 _SUBFILE_TYPE = 254  # a tag of TIFF
 _CHUNK = 32  # pictures that a thread decodes at a time
@@ -41,7 +39,7 @@ def list_files(folder: Path, *, remedy: str = IMAGES_WANTED) -> dict[str, int]:
         problem = "is a file, not a folder" if folder.exists() else "does not exist"
         raise DataError(f"{folder} {problem}", remedy=remedy)
     try:
-        listed = dict(sorted(_scan(str(folder), "", (folder.resolve(),))))
+        listed = dict(sorted(_walk(folder)))
     except OSError as error:
         raise DataError(f"{folder} cannot be listed: {error}", remedy="make it readable, or copy it") from error
     if not listed:
@@ -54,33 +52,31 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name in _OF_SYSTEMS
 
 
-def _scan(folder: str, prefix: str, chain: tuple[Path, ...]) -> Iterator[tuple[str, int]]:
-    """Yield each file below `folder` with its number, see `list_files`.
-
-    Each is asked for once: with a million files anything more takes long. `chain` holds the real path of each folder in
-    which a link was followed to get here, and last that of this one.
-    """
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if is_hidden(entry.name):
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                below = (*chain[:-1], chain[-1] / entry.name)
-                yield from _scan(entry.path, f"{prefix}{entry.name}/", below)
+def _walk(root: Path) -> Iterator[tuple[str, int]]:
+    """Yield each file below `root` with its number, see `list_files`."""
+    for place, folders, names in os.walk(root, followlinks=True, onerror=_fail):
+        folder = Path(place)
+        folders[:] = [name for name in folders if not is_hidden(name)]
+        for link in (folder / name for name in folders if (folder / name).is_symlink()):
+            target = link.resolve()
+            if any(above.resolve().is_relative_to(target) for above in link.parents):
+                problem = f"{printable(str(link))} is a link to a folder that it lies in"
+                raise DataError(problem, remedy=f"remove it: rm {shlex.quote(str(link))}")
+        prefix = "" if folder == root else f"{folder.relative_to(root)}/"
+        for name in names:
+            if is_hidden(name):
                 continue
             try:
-                found = entry.stat()
+                found = (folder / name).stat()
             except OSError:  # a broken link
-                yield prefix + entry.name, 0
+                yield prefix + name, 0
                 continue
             if stat.S_ISREG(found.st_mode):
-                yield prefix + entry.name, hash((found.st_dev, found.st_ino))
-            elif stat.S_ISDIR(found.st_mode):
-                target = Path(entry.path).resolve()
-                if any(above.is_relative_to(target) for above in chain):
-                    problem = f"{printable(entry.path)} is a link to a folder that it lies in"
-                    raise DataError(problem, remedy=f"remove it: rm {shlex.quote(entry.path)}")
-                yield from _scan(entry.path, f"{prefix}{entry.name}/", (*chain, target))
+                yield prefix + name, hash((found.st_dev, found.st_ino))
+
+
+def _fail(error: OSError) -> None:
+    raise error
 
 
 def read_image(path: Path | str, *, size: int) -> Tensor | str:
