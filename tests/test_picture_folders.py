@@ -31,7 +31,7 @@ def make(root: Path, *folders: str) -> Path:
 
 
 def counts(root: Path) -> dict[Split, dict[str, int]]:
-    folders = PictureFolders.of(root)
+    folders = PictureFolders(root)
     found: dict[Split, dict[str, int]] = {}
     for split in SPLITS:
         if split in ("train", *folders.splits):
@@ -79,6 +79,7 @@ HOLDS = "would be a class, and holds folders, perhaps the classes:"
 REFUSED = {
     "two for the same": (["train/cat 1", "train/dog 1", "val/cat 1", "Valid/dog 1"], "are for the same pictures"),
     "another name": ([*both("train"), *both("dev")], f"dev {SPLIT}, and would not"),
+    "another name, in capitals": ([*both("train"), "Dev/CAT 1", "Dev/DOG 1"], f"Dev {SPLIT}, and would not"),
     "a year": ([*both("train2017"), *both("val2017")], f"train2017 {HOLDS} cat, dog"),
     "one of two": ([*both("seg_train"), *both("test")], "holds one class, seg_train: there is nothing to tell"),
     "a class beside those": (["train/cat 1", "train/dog 1", "cat 1"], f"cat {SPLIT}, and would not be used"),
@@ -144,7 +145,7 @@ def test_links_to_pictures_that_are_there_too_are_counted(tmp_path: Path) -> Non
         (cats / f"more{index}.png").symlink_to(root / "store" / f"{index}.png")
     (cats / "broken.png").symlink_to("nothing")
     (cats / "also broken.png").symlink_to("nothing")
-    assert len(PictureFolders.of(root).files("train")) == 9
+    assert len(PictureFolders(root).files("train")) == 9
     (cats / "again.png").symlink_to("0.png")
     (cats / "same.png").hardlink_to(cats / "0.png")
     (root / "train" / "dog" / "store.png").symlink_to(root / "store" / "1.png")
@@ -152,7 +153,7 @@ def test_links_to_pictures_that_are_there_too_are_counted(tmp_path: Path) -> Non
     (root / "val" / "cat" / "same.png").hardlink_to(cats / "1.png")
     (root / "val" / "dog").symlink_to("../train/dog")
     (root / "test" / "dog" / "7.png").symlink_to(root / "val" / "cat" / "0.png")
-    folders = PictureFolders.of(root)
+    folders = PictureFolders(root)
     with pytest.warns(UserWarning, match="^3 of 10 files in .*/train are in .*/train too, by links: they count twice"):
         assert len(folders.files("train")) == 12
     with pytest.warns(UserWarning, match="^5 of 6 files in .*/val are in .*/train too, by links"):
@@ -212,9 +213,9 @@ def test_other_labels_become_folders_by_the_lines_of_the_page(tmp_path: Path, mo
         (tmp_path / "images" / name).write_bytes(name.encode())
     Path("labels.csv").write_text("file,label\n" + "".join(f"{name},{label}\n" for name, label in names.items()))
     with pytest.raises(DataError, match=r"docs/data-and-networks.md has lines of Python"):
-        PictureFolders.of(tmp_path)
+        PictureFolders(tmp_path)
     with pytest.raises(DataError, match=r"labels.csv is a file\n.*docs/data-and-networks.md has lines"):
-        PictureFolders.of(tmp_path / "labels.csv")
+        PictureFolders(tmp_path / "labels.csv")
     with tarfile.open("part-0.tar", "w") as tar:
         for name, label in names.items():
             for end, content in (("jpg", name), ("cls", f"{label}\n")):

@@ -311,6 +311,7 @@ OWN_BOUNDS: dict[str, tuple[Callable[..., object], float, float]] = {
     "model.label_smoothing": (partial(LitResNet, "tiny"), 0, 1),
     "model.rate_scaling.base_batch_size": (RateScaling, 1, math.inf),
     "model.fine_tuning.head_lr": (FineTuning, 0, math.inf),
+    "data.batch_size": (partial(CIFAR10DataModule, dataset="synthetic"), 1, math.inf),
     "data.eval_batch_size": (partial(CIFAR10DataModule, dataset="synthetic"), 1, math.inf),
     "data.seed": (partial(CIFAR10DataModule, dataset="synthetic"), 0, math.inf),
     "data.val_size": (partial(CIFAR10DataModule, dataset="synthetic"), 0, math.inf),

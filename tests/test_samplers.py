@@ -226,8 +226,6 @@ def test_a_gpu_is_asked_a_few_times_in_an_epoch(monkeypatch: pytest.MonkeyPatch)
         (100, Layout(num_microbatches=4), 3, "1 replica x 3 accumulation steps x 4 microbatches", "96 108"),
         (9, Layout(num_microbatches=4), 1, "1 replica x 4 microbatches of at least 2 samples", "8 12"),
         (3, Layout(data_parallel_size=2, num_microbatches=4), 1, "2 replicas x 4 microbatches", "16"),
-        (0, Layout(), 1, "", "128"),
-        (-3, Layout(data_parallel_size=3, num_microbatches=2), 1, "", "132"),
     ],
 )
 def test_a_batch_that_does_not_divide_names_the_nearest_that_do(
@@ -236,7 +234,7 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_do(
     settings = {"num_samples": 1344, "layout": layout, "accumulation": accumulation}
     with pytest.raises(ConfigError) as error:
         TrainSampler(**settings, batch_size=batch_size).check()
-    assert (f"does not divide among {cut}" if cut else "at least a sample") in error.value.problem
+    assert f"does not divide among {cut}" in error.value.problem
     assert error.value.remedy.endswith(" or ".join(f"--data.batch_size={size}" for size in nearest.split()))
     for size in map(int, nearest.split()):
         TrainSampler(**settings, batch_size=size, drop_last=True).check()

@@ -89,7 +89,7 @@ class CIFAR10DataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         self.root = Path(root)
-        self.batch_size = batch_size
+        self.batch_size = bounded("--data.batch_size", batch_size, 1)
         self.eval_batch_size = bounded("--data.eval_batch_size", eval_batch_size, 1)
         self.num_images = {"train": num_train, "test": num_test}
         self.mixing, self.balance, self.order = mixing, balance, order

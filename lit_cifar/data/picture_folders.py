@@ -1,10 +1,8 @@
 """Folders of the user's own pictures: their splits, classes and files."""
 
 import os
-import re
 import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -22,9 +20,6 @@ SPLITS: dict[Split, tuple[str, ...]] = {
     "val": ("val", "valid", "validation"),
     "test": ("test", "testing"),
 }
-_SPLIT_WORD = re.compile(
-    r"(?<![a-z])(train|training|val|valid|validation|test|testing|dev|eval|evaluation|holdout)(set)?s?(?![a-z])"
-)
 _IMAGES = {"image", "img", "jpegimage", "picture", "photo"}
 _TARGETS = {"mask", "label", "annotation", "segmentation", "groundtruth", "ground_truth", "gt", "json", "xml"}
 _TARGETS |= {"preview", "thumbnail", "overlay", "depth", "bbox"}
@@ -37,35 +32,32 @@ class File(NamedTuple):
     label: int
 
 
-@dataclass(frozen=True)
 class PictureFolders:
     """`root/train/CLASS/*` or `root/CLASS/*`, with `root/val/CLASS/*` and `root/test/CLASS/*` if there are such.
 
     Or other usual names of these. In the name of a class control characters and bytes that are not UTF-8 are escaped,
-    and letters with accents are composed (NFC). A folder that looks like a split and is not used is an error, as it
-    would be a class, or be missed.
+    and letters with accents are composed (NFC). A folder that looks like a split and is not used is a `DataError`, as
+    it would be a class, or be missed.
+
+    Attributes:
+        splits: Folders in `root` that hold a split.
+        classes: Folders of pictures to train on, by the printable names of their classes, sorted by name.
+        unused: Files and folders beside these, relative to `root`.
     """
 
-    root: Path
-    splits: dict[Split, Path]  # folders in `root` that hold a split
-    classes: dict[str, Path]  # folders of pictures to train on, by the printable names of their classes, sorted by name
-    unused: list[str]  # files and folders beside these, relative to `root`
-    _places: dict[Split, set[int]] = field(default_factory=dict)  # places of the files of a listed split
-
-    @classmethod
-    def of(cls, root: Path) -> "PictureFolders":
-        """The picture folders of `root`. Raise a `DataError` for one that looks like a split and is not used."""
-        splits = _splits(root)
-        folder = splits.get("train", root)
-        classes = {name: path for name, path in _by_class(folder).items() if path not in splits.values()}
-        if not classes:
+    def __init__(self, root: Path) -> None:
+        self.root, self.splits = root, _splits(root)
+        folder = self.folder("train")
+        self.classes = {name: path for name, path in _by_class(folder).items() if path not in self.splits.values()}
+        if not self.classes:
             problem = f"{folder} holds no folders of pictures"
             raise DataError(problem, remedy=f"put pictures into {folder}/CLASS/; {_PAGE}")
-        used = {folder, *splits.values(), *classes.values()}
+        used = {folder, *self.splits.values(), *self.classes.values()}
         beside = [path for path in sorted({*root.iterdir(), *folder.iterdir()} - used) if not is_hidden(path.name)]
-        _check_beside(root, beside, classes)
-        _check_classes(folder, classes)
-        return cls(root, splits, classes, [printable(str(path.relative_to(root))) for path in beside])
+        _check_beside(root, beside, self.classes)
+        _check_classes(folder, self.classes)
+        self.unused = [printable(str(path.relative_to(root))) for path in beside]
+        self._places: dict[Split, set[int]] = {}  # places of the files of a split that was listed
 
     def folder(self, split: Split) -> Path:
         """The folder of a split, whether it exists or not."""
@@ -111,11 +103,6 @@ class PictureFolders:
                 rank_zero_warn(f"{links}: they count twice, or what is measured on them is of pictures that are known")
 
 
-def _like_split(name: str) -> bool:
-    """Whether `name` contains a word of a split, such as `seg_train`, `testA` or `ValidationSet`."""
-    return _SPLIT_WORD.search(re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()) is not None
-
-
 def _splits(root: Path) -> dict[Split, Path]:
     found: dict[Split, Path] = {}
     for folder in sorted(_folders(root)):
@@ -154,9 +141,10 @@ def _inner(folder: Path) -> set[str]:
 
 
 def _check_beside(root: Path, beside: Iterable[Path], classes: dict[str, Path]) -> None:
-    """Refuse pictures that would not be used."""
+    """Refuse pictures of the classes that would not be used."""
+    known = {name.lower() for name in classes}
     for path in filter(Path.is_dir, beside):
-        if _like_split(path.name) or {_name(path), *_inner(path)} & classes.keys():
+        if any(name.lower() in known for name in (_name(path), *_inner(path))):
             problem = f"{printable(str(path))} looks like pictures to train, validate or test on, and would not be used"
             raise DataError(problem, remedy=f"move it away, or into {root}/train, {root}/val or {root}/test")
 

@@ -43,7 +43,7 @@ class OwnPictures(Dataset):
 
     @cached_property
     def _folders(self) -> PictureFolders:
-        return PictureFolders.of(self.root)
+        return PictureFolders(self.root)
 
     @cached_property
     def classes(self) -> tuple[str, ...]:  # type: ignore[override]

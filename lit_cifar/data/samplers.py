@@ -108,9 +108,6 @@ class TrainSampler:
         parts = self.layout.num_replicas * self.accumulation * microbatches
         # A replica can work with one sample, a microbatch needs two.
         least = 2 * parts if microbatches > 1 else parts
-        if size < 1:
-            problem = f"--data.batch_size={size} is the global batch, and one has at least a sample"
-            raise ConfigError(problem, remedy=f"pass --data.batch_size={-(-128 // least) * least}")
         if size < least or size % parts:
             nearest = sorted({max(full * parts, least) for full in (size // parts, -(-size // parts))})
             of_two = " of at least 2 samples" if microbatches > 1 else ""
