@@ -11,16 +11,13 @@ from importlib import metadata
 from pkgutil import resolve_name
 from typing import Any
 
-import torch
-
 from lit_cifar.errors import ConfigError
 
 # The newest releases with which the tests ran.
 _TRIED = "pip install torch==2.15.0 torchvision==0.29.2 lightning==2.6.6 torchmetrics==1.9.0 jsonargparse==4.53.0"
 RUN, MODES, WATCHDOG, AUDIT = "every run", "every mode of lit_cifar", "the watchdog", "the replica audit"
 RELATIONS = "relations"
-# By who needs them, in a user's words. Those that begin with a dot are where the one before them is. A torch of the
-# release after "<", and later ones, have and need the name no more.
+# By who needs them, in a user's words. Those that begin with a dot are where the one before them is.
 NAMES = {
     RUN: """jsonargparse.DefaultHelpFormatter._format_action_invocation ._get_help_string
         jsonargparse._common.parser_context lightning.pytorch.LightningModule._trainer
@@ -53,8 +50,7 @@ NAMES = {
         lightning.fabric.utilities.distributed._init_dist_connection
         lightning.pytorch.strategies.DDPStrategy._get_process_group_backend ._setup_model""",
     "--trainer.strategy=pp": """torch._subclasses.FakeTensorMode
-        torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops<2.15 .backward_one_chunk
-        .backward_weight_one_chunk .forward_one_chunk""",
+        torch.distributed.pipelining.PipelineStage.backward_one_chunk .forward_one_chunk""",
     "--trainer.strategy=fsdp2": "torch.nn.Module._forward_pre_hooks torch.nn.modules.conv._ConvNd",
     "host_gloo": "torch.distributed.ProcessGroup._allgather_base ._reduce_scatter_base ._register_backend",
     "synchronised BatchNorm": """torch.nn.modules.batchnorm._BatchNorm
@@ -95,14 +91,13 @@ def missing(*needs: str) -> Iterator[ConfigError]:
 
 
 def each() -> Iterator[tuple[str, str, str]]:
-    """The place and name of each that this torch should have, and who needs it."""
+    """The place and name of each, and who needs it."""
     for needs, names in NAMES.items():
         place = ""
-        for path, _, end in (word.partition("<") for word in names.split()):
+        for path in names.split():
             before, _, name = path.rpartition(".")
             place = before or place
-            if not end or torch.__version__ < end:
-                yield place, name, needs
+            yield place, name, needs
 
 
 def _found(place: str) -> Any:

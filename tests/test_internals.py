@@ -25,7 +25,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.tools.doctor import missing_names
 
 PACKAGE = Path(lit_cifar.__file__).parent
-LEAVES = {name for _, name, _ in internals.each()} | {"_get_init_p2p_neighbors_ops"}  # torch 2.15 has it no more
+LEAVES = {name for _, name, _ in internals.each()}
 # What neither torch nor Lightning has, or what they document.
 OTHERS = {
     **dict.fromkeys(["_abc_impl", "_current_frames", "_exit", "_getframe", "_is_protocol"], "Python's"),

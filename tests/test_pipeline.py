@@ -15,7 +15,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from analysis.stage_timeline import bubble_formula, bubbles, read_timeline, replay
 from lit_cifar.strategies import PipelineStrategy
-from lit_cifar.strategies.pipeline import ScheduleName
 from lit_cifar.tools.modes import SILENT
 
 TIMEOUT = timedelta(seconds=77)
@@ -43,14 +42,6 @@ FLAGS += ["--model.optimizer=Adagrad", "--model.optimizer.lr=0.001", "--trainer.
 RECORD = callback("analysis.timeline.Timeline", first_step=1, num_steps=2)
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of one device that normalises each microbatch by itself."""
-    run = tmp_path_factory.mktemp("alone") / "run"
-    run_here("fit", *FLAGS, "--model.ghost_batchnorm.num_microbatches=4", f"--run_dir={run}")
-    return run
-
-
 class SharesGPU(PipelineStrategy):
     """Has a process group that is tied to a GPU, as Lightning makes it where processes share one."""
 
@@ -59,11 +50,11 @@ class SharesGPU(PipelineStrategy):
         dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("name", ["Interleaved1F1B", "ZBVZeroBubble"])
-def test_two_processes_train_as_one_in_the_schedules_order(name: ScheduleName, alone: Path, tmp_path: Path) -> None:
-    """With process groups as where processes share a GPU."""
-    run = tmp_path / "run"
-    schedule = mode_flags("test_pipeline.SharesGPU", schedule=name)
+def test_two_processes_train_as_one_in_the_schedules_order(tmp_path: Path) -> None:
+    """With process groups as where processes share a GPU; one device normalises each microbatch by itself."""
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    run_here("fit", *FLAGS, "--model.ghost_batchnorm.num_microbatches=4", f"--run_dir={alone}")
+    schedule = mode_flags("test_pipeline.SharesGPU", schedule="Interleaved1F1B")
     launch("fit", *FLAGS, *schedule, *RECORD, f"--run_dir={run}", ranks=2)
     assert_same_checkpoint(last_checkpoint(run), last_checkpoint(alone), tolerance=1e-9)
     assert losses(run) == pytest.approx(losses(alone), rel=1e-6)  # logged in float32
@@ -73,7 +64,6 @@ def test_two_processes_train_as_one_in_the_schedules_order(name: ScheduleName, a
     assert timeline.loc[timeline["step"] == 2, "start_ms"].min() == 0
     again = replay(timeline[timeline["step"] == 2])
     works = again.groupby(["kind", "stage"]).size()
-    assert set(works) == {4} or name == "ZBVZeroBubble"
-    assert works["forward"].tolist() == [4] * 4
-    expected_bubble = bubble_formula(name, num_workers=2, num_microbatches=4)
+    assert works.tolist() == [4] * 8
+    expected_bubble = bubble_formula("Interleaved1F1B", num_workers=2, num_microbatches=4)
     assert bubbles(again)["bubble"].item() == pytest.approx(expected_bubble)

@@ -127,8 +127,6 @@ REFUSED = {
     "--trainer.strategy=ddp --trainer.devices=2 --trainer.sync_batchnorm=true --model.compile=true": [
         "--trainer.sync_batchnorm=true: it cannot be traced how each BatchNorm communicates"
     ],
-    "--trainer.strategy=PipelineStrategy --trainer.devices=2 --trainer.strategy.schedule=ZBVZeroBubble "
-    "--model.compile=true": ["ZBVZeroBubble cuts backward in two"],
     "--model.compile=cuda_graphs --trainer.accumulate_grad_batches=2": ["a graph overwrites those of the batch before"],
 }
 # Each with --virtual_replicas=4: what would change the bits.
@@ -147,9 +145,6 @@ OTHER_BITS = {
     ],
     "--trainer.strategy=PipelineStrategy --trainer.devices=2 --trainer.strategy.num_microbatches=2": [
         "num_microbatches=4"
-    ],
-    "--trainer.strategy=PipelineStrategy --trainer.devices=2 --trainer.strategy.schedule=ZBVZeroBubble": [
-        "in two pieces"
     ],
     "--trainer.strategy=ddp_pp --trainer.devices=8": ["pass --virtual_replicas=8"],
     "--trainer.strategy=fsdp2 --trainer.devices=1": ["on one process does not reduce"],
@@ -262,12 +257,10 @@ BATCHES = ["--data.num_train=496", "--data.batch_size=240"]
 SIZES = [
     # Without two dashes it is a flag of the trainer.
     "strategy=PipelineStrategy devices=5 strategy.num_microbatches=4",
-    "strategy=PipelineStrategy devices=3 strategy.schedule=ZBVZeroBubble strategy.num_microbatches=4",
-    "strategy=PipelineStrategy devices=2 strategy.schedule=ZBVZeroBubble strategy.num_microbatches=2"
-    " strategy.num_stages=4",
+    "strategy=PipelineStrategy devices=1 strategy.schedule=Interleaved1F1B",
     "strategy=PipelineStrategy devices=2 strategy.schedule=Interleaved1F1B strategy.num_microbatches=5",
     "strategy=PipelineStrategy devices=5 strategy.num_microbatches=0",
-    "strategy=PipelineStrategy devices=2 strategy.num_stages=3 strategy.schedule=ZBVZeroBubble",
+    "strategy=PipelineStrategy devices=2 strategy.num_stages=3 strategy.schedule=Interleaved1F1B",
     "strategy=PipelineStrategy devices=2 strategy.num_stages=3",
     "strategy=pp devices=2 sync_batchnorm=true",
     "strategy=ddp_pp devices=3",

@@ -35,7 +35,6 @@ NUM_RANKS = [1, 2, 3, 4, 7]
         (2, "dp", "dp", Layout(local_replicas=2)),
         (2, "pp", "pp", Layout(model_parallel_size=2, num_microbatches=4)),
         (5, "pp", "pp", Layout(model_parallel_size=5, num_microbatches=5)),
-        (3, PipelineStrategy(schedule="ZBVZeroBubble"), "pp", Layout(model_parallel_size=3, num_microbatches=5)),
         (4, "ddp_pp", "ddp_pp", Layout(data_parallel_size=2, model_parallel_size=2, num_microbatches=4)),
         (3, PipelineStrategy(num_stages=1, num_microbatches=1), "ddp_pp", Layout(data_parallel_size=3)),
         (4, "fsdp2", "fsdp2", Layout(data_parallel_size=4)),

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 # What takes the network's place: logits (n, C) from images (n, ...).
 ForwardFn = Callable[[Tensor], Tensor]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-# "backward_input" and "backward_weight" are the two halves into which zero-bubble schedules cut backward.
-WorkKind = Literal["forward", "backward", "backward_input", "backward_weight"]
+WorkKind = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from lit_cifar.strategies.base import RunsNetwork
 from lit_cifar.strategies.mesh import loss_scale
 from lit_cifar.strategies.parts import Microbatches, VirtualParts
 
-ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]  # as `get_schedule_class` knows them
+ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B"]  # as `get_schedule_class` knows them
 Passed = dict[int, tuple[Tensor, Tensor]]  # input and output of each stage of a process, for one microbatch
 
 
@@ -88,7 +88,7 @@ class Pipeline:
             # Layers in channels_last return outputs and gradients in that format; the receiver expects the plain one.
             index: nn.Sequential(PlainGradient(), *stage, PlainOutput())
             for index, stage in enumerate(self.partition.modules(network))
-            if self._peer(index) is None
+            if self.owners[index] == self._rank
         }
         self.parameters = [parameter for stage in self.stages.values() for parameter in stage.parameters()]
         self._compiled = {index: Compiled(stage) for index, stage in self.stages.items() if self.compiles}
@@ -188,17 +188,15 @@ class Pipeline:
         for index in self.stages:
             if index == 0:
                 given = images
-            elif (sender := self._peer(index - 1)) is None:
-                given = passed[index - 1][1].detach()
             else:
                 given = self._boundary(index, images)
-                dist.recv(given, group=self.group, group_src=sender)
+                dist.recv(given, group=self.group, group_src=self.owners[index - 1])
             given = given.requires_grad_() if trains and index > 0 else given
             with self.forward_context(index, microbatch, trains=trains):
                 output = self._callable(index, len(images))(given)
             passed[index] = given, output
-            if index != self._last and (receiver := self._peer(index + 1)) is not None:
-                dist.send(output.detach().contiguous(), group=self.group, group_dst=receiver)
+            if index != self._last:
+                dist.send(output.detach().contiguous(), group=self.group, group_dst=self.owners[index + 1])
         return passed
 
     def _backward(self, passed: Passed, labels: Tensor, microbatch: int) -> None:
@@ -206,17 +204,15 @@ class Pipeline:
             grad = None
             if index == self._last:
                 output = self._scaled_loss(output, labels)
-            elif (sender := self._peer(index + 1)) is None:
-                grad = passed[index + 1][0].grad
             else:
                 grad = torch.empty_like(output)
-                dist.recv(grad, group=self.group, group_src=sender)
+                dist.recv(grad, group=self.group, group_src=self.owners[index + 1])
             with self.work_context("backward", index, microbatch):
                 if output.requires_grad:  # nothing may be trained in the first stages
                     output.backward(grad)  # type: ignore[no-untyped-call]
-            if index > 0 and (receiver := self._peer(index - 1)) is not None:
+            if index > 0:
                 assert given.grad is not None
-                dist.send(given.grad.contiguous(), group=self.group, group_dst=receiver)
+                dist.send(given.grad.contiguous(), group=self.group, group_dst=self.owners[index - 1])
 
     def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         share = self.microbatches.share_of_loss(self.module.loss(logits, labels), self._batch_size)
@@ -257,11 +253,6 @@ class Pipeline:
         with types, self.recorder.span(kind, **what):
             yield
 
-    def _peer(self, stage: int) -> int | None:
-        """The process that holds `stage`; None for this one."""
-        owner = self.owners[stage]
-        return None if owner == self._rank else owner
-
     def _callable(self, index: int, num_samples: int) -> Any:
         return self._compiled[index].for_batch(num_samples) if self._compiled else self.stages[index]
 
@@ -293,23 +284,9 @@ class ScheduledStage(PipelineStage):
         with self._pipeline.forward_context(self.stage_index, fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> Any:
-        kind: WorkKind = "backward" if full_backward else "backward_input"
-        with self._pipeline.work_context(kind, self.stage_index, bwd_chunk_id):
-            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
-        with self._pipeline.work_context("backward_weight", self.stage_index, bwd_chunk_id):
-            return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-
-    # In torch 2.11 the first step exchanges a message between neighbouring stages, even if a V puts both on one
-    # process; gloo cannot send to itself.
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        torchs: Any = super()  # torch 2.15 no longer has this method
-        operations: list[dist.P2POp] = torchs._get_init_p2p_neighbors_ops()
-        return [operation for operation in operations if operation.group_peer != self.group_rank]
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._pipeline.work_context("backward", self.stage_index, bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 class PrecomputedGradients(torch.autograd.Function):

@@ -34,11 +34,11 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
 
     Args:
         num_stages: Number of stages of a pipeline; by default so many that there is one pipeline. A process holds one,
-            or two under "Interleaved1F1B" and "ZBVZeroBubble".
+            or two under "Interleaved1F1B".
         num_microbatches: Number of pieces into which a pipeline cuts its part of the batch; by default 4, or the least
             that the schedule needs.
         schedule: The order of work: "GPipe" (Huang et al. 2019), "1F1B" (Narayanan et al. 2019), "Interleaved1F1B"
-            (Narayanan et al. 2021), "ZBVZeroBubble" (Qi et al. 2024). All compute the same.
+            (Narayanan et al. 2021). All compute the same.
     """
 
     pipeline: Pipeline  # this process's part of its pipeline; known from `setup` to `teardown`
@@ -68,18 +68,16 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
 
     @property
     def _stages_per_process(self) -> int:
-        return 2 if self.schedule_name in ("Interleaved1F1B", "ZBVZeroBubble") else 1
+        return 2 if self.schedule_name == "Interleaved1F1B" else 1
 
     @property
     def owners(self) -> list[int]:
-        """The process of the pipeline that holds each stage: in turn, or there and back where the schedule is a V."""
-        once = [*range(self.model_parallel_size)]
-        return {"Interleaved1F1B": once + once, "ZBVZeroBubble": once + once[::-1]}.get(self.schedule_name, once)
+        """The process of the pipeline that holds each stage: all in turn, once or twice."""
+        return [*range(self.model_parallel_size)] * self._stages_per_process
 
     @property
     def _fewest_microbatches(self) -> int:
-        processes = self.model_parallel_size
-        return {"GPipe": 1, "ZBVZeroBubble": 2 * processes - 1}.get(self.schedule_name, processes)
+        return 1 if self.schedule_name == "GPipe" else self.model_parallel_size
 
     @property
     @override
@@ -94,7 +92,7 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         each = self._stages_per_process
         if self.num_stages is not None and (self.num_stages < 1 or self.num_stages % each):
             problem = f"num_stages={self.num_stages}, but under {self.schedule_name} each process holds {each}"
-            nearest = max(each, self.num_stages // each * each)
+            nearest = max(each**2, self.num_stages // each * each)  # two processes, if each holds two stages
             raise ConfigError(problem, remedy=f"pass --trainer.strategy.num_stages={nearest}")
         super().check()
         if self.all_processes % (each := self.model_parallel_size):
@@ -107,6 +105,8 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         """Raise a `ConfigError` unless the schedule works with `num_microbatches`, which `parts` may prescribe."""
         num_processes, fewest = self.model_parallel_size, self._fewest_microbatches
         name = f"the schedule {self.schedule_name} over {num_processes} processes"
+        if num_processes == 1 and self._stages_per_process > 1:
+            raise ConfigError(f"{name}: a stage would send to its own", remedy="pass --trainer.strategy.schedule=1F1B")
         if num_microbatches < fewest:
             remedy = f"pass --trainer.strategy.num_microbatches={fewest} or more"
             if parts is not None:
@@ -121,9 +121,6 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
     def use_virtual_parts(self, parts: VirtualParts) -> None:
         """Let `parts` be the microbatches; refuse schedules and numbers of microbatches that do not allow it."""
         name = f"--virtual_replicas={parts.num_parts}"
-        if self.schedule_name == "ZBVZeroBubble":
-            problem = f"{name} with schedule ZBVZeroBubble, which computes the gradients of a microbatch in two pieces"
-            raise ConfigError(problem, remedy="pass --trainer.strategy.schedule=1F1B")
         if self._num_microbatches not in (None, parts.count):
             problem = f"{name} cuts the batch of a pipeline into {parts.count} parts, not {self._num_microbatches}"
             raise ConfigError(problem, remedy=f"pass --trainer.strategy.num_microbatches={parts.count}")
@@ -133,9 +130,6 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
         self.cut(len(self.owners))
-        if compiles(model) and self.schedule_name == "ZBVZeroBubble":
-            problem = "--trainer.strategy.schedule=ZBVZeroBubble cuts backward in two, --model.compile=true unites it"
-            raise ConfigError(problem, remedy="pass --trainer.strategy.schedule=1F1B")
 
     def split_lines(self) -> list[str]:
         return self.partition.table([f"process {owner}" for owner in self.owners])

@@ -16,14 +16,8 @@ from analysis.run_frames import file_of
 from analysis.timeline import FILE
 from lit_cifar.models.partition import Partition
 
-COLORS = {"forward": "#1f6fb4", "backward": "#d9822b", "backward_input": "#d9822b", "backward_weight": "#6a994e"}
-LABELS = {
-    "forward": "forward",
-    "backward": "backward",
-    "backward_input": "backward, inputs",
-    "backward_weight": "backward, weights",
-}
-UNIT_COSTS = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}
+COLORS = {"forward": "#1f6fb4", "backward": "#d9822b"}
+UNIT_COSTS = {"forward": 1.0, "backward": 2.0}
 
 
 def read_timeline(run: str | Path) -> pd.DataFrame:
@@ -81,9 +75,7 @@ def replay(step: pd.DataFrame, *, forward: float = 1.0) -> pd.DataFrame:
         The frame with other times.
     """
     queues = {worker: list(frame.sort_values("start_ms").index) for worker, frame in step.groupby("worker")}
-    names = {
-        index: (_pass(str(row["kind"])), int(row["stage"]), int(row["microbatch"])) for index, row in step.iterrows()
-    }
+    names = {index: (str(row["kind"]), int(row["stage"]), int(row["microbatch"])) for index, row in step.iterrows()}
     ends: dict[tuple[str, int, int], float] = {}
     free = dict.fromkeys(queues, 0.0)
     times: dict[Any, tuple[float, float]] = {}
@@ -102,17 +94,12 @@ def replay(step: pd.DataFrame, *, forward: float = 1.0) -> pd.DataFrame:
     return step.assign(start_ms=started, end_ms=ended)
 
 
-def _pass(kind: str) -> str:
-    return "backward" if kind == "backward_input" else kind
-
-
 def _needs(name: tuple[str, int, int], names: Mapping[Any, tuple[str, int, int]]) -> set[tuple[str, int, int]]:
     """What must have ended before: a message from a neighbouring stage, or an earlier pass of the same stage."""
     kind, stage, microbatch = name
     needed = {
         "forward": {("forward", stage - 1, microbatch)},
         "backward": {("backward", stage + 1, microbatch), ("forward", stage, microbatch)},
-        "backward_weight": {("backward", stage, microbatch), ("forward", stage, microbatch)},
     }[kind]
     return needed & set(names.values())
 
@@ -121,11 +108,8 @@ def bubble_formula(schedule: str, *, num_workers: int, num_microbatches: int) ->
     """The share of a step in which workers are idle, if stages take equally long and messages take no time.
 
     Sources: GPipe: Huang et al. 2019; 1F1B: Narayanan et al. 2019; Interleaved1F1B, two stages for each worker:
-    Narayanan et al. 2021, section 2.2; ZBVZeroBubble, if forward and both halves of backward take equally long: Qi et
-    al. 2024, "Pipeline parallelism with controllable memory". One microbatch makes GPipe the naive order.
+    Narayanan et al. 2021, section 2.2. One microbatch makes GPipe the naive order.
     """
-    if schedule == "ZBVZeroBubble":
-        return 0.0
     stages_per_worker = 2 if schedule == "Interleaved1F1B" else 1
     return (num_workers - 1) / (stages_per_worker * num_microbatches + num_workers - 1)
 
@@ -164,8 +148,7 @@ def plot_timelines(timelines: Mapping[str, pd.DataFrame], *, unit: str = "ms") -
     panels[-1].set_xlim(-last / 200, last * 1.005)
     panels[-1].set_xlabel(f"time since the start of the step ({unit})")
     kinds = set().union(*(frame["kind"] for frame in timelines.values()))
-    shown = [kind for kind in LABELS if kind in kinds and not (kind == "backward_input" and "backward" in kinds)]
-    handles = [Patch(color=COLORS[kind], label=LABELS[kind]) for kind in shown]
+    handles = [Patch(color=color, label=kind) for kind, color in COLORS.items() if kind in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     return figure
 

@@ -23,7 +23,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.mode import NoRecorder, WorkKind, mode_of
 
 FILE = "timeline.json"
-_LETTERS: dict[WorkKind, str] = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
+_LETTERS: dict[WorkKind, str] = {"forward": "F", "backward": "B"}
 # A stage at work on a microbatch, as an event of a Chrome trace. "args" has kind, step (the training batch), stage,
 # microbatch, rank, worker (the process or device that works), and saved_bytes: what a forward keeps for backward,
 # without parameters and buffers. The microseconds "ts" are of the machine's monotonic clock, which its processes share.

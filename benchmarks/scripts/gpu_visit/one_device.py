@@ -5,8 +5,6 @@ def _flags(strategy: str, **sizes: int | str) -> list[str]:
     return [f"--trainer.strategy={strategy}", *(f"--trainer.strategy.{key}={value}" for key, value in sizes.items())]
 
 
-INTERLEAVED = {"schedule": "Interleaved1F1B", "num_microbatches": 2}
-
 ONE_PROCESS = {
     "single": [],
     "dp-twice": _flags("DataParallelStrategy", num_replicas=2),
@@ -15,8 +13,7 @@ ONE_PROCESS = {
     "ddp": _flags("ddp"),
     "fsdp2": _flags("fsdp2"),
     "tp": _flags("tp"),
-    "pp-interleaved": _flags("PipelineStrategy", **INTERLEAVED),
-    "pp-zbv": _flags("PipelineStrategy", schedule="ZBVZeroBubble", num_microbatches=2),
+    "pp": _flags("pp"),
 }
 """One process: of those that talk through NCCL it is the only one."""
 
