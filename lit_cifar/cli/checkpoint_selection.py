@@ -152,9 +152,7 @@ class StartingCheckpoint(Start):
                 scheduler = module.optimization.new_scheduler(optimizer)
             compatibility.check_optimizer(content, optimizer, scheduler)
             if process_rank() == 0:  # which reads all numbers
-                recipe = Recipe(optimizer)
-                recipe.add(optimizer, scheduler)
-                check_content(content.get(SETTINGS, {}), recipe.settings(), SETTINGS, partly=True)
+                check_content(content.get(SETTINGS, {}), Recipe(optimizer, scheduler).settings(), SETTINGS, partly=True)
                 check_counts(content, module)
                 compatibility.check_states(content, trainer, optimizer, scheduler)
 

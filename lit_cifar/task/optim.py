@@ -15,8 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from lit_cifar.errors import ConfigError, printable
 
 _OF_RATE = ("base_lrs", "_last_lr")  # learning rates in the state of a schedule
-# What OneCycleLR and CyclicLR keep in the groups alone.
-_BY_SCHEDULE = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 # Entries of a parameter group that choose the kernels of a step, and do not change its result.
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 _PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # the progress of ReduceLROnPlateau
@@ -134,29 +132,23 @@ def keep_saved_types(optimizer: Optimizer) -> None:
 class Recipe:
     """The settings of a loss, an optimizer and its schedule before the first step; no reference to these is kept.
 
-    A checkpoint brings the settings of the training before in the states of both. A resumed run has its own: those that
-    its user has typed and that its `config.yaml` holds.
+    What a schedule replaces, as OneCycleLR the optimizer's rate, is none. A checkpoint brings the settings of the
+    training before in the states of both. A resumed run has its own: those that its user has typed and that its
+    `config.yaml` holds.
     """
 
-    def __init__(self, optimizer: Optimizer, *, label_smoothing: float = 0.0) -> None:
-        """Note the optimizer's settings before a schedule changes them."""
-        self._made, self._loss = _groups(optimizer), {"label_smoothing": label_smoothing}
-        self._groups: list[dict[str, Any]] = []
-        self._schedule: dict[str, Any] = {}
-
-    def add(self, optimizer: Optimizer, scheduler: Any) -> None:
-        """Note a schedule that has not taken a step, and the optimizer's settings as it has changed them."""
-        self._groups, self._schedule = _groups(optimizer), deepcopy(scheduler.state_dict())
+    def __init__(self, optimizer: Optimizer, scheduler: Any, *, label_smoothing: float = 0.0) -> None:
+        self._label_smoothing, self._schedule = label_smoothing, deepcopy(scheduler.state_dict())
+        groups = optimizer.param_groups
+        self._groups = [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
     def settings(self) -> dict[str, Any]:
-        found: dict[str, Any] = {**self._loss}
+        found: dict[str, Any] = {"label_smoothing": self._label_smoothing}
         found |= {f"lr_scheduler.{name}": value for name, value in self._schedule.items() if name not in _OF_RATE}
-        for number, group in enumerate(self._made):
+        for number, group in enumerate(self._groups):
             label = f"optimizer[{number}]" if number else "optimizer"
-            found |= {f"{label}.{name}": value for name, value in group.items() if name not in _HOW}
-            planned = self._groups[number] if self._groups else {}
-            if {"max_lr", "max_lrs"} & {*planned, *self._schedule}:  # all others have the optimizer's rate
-                found |= {f"{label}.{name}": planned[name] for name in _BY_SCHEDULE if name in planned}
+            found |= {f"{label}.{name}": value for name, value in group.items() if name not in (*_HOW, "initial_lr")}
+            found[f"{label}.lr"] = group.get("initial_lr", group["lr"])  # the other is that of the first step
         return found
 
     def resume(
@@ -168,7 +160,7 @@ class Recipe:
         where earlier epochs may have had another number of them. If nothing has changed, nothing is touched.
         """
         own, known = self.settings(), before or {}
-        changed = [] if before is None else [name for name in own if known.get(name, self._loss.get(name)) != own[name]]
+        changed = [] if before is None else [name for name in own if known.get(name) != own[name]]
         loaded = scheduler.state_dict()
         is_elsewhere = taken not in (None, loaded["last_epoch"])
         if before is not None and not changed and not is_elsewhere:
@@ -195,7 +187,3 @@ class Recipe:
             warnings.simplefilter("ignore")  # the optimizer takes no steps here
             for _ in range(loaded["last_epoch"] if taken is None else taken):
                 scheduler.step()
-
-
-def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

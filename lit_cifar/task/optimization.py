@@ -115,7 +115,6 @@ class Optimization:
         factor = self._rate_scaling.factor(trainer)
         for group in optimizer.param_groups:
             group["lr"] *= factor
-        self._recipe = Recipe(optimizer, label_smoothing=label_smoothing)
         scheduler = self.new_scheduler(optimizer)
         for number, group in enumerate(optimizer.param_groups):
             _scale_rates(scheduler, group, number=number, ratio=factor)
@@ -127,7 +126,7 @@ class Optimization:
         check_total_steps(scheduler, total_steps)
         if isinstance(scheduler, WarmupDecay):
             scheduler.set_total_steps(int(total_steps))
-        self._recipe.add(optimizer, scheduler)
+        self._recipe = Recipe(optimizer, scheduler, label_smoothing=label_smoothing)
         planned = {"scheduler": scheduler}
         if isinstance(scheduler, ReduceLROnPlateau):
             planned["monitor"] = followed_metric(scheduler)
