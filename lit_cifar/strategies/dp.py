@@ -8,7 +8,6 @@ metrics are computed from the gathered output on the root device, as on a single
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import cycle
 from typing import Any, cast
 
 import torch
@@ -41,28 +40,6 @@ class EmulatedReplicas:
             draw_for_part(replica)
             outputs.append(functional_call(self.network, copy, (chunk,)))
         return torch.cat(outputs)
-
-
-def replicas_in_turn(network: nn.Module, devices: Sequence[torch.device]) -> ForwardFn:
-    """Give whole batches to the replicas in turn, which all work on the network's own parameters and buffers.
-
-    This is for parts of a batch, each computed as one device would. There is a replica for each of `devices`; the
-    network, batches and outputs, (n, ...), are on the first.
-    """
-    turns = cycle(devices)
-
-    def run(images: Tensor) -> Tensor:
-        device, buffers = next(turns), dict(network.named_buffers())
-        whole = {**dict(network.named_parameters()), **buffers}
-        state = {name: tensor.to(device) for name, tensor in whole.items()}
-        output: Tensor = functional_call(network, state, (images.to(device),))
-        if network.training:
-            for name, buffer in buffers.items():
-                if state[name] is not buffer:
-                    buffer.copy_(state[name])
-        return output.to(devices[0])
-
-    return run
 
 
 class _DataParallel(nn.DataParallel[nn.Module]):
@@ -122,15 +99,15 @@ class DataParallelStrategy(SingleProcessStrategy):
         The rule is that of `Tensor.chunk`: every chunk but the last has `ceil(num_samples / replicas)` samples, so
         replicas at the end may get none. 5 samples over 4 replicas are cut into 2, 2, 1.
         """
-        if self.virtual_parts is not None:  # sample i is in part i modulo their number, and the replicas take turns
-            return torch.arange(num_samples) % self.local_replicas
+        if self.virtual_parts is not None:
+            return torch.zeros(num_samples, dtype=torch.int64)
         samples_per_chunk = max(1, -(-num_samples // self.local_replicas))
         return torch.arange(num_samples) // samples_per_chunk
 
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         devices = self.copying_devices[0]  # CUDA devices, which several replicas may share, or the CPU for all of them
-        if self.virtual_parts is not None:
-            return replicas_in_turn(network, devices)
+        if self.virtual_parts is not None:  # they pass one after the other: other devices would only wait in turn
+            return network.__call__
         if devices[0].type != "cuda" or len(devices) == 1:
             return EmulatedReplicas(network, num_replicas=len(devices))
         parallel = _DataParallel(network, device_ids=[device.index for device in devices])
