@@ -85,7 +85,7 @@ EXHAUSTIVE = {
     "two epochs on two processes": SLOW["two epochs"]._replace(devices=2),
     "a chain of one's own": Case("mp pp tp fsdp2 ddp_spawn", own("Chain")),
     "a network in other modes": Case("dp ddp ddp_spawn", own("Opaque")),
-    "tied weights": Case("mp dp ddp ddp_spawn", own("Tied")),
+    "tied weights": Case("dp ddp ddp_spawn", own("Tied")),
     "tied weights in no chain": Case("fsdp2", own("TiedWhole")),
     "hooks on gradients": Case("mp dp ddp", own("Hooked")),
     "bottlenecks in every mode": Case(" ".join(sized_modes(2)), [*TINY, *CUT, "--model.arch=tiny_bottleneck"], steps=4),

@@ -152,8 +152,8 @@ class CutStrategy(CustomForwardStrategy, ABC):
     partition: Partition  # the blocks of each stage; known from `connect` on
     recorder: NoRecorder = NoRecorder()
 
-    def cut(self, num_stages: int, *, may_share: bool = False) -> None:
-        """Cut the network of the module, or refuse it. With `may_share`, stages may share tensors."""
+    def cut(self, num_stages: int) -> None:
+        """Cut the network of the module, or refuse it."""
         network = self.module.network
         if blocks_of(network) is None:
             mode, kind = f"--trainer.strategy={self.strategy_name}", type(network).__name__
@@ -161,8 +161,7 @@ class CutStrategy(CustomForwardStrategy, ABC):
             remedy = "make it an nn.Sequential, give it blocks() (lit_cifar.models.blocks)"
             raise ConfigError(problem, remedy=f"{remedy}, or pass --trainer.strategy=ddp")
         self.partition = Partition.cut(network, self.module.image_shape, num_stages=num_stages)
-        if not may_share:
-            check_untied(network, self.partition.modules(network), strategy=self.strategy_name)
+        check_untied(network, self.partition.modules(network), strategy=self.strategy_name)
 
 
 class SingleProcessStrategy(CustomForwardStrategy, ABC):

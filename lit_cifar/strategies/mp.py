@@ -129,9 +129,8 @@ class StagedStrategy(CutStrategy, ABC):
 
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
-        # `setup` would be too late: it may put layers into the network that only run among processes. Virtual devices
-        # can share a tensor.
-        self.cut(self.num_stages, may_share=len(set(self.stage_devices)) == 1)
+        # `setup` would be too late: it may put layers into the network that only run among processes.
+        self.cut(self.num_stages)
 
     def model_to_device(self) -> None:
         """Move each stage to its device, and all else to the root device, which may be too small for the network."""
