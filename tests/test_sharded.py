@@ -32,7 +32,6 @@ from lit_cifar.models import build_network
 from lit_cifar.models.blocks import blocks_of
 from lit_cifar.strategies import ShardedStrategy, fsdp2, mesh, tp
 from lit_cifar.strategies.virtual_replicas import VirtualReplicas
-from lit_cifar.tools.modes import SILENT
 
 pytestmark = [short, pytest.mark.usefixtures("one_process")]
 
@@ -202,11 +201,6 @@ def test_a_device_never_holds_more_than_its_parts_and_a_block(sizes: Any, monkey
     held = [local_part(tensor) for tensor in chain(model.network.parameters(), model.network.buffers())]
     assert whole / 8 < sum(tensor.untyped_storage().nbytes() for tensor in held) < whole / 3
     assert max(moved) <= max(blocks) < sum(moved) == whole
-
-
-def test_one_replica_says_that_it_synchronises_nothing() -> None:
-    with pytest.warns(UserWarning, match="has no effect with one replica"):
-        L.Trainer(accelerator="cpu", devices=2, strategy="tp", sync_batchnorm=True, **SILENT)
 
 
 def test_what_tp_does_not_split_cannot_drift_apart(monkeypatch: pytest.MonkeyPatch) -> None:

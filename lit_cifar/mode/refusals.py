@@ -57,8 +57,8 @@ TABLE = (
     ),
     Refusal(
         option="--trainer.sync_batchnorm=true",
-        modes=("dp", "pp", "ddp_pp"),
-        problem="{option} has no effect on {mode}: a replica's chunk, or a microbatch, is normalised by itself",
+        modes=("dp", "pp", "ddp_pp", "tp"),
+        problem="{option} has no effect on {mode}: what a replica sees at once, it normalises by itself",
     ),
     Refusal(
         option="--virtual_replicas=4",

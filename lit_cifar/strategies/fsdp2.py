@@ -14,7 +14,6 @@ from typing import Any, ClassVar, cast
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -63,12 +62,6 @@ class ShardedStrategy(MeshStrategy):
     @override
     def model_parallel_size(self) -> int:
         return self.all_processes if self.splits_layers else 1
-
-    def check(self) -> None:
-        super().check()
-        if self.splits_layers and self.synchronises_batchnorm:
-            rank_zero_warn("--trainer.sync_batchnorm=true has no effect with one replica, which sees the whole batch")
-            self._layer_sync = None
 
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
