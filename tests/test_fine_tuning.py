@@ -7,7 +7,7 @@ import pytest
 from commands import TINY, last_checkpoint, refused, run_here
 from torch import nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from lit_cifar.models import build_network
 from lit_cifar.models.fine_tuning import FineTuning
@@ -60,9 +60,6 @@ def test_the_classifier_of_each_network(arch: Any, name: str) -> None:
 
 SCHEDULES: list[Any] = [
     lambda optimizer: WarmupDecay(optimizer, warmup=0.3),
-    lambda optimizer: OneCycleLR(optimizer, max_lr=1.0, total_steps=20),
-    lambda optimizer: OneCycleLR(optimizer, max_lr=1.0, total_steps=20, three_phase=True, anneal_strategy="linear"),
-    lambda optimizer: CyclicLR(optimizer, base_lr=0.1, max_lr=0.5, step_size_up=3),
     lambda optimizer: StepLR(optimizer, step_size=3),
     lambda optimizer: CosineAnnealingLR(optimizer, T_max=20),
 ]

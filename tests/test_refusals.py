@@ -45,6 +45,12 @@ REFUSED = {
     "--model.optimizer.lr=-1": ["learning rate: -1"],
     "--trainer.max_epochs=-1": ["plans over the whole run, and this one has no end"],
     "--model.lr_scheduler=OneCycleLR --model.lr_scheduler.max_lr=1 --model.lr_scheduler.total_steps=3": ["steps=5"],
+    **{
+        f"--model.lr_scheduler=OneCycleLR --model.lr_scheduler.max_lr=1 --model.lr_scheduler.total_steps=5 {flag}": [
+            "OneCycleLR has rates of its own"
+        ]
+        for flag in ("--model.rate_scaling.rule=linear", "--model.fine_tuning.head_lr=0.3")
+    },
     "--trainer.limit_train_batches=0": ["--trainer.limit_train_batches=0 would train nothing"],
     "--trainer.accumulate_grad_batches=4 --trainer.limit_train_batches=6": ["=4 or --trainer.limit_train_batches=8"],
     "--trainer.accumulate_grad_batches=2 --trainer.val_check_interval=3": ["pass --trainer.val_check_interval=4"],

@@ -19,7 +19,8 @@ class FineTuning:
         freeze: Parameters that stay as they are: a pattern of their names, such as "conv1.*", or a list of patterns.
             BatchNorm layers among them normalise by their running statistics, which stay too.
         head_lr: Learning rate of the classifier, where --model.optimizer.lr is that of all other parameters. Schedules
-            keep the ratio of the two, but for a floor (`eta_min`, `min_lr`), which is that of both.
+            keep the ratio of the two, but for a floor (`eta_min`, `min_lr`), which is that of both. Refused with
+            `OneCycleLR` and `CyclicLR`, which have rates of their own.
     """
 
     weights: str | None = None

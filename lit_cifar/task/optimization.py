@@ -87,11 +87,11 @@ class Optimization:
         return optimizer
 
     def new_scheduler(self, optimizer: Optimizer) -> Any:
-        """The user's schedule before its first step, whose rates have the ratio of `head_lr` to that of the others."""
-        rates = [group["lr"] for group in optimizer.param_groups]
+        """The user's schedule before its first step."""
         scheduler = self.make_lr_scheduler(optimizer)
-        if self.head_lr is not None:
-            _scale_rates(scheduler, optimizer.param_groups[1], number=1, ratio=rates[1] / rates[0] if rates[0] else 1.0)
+        if isinstance(scheduler, CyclicLR | OneCycleLR) and (self.head_lr, self._rate_scaling.rule) != (None, "none"):
+            problem = f"--model.lr_scheduler={type(scheduler).__name__} has rates of its own for all parameters"
+            raise ConfigError(problem, remedy="leave out --model.fine_tuning.head_lr and --model.rate_scaling.rule")
         return scheduler
 
     def tried(self, network: nn.Module) -> tuple[Optimizer, Any]:
@@ -116,11 +116,8 @@ class Optimization:
         for group in optimizer.param_groups:
             group["lr"] *= factor
         scheduler = self.new_scheduler(optimizer)
-        for number, group in enumerate(optimizer.param_groups):
-            _scale_rates(scheduler, group, number=number, ratio=factor)
-        if self._rate_scaling.rule != "none":
-            first, rule = optimizer.param_groups[0], self._rate_scaling.rule
-            peak = first.get("max_lr", first.get("initial_lr", first["lr"]))
+        if (rule := self._rate_scaling.rule) != "none":
+            peak = optimizer.param_groups[0].get("initial_lr", optimizer.param_groups[0]["lr"])
             rank_zero_info(f"learning rate x {factor:.4g} = {peak:.4g}: {rule} scaling by the global batch")
         total_steps = trainer.estimated_stepping_batches
         check_total_steps(scheduler, total_steps)
@@ -162,16 +159,6 @@ class Optimization:
         """Note the settings of the training that goes on from a checkpoint, if it holds one."""
         found = checkpoint.get(SETTINGS)
         self._resumes, self._before = holds_training(checkpoint), found if isinstance(found, dict) else None
-
-
-def _scale_rates(scheduler: Any, group: dict[str, Any], *, number: int, ratio: float) -> None:
-    """Multiply the rates of one parameter group in a schedule that gives all groups its own and not the optimizer's."""
-    if isinstance(scheduler, CyclicLR):
-        for rates in (scheduler.base_lrs, scheduler.max_lrs):
-            rates[number] *= ratio
-    if isinstance(scheduler, CyclicLR | OneCycleLR):
-        for name in {"lr", "initial_lr", "max_lr", "min_lr"} & group.keys():
-            group[name] *= ratio
 
 
 def check_schedule(scheduler: Any, trainer: Trainer, data: CIFAR10DataModule, *, num_batches: int) -> None:
