@@ -88,7 +88,7 @@ REFUSED = {
     "--data.val_size=96": ["--data.val_size=9"],
     "--data.num_train=97": ["--data.order.drop_last=true"],
     f"{TRANSFORM}Resize --data.augment.transforms.size=16": ["uint8, (3, 16, 16) of torch.uint8, (3, 32, 32)"],
-    f"{TRANSFORM}MixUp --data.augment.transforms.num_classes=10": ["pass --data.mixing.mixup=1.0"],
+    f"{TRANSFORM}MixUp --data.augment.transforms.num_classes=10": ["cannot transform", "--data.mixing.mixup=1.0"],
     f"{TRANSFORM}Normalize --data.augment.transforms.mean=[0.5] --data.augment.transforms.std=[1]": [
         "Normalize cannot transform a uint8 tensor (3, 32, 32): Input tensor should be a float tensor"
     ],

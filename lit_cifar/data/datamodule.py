@@ -237,22 +237,18 @@ class CIFAR10DataModule(L.LightningDataModule):
     def _batches_behind(self) -> int:
         """Number of batches already trained on in the epoch within which a run resumes; 0 in all other epochs."""
         assert self.trainer is not None
-        if not self.trainer.fit_loop.restarted_mid_epoch:
-            then, self._resumed = self._resumed, {}
-            if then:
-                from lit_cifar.data.changed_order import tell_changed
+        within = self.trainer.fit_loop.restarted_mid_epoch
+        then, self._resumed = self._resumed, {}
+        if then:
+            from lit_cifar.data.changed_order import check_rest_of_epoch, tell_changed
 
-                tell_changed(then, order_settings(self))
-            return 0
-        behind = batches_of_epoch(self.trainer)
-        if self._resumed:
-            from lit_cifar.data.changed_order import check_rest_of_epoch
-
-            check_rest_of_epoch(self._resumed, order_settings(self))
+            compare = check_rest_of_epoch if within else tell_changed
+            compare(then, order_settings(self))
+        behind = batches_of_epoch(self.trainer) if within else 0
         # With 0 behind, all batches have been trained on, and the next epoch begins.
         accumulation = self.trainer.accumulate_grad_batches
-        if behind and self._resumed.get("steps") not in (None, behind // accumulation):
-            place = f"within an epoch after {self._resumed['steps']} optimizer steps"
+        if behind and then.get("steps") not in (None, behind // accumulation):
+            place = f"within an epoch after {then['steps']} optimizer steps"
             problem = f"the checkpoint was written {place}, which accumulate_grad_batches={accumulation} cuts otherwise"
             raise CheckpointError(problem, remedy="pass the accumulate_grad_batches of the run that wrote it")
         return behind
