@@ -59,12 +59,10 @@ from lit_cifar.checks.relations.own_checkpoints import Writes, _holds_tensors
 from lit_cifar.checks.relations.own_resume import guessed
 from lit_cifar.checks.relations.parts import TrainedParts
 from lit_cifar.checks.relations.plan import Limits, RunPlan, Script, Target, Trace
-from lit_cifar.checks.relations.printed import numbers_in
 from lit_cifar.checks.relations.purposes import Purposes
-from lit_cifar.checks.relations.ranks import Drawn
 from lit_cifar.checks.relations.runs import Runs, are_same_samples, first_apart, other_samples
 from lit_cifar.checks.relations.trained import Observer, nothing_changes
-from lit_cifar.checks.relations.workers import ByWorkers, Order, Orders, same_orders, workers
+from lit_cifar.checks.relations.workers import Order, Read, same_orders, workers
 from lit_cifar.checks.verdict import Verdict
 
 Verdicts: TypeAlias = Callable[..., list[Verdict]]
@@ -231,7 +229,7 @@ def test_an_order_that_is_drawn_is_another_in_each_epoch(
     orders: list[list[int]], is_drawn: bool, expected: list[str]
 ) -> None:
     trace = Trace()
-    trace.part(Orders).extend(Order(5, is_drawn, order) for order in orders)
+    trace.part(Read).orders.extend(Order(5, is_drawn, order) for order in orders)
     assert [verdict.outcome for verdict in same_orders(trace)] == expected
 
 
@@ -243,7 +241,7 @@ def test_an_order_that_the_script_only_looks_at_is_no_epoch(tmp_path: Path) -> N
     for step in range(2):
         assert [len(batch) for batch in loaders._ordered(BatchSampler.__iter__, sampler)] == [4, 4]
         watched.trace.steps = step + 1
-    assert [len(order.places) for order in watched.trace.part(Orders)] == [8, 8]
+    assert [len(order.places) for order in watched.trace.part(Read).orders] == [8, 8]
 
 
 @pytest.mark.parametrize(("batches", "outcome"), [(6, "pass"), (12, "note")])
@@ -269,16 +267,16 @@ DRAWN, ANEW, IN_PAIRS = [[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 3, 4], [1, 2, 3, 4
 @pytest.mark.parametrize(
     ("seen", "has_workers", "outcome"),
     [
-        (ByWorkers(streams=[(ONCE, ONCE)]), True, "pass"),
-        (ByWorkers(streams=[(ONCE, TWICE)]), True, "fail"),
-        (ByWorkers(streams=[(ONCE, TWICE)]), False, "note"),
-        (ByWorkers(samples=[(DRAWN, DRAWN)]), True, "pass"),
-        (ByWorkers(samples=[(DRAWN, ANEW)]), True, "fail"),
-        (ByWorkers(samples=[(DRAWN, IN_PAIRS)]), True, "fail"),
+        (Read(streams=[(ONCE, ONCE)]), True, "pass"),
+        (Read(streams=[(ONCE, TWICE)]), True, "fail"),
+        (Read(streams=[(ONCE, TWICE)]), False, "note"),
+        (Read(samples=[(DRAWN, DRAWN)]), True, "pass"),
+        (Read(samples=[(DRAWN, ANEW)]), True, "fail"),
+        (Read(samples=[(DRAWN, IN_PAIRS)]), True, "fail"),
     ],
 )
-def test_workers_are_judged_where_there_are_some(seen: ByWorkers, has_workers: bool, outcome: str) -> None:
-    trace = Trace(script=Script(has_workers=has_workers), parts={ByWorkers: seen})
+def test_workers_are_judged_where_there_are_some(seen: Read, has_workers: bool, outcome: str) -> None:
+    trace = Trace(script=Script(has_workers=has_workers), parts={Read: seen})
     runs: Any = SimpleNamespace(own=lambda **_: trace)
     assert [verdict.outcome for verdict in workers(runs)] == [outcome]
 
@@ -334,7 +332,7 @@ def test_a_draw_is_known_by_the_generator_that_makes_it() -> None:
         draws.follow_batch(None)
         np.random.rand()
         draws.note()
-        found.append(trace.part(Drawn))
+        found.append(trace.drawn)
     assert found[0] == found[2] != found[1]
 
 
@@ -590,7 +588,7 @@ def test_what_is_told_to_loggers_is_heard_and_sent_nowhere(monkeypatch: pytest.M
     ],
 )
 def test_numbers_of_a_line_have_names_and_digits(line: str, expected: dict[str, tuple[float, float]]) -> None:
-    found = numbers_in(line)
+    found = told.numbers_in(line)
     assert found.keys() == expected.keys()
     assert [*found.values()] == [pytest.approx(pair) for pair in expected.values()]
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from commands import refused, run_here
 
-from lit_cifar.checks.relations import landlock
+from lit_cifar.checks.relations import own_files
 
 DAEMON = str(86_399 + os.getpid())  # seconds that it sleeps, by which it is known, apart from tests beside these
 STEPS = """
@@ -73,7 +73,7 @@ train(6)
 """
 
 
-@pytest.mark.skipif(not landlock.is_there(), reason="needs Linux 6.2 with Landlock")
+@pytest.mark.skipif(not own_files.has_landlock(), reason="needs Linux 6.2 with Landlock")
 def test_code_in_c_and_other_programs_write_to_no_file_of_the_user(home: Path) -> None:
     Path("train.py").write_text(IN_C)
     output = said(home, "train.py")
@@ -82,7 +82,7 @@ def test_code_in_c_and_other_programs_write_to_no_file_of_the_user(home: Path) -
 
 
 def test_where_linux_guards_nothing_a_line_says_so(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landlock, "_LEAST", 99)
+    monkeypatch.setattr(own_files, "_LEAST", 99)
     Path("train.py").write_text(f"{STEPS}\ntrain(1)")
     assert "written by C code" in said(home, "train.py")
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from lit_cifar import internals
-from lit_cifar.checks.relations import landlock
 from lit_cifar.checks.relations.judging import RELATIONS, Relation, judged
 from lit_cifar.checks.relations.notebooks import SUFFIX, cells_of
 from lit_cifar.checks.relations.options import with_further_arguments
+from lit_cifar.checks.relations.own_files import has_landlock
 from lit_cifar.checks.relations.own_resume import resumed
 from lit_cifar.checks.relations.plan import LIMIT_S, Limits, Target
 from lit_cifar.checks.verdict import NO_VERDICT, Verdict, exit_status, summary
@@ -70,7 +70,7 @@ def main(args: list[str]) -> int:
         if verdict.outcome != "abstain":
             say(str(verdict))
     _say_what_is_open([verdict for verdict in verdicts if verdict.outcome == "abstain"])
-    unguarded = "" if landlock.is_there() else _UNGUARDED
+    unguarded = "" if has_landlock() else _UNGUARDED
     say(f"not looked at: {_ON_OWN_DEVICES if options.gpu else _ON_CPU}, later steps{unguarded}")
     found = verdicts[1:] or [verdict for verdict in verdicts if verdict.outcome == "fail"]
     must = {name for name in chosen if options.only is not None or name not in RELATIONS}  # asked for by name

@@ -1,8 +1,59 @@
 """Relations between two runs of anyone's training that must train the same model.
 
-A training script may call `knob`, `resume`, `save`, `report` and `share`; a Lightning script needs no call.
+Here is what a training script may ask. Outside of `python -m lit_cifar relations` each call gives the own value. A
+Lightning script needs no call.
 """
 
-from lit_cifar.checks.relations.calls import knob, report, resume, save, share
+from typing import TYPE_CHECKING, Any, TypeVar
 
-__all__ = ["knob", "report", "resume", "save", "share"]
+if TYPE_CHECKING:  # which imports torch
+    from lit_cifar.checks.relations.watching import Watched
+
+T = TypeVar("T")
+
+session: "Watched | None" = None  # the training that the checker watches in this process
+
+
+def knob(name: str, own: T) -> T:
+    """The script's own value, or another that a relation needs.
+
+    Five names have relations of their own: `accumulate`, the number of microbatches of a step; `batch_size`, the number
+    of samples of a microbatch; `evaluation_batch`, the number of samples that are evaluated at once; `validate_every`,
+    the number of steps or epochs between two evaluations; `loss_scale`, a factor that is taken out of gradients again.
+    Any other gives the own value.
+    """
+    value: T = own if session is None else session.knob(name, own)
+    return value
+
+
+def resume() -> str | None:
+    """The path of a checkpoint to go on from, or None."""
+    return None if session is None else session.resume()
+
+
+def save() -> str | None:
+    """A path to write a checkpoint to, or None. The checker ends the training soon after it has given one."""
+    return None if session is None else session.save()
+
+
+def report(**values: Any) -> None:
+    """Tell values to compare beside those that are found without it: numbers, tensors, modules such as averages.
+
+    Results of an evaluation are told before the next step, or their names begin with `val`. A `score` that was kept for
+    a checkpoint and a `rescored` of the same checkpoint must be equal.
+    """
+    if session is not None:
+        session.report(values)
+
+
+def share(batch: T) -> T:
+    """This rank's rows of a batch that all ranks have made alike: tensors in any tree, divided along dimension 0."""
+    import torch.distributed as dist  # a script that never calls this should not have to wait for it
+
+    from lit_cifar.checks.relations.batches import parted
+
+    knob("share", None)  # the checker learns that it was asked for
+    if not dist.is_initialized():
+        return batch
+    own: T = parted(batch, dist.get_world_size())[dist.get_rank()]
+    return own

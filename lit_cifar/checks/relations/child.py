@@ -17,7 +17,8 @@ import torch
 import torch.distributed
 import torch.multiprocessing
 
-from lit_cifar.checks.relations import calls, flags, generators, made_data, mirror, notebooks, told
+from lit_cifar.checks import relations
+from lit_cifar.checks.relations import flags, generators, made_data, mirror, notebooks, told
 from lit_cifar.checks.relations.crashes import note_error
 from lit_cifar.checks.relations.in_lightning import InLightning
 from lit_cifar.checks.relations.interruption import GoOn
@@ -29,7 +30,7 @@ from lit_cifar.checks.relations.plan import Target
 from lit_cifar.checks.relations.switches import set_switches
 from lit_cifar.checks.relations.terminal import give_terminal
 from lit_cifar.checks.relations.watching import Ended, Watched
-from lit_cifar.checks.relations.workers import ReadWithWorkers
+from lit_cifar.checks.relations.workers import READ_AGAIN
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -89,7 +90,7 @@ def _prepare(watched: Watched, loaders: Loaders) -> None:
         generators.make_quiet(watched.trace.remarks.add)
     watched.draws.patch(watched.drawn_apart)
     generators.seed_all("start", plan.seed, watched.rank)
-    calls.session = watched
+    relations.session = watched
     Guard(watched.folder.parent, watched.trace.end.outside).start()
 
 
@@ -113,7 +114,7 @@ def _run(target: Target, watched: Watched, loaders: Loaders) -> None:
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise
-    if watched.plan.asked(ReadWithWorkers):
+    if watched.plan.asks == READ_AGAIN:
         loaders.read_again()
     watched.finish()
 

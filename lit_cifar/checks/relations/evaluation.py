@@ -21,6 +21,9 @@ _IN_BATCHES = {"in batches of 1": 1, "in batches of 7": 7, "as one batch": 0}  #
 # With Lightning, ways to validate the same weights, and the sizes of their batches.
 AS_IT_IS, _AGAIN = "as it is", "again"
 WAYS: dict[str, int | None] = {AS_IT_IS: None, _AGAIN: None, **_IN_BATCHES}
+# What runs are asked for: to wait in their first evaluations, which changes no result but those of a clock; to let
+# Lightning's Trainer validate in all `WAYS` after the training, or keep a checkpoint of the last validation.
+EVALUATE_SLOWLY, VALIDATE_IN_MANY_WAYS, KEEP_VALIDATED = "slowly", "in many ways", "keep validated"
 
 
 @dataclass(frozen=True)
@@ -31,25 +34,10 @@ class EvaluateInBatches:
 
 
 @dataclass(frozen=True)
-class EvaluateSlowly:
-    """Asks a run to wait in its first evaluations, which changes no result but those of a clock."""
-
-
-@dataclass(frozen=True)
-class ValidateInManyWays:
-    """Asks Lightning's Trainer to validate in all `WAYS` after the training."""
-
-
-@dataclass(frozen=True)
 class Validate:
     """Asks Lightning's Trainer to validate in place of training."""
 
     checkpoint: str | None = None  # None for the weights as they are made
-
-
-@dataclass(frozen=True)
-class KeepValidated:
-    """Asks Lightning's Trainer for a checkpoint after each validation, of which the last stays."""
 
 
 @dataclass
@@ -68,7 +56,7 @@ def evaluation(runs: Runs) -> Iterator[Verdict]:
 
 
 def _in_lightning(runs: Runs) -> Iterator[Verdict]:
-    trace = runs.with_limits(epochs=1).own(asks=ValidateInManyWays())
+    trace = runs.with_limits(epochs=1).own(asks=VALIDATE_IN_MANY_WAYS)
     seen = trace.part(Evaluations)
     metrics = seen.metrics
     if not metrics:
@@ -100,7 +88,7 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
     """The training again, with other batches wherever no gradient is made."""
     runs = runs.planned(seeded_by_step=True)
     own = runs.own()
-    if not _results(runs, own):
+    if not by_time(own, runs.unsteady):
         raise NotJudgedError("no result of an evaluation is told", "relations.report(loss=loss)")
     reason = _why_not_in_other_batches(own)
     # Where the script divides its data, and they are more than was read, batches of its loader are divided.
@@ -124,7 +112,7 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
             continue
         if first_apart(own.norms, other.norms, runs.limit) is not None:
             raise NotJudgedError("with other batches wherever no gradient is made, it trains other weights")
-        if _results(runs, own).keys().isdisjoint(_results(runs, other)):
+        if by_time(own, runs.unsteady).keys().isdisjoint(by_time(other, runs.unsteady)):
             raise NotJudgedError(f"no result is told both as it is and {way}")
         judged.append(way)
         found += [_in_words(each, f"evaluated {way}") for each in _unlike(runs, own, other)[:1]]
@@ -148,14 +136,14 @@ def on_two_ranks(alone: Runs, two: Trace) -> Iterator[Verdict]:
     """Compare what a plain script tells on one process and on two, which have trained the same weights."""
     name = f"{NAME} on 2 ranks"
     one = alone.own()
-    if _results(alone, one).keys().isdisjoint(_results(alone, two)):
+    if by_time(one, alone.unsteady).keys().isdisjoint(by_time(two, alone.unsteady)):
         return
     found = _unlike(alone, one, two)
     if found and any(trace.part(Evaluations).cut for trace in (one, two)):
         yield Verdict(name, "abstain", CUT)
         return
     # A number may be of the training, which rank 0 tells of its own part: no other evaluation changes it.
-    less = _results(alone, alone.with_limits(evaluated=1).own()) if found else {}
+    less = by_time(alone.with_limits(evaluated=1).own(), alone.unsteady) if found else {}
     of_evaluation = [each for each in found if each.name.startswith("val") or less.get(each.name) != each.one]
     said = [_in_words(each, "evaluated by 2 processes") for each in (of_evaluation or found)[:1]]
     verdict = Verdict.by_findings(name, said, _names(alone, one))
@@ -177,11 +165,6 @@ def _judged(trace: Trace, found: list[str], looked_at: str) -> Iterator[Verdict]
         yield Verdict(f"samples of {NAME}", "note", text)
 
 
-def _results(runs: Runs, trace: Trace) -> dict[str, float]:
-    """Results by their names and steps, but for those that two equal runs do not share."""
-    return by_time(trace, without=runs.unsteady)
-
-
 def _names(runs: Runs, trace: Trace) -> str:
     return ", ".join(dict.fromkeys(name for name, _ in results(trace) if name not in runs.unsteady))
 
@@ -200,13 +183,13 @@ def _unlike(runs: Runs, one: Trace, other: Trace) -> list[Difference]:
     """Results of a plain script that differ, the largest difference first; both runs need not tell all of them."""
     found = _apart(runs, one, other)
     if found:  # perhaps by the clock
-        runs.unsteady |= apart(runs.own(), runs.own(asks=EvaluateSlowly()), runs.limit)
+        runs.unsteady |= apart(runs.own(), runs.own(asks=EVALUATE_SLOWLY), runs.limit)
         found = _apart(runs, one, other)
     return found
 
 
 def _apart(runs: Runs, one: Trace, other: Trace) -> list[Difference]:
-    values, others = _results(runs, one), _results(runs, other)
+    values, others = by_time(one, runs.unsteady), by_time(other, runs.unsteady)
     digits = digits_by_time(one) | digits_by_time(other)
     found = runs.apart(values, others, values.keys() & others.keys(), least=_TOLD)
     return [each for each in found if abs(each.one - each.other) > _ROUNDED * digits.get(each.name, 0.0)]
@@ -230,7 +213,7 @@ def rescored(runs: Runs) -> Iterator[Verdict]:
 
 
 def _rescored_in_lightning(runs: Runs) -> Verdict:
-    run = runs.own(asks=KeepValidated())
+    run = runs.own(asks=KEEP_VALIDATED)
     if not run.logged:
         raise NotJudgedError("no validation")
     again = validated(runs, str(run.folder / VALIDATED))

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from lit_cifar.checks.relations.patching import after, patched
 from lit_cifar.checks.relations.plan import Trace
-from lit_cifar.checks.relations.ranks import Drawn
 from lit_cifar.checks.relations.remarks import IN_STEP, OF_BATCH
 
 
@@ -68,7 +67,7 @@ class Draws:
         used = [] if self._before is None else [a for a, b in zip(self._before, states(), strict=True) if a != b]
         if used:
             self._trace.remarks.add(IN_STEP)
-            self._trace.part(Drawn).add(zlib.crc32(repr(used).encode()))
+            self._trace.drawn.add(zlib.crc32(repr(used).encode()))
 
     def patch(self, remark: Callable[[], None]) -> None:
         """Let what torch draws for the samples of a batch be a function of each sample, however batches are divided.

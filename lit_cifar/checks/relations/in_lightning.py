@@ -97,7 +97,7 @@ class InLightning(Checkpoint):
         else:
             seed_all("fit", self._plan.seed, self._watched.rank)
         fit(trainer, model, **settings)
-        if self._plan.asked(evaluation.ValidateInManyWays):
+        if self._plan.asks == evaluation.VALIDATE_IN_MANY_WAYS:
             self._validate_in_many_ways(trainer, model, data)
         raise Ended
 
@@ -167,7 +167,7 @@ class InLightning(Checkpoint):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if not trainer.sanity_checking:
             self._trace.logged.append((trainer.global_step, _metrics_of(trainer)))
-            if self._plan.asked(evaluation.KeepValidated):
+            if self._plan.asks == evaluation.KEEP_VALIDATED:
                 trainer.save_checkpoint(self._watched.folder / evaluation.VALIDATED)
 
     def _save(self, trainer: pl.Trainer, after: Moment, number: int) -> None:

@@ -31,7 +31,7 @@ from lit_cifar.checks.relations.plan import Imposed
 from lit_cifar.checks.relations.purposes import place_in
 from lit_cifar.checks.relations.remarks import UNDIVIDED, UNDIVIDED_EVALUATION
 from lit_cifar.checks.relations.watching import Watched
-from lit_cifar.checks.relations.workers import ByWorkers, Order, Orders, read_with_workers
+from lit_cifar.checks.relations.workers import Order, Read, read_with_workers
 
 _DRAWN = (data.RandomSampler, data.WeightedRandomSampler, data.DistributedSampler)
 _FEW = 4  # tensors of a batch; more may be its samples
@@ -126,7 +126,7 @@ class Loaders:
         if purpose != "train" or not isinstance(sampler.sampler, Sized):
             yield from own(sampler)
             return
-        orders = self._trace.part(Orders)
+        orders = self._trace.part(Read).orders
         last, steps = self._last.get(sampler, (None, -1))
         if steps == self._trace.steps:  # the script has only looked at the last one
             orders[:] = [one for one in orders if one is not last]
@@ -217,7 +217,7 @@ class Loaders:
         """Read the loaders that trained once more, with workers of their own."""
         self._is_read_again = True
         for loader in [*self._trained.values()][:3]:
-            read_with_workers(loader, self._trace.part(ByWorkers))
+            read_with_workers(loader, self._trace.part(Read))
 
 
 def _goes_on(loader: Any) -> bool:

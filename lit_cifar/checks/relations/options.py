@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from lit_cifar.checks.relations.evaluation import CUT, Evaluations
 from lit_cifar.checks.relations.remarks import FOLLOWS_EVALUATION
@@ -10,13 +9,6 @@ from lit_cifar.checks.relations.runs import TRAINED, NotJudgedError, Runs, unuse
 from lit_cifar.checks.verdict import Verdict
 
 _SCALE = 2.0**-6
-
-
-@dataclass(frozen=True)
-class ScaleLoss:
-    """Asks a `GradScaler` to begin with so much of the scale that the script chooses."""
-
-    factor: float
 
 
 def validated_more_often(runs: Runs) -> Iterator[Verdict]:
@@ -48,15 +40,12 @@ def with_smaller_scale(runs: Runs) -> Iterator[Verdict]:
     own = runs.own()
     why = ""
     amp = own.script.by_flag.get("amp")
-    if not own.script.scales_loss and amp and not amp.value:
+    if "loss_scale" not in own.script.calls and amp and not amp.value:
         runs = runs.planned(knobs=(("amp", True),))
         own = runs.own()
         why = f"the script is started without {amp.words[-1]}"
-    scaled = runs.planned(asks=ScaleLoss(_SCALE))
     if value := own.script.calls.get("loss_scale"):
-        scaled = scaled.planned(knobs=(*runs.plan.knobs, ("loss_scale", value * _SCALE)))
-    if own.script.scales_loss or value:
-        other = scaled.own()
+        other = runs.own(knobs=(*runs.plan.knobs, ("loss_scale", value * _SCALE)))
         yield unused(runs.judge("scale of the loss", own, other, kinds=TRAINED), why)
 
 

@@ -23,10 +23,7 @@ from lit_cifar.checks.relations.runs import LARGEST, NotJudgedError, Runs
 from lit_cifar.checks.relations.told import by_time
 from lit_cifar.checks.relations.trained import owned_by
 
-
-@dataclass(frozen=True)
-class RoundOtherwise:
-    """Asks a run to change the last digit of some weights and gradients before each step."""
+ROUND_OTHERWISE = "round otherwise"  # asks a run to change the last digit of some weights and gradients in each step
 
 
 @dataclass
@@ -63,7 +60,7 @@ def follow_devices(plan: RunPlan, trace: Trace) -> None:
         for parameter in owned_by([optimizer]):
             seen.names.add(str(parameter.device))
             seen.digit = max(seen.digit, torch.finfo(parameter.dtype).eps)
-            if plan.asked(RoundOtherwise):
+            if plan.asks == ROUND_OTHERWISE:
                 _round_otherwise(parameter, 0.0, trace.steps)
                 if parameter.grad is not None:
                     usual = float(parameter.grad.norm()) / parameter.numel() ** 0.5
@@ -84,9 +81,9 @@ def _round_otherwise(tensor: Tensor, digit: float, step: int, *, usual: float = 
 
 def measure(runs: Runs) -> str:
     """Let `runs` know how far equal runs differ, and say it. Raise a `NotJudgedError` if a mistake could hide in it."""
-    equal = [runs.own(), runs.own(repetition=1), runs.own(asks=RoundOtherwise())]
+    equal = [runs.own(), runs.own(repetition=1), runs.own(asks=ROUND_OTHERWISE)]
     seen = equal[0].part(OwnDevices)
-    states: list[dict[Any, Any]] = [{**of.state, **of.reported, **by_time(of)} for of in equal]
+    states = [of.state | by_time(of, without=()) for of in equal]
     for one, other in combinations(states, 2):
         for name in one.keys() & other.keys():
             runs.spread[name] = max(runs.spread.get(name, 0.0), difference(one[name], other[name]))

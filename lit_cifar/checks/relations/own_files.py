@@ -7,8 +7,12 @@ which other runs would share, is not written; nor is a link by other code in C, 
 import os
 import re
 import shutil
+import struct
 import sys
 import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from ctypes import CDLL, byref, c_int, c_size_t, c_uint64
 from fcntl import LOCK_EX, LOCK_UN, lockf
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -18,7 +22,6 @@ from urllib.parse import unquote
 
 import torch
 
-from lit_cifar.checks.relations.landlock import write_only_below
 from lit_cifar.checks.relations.mirror import MIRROR
 from lit_cifar.checks.relations.patching import before, patched
 
@@ -34,6 +37,12 @@ _CHANGES = {  # which arguments name what is changed
 # Also to the file that a link names.
 _WRITES = {"os.truncate", "os.chmod", "os.chown", "os.utime", "os.setxattr", "os.link", "sqlite3.connect"}
 _LARGEST_COPY = 2**30  # bytes
+# Of Landlock, a part of Linux.
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # numbers of system calls, the same on all processors
+_VERSION, _BENEATH = 1, 1
+_LEAST = 3  # version that knows of truncating
+_PR_SET_NO_NEW_PRIVS = 38
+_RIGHTS = sum(1 << bit for bit in (1, *range(4, 15)))  # to write, remove, make, move and truncate; not to read
 
 
 class Guard:
@@ -47,7 +56,7 @@ class Guard:
         self._of_ranks, self._of_threads = (own / "lock").open("w"), RLock()
 
     def start(self) -> None:
-        write_only_below(self._allowed)
+        _write_only_below(self._allowed)
         sys.addaudithook(self._audit)
         for name in ("safetensors.torch", "safetensors.numpy"):
             patched(name, "serialize_file", before(self._save))
@@ -103,3 +112,24 @@ class Guard:
         if not any(place.is_relative_to(allowed) for allowed in self._allowed):
             self._outside.append(str(path.parent).removeprefix(str(self._own / MIRROR)))
             raise PermissionError(f"{path} is outside of the folder of this run")
+
+
+def has_landlock() -> bool:
+    """Whether Linux guards all files, from 6.2 on: see https://docs.kernel.org/userspace-api/landlock.html."""
+    return int(CDLL(None).syscall(_CREATE_RULESET, None, c_size_t(0), _VERSION)) >= _LEAST
+
+
+def _write_only_below(folders: Iterable[Path]) -> None:
+    """Let this thread, and threads and processes that it starts from now on, write nowhere else, in C too."""
+    if not has_landlock():
+        return
+    system = CDLL(None)
+    rules = system.syscall(_CREATE_RULESET, byref(c_uint64(_RIGHTS)), c_size_t(8), 0)
+    for folder in folders:
+        with suppress(OSError):  # it is not there
+            place = os.open(folder, os.O_PATH)
+            system.syscall(_ADD_RULE, c_int(rules), _BENEATH, struct.pack("=Qi", _RIGHTS, place), 0)
+            os.close(place)
+    system.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    system.syscall(_RESTRICT_SELF, c_int(rules), 0)
+    os.close(rules)

@@ -1,7 +1,7 @@
 """What a process of a run is told, and what it writes down. Both are pickled.
 
-A relation that asks for more has a dataclass in its own file, which a plan holds as `asks`; what the process writes
-down for it is another class, which a trace gives by `part`.
+A relation that asks for more has a constant or a dataclass in its own file, which a plan holds as `asks`; what the
+process writes down for it is another class, which a trace gives by `part`.
 """
 
 from dataclasses import dataclass, field
@@ -116,7 +116,6 @@ class Script:
     is_lightning: bool = False
     is_distributed: bool = False  # it has made a process group
     ranks: int = 1  # processes that it asks for
-    scales_loss: bool = False  # by a `GradScaler`
     has_workers: bool = False  # in some loader
     saves_inside: bool = False  # it writes checkpoints inside epochs, with Lightning
     epochs: int = 0  # of a Trainer
@@ -172,6 +171,7 @@ class Trace:
     seconds: float = 0.0  # since the first batch
     samples: list[list[int]] = field(default_factory=list)  # digests of those of each step
     norms: list[float] = field(default_factory=list)  # of all parameters, after each step
+    drawn: set[int] = field(default_factory=set)  # digests of the generators before steps that drew numbers
     first: list[int] = field(default_factory=list)  # digests of parameters before the first step, as they were made
     moved: int = 0  # parameters that have changed since
     state: dict[str, Any] = field(default_factory=dict)  # tensors and numbers by name, at the end

@@ -15,10 +15,6 @@ LEFT_OUT = ("kept/metric", "kept/val", "kept/loss", "kept/train")
 _MOST_SHARED = 0.5  # of an epoch's samples that two ranks may both read
 
 
-class Drawn(set[int]):
-    """What a process writes down: digests of the generators before steps that drew numbers."""
-
-
 def ranks(runs: Runs) -> Iterator[Verdict]:
     """Train on two processes; then give one process the batches of both, joined."""
     own = runs.own()
@@ -99,7 +95,7 @@ def _replicas(two: list[Trace]) -> Verdict:
 
 def _draws(runs: Runs) -> Iterator[Verdict]:
     """Both ranks draw other numbers, such as for dropout or noise."""
-    first, second = (trace.part(Drawn) for trace in runs.run(ranks=2))
+    first, second = (trace.drawn for trace in runs.run(ranks=2))
     if first & second:
         text = "both ranks draw the same random numbers in a step: seed each by its rank"
         yield Verdict("draws of ranks", "note", text)

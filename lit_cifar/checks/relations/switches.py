@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from lit_cifar.checks.relations.batches import Samples
-from lit_cifar.checks.relations.options import ScaleLoss
 from lit_cifar.checks.relations.patching import before, patched
 from lit_cifar.checks.relations.plan import RunPlan, Trace
 from lit_cifar.checks.relations.remarks import ROUNDED
@@ -27,14 +26,14 @@ _IDLE = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats")
 
 def set_switches(plan: RunPlan, trace: Trace) -> None:
     """Do as the plan says, and note in the trace what the script has."""
-    scale = plan.asked(ScaleLoss)
 
     def make_scaler(
         make: Any, scaler: GradScaler, device: str = "cuda", init_scale: float = 2.0**16, *args: Any, **own: Any
     ) -> None:
         device = device if plan.on_own_devices else "cpu"
-        make(scaler, device, init_scale * (scale.factor if scale else 1.0), *args, **own)
-        trace.script.scales_loss |= scaler.is_enabled()
+        make(scaler, device, dict(plan.knobs).get("loss_scale", init_scale), *args, **own)
+        if scaler.is_enabled():
+            trace.script.calls["loss_scale"] = init_scale
 
     def note_cuda(*_: Any, **__: Any) -> None:
         trace.end.wants_cuda = True

@@ -2,6 +2,7 @@
 
 import builtins
 import logging
+import re
 import sys
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
@@ -24,6 +25,12 @@ _METHODS = {
     ("transformers.trainer", "Trainer"): ("log",),
     ("accelerate.accelerator", "Accelerator"): ("log",),
 }
+# Printed numbers that count: those with decimals, or in percent, and outside of lists. Others may count batches, or be
+# of the samples of one.
+_NUMBER = re.compile(r"(?<![\w.])(?<!\d:)[-+]?\d+(?:\.(\d+))?(?:e([-+]?\d{1,3}))?(?!\.?\w)(\s?%)?", re.IGNORECASE)
+_LIST = re.compile(r"\[[^][]*\d[,\s]+[-+\d][^][]*\]")
+_LONGEST, _MOST = 5, 2000  # words of a name, and characters of a text: a longer one is no result
+_AROUND = " :=([{'\","
 
 
 @dataclass
@@ -45,7 +52,7 @@ def results(trace: Trace) -> Numbers:
     return own | {key: next(iter(values)) for key, values in heard.items() if len(values) == 1}
 
 
-def by_time(trace: Trace, *, without: Container[str] = ()) -> dict[str, float]:
+def by_time(trace: Trace, without: Container[str]) -> dict[str, float]:
     """Results by their names with the number of steps before; some names are left out."""
     found = results(trace).items()
     return {_at(name, steps): value for (name, steps), value in found if name not in without}
@@ -80,6 +87,23 @@ def listen(hear: Hear, hear_line: Callable[[str], None]) -> None:
     patched("mlflow", "set_tracking_uri", lambda *_, **__: None)
     patched("torchmetrics.metric:Metric", "__init__", after(partial(_follow_metric, hear)))
     patched("ignite.engine.engine:Engine", "run", after(lambda engine: hear("ignite", engine.state.metrics)))
+
+
+def numbers_in(text: str) -> dict[str, tuple[float, float]]:
+    """Numbers, each with what one of its last digit is worth.
+
+    They have the last words before them in their line as names, in which `#` stands for each other number.
+    """
+    found = {}
+    for line in _LIST.sub("[]", text).splitlines() if len(text) <= _MOST else ():
+        for number in _NUMBER.finditer(line):
+            decimals, exponent, percent = number.groups()
+            if decimals or exponent or percent:
+                before = " ".join(_NUMBER.sub("#", line[: number.start()]).split()[-_LONGEST:])
+                value = float(number.group().removesuffix(percent or ""))
+                digit = float(f"1e{int(exponent or 0) - len(decimals or '')}")  # no power, which may overflow
+                found[before.strip(_AROUND)] = value, digit
+    return found
 
 
 def _hear_record(hear_line: Callable[[str], None], _: Any, record: logging.LogRecord) -> None:

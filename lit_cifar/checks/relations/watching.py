@@ -14,18 +14,17 @@ from torch.optim import Optimizer, swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lit_cifar.checks.relations.batches import sample_digests, tensors_in
-from lit_cifar.checks.relations.evaluation import EvaluateInBatches, EvaluateSlowly
+from lit_cifar.checks.relations.evaluation import EVALUATE_SLOWLY, EvaluateInBatches
 from lit_cifar.checks.relations.generators import Draws, seed_all, states, turn_dropout_off
 from lit_cifar.checks.relations.interruption import CHECKPOINT, Checkpoints, GoOn, StopAt
 from lit_cifar.checks.relations.own_checkpoints import Writes
 from lit_cifar.checks.relations.parts import TrainedParts, outermost
 from lit_cifar.checks.relations.patching import before, patched
 from lit_cifar.checks.relations.plan import RunPlan, Trace
-from lit_cifar.checks.relations.printed import numbers_in
 from lit_cifar.checks.relations.purposes import Purposes, Uses
 from lit_cifar.checks.relations.remarks import BESIDE_EVALUATION, BY_HAND, IN_EVALUATION, IN_MODEL, IN_STEP, PARTS
 from lit_cifar.checks.relations.switches import in_double
-from lit_cifar.checks.relations.told import Told
+from lit_cifar.checks.relations.told import Told, numbers_in
 from lit_cifar.checks.relations.trained import Observer, owned_by
 from lit_cifar.checks.tensors import as_real
 from lit_cifar.errors import printable
@@ -57,7 +56,7 @@ class Watched:
         self._called_now: nn.Module | None = None
         self._has_trained = self._is_saved = self._is_in_batch = False
         self._has_evaluated = False  # since the last step
-        self._to_slow = 0 if plan.asked(EvaluateSlowly) is None else _SLOWED  # evaluations
+        self._to_slow = _SLOWED if plan.asks == EVALUATE_SLOWLY else 0  # evaluations
         self._batch_of_step, self._began = 0, perf_counter()
         self.uses = Uses(self.trace.part(Purposes))
 

@@ -17,6 +17,7 @@ from lit_cifar.checks.verdict import Verdict
 _PROBES = 16  # how often a sample is asked for
 _MOST_SAMPLES = 2000  # of a stream that are read
 _FEW = 4  # samples, whose order may be the same by chance
+READ_AGAIN = "read again"  # asks a run to read its loaders of training once more, without workers and with two
 Draws: TypeAlias = list[list[int]]  # in each of two epochs, digests of one sample that is asked for again and again
 
 
@@ -29,19 +30,12 @@ class Order:
     places: list[int] = field(default_factory=list)  # those of the samples that were read
 
 
-class Orders(list[Order]):
-    """What a process writes down."""
-
-
-@dataclass(frozen=True)
-class ReadWithWorkers:
-    """Asks a run to read its loaders of training, when it has trained, without workers and with two."""
-
-
 @dataclass
-class ByWorkers:
-    """What a process writes down of each loader, without workers and with two."""
+class Read:
+    """What a process writes down of its loaders of training."""
 
+    orders: list[Order] = field(default_factory=list)  # of all epochs
+    # Without workers and with two.
     streams: list[tuple[Counter[int], Counter[int]]] = field(default_factory=list)  # how often each sample was read
     samples: list[tuple[Draws, Draws]] = field(default_factory=list)
 
@@ -56,7 +50,7 @@ def epochs(runs: Runs) -> Iterator[Verdict]:
 def same_orders(trace: Trace) -> Iterator[Verdict]:
     """A verdict for what a run has shuffled in two epochs or more."""
     alike: dict[tuple[int, bool], list[list[int]]] = {}
-    for order in trace.part(Orders):
+    for order in trace.part(Read).orders:
         alike.setdefault((order.length, order.is_drawn), []).append(order.places)
     pairs = [(a, b) for places in alike.values() for a, b in pairwise(places) if min(len(a), len(b)) > _FEW]
     shuffled = [(a, b) for a, b in pairs if a != sorted(a)]
@@ -71,8 +65,8 @@ def same_orders(trace: Trace) -> Iterator[Verdict]:
 
 def workers(runs: Runs) -> Iterator[Verdict]:
     """Read the loaders of the training once more, without workers and with two."""
-    trace = runs.own(asks=ReadWithWorkers())
-    read = trace.part(ByWorkers)
+    trace = runs.own(asks=READ_AGAIN)
+    read = trace.part(Read)
     found = []
     if not read.streams and not read.samples:
         raise NotJudgedError(remarks.NO_LOADER)
@@ -93,7 +87,7 @@ def workers(runs: Runs) -> Iterator[Verdict]:
     yield unused(verdict, "" if trace.script.has_workers else "the script has no workers")
 
 
-def read_with_workers(loader: Any, seen: ByWorkers) -> None:
+def read_with_workers(loader: Any, seen: Read) -> None:
     """Note what a loader gives without workers and with two."""
     own = {name: getattr(loader, name) for name in ("dataset", "collate_fn", "worker_init_fn")}
     if isinstance(loader.dataset, IterableDataset):
