@@ -18,7 +18,7 @@ _TINY = 1e-12  # values as small as this are nothing
 class Difference:
     """A tensor or number that is not the same in two states. A value is None where only the other state has one."""
 
-    name: str
+    name: Any  # a string, or what `str` makes one of
     size: float  # as `difference` measures it
     one: Any
     other: Any

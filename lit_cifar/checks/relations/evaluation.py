@@ -7,7 +7,7 @@ from lit_cifar.checks.compare import Difference
 from lit_cifar.checks.relations import remarks
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import NotJudgedError, RunError, Runs, first_apart, unused
-from lit_cifar.checks.relations.told import apart, by_time, digits_by_time, results
+from lit_cifar.checks.relations.told import Told, apart, results
 from lit_cifar.checks.verdict import Verdict
 
 NAME = "evaluation"
@@ -88,7 +88,7 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
     """The training again, with other batches wherever no gradient is made."""
     runs = runs.planned(seeded_by_step=True)
     own = runs.own()
-    if not by_time(own, runs.unsteady):
+    if not results(own, runs.unsteady):
         raise NotJudgedError("no result of an evaluation is told", "relations.report(loss=loss)")
     reason = _why_not_in_other_batches(own)
     # Where the script divides its data, and they are more than was read, batches of its loader are divided.
@@ -112,7 +112,7 @@ def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
             continue
         if first_apart(own.norms, other.norms, runs.limit) is not None:
             raise NotJudgedError("with other batches wherever no gradient is made, it trains other weights")
-        if by_time(own, runs.unsteady).keys().isdisjoint(by_time(other, runs.unsteady)):
+        if results(own, runs.unsteady).keys().isdisjoint(results(other, runs.unsteady)):
             raise NotJudgedError(f"no result is told both as it is and {way}")
         judged.append(way)
         found += [_in_words(each, f"evaluated {way}") for each in _unlike(runs, own, other)[:1]]
@@ -136,15 +136,15 @@ def on_two_ranks(alone: Runs, two: Trace) -> Iterator[Verdict]:
     """Compare what a plain script tells on one process and on two, which have trained the same weights."""
     name = f"{NAME} on 2 ranks"
     one = alone.own()
-    if by_time(one, alone.unsteady).keys().isdisjoint(by_time(two, alone.unsteady)):
+    if results(one, alone.unsteady).keys().isdisjoint(results(two, alone.unsteady)):
         return
     found = _unlike(alone, one, two)
     if found and any(trace.part(Evaluations).cut for trace in (one, two)):
         yield Verdict(name, "abstain", CUT)
         return
     # A number may be of the training, which rank 0 tells of its own part: no other evaluation changes it.
-    less = by_time(alone.with_limits(evaluated=1).own(), alone.unsteady) if found else {}
-    of_evaluation = [each for each in found if each.name.startswith("val") or less.get(each.name) != each.one]
+    less = results(alone.with_limits(evaluated=1).own(), alone.unsteady) if found else {}
+    of_evaluation = [each for each in found if each.name.name.startswith("val") or less.get(each.name) != each.one]
     said = [_in_words(each, "evaluated by 2 processes") for each in (of_evaluation or found)[:1]]
     verdict = Verdict.by_findings(name, said, _names(alone, one))
     yield replace(verdict, outcome="note") if found and not of_evaluation else verdict
@@ -166,7 +166,7 @@ def _judged(trace: Trace, found: list[str], looked_at: str) -> Iterator[Verdict]
 
 
 def _names(runs: Runs, trace: Trace) -> str:
-    return ", ".join(dict.fromkeys(name for name, _ in results(trace) if name not in runs.unsteady))
+    return ", ".join(dict.fromkeys(at.name for at in results(trace, runs.unsteady)))
 
 
 def _worst(runs: Runs, own: Mapping[str, float], other: Mapping[str, float], how: str) -> list[str]:
@@ -189,10 +189,10 @@ def _unlike(runs: Runs, one: Trace, other: Trace) -> list[Difference]:
 
 
 def _apart(runs: Runs, one: Trace, other: Trace) -> list[Difference]:
-    values, others = by_time(one, runs.unsteady), by_time(other, runs.unsteady)
-    digits = digits_by_time(one) | digits_by_time(other)
+    values, others = results(one, runs.unsteady), results(other, runs.unsteady)
+    digits = one.part(Told).digits | other.part(Told).digits
     found = runs.apart(values, others, values.keys() & others.keys(), least=_TOLD)
-    return [each for each in found if abs(each.one - each.other) > _ROUNDED * digits.get(each.name, 0.0)]
+    return [each for each in found if abs(each.one - each.other) > _ROUNDED * digits.get(each.name.name, 0.0)]
 
 
 def rescored(runs: Runs) -> Iterator[Verdict]:

@@ -20,7 +20,7 @@ from lit_cifar.checks.compare import difference
 from lit_cifar.checks.relations.patching import after, patched
 from lit_cifar.checks.relations.plan import RunPlan, Trace
 from lit_cifar.checks.relations.runs import LARGEST, NotJudgedError, Runs
-from lit_cifar.checks.relations.told import by_time
+from lit_cifar.checks.relations.told import results
 from lit_cifar.checks.relations.trained import owned_by
 
 ROUND_OTHERWISE = "round otherwise"  # asks a run to change the last digit of some weights and gradients in each step
@@ -83,7 +83,7 @@ def measure(runs: Runs) -> str:
     """Let `runs` know how far equal runs differ, and say it. Raise a `NotJudgedError` if a mistake could hide in it."""
     equal = [runs.own(), runs.own(repetition=1), runs.own(asks=ROUND_OTHERWISE)]
     seen = equal[0].part(OwnDevices)
-    states = [of.state | by_time(of, without=()) for of in equal]
+    states: list[dict[Any, Any]] = [{**of.state, **results(of)} for of in equal]
     for one, other in combinations(states, 2):
         for name in one.keys() & other.keys():
             runs.spread[name] = max(runs.spread.get(name, 0.0), difference(one[name], other[name]))

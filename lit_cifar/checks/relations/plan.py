@@ -186,11 +186,6 @@ class Trace:
         return own
 
     @property
-    def reported(self) -> dict[tuple[str, int], float]:
-        """What was logged, by its name and the number of steps before."""
-        return {(name, steps): value for steps, values in self.logged for name, value in values.items()}
-
-    @property
     def cuts(self) -> list[str]:
         """In words, what the run is of the script's own training."""
         reading, script = self.reading, self.script

@@ -9,14 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from lit_cifar.checks.compare import difference
 from lit_cifar.checks.relations.patching import after, before, patched
 from lit_cifar.checks.relations.plan import Trace
 
 SCORES = ("score", "rescored")
-Numbers: TypeAlias = dict[tuple[str, int], float]  # by name and the number of steps before
 Hear: TypeAlias = Callable[[str, Mapping[str, Any]], None]  # gets who was told, and what by name
 # Modules and their classes that are told numbers, by which methods.
 _METHODS = {
@@ -33,45 +32,42 @@ _LONGEST, _MOST = 5, 2000  # words of a name, and characters of a text: a longer
 _AROUND = " :=([{'\","
 
 
+class At(NamedTuple):
+    """The name of a number, and the number of steps before it was told."""
+
+    name: str
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.name} after {self.steps} steps"
+
+
 @dataclass
 class Told:
     """What a process writes down."""
 
     results: set[str] = field(default_factory=set)  # names in `report` behind an evaluation
-    heard: dict[tuple[str, int], set[float]] = field(default_factory=dict)  # all values told to others behind one
+    heard: dict[At, set[float]] = field(default_factory=dict)  # all values told to others behind one
     digits: dict[str, float] = field(default_factory=dict)  # of what is printed: what one of the last digit is worth
     of_batches: set[str] = field(default_factory=set)  # names of what is printed while batches are read
 
 
-def results(trace: Trace) -> Numbers:
-    """Results of evaluations. What has several values, such as the loss of each batch, is none."""
-    told = trace.part(Told)
-    is_result = {name: name in told.results or name.startswith("val") for name, _ in trace.reported}
-    own = {key: value for key, value in trace.reported.items() if is_result[key[0]] and not key[0].startswith(SCORES)}
-    heard = {key: values for key, values in told.heard.items() if key[0] not in told.of_batches}
-    return own | {key: next(iter(values)) for key, values in heard.items() if len(values) == 1}
+def results(trace: Trace, without: Container[str] = ()) -> dict[At, float]:
+    """Results of evaluations, without these names. What has several values, such as the loss of each batch, is none."""
+    told, reported = trace.part(Told), _reported(trace)
+    found = {at: value for at, value in reported.items() if at.name in told.results or at.name.startswith("val")}
+    found |= {at: value for at, (value, *more) in told.heard.items() if not more and at.name not in told.of_batches}
+    return {at: value for at, value in found.items() if at.name not in without and not at.name.startswith(SCORES)}
 
 
-def by_time(trace: Trace, without: Container[str]) -> dict[str, float]:
-    """Results by their names with the number of steps before; some names are left out."""
-    found = results(trace).items()
-    return {_at(name, steps): value for (name, steps), value in found if name not in without}
-
-
-def digits_by_time(trace: Trace) -> dict[str, float]:
-    """What one of the last digit of each printed result is worth, by names as in `by_time`."""
-    told = trace.part(Told)
-    return {_at(name, steps): told.digits[name] for name, steps in told.heard if name in told.digits}
-
-
-def _at(name: str, steps: int) -> str:
-    return f"{name} after {steps} steps"
+def _reported(trace: Trace) -> dict[At, float]:
+    return {At(name, steps): value for steps, values in trace.logged for name, value in values.items()}
 
 
 def apart(one: Trace, other: Trace, limit: float) -> set[str]:
     """The names of numbers that two runs do not share, though both tell them."""
-    first, second = (results(trace) | trace.reported for trace in (one, other))
-    return {key[0] for key in first.keys() & second.keys() if difference(first[key], second[key]) > limit}
+    first, second = (results(trace) | _reported(trace) for trace in (one, other))
+    return {at.name for at in first.keys() & second.keys() if difference(first[at], second[at]) > limit}
 
 
 def listen(hear: Hear, hear_line: Callable[[str], None]) -> None:

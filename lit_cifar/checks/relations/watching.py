@@ -24,7 +24,7 @@ from lit_cifar.checks.relations.plan import RunPlan, Trace
 from lit_cifar.checks.relations.purposes import Purposes, Uses
 from lit_cifar.checks.relations.remarks import BESIDE_EVALUATION, BY_HAND, IN_EVALUATION, IN_MODEL, IN_STEP, PARTS
 from lit_cifar.checks.relations.switches import in_double
-from lit_cifar.checks.relations.told import Told, numbers_in
+from lit_cifar.checks.relations.told import At, Told, numbers_in
 from lit_cifar.checks.relations.trained import Observer, owned_by
 from lit_cifar.checks.tensors import as_real
 from lit_cifar.errors import printable
@@ -103,7 +103,7 @@ class Watched:
         """Note numbers that the script tells another, if it has evaluated since the last step."""
         if self._has_evaluated and not self.is_evaluating and not self.trace.script.is_lightning:
             for name, value in _numbers_of(values).items():
-                self.trace.part(Told).heard.setdefault((f"{who}: {name}", self.trace.steps), set()).add(value)
+                self.trace.part(Told).heard.setdefault(At(f"{who}: {name}", self.trace.steps), set()).add(value)
 
     def hear_line(self, text: str) -> None:
         if not (self._has_evaluated or self.is_evaluating):
