@@ -45,17 +45,9 @@ class _Pair:
     is_sized: bool = False  # their size is given by the script's flag too, as a setting such as the rate may follow it
 
     @property
-    def own(self) -> Trace:
-        return self.runs.own()
-
-    @property
-    def quiet(self) -> Runs:
-        return self.runs.planned(quiet=True)
-
-    @property
     def micro(self) -> int:
         """Microbatches of a step of the script."""
-        return self.own.script.window
+        return self.runs.own().script.window
 
     def verdict(self) -> Verdict:
         said = f"{max(self.micro, 2)} microbatches: "
@@ -69,8 +61,9 @@ class _Pair:
                 return False
             return replace(self, runs=self.runs.with_limits(batches=batches), **which).verdict().outcome != "fail"
 
-        (length,) = self.own.reading.lengths.values()
-        is_whole = not self.own.reading.cut
+        reading = self.runs.own().reading
+        (length,) = reading.lengths.values()
+        is_whole = not reading.cut
         micro = self.micro
         if holds(length, is_even=True) or (is_whole and holds(length - micro)):
             text = f"equal only if all microbatches have as many samples: one of fewer counts as much ({failed.text})"
@@ -95,7 +88,7 @@ class _Pair:
 
     def traces(self) -> tuple[Trace, Trace]:
         """With one batch to a step, and with microbatches."""
-        own = self.own
+        own = self.runs.own()
         script = own.script
         if "batch_size" in script.calls or ("batch_size" in script.by_flag and not own.reading.batches):
             whole, divided = self._by_knobs(int(script.knobs["batch_size"]) * self.micro)
@@ -113,19 +106,19 @@ class _Pair:
 
     def _of_recorded(self) -> tuple[Trace, Trace]:
         """Both read the batches that the script reads: divided by itself, joined, or in halves."""
-        script = self.own.script
+        script, quiet = self.runs.own().script, self.runs.planned(quiet=True)
         batches = self.runs.plan.limits.batches
         size = int(script.knobs["batch_size"]) if self.is_sized else 0
         if not script.is_lightning and not self.is_sized and self._divides_batches():
             number = max(self.micro, 2)
-            same = self.quiet.imposed(multiple=number if self.is_even else 1)
+            same = quiet.imposed(multiple=number if self.is_even else 1)
             return self._run(1, imposed=same), self._run(number, imposed=same)
         if self.micro > 1:
-            joined = self.quiet.imposed(window=self.micro)
+            joined = quiet.imposed(window=self.micro)
             whole = self._run(1, -(-batches // self.micro), size * self.micro, imposed=joined)
-            return whole, self.quiet.own(record=True)
-        halves = self.quiet.imposed(parts=2, multiple=2)
-        whole = self.quiet.own(imposed=replace(halves, parts=1))
+            return whole, quiet.own(record=True)
+        halves = quiet.imposed(parts=2, multiple=2)
+        whole = quiet.own(imposed=replace(halves, parts=1))
         return whole, self._run(2, 2 * batches, -(-size // 2), imposed=halves)
 
     def _by_knobs(self, size: int = 0) -> tuple[Trace, Trace]:
@@ -140,14 +133,14 @@ class _Pair:
         limits = self.runs.plan.limits
         changes["limits"] = limits = replace(limits, batches=batches or limits.batches)
         changes["knobs"] = (("accumulate", number), *([("batch_size", size)] if size else []))
-        if self.own.script.is_lightning:
+        if self.runs.own().script.is_lightning:
             changes["trainer"] = (("limit_train_batches", limits.batches),)
-        return self.quiet.own(**changes)
+        return self.runs.own(quiet=True, **changes)
 
     def _divides_batches(self) -> bool:
         """Whether the script makes its microbatches of each batch: then a batch has as many steps with them as without.
 
         Each of several optimizers makes steps, and a run may end by their number.
         """
-        other = self._run(1 if self.micro > 1 else 2)
-        return other.steps * self.own.reading.batches == self.own.steps * other.reading.batches
+        own, other = self.runs.own(), self._run(1 if self.micro > 1 else 2)
+        return other.steps * own.reading.batches == own.steps * other.reading.batches

@@ -23,7 +23,7 @@ from lit_cifar.checks.relations.crashes import note_error
 from lit_cifar.checks.relations.in_lightning import InLightning
 from lit_cifar.checks.relations.interruption import GoOn
 from lit_cifar.checks.relations.loaders import Loaders
-from lit_cifar.checks.relations.own_devices import follow_devices, have_devices
+from lit_cifar.checks.relations.own_devices import follow_devices
 from lit_cifar.checks.relations.own_files import Guard
 from lit_cifar.checks.relations.patching import before, patched
 from lit_cifar.checks.relations.plan import Target
@@ -128,8 +128,8 @@ def _join(watched: Watched) -> None:
         watched.trace.script.is_distributed = True
         os.environ.update(address)
         alone = {"store": torch.distributed.HashStore()} if ranks == 1 else {}  # type: ignore[attr-defined]
-        is_own = watched.plan.on_own_devices and have_devices(ranks)
-        make(backend if is_own else "gloo", rank=watched.rank, world_size=ranks, **alone)
+        have_devices = watched.plan.on_own_devices and torch.cuda.device_count() >= ranks
+        make(backend if have_devices else "gloo", rank=watched.rank, world_size=ranks, **alone)
 
     def call_here(_: Any, fn: Any, args: tuple[Any, ...] = (), nprocs: int = 1, *_how: Any, **how: Any) -> None:
         """Every process of the run is one of those that the script would start."""

@@ -27,13 +27,6 @@ EVALUATE_SLOWLY, VALIDATE_IN_MANY_WAYS, KEEP_VALIDATED = "slowly", "in many ways
 
 
 @dataclass(frozen=True)
-class EvaluateInBatches:
-    """Asks a run to read other batches wherever no gradient is made."""
-
-    size: int  # samples; 0 for all
-
-
-@dataclass(frozen=True)
 class Validate:
     """Asks Lightning's Trainer to validate in place of training."""
 
@@ -52,7 +45,43 @@ class Evaluations:
 
 
 def evaluation(runs: Runs) -> Iterator[Verdict]:
-    yield from _in_lightning(runs) if runs.own().script.is_lightning else _in_plain_pytorch(runs)
+    """Validate in many ways after the training; a plain script trains again, with other batches without gradients."""
+    if runs.own().script.is_lightning:
+        yield from _in_lightning(runs)
+        return
+    runs = runs.planned(seeded_by_step=True)
+    own = runs.own()
+    if not results(own, runs.unsteady):
+        raise NotJudgedError("no result of an evaluation is told", "relations.report(loss=loss)")
+    reason = _why_not_in_other_batches(own)
+    # Where the script divides its data, and they are more than was read, batches of its loader are divided.
+    by_hand = "evaluation_batch" in own.script.calls and bool(reason or not own.part(Evaluations).cut)
+    if not by_hand and reason:
+        raise NotJudgedError(reason, 'batch = relations.knob("evaluation_batch", batch)  # its samples')
+    if by_hand and own.part(Evaluations).cut:
+        raise NotJudgedError(CUT)
+    found, failed, judged = [], [], []
+    for way, size in _IN_BATCHES.items():
+        others = runs.planned(evaluation_batch=size)
+        if by_hand:
+            unlimited = runs.with_limits(evaluated=ALL, undivided=ALL)
+            others = unlimited.planned(knobs=(("evaluation_batch", size or ALL),))
+        try:
+            other = others.own()
+        except RunError as error:
+            failed.append(Verdict(f"{NAME} {way}", "note", str(error)))
+            if error.end.is_late or len(failed) == len(_IN_BATCHES):
+                raise
+            continue
+        if first_apart(own.norms, other.norms, runs.limit) is not None:
+            raise NotJudgedError("with other batches wherever no gradient is made, it trains other weights")
+        if results(own, runs.unsteady).keys().isdisjoint(results(other, runs.unsteady)):
+            raise NotJudgedError(f"no result is told both as it is and {way}")
+        judged.append(way)
+        found += [_in_words(each, f"evaluated {way}") for each in _unlike(runs, own, other)[:1]]
+    counts = "most other batches end it by an error, so that it may count on their size" * (len(failed) > len(judged))
+    verdict, *of_samples = _judged(own, found, f"{_names(runs, own)}: {', '.join(judged)}")
+    yield from (unused(verdict, counts), *of_samples, *failed)
 
 
 def _in_lightning(runs: Runs) -> Iterator[Verdict]:
@@ -82,43 +111,6 @@ def _in_lightning(runs: Runs) -> Iterator[Verdict]:
         verdict = Verdict.by_findings(name, found, ", ".join(one), seen.cut)
         why = f"the script asks for {'one process' if asks == 1 else f'{asks} processes'}"
         yield unused(verdict, why if asks != number else "")
-
-
-def _in_plain_pytorch(runs: Runs) -> Iterator[Verdict]:
-    """The training again, with other batches wherever no gradient is made."""
-    runs = runs.planned(seeded_by_step=True)
-    own = runs.own()
-    if not results(own, runs.unsteady):
-        raise NotJudgedError("no result of an evaluation is told", "relations.report(loss=loss)")
-    reason = _why_not_in_other_batches(own)
-    # Where the script divides its data, and they are more than was read, batches of its loader are divided.
-    by_hand = "evaluation_batch" in own.script.calls and bool(reason or not own.part(Evaluations).cut)
-    if not by_hand and reason:
-        raise NotJudgedError(reason, 'batch = relations.knob("evaluation_batch", batch)  # its samples')
-    if by_hand and own.part(Evaluations).cut:
-        raise NotJudgedError(CUT)
-    found, failed, judged = [], [], []
-    for way, size in _IN_BATCHES.items():
-        others = runs.planned(asks=EvaluateInBatches(size))
-        if by_hand:
-            unlimited = runs.with_limits(evaluated=ALL, undivided=ALL)
-            others = unlimited.planned(knobs=(("evaluation_batch", size or ALL),))
-        try:
-            other = others.own()
-        except RunError as error:
-            failed.append(Verdict(f"{NAME} {way}", "note", str(error)))
-            if error.end.is_late or len(failed) == len(_IN_BATCHES):
-                raise
-            continue
-        if first_apart(own.norms, other.norms, runs.limit) is not None:
-            raise NotJudgedError("with other batches wherever no gradient is made, it trains other weights")
-        if results(own, runs.unsteady).keys().isdisjoint(results(other, runs.unsteady)):
-            raise NotJudgedError(f"no result is told both as it is and {way}")
-        judged.append(way)
-        found += [_in_words(each, f"evaluated {way}") for each in _unlike(runs, own, other)[:1]]
-    counts = "most other batches end it by an error, so that it may count on their size" * (len(failed) > len(judged))
-    verdict, *of_samples = _judged(own, found, f"{_names(runs, own)}: {', '.join(judged)}")
-    yield from (unused(verdict, counts), *of_samples, *failed)
 
 
 def validated(runs: Runs, checkpoint: str | None = None) -> dict[str, float]:

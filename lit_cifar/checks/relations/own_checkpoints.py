@@ -92,7 +92,7 @@ class Writes:
             writes = isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
             if writes:
                 self._opened[self._place_of(args[0])] = None
-            elif not writes and self._awaited and not self._trace.steps and os.path.realpath(args[0]) in self._awaited:
+            elif self._awaited and not self._trace.steps and os.path.realpath(args[0]) in self._awaited:
                 self._noted.read = True
                 self._parts.spoil_all()
         elif event == "os.rename" and self._place_of(args[0]) in self._opened:

@@ -34,14 +34,9 @@ class OwnDevices:
     digit: float = 0.0  # the last digit of a 1 in the coarsest type that it computes in
 
 
-def have_devices(ranks: int) -> bool:
-    """Whether each rank has a GPU of its own."""
-    return torch.cuda.device_count() >= ranks
-
-
 def share_device(ranks: int) -> bool:
     """Whether ranks have to share GPUs."""
-    return torch.cuda.is_available() and not have_devices(ranks)
+    return torch.cuda.is_available() and torch.cuda.device_count() < ranks
 
 
 def follow_devices(plan: RunPlan, trace: Trace) -> None:

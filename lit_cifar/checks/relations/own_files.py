@@ -25,15 +25,9 @@ import torch
 from lit_cifar.checks.relations.mirror import MIRROR
 from lit_cifar.checks.relations.patching import before, patched
 
-_CHANGES = {  # which arguments name what is changed
-    "os.mkdir": (0,),
-    "os.remove": (0,),
-    "os.rename": (0, 1),
-    "os.rmdir": (0,),
-    "os.symlink": (1,),
-    "os.link": (1,),
-    "shutil.rmtree": (0,),
-}
+# Which arguments name what is changed.
+_CHANGES: dict[str, tuple[int, ...]] = dict.fromkeys(("os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"), (0,))
+_CHANGES |= {"os.rename": (0, 1), "os.symlink": (1,), "os.link": (1,)}
 # Also to the file that a link names.
 _WRITES = {"os.truncate", "os.chmod", "os.chown", "os.utime", "os.setxattr", "os.link", "sqlite3.connect"}
 _LARGEST_COPY = 2**30  # bytes

@@ -78,6 +78,7 @@ class RunPlan:
     quiet: bool = False  # no dropout, and the running statistics of BatchNorm
     record: bool = False  # keep the batches
     imposed: Imposed | None = None
+    evaluation_batch: int | None = None  # samples of one wherever no gradient is made; 0 for all, None for the script's
     asks: Any = None  # what the relation asks beyond this
     repetition: int = 0
     most_s: float = field(default=inf, compare=False)  # of training: it is ended, and is then no run of this plan

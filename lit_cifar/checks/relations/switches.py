@@ -35,27 +35,20 @@ def set_switches(plan: RunPlan, trace: Trace) -> None:
         if scaler.is_enabled():
             trace.script.calls["loss_scale"] = init_scale
 
-    def note_cuda(*_: Any, **__: Any) -> None:
-        trace.end.wants_cuda = True
-
     patched(GradScaler, "__init__", make_scaler)
     if plan.seed:
         patched(torch, "manual_seed", lambda manual_seed, seed: manual_seed(int(seed) + plan.seed))
     if plan.on_own_devices:
         return
     for name in ("is_available", "device_count", "set_device", "_lazy_init"):
-        patched(torch.cuda, name, before(note_cuda))
+        patched(torch.cuda, name, before(lambda *_, **__: setattr(trace.end, "wants_cuda", True)))
     if plan.without_gpu:
         _stay_on_cpu(plan.ranks)
-    for owner in (torch, nn.Module):
-        patched(owner, "compile", before(_compile_nothing))
+    for owner in (torch, nn.Module):  # torch's own wrapper then runs what was written
+        patched(owner, "compile", before(lambda *_, **__: torch.compiler.set_stance("force_eager")))
     patched(torch.autocast, "__init__", _make_without_effect)
     if plan.double:
         _compute_in_double(trace.remarks)
-
-
-def _compile_nothing(*_: Any, **__: Any) -> None:
-    torch.compiler.set_stance("force_eager")  # torch's own wrapper then runs what was written
 
 
 def _make_without_effect(make: Any, autocast: Any, device_type: str, dtype: Any = None, *_: Any, **__: Any) -> None:

@@ -24,11 +24,8 @@ def give_terminal(end: End) -> None:
         termios.tcsetattr(inside, termios.TCSANOW, settings)
         os.dup2(inside, 0)
 
-    def note_reading(*_: Any) -> None:
-        end.asks = True
-
     sys.stdin = os.fdopen(0, closefd=False)
-    patched(sys.stdin, "readline", before(note_reading))  # which `input` calls too
+    patched(sys.stdin, "readline", before(lambda *_: setattr(end, "asks", True)))  # which `input` calls too
     patched(os, "get_terminal_size", _size)
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer, swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lit_cifar.checks.relations.batches import sample_digests, tensors_in
-from lit_cifar.checks.relations.evaluation import EVALUATE_SLOWLY, EvaluateInBatches
+from lit_cifar.checks.relations.evaluation import EVALUATE_SLOWLY
 from lit_cifar.checks.relations.generators import Draws, seed_all, states, turn_dropout_off
 from lit_cifar.checks.relations.interruption import CHECKPOINT, Checkpoints, GoOn, StopAt
 from lit_cifar.checks.relations.own_checkpoints import Writes
@@ -49,8 +49,7 @@ class Watched:
         self._observer = Observer(self.trace, self.parts)
         self._writes = Writes(plan, self.trace, self.parts, self.has_saved)
         self.phase: Callable[[], str] = self._own_phase
-        others = plan.asked(EvaluateInBatches)
-        self.evaluation_batch = others.size if others else None  # samples of a batch; 0 for all, None for the script's
+        self.evaluation_batch = plan.evaluation_batch
         self.is_evaluating = False  # whether an evaluation reads a loader
         self._depth = 0  # of calls of modules
         self._called_now: nn.Module | None = None
