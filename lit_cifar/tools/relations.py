@@ -183,7 +183,7 @@ def _chosen(options: argparse.Namespace) -> dict[str, Relation]:
         if "resume" not in chosen:
             raise ConfigError(f"--resume-by has no effect with --only={options.only}", remedy="add resume to --only")
         chosen["resume"] = partial(resumed, by=options.resume_by)
-    chosen |= {f"--same={words}": with_further_arguments(words) for words in options.same}
+    chosen |= {f"--same={words}": partial(with_further_arguments, words=words) for words in options.same}
     for path in options.also:
         try:
             chosen[path] = resolve_name(path)

@@ -1,7 +1,7 @@
 """Options that may not change what is trained: how often it is validated, the scale of the loss, others of a script."""
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from lit_cifar.checks.relations.evaluation import CUT, Evaluations
 from lit_cifar.checks.relations.remarks import FOLLOWS_EVALUATION
@@ -49,14 +49,10 @@ def with_smaller_scale(runs: Runs) -> Iterator[Verdict]:
         yield unused(runs.judge("scale of the loss", own, other, kinds=TRAINED), why)
 
 
-def with_further_arguments(words: str) -> Callable[[Runs], Iterator[Verdict]]:
-    """A relation: these arguments of the script change nothing that it trains or reports."""
-
-    def relation(runs: Runs) -> Iterator[Verdict]:
-        own, other = runs.own(), runs.own(arguments=tuple(shlex.split(words)))
-        verdict = runs.judge(f"same with {words}", own, other)
-        if verdict.outcome == "fail" and any(trace.part(Evaluations).cut for trace in (own, other)):
-            verdict = Verdict(verdict.relation, "abstain", CUT)
-        yield verdict
-
-    return relation
+def with_further_arguments(runs: Runs, words: str) -> Iterator[Verdict]:
+    """These arguments of the script change nothing that it trains or reports."""
+    own, other = runs.own(), runs.own(arguments=tuple(shlex.split(words)))
+    verdict = runs.judge(f"same with {words}", own, other)
+    if verdict.outcome == "fail" and any(trace.part(Evaluations).cut for trace in (own, other)):
+        verdict = Verdict(verdict.relation, "abstain", CUT)
+    yield verdict
