@@ -115,27 +115,19 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _put_together(processes: Iterable[Mapping[Key, Piece]]) -> dict[Key, Tensor]:
     """The whole tensors; a part that several processes have is that of the first one."""
-    found: dict[Key, list[Piece]] = {}
+    found: dict[Key, dict[tuple[int, int] | None, Tensor]] = {}
     for of_process in processes:
         for key, piece in of_process.items():
-            found.setdefault(key, []).append(piece)
-    return {
-        key: _whole({tuple(p["at"]): p["tensor"] for p in reversed(pieces)}, pieces[0]["dims"])
-        for key, pieces in found.items()
-    }
+            found.setdefault(key, {}).setdefault(piece["divided"], piece["tensor"])
+    return {key: _whole(parts) for key, parts in found.items()}
 
 
-def _whole(pieces: Mapping[tuple[int, ...], Tensor], dims: Sequence[int | None]) -> Tensor:
-    """The tensor whose parts are at these places along the axes of a mesh.
-
-    The first axis divides the parts of the last one: `fully_shard` comes after tensor parallelism.
-    """
-    for dim in dims:
-        rows: dict[tuple[int, ...], list[Tensor]] = {}
-        for (_, *rest), piece in sorted(pieces.items(), key=lambda item: item[0]):
-            rows.setdefault(tuple(rest), []).append(piece)
-        pieces = {rest: row[0] if dim is None else torch.cat(row, dim) for rest, row in rows.items()}
-    return pieces[()]
+def _whole(parts: Mapping[Any, Tensor]) -> Tensor:
+    """The tensor of which these are the parts, by number and dimension that is divided; or by None the whole."""
+    if None in parts:
+        return parts[None]
+    places = sorted(parts)
+    return torch.cat([parts[place] for place in places], dim=places[0][1])
 
 
 def gaps_of_step(found: Step, expected: Step) -> Gaps:

@@ -29,8 +29,7 @@ WHOLE_NETWORK = "whole network"  # the moment behind a run
 
 Key: TypeAlias = tuple[str, str]  # kind and name
 Step: TypeAlias = Mapping[Key, Tensor]
-# A process's own part of a tensor. "at": its place along each axis of a mesh; "dims": what each axis divides, if any.
-Piece: TypeAlias = dict[str, Any]
+Piece: TypeAlias = dict[str, Any]  # a process's own part of a tensor: "tensor", and "divided" as `_divided` says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,15 +174,21 @@ def pieces_of(trainer: Any, module: nn.Module) -> dict[Key, Piece]:
     """
     is_first = mode_of(trainer.strategy).layout.data_parallel_rank == 0
     held = numbers(own_values(trainer, module))
-    return {key: _piece(tensor) for key, tensor in held.items() if is_first or _part(tensor)}
+    return {
+        # `torch.save` would write all that a view is a view of.
+        key: {"tensor": local_part(tensor.detach()).cpu().clone(), "divided": _divided(tensor)}
+        for key, tensor in held.items()
+        if is_first or _divided(tensor)
+    }
 
 
-def _piece(tensor: Tensor) -> Piece:
-    own = local_part(tensor.detach()).cpu().clone()  # `torch.save` would write all that a view is a view of
+def _divided(tensor: Any) -> tuple[int, int] | None:
+    """The number of this process's part, and the dimension that all processes divide; None for a whole tensor."""
     if not isinstance(tensor, DTensor):
-        return {"tensor": own, "at": [], "dims": []}
-    dims = [None if placement.is_replicate() else placement.dim for placement in tensor.placements]  # type: ignore[attr-defined]
-    return {"tensor": own, "at": list(tensor.device_mesh.get_coordinate() or []), "dims": dims}
+        return None
+    placements: Any = tensor.placements
+    (placement,) = placements  # a mode divides tensors along one axis of its mesh
+    return None if placement.is_replicate() else (tensor.device_mesh.get_local_rank(), placement.dim)
 
 
 def numbers(values: Iterable[tuple[str, str, Any]]) -> dict[Key, Tensor]:
@@ -254,18 +259,9 @@ def _state(values: Iterable[tuple[str, str, Any]], *, replica: int | None) -> St
     for name, kind, value in values:
         # All replicas count batches alike; only averages over samples are a replica's own.
         own = replica if kind == BUFFERS and value.is_floating_point() else None
-        found[f"{name} ({kind})"] = _part(value), own, short_digest(value)
+        divided = _divided(value)
+        found[f"{name} ({kind})"] = f"part {divided[0]}" if divided else "", own, short_digest(value)
     return found
-
-
-def _part(tensor: Any) -> str:
-    """This process's place along the axes of the mesh that divide a tensor; empty for a whole one."""
-    if not isinstance(tensor, DTensor):
-        return ""
-    coordinates = tensor.device_mesh.get_coordinate()
-    assert coordinates is not None
-    divided = [at for placement, at in zip(tensor.placements, coordinates, strict=True) if not placement.is_replicate()]
-    return f"part {divided}" if divided else ""
 
 
 def metrics_state(metrics: Mapping[str, Tensor]) -> State:
