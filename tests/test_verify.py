@@ -19,15 +19,14 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.launch.forked import EndedRun
 from lit_cifar.reporting.evaluation_tables import write_per_rank
 from lit_cifar.reporting.rank_statistics import AccuracyCount
-from lit_cifar.task.metrics import BalancedAccuracy, ConfusionMatrix, MeanLoss, TopAccuracy
 from lit_cifar.task.module import LitResNet
 from lit_cifar.tools.modes import sized_modes
 from lit_cifar.tools.verify import runs
 from lit_cifar.tools.verify.command import verify, verify_modes
 from lit_cifar.tools.verify.configuration import TINY, Configuration
-from lit_cifar.tools.verify.files import checkpoint_problems, digest_problems, per_rank_problems
+from lit_cifar.tools.verify.files import checkpoint_problems, per_rank_problems
 from lit_cifar.tools.verify.judge import VerifiedMode, logged_problems, logits_problems
-from lit_cifar.tools.verify.processes import count_problems, own_problems, peer_problems, unequal_samples
+from lit_cifar.tools.verify.processes import own_problems, peer_problems, unequal_samples
 from lit_cifar.tools.verify.record import (
     EXACT_BOUND,
     KINDS,
@@ -38,7 +37,7 @@ from lit_cifar.tools.verify.record import (
     note_largest,
     step_problems,
 )
-from lit_cifar.tools.verify.recorder import Snapshot, State, Step, Trace, metric_counts, numbers, short_digest
+from lit_cifar.tools.verify.recorder import Snapshot, State, Step, Trace, numbers, short_digest
 from lit_cifar.tools.verify.verifier import Case, Verifier
 from tests.mutations.catalogue import CLONE, on_python_path
 
@@ -319,14 +318,6 @@ def test_a_rate_is_not_rounded_to_float32_before_it_is_compared() -> None:
     assert gap(found, wanted) > 0.9e-9
 
 
-def test_a_batch_that_is_counted_twice_shows_in_the_metrics_themselves() -> None:
-    kinds = (TopAccuracy, BalancedAccuracy, ConfusionMatrix)
-    metrics = nn.ModuleDict({"loss": MeanLoss()} | {kind.__name__: kind(3) for kind in kinds})
-    for metric in [*metrics.values(), *metrics.values()]:
-        metric.update(*([torch.ones(3)] if isinstance(metric, MeanLoss) else [torch.eye(3), torch.arange(3)]))
-    assert metric_counts(metrics) == dict.fromkeys(metrics, 6)
-
-
 def recorded(folder: Path, *flags: str) -> Record:
     """Of one device, three steps and an evaluation."""
     (folder / "trace").mkdir()
@@ -344,16 +335,14 @@ def test_tied_weights_and_what_is_not_saved_are_no_mistakes(network: str, tf32: 
     config = settings(num_train=48, val_size=16).config
     config["model"] |= {"network": {"class_path": f"own_networks.{network}"}, "arch": None, "stem": None}
     config["model"]["optimizer"] = {"class_path": "lit_cifar.NesterovSGD", "init_args": {"lr": 0.1}}
-    own = Configuration((), config)
     assert own_problems(record) == []
-    assert checkpoint_problems(record, own) == []
-    assert digest_problems(record, record, own.module.network) == []
+    assert checkpoint_problems(record, Configuration((), config)) == []
 
 
 def test_the_first_wrong_sample_of_an_evaluation_is_named_with_its_process() -> None:
     ids, read = torch.tensor([3, 5, 7, 9]), torch.tensor([9, 7, 5])
-    wanted = Evaluated(ids, torch.zeros(4, dtype=torch.int64), ids[:, None].repeat(1, 10).double(), torch.tensor([4]))
-    found = Evaluated(read, torch.tensor([0, 0, 1]), read[:, None].repeat(1, 10).double(), torch.tensor([3]))
+    wanted = Evaluated(ids, torch.zeros(4, dtype=torch.int64), ids[:, None].repeat(1, 10).double())
+    found = Evaluated(read, torch.tensor([0, 0, 1]), read[:, None].repeat(1, 10).double())
     found.logits[1, 2] += 1.8
     wanted.logits[0, 0] = math.inf  # of a sample that is not compared: it hides no difference
     (problem,) = logits_problems("evaluation after step 2", 1, found.gaps(wanted), bound=1e-9)
@@ -366,10 +355,10 @@ def test_a_process_without_samples_is_no_mistake(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     write_per_rank(tmp_path / "run", "val", [AccuracyCount(1, 1), AccuracyCount(0, 0)])
     ids, logits = torch.zeros(1, dtype=torch.int64), torch.tensor([[1.0, 0.0]])
-    last = {rank: Evaluated(ids[:n], ids[:n], logits[:n], torch.tensor([n]), rank) for rank, n in enumerate((1, 0))}
-    assert per_rank_problems(Record(tmp_path), last, in_chunks=True) == []
+    last = {rank: Evaluated(ids[:n], ids[:n], logits[:n], rank) for rank, n in enumerate((1, 0))}
+    assert per_rank_problems(Record(tmp_path), last) == []
     last[0].labels.add_(1)
-    assert len(per_rank_problems(Record(tmp_path), last, in_chunks=True)) == 2  # of rank 0, and of all
+    assert len(per_rank_problems(Record(tmp_path), last)) == 2  # of rank 0, and of all
 
 
 def test_one_process_holds_what_it_held_and_what_it_saved(tf32: list[Any], tmp_path: Path) -> None:
@@ -380,7 +369,6 @@ def test_one_process_holds_what_it_held_and_what_it_saved(tf32: list[Any], tmp_p
     moments = ["step 1", "step 2", "step 3", f"{after}, first batch", after, "end", "whole network"]
     assert [line["when"] for line in lines] == moments
     assert own_problems(record) == []
-    assert count_problems(record) == []
     assert record.steps == [1, 2, 3]
     names = {name for name, _ in record.logged}
     assert names >= {"train/loss", "train/acc", "val/loss", "val/acc", "lr-NesterovSGD"}

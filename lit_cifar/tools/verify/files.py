@@ -1,17 +1,17 @@
 """Checkpoints and tables of a run: whether they say what the run did, and what those of one device say."""
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from functools import partial
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_cifar.checkpoint.compatibility import check_header
-from lit_cifar.checkpoint.files import DIGESTS, weights_digest
+from lit_cifar.checkpoint.files import DIGESTS
 from lit_cifar.checkpoint.format import POSITION, read_checkpoint
 from lit_cifar.configured import made
 from lit_cifar.errors import CheckpointError
@@ -20,7 +20,7 @@ from lit_cifar.reporting.files import read_csv
 from lit_cifar.reporting.rank_statistics import AccuracyCount, pooled
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.record import LOSS, METRICS, Evaluated, Record, first_of, gap, gaps_of_step
-from lit_cifar.tools.verify.recorder import Step, numbers, own_values, with_weights
+from lit_cifar.tools.verify.recorder import Step, numbers, own_values
 
 # Entries of a checkpoint that need not be those of the one device, and why.
 MAY_DIFFER = {
@@ -39,12 +39,11 @@ def file_problems(record: Record, alone: Record, settings: Configuration, *, sou
     """All that is wrong with a run's files, beside those of the one device, which is called `source`."""
     problems = []
     if (last := record.evaluated(max(record.steps))) and alone.logged:
-        problems += per_rank_problems(record, last, in_chunks=settings.num_parts is None)
+        problems += per_rank_problems(record, last)
     problems += checkpoint_problems(record, settings)
     may_differ = [*MAY_DIFFER, *(OF_ACCUMULATION if settings.accumulation > 1 else [])]
     problems += entry_problems(record, alone, bound=settings.metric_bound, source=source, leave_out=may_differ)
-    problems += table_problems(record, alone, source=source, leave_out=(PER_RANK, DIGESTS))
-    return problems + digest_problems(record, alone, settings.module.network)
+    return problems + table_problems(record, alone, source=source, leave_out=(PER_RANK, DIGESTS))
 
 
 def checkpoint_problems(record: Record, settings: Configuration) -> list[str]:
@@ -126,43 +125,23 @@ def table_problems(found: Record, expected: Record, *, source: str, leave_out: C
     paths = [path for record in (found, expected) for end in ("csv", "sha256") for path in record.run.glob(f"*.{end}")]
     problems = []
     for name in sorted({path.name for path in paths} - {METRICS, *leave_out}):
-        problems += _line_problems(name, found.lines(name), expected.lines(name), f"the one that {source} has")
+        pairs = zip_longest(found.lines(name), expected.lines(name))
+        other = [number for number, (line, right) in enumerate(pairs, 1) if line != right]
+        problems += first_of([f"{name}: line {number} is not the one that {source} has" for number in other])
     return problems
 
 
-def per_rank_problems(record: Record, last: dict[int, Evaluated], *, in_chunks: bool) -> list[str]:
-    """Places where `per_rank.csv` contradicts the logits of the last evaluation.
-
-    Replicas of `dp` are compared `in_chunks`, which virtual replicas divide differently, or else by process.
-    """
+def per_rank_problems(record: Record, last: dict[int, Evaluated]) -> list[str]:
+    """Processes whose rows in `per_rank.csv` contradict the logits of the last evaluation."""
     first = {each.data_parallel_rank: each for _, each in sorted(last.items(), reverse=True)}
-    ranks, problems = [each for _, each in sorted(first.items())], []
+    wanted, problems = [each.count for _, each in sorted(first.items())], []
     rows = [row for row in read_csv(record.run / PER_RANK) if row[0] == "val"]
     counts = [AccuracyCount(int(right), int(seen)) for _, _, right, seen, _ in rows]
     *counted, total = counts or [AccuracyCount(0, 0)]
-    share = max(1, len(counted) // len(ranks))  # replicas of one process of `dp`
-    wanted = [counts for rank in ranks for counts in rank.of_replicas(share if in_chunks else 1)]
-    if not in_chunks:
-        counted = [pooled(counted[place : place + share]) for place in range(0, len(counted), share)]
-    for place, (mine, right) in enumerate(zip_longest([*counted, total], [*wanted, pooled(wanted)])):
+    share = max(1, len(counted) // len(wanted))  # replicas of one process of `dp`
+    found = [pooled(counted[place : place + share]) for place in range(0, len(counted), share)]
+    for place, (mine, right) in enumerate(zip_longest([*found, total], [*wanted, pooled(wanted)])):
         if mine != right:
             who = "all" if place == len(wanted) else f"rank {place}"
             problems.append(f"{PER_RANK}: {who} has {mine}, its logits say {right}")
     return problems
-
-
-def digest_problems(record: Record, expected: Record, network: nn.Module) -> list[str]:
-    """Lines of `weights.sha256` that are not of the weights at the end of their epoch.
-
-    There must be as many as `expected` has. The weights are put into `network`, one after the other.
-    """
-    ends = record.ends_of_epochs  # an epoch that has not ended is reported with its samples
-    steps = (record.step(ends.get(epoch, max(record.steps))) for epoch in range(len(expected.lines(DIGESTS))))
-    digests = [weights_digest(with_weights(network, step).state_dict()) for step in steps]
-    wanted = [f"{line}  epoch {epoch}" for epoch, line in enumerate(digests)]
-    return _line_problems(DIGESTS, record.lines(DIGESTS), wanted, "of the weights at the end of its epoch")
-
-
-def _line_problems(name: str, found: Sequence[Any], wanted: Sequence[Any], source: str) -> list[str]:
-    other = [number for number, (line, right) in enumerate(zip_longest(found, wanted), 1) if line != right]
-    return first_of([f"{name}: line {number} is not {source}" for number in other])

@@ -8,7 +8,7 @@ from lit_cifar.launch.forked import EndedRun
 from lit_cifar.tools.verify import record as records
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.files import OF_RESUME, entry_problems, file_problems, table_problems
-from lit_cifar.tools.verify.processes import count_problems, own_problems, sample_problems
+from lit_cifar.tools.verify.processes import own_problems, sample_problems
 from lit_cifar.tools.verify.record import LOGITS, Bounds, Logged, Record
 from lit_cifar.tools.verify.runs import last_words
 
@@ -46,7 +46,7 @@ def judge(row: VerifiedMode, ended: EndedRun, record: Record, reference: Record,
         return
     row.processes = record.num_processes
     row.problems += _compare_steps(row, record, reference)
-    row.problems += [*sample_problems(record, reference), *own_problems(record), *count_problems(record)]
+    row.problems += [*sample_problems(record, reference), *own_problems(record)]
     row.problems += _compare_metrics(row, record, reference, settings)
     row.problems += file_problems(record, reference, settings, source=ONE_DEVICE)
     crashed = ended.status != 0 and not row.problems

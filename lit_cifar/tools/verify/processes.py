@@ -42,16 +42,6 @@ def unequal_samples(found: Sequence[Sequence[int]], expected: Sequence[int]) -> 
     return [f"{ids.total()} samples are {how}, e.g. {min(ids)}" for how, ids in apart.items() if ids]
 
 
-def count_problems(record: Record) -> list[str]:
-    """Metrics of a process that did not count each of its samples once."""
-    return [
-        f"{line['when']}: {name} has counted {count} samples in a process that read {len(line['ids'])}"
-        for line in record.written("samples")
-        for name, count in line["counted"].items()
-        if count != len(line["ids"])
-    ]
-
-
 def own_problems(record: Record) -> list[str]:
     """Values of a process that differ from those of its peers, its own earlier ones, or the checkpoint's."""
     snapshots = [Snapshot(**line) for line in record.written("own")]

@@ -93,11 +93,6 @@ class Record:
     def checkpoints(self) -> dict[str, Path]:
         return {path.name: path for path in sorted((self.run / "checkpoints").glob("*.ckpt"))}
 
-    @property
-    def ends_of_epochs(self) -> dict[int, int]:
-        """The last step of each epoch."""
-        return {line["epoch"]: line["step"] for line in self.written("samples") if line["epoch"] is not None}
-
     def written(self, name: str) -> list[dict[str, Any]]:
         """The lines of `name` that all processes have written."""
         paths = self._files(f"{name}*.jsonl")
@@ -170,16 +165,11 @@ class Evaluated:
     ids: Tensor  # int64, (n,)
     labels: Tensor  # int64, (n,)
     logits: Tensor  # (n, num_classes)
-    sizes: Tensor  # int64, number of samples of each batch
     data_parallel_rank: int = 0  # of the process
 
-    def of_replicas(self, count: int) -> list[AccuracyCount]:
-        """The counts of each replica among which every batch is divided by `Tensor.chunk`, as in `dp`."""
-        found = [AccuracyCount(0, 0)] * count
-        for batch in torch.split(self.logits.argmax(dim=1) == self.labels, self.sizes.tolist()):
-            for replica, chunk in enumerate(batch.chunk(count)):
-                found[replica] += AccuracyCount(int(chunk.sum()), len(chunk))
-        return found
+    @property
+    def count(self) -> AccuracyCount:
+        return AccuracyCount(int((self.logits.argmax(dim=1) == self.labels).sum()), len(self.labels))
 
     def gaps(self, wanted: "Evaluated") -> list[tuple[int, float]]:
         """Each sample with the difference of its logits from those of `wanted`, relative to the largest of all samples.

@@ -15,7 +15,6 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchmetrics import Metric
 
 from lit_cifar.data.images import Batch
 from lit_cifar.mode import mode_of
@@ -55,8 +54,7 @@ class Trace(L.Callback):
     It only reads: nothing is gathered from other processes, and nothing is written into a tensor, as that could put
     right what a strategy does wrong. Process `r` writes `step<k>-<r>.pt` (its loss, and its pieces of all tensors, see
     `pieces_of`), `evaluation<k>-<r>.pt` (ids, labels and logits, of the weights after step k), `samples<r>.jsonl` (the
-    ids of each step, epoch and evaluation, and the number of samples that its metrics have counted) and `own<r>.jsonl`
-    (a `Snapshot` in each line: digests of its tensors).
+    ids of each step, epoch and evaluation) and `own<r>.jsonl` (a `Snapshot` in each line: digests of its tensors).
     """
 
     def __init__(self, folder: str) -> None:
@@ -94,7 +92,7 @@ class Trace(L.Callback):
         self._loss = 0.0
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._write_samples("epoch", f"epoch {trainer.current_epoch}", counted=metric_counts(pl_module, "train_"))
+        self._write_samples("epoch", f"epoch {trainer.current_epoch}")
 
     def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Batch, *_: Any) -> None:
         """Write down logits, and after the first batch the tensors that have computed them."""
@@ -105,12 +103,11 @@ class Trace(L.Callback):
             self._write_own(f"{self._evaluation}, first batch", self._own_state(), same=True)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._write_samples("evaluation", self._evaluation, counted=metric_counts(pl_module, "val_"))
+        self._write_samples("evaluation", self._evaluation)
         self._write_own(self._evaluation, self._own_state(), same=True)
         ids, labels, logits = (torch.cat(column) for column in zip(*self._batches, strict=True))
-        sizes = torch.tensor([len(batch[0]) for batch in self._batches])
-        evaluated = {"ids": ids, "labels": labels, "logits": logits, "sizes": sizes}
-        self._save("evaluation", evaluated | {"data_parallel_rank": self._data_parallel_rank})
+        evaluated = {"ids": ids, "labels": labels, "logits": logits, "data_parallel_rank": self._data_parallel_rank}
+        self._save("evaluation", evaluated)
         self._batches = []
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -140,11 +137,10 @@ class Trace(L.Callback):
         same_as = f"step {self._step}" if same else None
         self._append("own", asdict(Snapshot(when=when, rank=self._trainer.global_rank, same_as=same_as, state=state)))
 
-    def _write_samples(self, period: str, when: str, *, counted: Mapping[str, int] | None = None) -> None:
-        """Write the ids since the last period, and the counts of metrics (`metric_counts`)."""
-        line = {"when": when, "step": self._step, "data_parallel_rank": self._data_parallel_rank}
-        epoch = self._trainer.current_epoch if period == "epoch" else None
-        self._append("samples", line | {"epoch": epoch, "ids": self._ids[period], "counted": counted or {}})
+    def _write_samples(self, period: str, when: str) -> None:
+        """Write the ids since the last period."""
+        rank = self._data_parallel_rank
+        self._append("samples", {"when": when, "data_parallel_rank": rank, "ids": self._ids[period]})
         self._ids[period] = []
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
@@ -153,18 +149,6 @@ class Trace(L.Callback):
 
     def _save(self, what: str, content: dict[str, Any]) -> None:
         torch.save(content, self.folder / f"{what}{self._step}-{self._trainer.global_rank}.pt")
-
-
-def metric_counts(module: nn.Module, prefix: str = "") -> dict[str, int]:
-    """Number of samples that each metric of `module` with this prefix has counted here since it was reset."""
-    found: dict[str, int] = {}
-    for name, metric in module.named_modules():
-        if isinstance(metric, Metric) and name.startswith(prefix):
-            state: Any = metric.metric_state
-            # A metric counts each sample in one of these; right answers are in "tp", mistakes in "fn".
-            found[name] = sum(int(state[part].sum()) for part in ("count", "tp", "fn") if part in state)
-            found[name] += sum(map(len, state.get("cells", ())))
-    return found
 
 
 def pieces_of(trainer: Any, module: nn.Module) -> dict[Key, Piece]:
@@ -227,18 +211,6 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 def _plain(name: str, module: nn.Module) -> str:
     return name.removeprefix("network.") if isinstance(module, L.LightningModule) else name
-
-
-@torch.no_grad()
-def with_weights(network: nn.Module, step: Step) -> nn.Module:
-    """`network` itself with the parameters and buffers of a step.
-
-    Its state dict is not used: it holds tied weights under all their names, a step under the first alone.
-    """
-    network.to(next(tensor for (kind, _), tensor in step.items() if kind == PARAMETERS).dtype)
-    for name, kind, tensor in _tensors(network):
-        tensor.copy_(step[kind, name])
-    return network
 
 
 def own_state(trainer: Any, module: nn.Module, *, one_model: bool) -> State:
