@@ -9,7 +9,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from rich.table import Column, Table
-from torch import Tensor
 
 from lit_cifar.data.images import Batch
 from lit_cifar.mode import mode_of
@@ -22,35 +21,7 @@ Split = Literal["val", "test"]
 PER_RANK, CONFUSION = "per_rank.csv", "confusion.csv"
 
 
-class EvaluationCallback(Callback):
-    """Treats validation and test alike: calls `_start`, `_count` for every batch, and `_finish`, in every process."""
-
-    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None: ...
-
-    def _count(self, trainer: Trainer, logits: Any, batch: Batch) -> None: ...
-
-    def _finish(self, trainer: Trainer, pl_module: LightningModule, split: Split) -> None: ...
-
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._start(trainer, pl_module)
-
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, *_: Any, **__: Any
-    ) -> None:
-        self._count(trainer, outputs, batch)
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._finish(trainer, pl_module, "val")
-
-    on_test_epoch_start = on_validation_epoch_start
-    on_test_batch_end = on_validation_batch_end
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish(trainer, pl_module, "test")
-
-
-class EvaluationTables(EvaluationCallback):
+class EvaluationTables(Callback):
     """Counts correct and evaluated samples on each rank, and how many of each class were taken for which.
 
     A rank is a process; if one process holds several replicas (`dp`) a rank is a replica. The counts go to
@@ -67,28 +38,26 @@ class EvaluationTables(EvaluationCallback):
         self.counts: dict[str, list[AccuracyCount]] = {}
         self._tally = torch.zeros(0, 2, dtype=torch.int64)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.VALIDATING:
-            self._print(trainer, "val")
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._print(trainer, "test")
-
-    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         num_ranks = mode_of(trainer.strategy).layout.num_replicas
         self._tally = torch.zeros(num_ranks, 2, dtype=torch.int64, device=pl_module.device)
 
-    def _count(self, trainer: Trainer, logits: Tensor, batch: Batch) -> None:
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, *_: Any, **__: Any
+    ) -> None:
         """Add the samples of a batch to those of the ranks that computed them."""
         mode = mode_of(trainer.strategy)
         ranks = torch.full_like(batch.labels, mode.layout.data_parallel_rank * mode.local_replicas)
         if mode.local_replicas > 1:
             ranks += mode.replica_of(len(ranks)).to(ranks.device, non_blocking=True)
-        correct = logits.argmax(dim=1) == batch.labels
+        correct = outputs.argmax(dim=1) == batch.labels
         right_and_seen = torch.stack([correct, torch.ones_like(correct)], dim=1).to(self._tally.dtype)
         self._tally.index_add_(0, ranks, right_and_seen)
 
-    def _finish(self, trainer: Trainer, pl_module: Any, split: Split) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if trainer.sanity_checking:
+            return
+        split = split_of(trainer)
         summed = trainer.strategy.reduce(self._tally, reduce_op="sum")
         counts = self.counts[split] = [AccuracyCount(correct, total) for correct, total in summed.tolist()]
         # Every process takes part. torchmetrics keeps the result, which the figures use too.
@@ -101,10 +70,16 @@ class EvaluationTables(EvaluationCallback):
             seen = {f"{split}/acc_rank{rank}": count.accuracy for rank, count in enumerate(counts) if count.total}
             log_to_tensorboard(trainer, seen)
 
-    def _print(self, trainer: Trainer, split: str) -> None:
-        if trainer.is_global_zero:  # the progress bar is closed by now
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and trainer.state.fn != TrainerFn.FITTING:  # the progress bar is closed by now
+            split = split_of(trainer)
             title = f"Accuracy per rank, {split}, {datamodule_of(trainer).name}"
             Console().print(_per_rank_table(self.counts[split], title=title))
+
+    on_test_epoch_start = on_validation_epoch_start
+    on_test_batch_end = on_validation_batch_end
+    on_test_epoch_end = on_validation_epoch_end
+    on_test_end = on_validation_end
 
 
 def _per_rank_table(counts: list[AccuracyCount], *, title: str) -> Table:
@@ -138,6 +113,11 @@ def write_confusion(folder: Path, split: str, classes: Sequence[str], counts: It
     """
     rows = ([classes[truth], classes[prediction], count] for truth, prediction, count in counts)
     replace_split(folder / CONFUSION, ["split", "class", "predicted", "count"], split, rows)
+
+
+def split_of(trainer: Trainer) -> Split:
+    """The split that a trainer evaluates."""
+    return "test" if trainer.testing else "val"
 
 
 def datamodule_of(trainer: Trainer) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -24,7 +24,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.errors import bounded, one_line, printable
-from lit_cifar.reporting.evaluation_tables import EvaluationCallback, Split, datamodule_of
+from lit_cifar.reporting.evaluation_tables import Split, datamodule_of, split_of
 from lit_cifar.reporting.loggers import log_to_tensorboard, logged_step, tensorboard_writer
 
 _IMAGE_SIDE = 160  # side in pixels at which an image of any size is drawn
@@ -53,7 +53,7 @@ class Evaluation(NamedTuple):
     confusion: Tensor | None = None  # counts with the truth in rows, int64, (C, C), on the CPU; None of many classes
 
 
-class EvaluationFigures(EvaluationCallback):
+class EvaluationFigures(Callback):
     """Draws evaluations into TensorBoard.
 
     All processes gather the numbers. Only rank 0 draws, in a thread beside the training that follows. The end of a run
@@ -81,17 +81,20 @@ class EvaluationFigures(EvaluationCallback):
         self._drawn: set[int] = set()  # steps of the evaluations that are drawn
         self._drawn_at = time.monotonic()
 
-    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._mistakes = Mistakes()
 
-    def _count(self, trainer: Trainer, logits: Any, batch: Batch) -> None:
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, *_: Any, **__: Any
+    ) -> None:
         if self.every_n_epochs:
-            self._mistakes.update(logits, batch)
+            self._mistakes.update(outputs, batch)
 
-    def _finish(self, trainer: Trainer, pl_module: Any, split: Split) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Read the numbers here. The others must not wait for the clock of rank 0, by which it draws."""
-        if not self.every_n_epochs:
+        if trainer.sanity_checking or not self.every_n_epochs:
             return
+        split = split_of(trainer)
         truths, predictions, counts = pl_module.confusion_matrix(split).compute().cpu().unbind(dim=1)
         worst = self._mistakes.compute()[:_MOST_WRONG]
         if tensorboard_writer(trainer) is None:  # on every rank but 0, and without TensorBoard
@@ -113,6 +116,10 @@ class EvaluationFigures(EvaluationCallback):
             self._best = found
         if is_due:
             self._draw(trainer, [found])
+
+    on_test_epoch_start = on_validation_epoch_start
+    on_test_batch_end = on_validation_batch_end
+    on_test_epoch_end = on_validation_epoch_end
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         ends = {each.step: each for each in (self._best, self._newest) if each is not None}

@@ -108,7 +108,7 @@ def _one_sample_twice(site: Site, ids: Any, sampler: EvaluationSampler) -> Tenso
 
 
 @mutation("every batch is counted twice in the logged val/ metrics", "ddp", EvaluationMetrics, "update")
-@mutation("every prediction is counted twice", "ddp", EvaluationTables, "_count", name="predictions-twice")
+@mutation("predictions are counted twice", "ddp", EvaluationTables, "on_validation_batch_end", name="predictions-twice")
 def _metrics_twice(site: Site, count: Any, *args: Any) -> None:
     count(*args)
     count(*args)
