@@ -324,7 +324,7 @@ def test_no_training_starts_from_what_lightning_has_saved_by_itself(
         monkeypatch.setenv(name, value)
     refused(*fitting, says=["hpc_ckpt_1.ckpt is there", "--ckpt_path to go on"])
     torch.save(read_checkpoint(Path("hpc_ckpt_1.ckpt"))["state_dict"], "weights.pth")
-    refused("test", *TINY, "--ckpt_path=weights.pth", "--run_dir=run", says=["hpc_ckpt_1.ckpt is there"])
+    refused("test", *TINY, "--ckpt_path=weights.pth", says=["no training of", "fine_tuning.weights=weights"])
     assert not Path("run").exists()
 
 

@@ -39,7 +39,7 @@ def test_with_torchvisions_stem_it_is_torchvisions_network(arch: Any) -> None:
     assert all(a.equal(b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True))
     images = torch.randn(2, 3, 64, 64)
     theirs(images)
-    take_weights(ours, theirs.state_dict())
+    take_weights(ours, theirs.state_dict(), num_classes=1000)
     assert ours.eval()(images).equal(theirs.eval()(images))
 
 

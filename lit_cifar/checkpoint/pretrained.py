@@ -42,14 +42,14 @@ def start_from_file(network: nn.Module, path: Path, *, num_classes: int) -> None
     rank_zero_info(f"{path}: {summary}")
 
 
-def take_weights(network: nn.Module, content: Mapping[str, Any], *, num_classes: int | None = None) -> str:
+def take_weights(network: nn.Module, content: Mapping[str, Any], *, num_classes: int) -> str:
     """Copy into `network` the weights in a file of any program, and return what is taken, new, and not used.
 
     They may lie in dictionaries, and names have prefixes in the file or network: `{"net": {"module.fc.bias": ...}}`.
-    With `num_classes` a classifier of another number of classes stays new, and so does what the file lacks.
+    A classifier of another number of classes than `num_classes` stays new, and so does what the file lacks.
 
     Raises:
-        CheckpointError: No tensor fits, one is missing or has another shape, or there are several networks' weights.
+        CheckpointError: No tensor fits, one has another shape, or there are several networks' weights.
     """
     if is_own(content):  # the rest is about the training
         content = {"state_dict": content.get("state_dict")}
@@ -59,13 +59,8 @@ def take_weights(network: nn.Module, content: Mapping[str, Any], *, num_classes:
     at = _place_of(own, kept, kind=type(network).__name__)
     given = at.given(kept)
     found = {name: given[name] for name in whole if name in given}
-    if num_classes is None:
-        heads: list[str] = []
-        # Files of torch's first releases lack counters.
-        fitting = {name: count for name, count in whole.items() if name.endswith(_COUNTER)} | given
-    else:
-        heads = [name for name in found if _is_head(whole[name], found[name], num_classes)]
-        fitting = whole | found | {name: whole[name] for name in heads}
+    heads = [name for name in found if _is_head(whole[name], found[name], num_classes)]
+    fitting = whole | found | {name: whole[name] for name in heads}
     check_shapes(network, fitting)
     network.load_state_dict(fitting)
     taken = [name for name in own if name in found and name not in heads]

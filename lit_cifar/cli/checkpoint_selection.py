@@ -71,10 +71,9 @@ class StartingCheckpoint(Start):
         at = f" after {step} optimizer steps" if isinstance(step, int) else ""
         with path.open("rb") as file:
             self.point = StartingPoint(file_digest(file, "sha256").hexdigest(), f"{path}{at}")
-        self.has_weights_alone = not is_own(content)
-        if self._fits and (self.has_weights_alone or not holds_training(content)):
+        if not is_own(content) or (self._fits and not holds_training(content)):
             raise CheckpointError(f"{path} holds no training of this program", remedy=_start_from(path))
-        if self._subcommand in ("fit", "validate") and not self.has_weights_alone:
+        if self._subcommand in ("fit", "validate"):
             self._order = settings_in(content)
             if self._order is None:
                 rank_zero_warn("the checkpoint does not say which images it was trained on: they are not compared")
@@ -94,7 +93,7 @@ class StartingCheckpoint(Start):
             _ = data.classes
         except DataError as error:
             trained = TrainedOn.read(self._content or {})
-            if trained is None or self.has_weights_alone:
+            if trained is None:
                 raise
             data.classes = trained.classes
             rank_zero_info(f"{error.problem}: the names of the classes are those in the checkpoint")
@@ -123,14 +122,6 @@ class StartingCheckpoint(Start):
             check_held_out(self._order, now)
 
     def _compare(self, content: dict[str, Any], module: LitResNet, data: CIFAR10DataModule, trainer: Trainer) -> None:
-        if self.has_weights_alone:
-            from lit_cifar.checkpoint.pretrained import take_weights
-
-            content = atomic.read_checked(Path(self._config.ckpt_path))
-            rank_zero_info(f"{self._config.ckpt_path}: {take_weights(module.network, content)}")
-            self._check_values(module.network, module.network.state_dict())
-            rank_zero_info("the file does not say which classes it is of: they are taken for those of the data")
-            return
         try:
             now = TrainedOn(data.dataset, data.classes)
             compatibility.check_classes(content, now, normalised=self._subcommand == "predict")

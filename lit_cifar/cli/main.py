@@ -285,13 +285,8 @@ class CLI(LightningCLI):
             start=self._start,
             replicas=self._replicas,
         )
-        if self._arguments.ckpt_path is None or self._start.has_weights_alone:
-            check_unasked_resume(self.trainer, trains=subcommand == "fit")
-
-    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        kwargs = super()._prepare_subcommand_kwargs(subcommand)
-        # Weights alone hold no training state to resume, and the model has loaded them.
-        return kwargs | {"ckpt_path": None} if self._start.has_weights_alone else kwargs
+        if self._arguments.ckpt_path is None:
+            check_unasked_resume(self.trainer)
 
     def _make_run_folder(self) -> Path:
         """Make the folder and the loggers that write into it; ours come first, as the first one names the folder."""

@@ -20,7 +20,6 @@ class Start:
     def __init__(self) -> None:
         self.point = StartingPoint(None, "no checkpoint")
         self.position: dict[str, Any] = {}  # position of the run that is resumed in its own folder; empty for a new run
-        self.has_weights_alone = False  # whether the checkpoint of an evaluation is another program's
 
     def name_classes(self, data: Dataset) -> None:
         """Let `data` do without the pictures of the training, if a checkpoint names their classes."""
@@ -33,9 +32,9 @@ class Start:
         """Refuse to go on with other images."""
 
 
-def check_unasked_resume(trainer: Any, *, trains: bool) -> None:
-    """Refuse a run that Lightning would begin with a file that another has left."""
-    saving = [c for c in trainer.callbacks if trains and isinstance(c, OnExceptionCheckpoint)]
+def check_unasked_resume(trainer: Any) -> None:
+    """Refuse a fit that Lightning would begin with a file that another has left."""
+    saving = [c for c in trainer.callbacks if isinstance(c, OnExceptionCheckpoint)]
     left = [Path(callback.ckpt_path) for callback in saving if Path(callback.ckpt_path).exists()]
     if SLURMEnvironment.detect():
         left += sorted(Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))
