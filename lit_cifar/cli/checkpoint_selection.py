@@ -1,27 +1,25 @@
-"""The checkpoint that a command starts from: its file, its words about the run, and whether it fits the model."""
+"""What a command starts from: nothing, or a checkpoint that must fit the model. What compares both is loaded then."""
 
 import shlex
-from collections.abc import Mapping
 from dataclasses import asdict
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
 
-from lit_cifar.checkpoint import atomic, compatibility
+from lit_cifar.checkpoint import atomic
 from lit_cifar.checkpoint.content import check_content
 from lit_cifar.checkpoint.exact_resume import Position, StartingPoint, check_counts
 from lit_cifar.checkpoint.format import AVERAGED, SETTINGS, TrainedOn, holds_training, is_own, naming
 from lit_cifar.checkpoint.sample_audit import AuditRecord
 from lit_cifar.cli.paths import expanded
-from lit_cifar.cli.start import Start
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
-from lit_cifar.data.changed_order import check_held_out, check_rest_of_epoch
 from lit_cifar.data.dataset import Dataset
 from lit_cifar.data.sample_order import OrderSettings, order_settings, settings_in
 from lit_cifar.errors import CheckpointError, ConfigError, DataError
@@ -41,14 +39,15 @@ def spelled_out(words: list[str]) -> list[str]:
     return [command, f"--config={Path(folder, CONFIG)}", f"--ckpt_path={checkpoint}", *flags]
 
 
-class StartingCheckpoint(Start):
-    """The checkpoint that a command starts from, read before the model is made.
+class Start:
+    """The checkpoint that a command starts from, read before the model is made; a fit needs none.
 
     With `--resume=auto` there may be none yet; otherwise the `ckpt_path` of `config` is set.
     """
 
     def __init__(self, subcommand: str, config: Namespace) -> None:
-        super().__init__()
+        self.point = StartingPoint(None, "no checkpoint")
+        self.position: dict[str, Any] = {}  # position of the run that is resumed in its own folder; empty for a new run
         self._order: OrderSettings | None = None  # of the training before a fit or a validation
         self._step = 0  # optimizer steps that were taken in the epoch within which the position is
         self._content: dict[str, Any] | None = None
@@ -89,6 +88,7 @@ class StartingCheckpoint(Start):
         return content
 
     def name_classes(self, data: Dataset) -> None:
+        """Let `data` do without the pictures of the training, if the checkpoint names their classes."""
         try:
             _ = data.classes
         except DataError as error:
@@ -99,9 +99,10 @@ class StartingCheckpoint(Start):
             rank_zero_info(f"{error.problem}: the names of the classes are those in the checkpoint")
 
     def check(self, module: LitResNet, data: CIFAR10DataModule, trainer: Trainer) -> None:
+        """Refuse a checkpoint of a different network or different classes; without one, load weights that are given."""
         content, self._content = self._content, None  # the file may be replaced from now on
         if content is None:
-            super().check(module, data, trainer)
+            module.start_from_weights()
             return
         if self._fits and module.weights is not None:
             flag, module.weights = f"--model.fine_tuning.weights={module.weights}", None
@@ -110,8 +111,11 @@ class StartingCheckpoint(Start):
             self._compare(content, module, data, trainer)
 
     def compare_images(self, data: CIFAR10DataModule) -> None:
+        """Refuse to go on with other images."""
         if self._order is None:
             return
+        from lit_cifar.data.changed_order import check_held_out, check_rest_of_epoch
+
         now = order_settings(data)
         with naming(self._config.ckpt_path):
             check_content(self._order, now, "settings of the data", partly=True)
@@ -122,6 +126,8 @@ class StartingCheckpoint(Start):
             check_held_out(self._order, now)
 
     def _compare(self, content: dict[str, Any], module: LitResNet, data: CIFAR10DataModule, trainer: Trainer) -> None:
+        from lit_cifar.checkpoint import compatibility
+
         try:
             now = TrainedOn(data.dataset, data.classes)
             compatibility.check_classes(content, now, normalised=self._subcommand == "predict")
@@ -136,7 +142,11 @@ class StartingCheckpoint(Start):
         trained = {name.removeprefix("network."): each for name, each in content.get(AVERAGED, weights).items()}
         for each in (weights, trained):
             compatibility.check_shapes(module.network, each)
-            self._check_values(module.network, each)
+            problem = compatibility.wrong_values(module.network, each) if process_rank() == 0 else ""
+            if problem and self._fits:
+                raise CheckpointError(problem)  # no training has such values
+            if problem:
+                rank_zero_warn(f"{self._config.ckpt_path}: {problem}. What the network answers means nothing")
         if self._fits:
             with as_config_error():
                 optimizer = module.optimization.new_optimizer(module.network)
@@ -147,13 +157,16 @@ class StartingCheckpoint(Start):
                 check_counts(content, module)
                 compatibility.check_states(content, trainer, optimizer, scheduler)
 
-    def _check_values(self, network: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Refuse to train with values that no training has; other commands say so."""
-        problem = compatibility.wrong_values(network, weights) if process_rank() == 0 else ""
-        if problem and self._fits:
-            raise CheckpointError(problem)
-        if problem:
-            rank_zero_warn(f"{self._config.ckpt_path}: {problem}. What the network answers means nothing")
+
+def check_unasked_resume(trainer: Any) -> None:
+    """Refuse a fit that Lightning would begin with a file that another has left."""
+    saving = [c for c in trainer.callbacks if isinstance(c, OnExceptionCheckpoint)]
+    left = [Path(callback.ckpt_path) for callback in saving if Path(callback.ckpt_path).exists()]
+    if SLURMEnvironment.detect():
+        left += sorted(Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))
+    if left:
+        problem = f"{left[-1]} is there, and Lightning would resume from it unasked"
+        raise ConfigError(problem, remedy="move it, and pass it as --ckpt_path to go on from it")
 
 
 def _start_from(path: str | Path) -> str:

@@ -26,10 +26,10 @@ from lit_cifar.checkpoint.exact_resume import SameStart
 from lit_cifar.checkpoint.files import CheckpointFiles
 from lit_cifar.checks.replica_audit.callback import ReplicaAudit
 from lit_cifar.checks.watchdog.callback import Watchdog, name_who_ends
+from lit_cifar.cli.checkpoint_selection import Start, check_unasked_resume, spelled_out
 from lit_cifar.cli.overview import PROGRAM, answer
 from lit_cifar.cli.paths import expand_paths
 from lit_cifar.cli.preflight import check_run, check_sizes
-from lit_cifar.cli.start import Start, check_unasked_resume
 from lit_cifar.cli.trainer_arguments import check_arguments, check_bounds
 from lit_cifar.cli.usage_errors import Parser, as_config_error, cli_exit
 from lit_cifar.data import CIFAR10DataModule
@@ -85,8 +85,6 @@ def _run(words: list[str]) -> None:
 
         os.environ.update(task_variables(os.environ))
     if words[0] in ("validate", "test", "predict"):
-        from lit_cifar.cli.checkpoint_selection import spelled_out
-
         words = spelled_out(words)
     if any(MAY_NAME_STRATEGY.search(word) for word in words):
         import_module("lit_cifar.strategies")
@@ -169,12 +167,7 @@ class CLI(LightningCLI):
         """
         if self._arguments.resume is not None and self._arguments.run_dir is not None:
             run_folder.lock_run_folder(self._arguments.run_dir, self._lock)
-        if self._subcommand == "fit" and self._arguments.resume is self._arguments.ckpt_path is None:
-            self._start = Start()
-        else:
-            from lit_cifar.cli.checkpoint_selection import StartingCheckpoint
-
-            self._start = StartingCheckpoint(self._subcommand, self._arguments)
+        self._start = Start(self._subcommand, self._arguments)
 
     def before_instantiate_classes(self) -> None:
         """Refuse arguments that the Trainer accepts but a run folder cannot use; tell the model about the data."""
