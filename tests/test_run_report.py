@@ -18,6 +18,7 @@ from lightning.pytorch import Trainer
 from tiny_task import TinyData, TinyTask, tiny_trainer
 
 from lit_cifar.data import CIFAR10DataModule
+from lit_cifar.errors import ConfigError
 from lit_cifar.launch.forked import start_forked
 from lit_cifar.mode import mode_of
 from lit_cifar.reporting import run_folder
@@ -127,13 +128,13 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if each has looked before the other has made its own."""
-
     class Clock:
         now = staticmethod(lambda: datetime(2026, 11, 24))
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_folder, "datetime", Clock)
-    monkeypatch.setattr(Path, "exists", lambda path: False)
     folders = [create_run_folder(None, label="fit", lock=RunLock()) for _ in range(3)]
     assert [folder.name for folder in folders] == [f"20261124-000000-fit{number}" for number in ("", "-2", "-3")]
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # as if each had looked before the other has made its own
+    with pytest.raises(ConfigError, match="File exists"):
+        create_run_folder(None, label="fit", lock=RunLock())

@@ -6,7 +6,7 @@ import os
 import shlex
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime
 from itertools import chain, count
 from pathlib import Path
@@ -19,7 +19,7 @@ from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from lit_cifar.errors import ConfigError, printable
-from lit_cifar.reporting.files import make_folder, sync
+from lit_cifar.reporting.files import make_folder
 
 LOCK, CONFIG = ".lock", "config.yaml"
 _MOST_BYTES, _DEEPEST = 2**20, 100  # of the settings of a run
@@ -90,10 +90,12 @@ def create_run_folder(run_dir: str | None, *, label: str, lock: RunLock, resume:
     with _refusing(folder):
         str(folder).encode()  # as TensorBoard does
         if run_dir is None:
-            folder = _make_unused(folder)
+            folder = _unused(folder)
+            make_folder(folder.parent)
+            folder.mkdir()  # an error if another run has made it in the same moment
         make_folder(folder)
         if not resume and any(path.name != LOCK for path in folder.iterdir()):
-            other = shlex.quote(f"--run_dir={next(_names(folder))}")
+            other = shlex.quote(f"--run_dir={_unused(folder)}")
             raise ConfigError(f"the run folder {folder} is not empty, as a new run's is", remedy=f"pass {other}")
         lock.take(folder)
     return folder
@@ -167,21 +169,10 @@ def process_rank() -> int:
     return int(getattr(rank_zero_only, "rank", 0))
 
 
-def _make_unused(folder: Path) -> Path:
-    """Make `folder`, or one with a number behind its name. Another run may be doing so in the same moment."""
-    make_folder(folder.parent)
-    for candidate in chain([folder], _names(folder)):
-        with suppress(FileExistsError):
-            candidate.mkdir()
-            break
-    sync(folder.parent)
-    return candidate
-
-
-def _names(folder: Path) -> Iterator[Path]:
-    """Unused paths for a folder beside `folder`."""
-    names = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
-    return (name for name in names if not name.exists())
+def _unused(folder: Path) -> Path:
+    """`folder`, or the first with a number behind its name that is not there."""
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+    return next(path for path in chain([folder], numbered) if not path.exists())
 
 
 class SavedConfig(SaveConfigCallback):
