@@ -273,15 +273,15 @@ def snapshots(*states: State, when: str = "step 1", same_as: str | None = None) 
 
 
 def test_equal_parts_must_be_equal_in_all_processes() -> None:
-    here, there = {"fc.bias (parameters)": ("", None, "a")}, {"fc.bias (parameters)": ("", None, "b")}
+    here, there = {"fc.bias (parameters)": ("", "a")}, {"fc.bias (parameters)": ("", "b")}
     assert peer_problems(snapshots(here, here)) == []
     problem = "step 1: fc.bias (parameters): rank 2 differs from the 2 others"
     assert peer_problems(snapshots(here, here, there)) == [problem]
     # Other parts may differ, and what only one process holds.
     states: list[State] = [
-        {"fc.weight (parameters)": ("part [0]", None, "a"), "bn.running_mean (buffers)": ("", 0, "a")},
-        {"fc.weight (parameters)": ("part [1]", None, "b"), "bn.running_mean (buffers)": ("", 1, "b")},
-        {"conv1.weight (parameters)": ("", None, "c")},
+        {"fc.weight (parameters)": ("part 0", "a")},
+        {"fc.weight (parameters)": ("part 1", "b")},
+        {"conv1.weight (parameters)": ("", "c")},
     ]
     assert peer_problems(snapshots(*states)) == []
 
@@ -374,7 +374,7 @@ def test_one_process_holds_what_it_held_and_what_it_saved(tf32: list[Any], tmp_p
     assert names >= {"train/loss", "train/acc", "val/loss", "val/acc", "lr-NesterovSGD"}
     assert "train/loss (metrics)" in lines[-2]["state"]
     for line, words in ((lines[3], "step 3"), (lines[4], "step 3"), (lines[5], "step 3"), (lines[6], "checkpoint")):
-        state = {**line["state"], "fc.bias (parameters)": ("", None, "other")}
+        state = {**line["state"], "fc.bias (parameters)": ("", "other")}
         path.write_text("\n".join(json.dumps(line | {"state": state} if line is other else other) for other in lines))
         (problem,) = own_problems(record)
         assert words in problem

@@ -52,14 +52,14 @@ def own_problems(record: Record) -> list[str]:
 
 def peer_problems(snapshots: Sequence[Snapshot]) -> list[str]:
     """The first difference, at each moment, between processes that must hold the same."""
-    holders: dict[str, dict[tuple[str, str, int | None], dict[int, str]]] = {}
+    holders: dict[str, dict[tuple[str, str], dict[int, str]]] = {}
     for peer in snapshots:
         held = holders.setdefault(peer.when, {})
-        for name, (part, replica, digest) in peer.state.items():
-            held.setdefault((name, part, replica), {})[peer.rank] = digest
+        for name, (part, digest) in peer.state.items():
+            held.setdefault((name, part), {})[peer.rank] = digest
     problems = []
     for when, held in holders.items():
-        found = (disagreement(name, of_ranks) for (name, _, _), of_ranks in held.items())
+        found = (disagreement(name, of_ranks) for (name, _), of_ranks in held.items())
         problems += first_of([f"{when}: {each}" for each in found if each])
     return problems
 
@@ -75,13 +75,12 @@ def change_problems(snapshots: Sequence[Snapshot], saved: Mapping[str, Any]) -> 
     for now in snapshots:
         before, source = by_moment.get((now.rank, now.same_as or ""), {}), f"that of {now.same_as}"
         if saved and now.when == WHOLE_NETWORK:
-            before = {name: ("", None, digests.get(name.split()[0], "")) for name in now.state}
+            before = {name: ("", digests.get(name.split()[0], "")) for name in now.state}
             source = "the checkpoint's"
-        both = ((name, before[name], state) for name, state in now.state.items() if name in before)
         changed = [
             f"{now.when}: {name} of process {now.rank} is not {source}"
-            for name, (_, former_replica, former), (_, replica, digest) in both
-            if digest != former and not (former_replica or replica)  # these were given the first one's statistics
+            for name, (_, digest) in now.state.items()
+            if name in before and digest != before[name][1]
         ]
         found += first_of(changed)
     return found

@@ -20,9 +20,8 @@ from lit_cifar.data.images import Batch
 from lit_cifar.mode import mode_of
 from lit_cifar.mode.tensors import local_part
 
-# By name with the kind in brackets: the part of the whole, the replica whose statistics they are (None for a tensor of
-# all replicas), and the digest. Of equal names, parts and replicas the bits must be equal.
-State: TypeAlias = dict[str, tuple[str, int | None, str]]
+# The part of the whole, and the digest, by name with the kind in brackets. Processes with a part must have its bits.
+State: TypeAlias = dict[str, tuple[str, str]]
 PARAMETERS, BUFFERS, OPTIMIZER, METRICS = "parameters", "buffers", "optimizer", "metrics"
 WHOLE_NETWORK = "whole network"  # the moment behind a run
 
@@ -116,9 +115,9 @@ class Trace(L.Callback):
 
         def written_before_and_after() -> None:
             self._write_own("end", self._own_state() | metrics_state(trainer.callback_metrics), same=True)
+            with_statistics = self._shares_statistics
             teardown()
-            replica = None if self._one_model else self._data_parallel_rank
-            self._write_own(WHOLE_NETWORK, _state(_tensors(pl_module), replica=replica))
+            self._write_own(WHOLE_NETWORK, _state(_tensors(pl_module), with_statistics=with_statistics))
 
         trainer.strategy.teardown = written_before_and_after  # type: ignore[method-assign]
 
@@ -130,8 +129,19 @@ class Trace(L.Callback):
     def _data_parallel_rank(self) -> int:
         return mode_of(self._trainer.strategy).layout.data_parallel_rank
 
+    @property
+    def _shares_statistics(self) -> bool:
+        """Whether all replicas have the same running statistics, such as in an evaluation.
+
+        After a training step each has those of its own samples, unless BatchNorm is synchronised; the first one's
+        replace them before anybody uses them.
+        """
+        mode = mode_of(self._trainer.strategy)
+        return self._one_model or mode.synchronises_batchnorm or mode.layout.data_parallel_size == 1
+
     def _own_state(self) -> State:
-        return own_state(self._trainer, self._module, one_model=self._one_model)
+        """This process's own parts: parameters, buffers and optimizer state, without those of other stages."""
+        return _state(own_values(self._trainer, self._module), with_statistics=self._shares_statistics)
 
     def _write_own(self, when: str, state: State, *, same: bool = False) -> None:
         same_as = f"step {self._step}" if same else None
@@ -213,33 +223,21 @@ def _plain(name: str, module: nn.Module) -> str:
     return name.removeprefix("network.") if isinstance(module, L.LightningModule) else name
 
 
-def own_state(trainer: Any, module: nn.Module, *, one_model: bool) -> State:
-    """This process's own parts: parameters, buffers and optimizer state, without those of other stages.
-
-    With `one_model` all replicas have just been given the same running statistics, such as for an evaluation. After a
-    training step each has those of its own samples, unless BatchNorm is synchronised; the first one's replace them
-    before anybody uses them.
-    """
-    strategy = trainer.strategy
-    apart = not one_model and not mode_of(strategy).synchronises_batchnorm
-    return _state(own_values(trainer, module), replica=mode_of(strategy).layout.data_parallel_rank if apart else None)
-
-
-def _state(values: Iterable[tuple[str, str, Any]], *, replica: int | None) -> State:
-    """The tensors by name; running statistics are those of `replica`, where replicas have their own."""
+def _state(values: Iterable[tuple[str, str, Any]], *, with_statistics: bool) -> State:
+    """The tensors by name; without running statistics, where replicas have their own."""
     found: State = {}
     for name, kind, value in values:
         # All replicas count batches alike; only averages over samples are a replica's own.
-        own = replica if kind == BUFFERS and value.is_floating_point() else None
-        divided = _divided(value)
-        found[f"{name} ({kind})"] = f"part {divided[0]}" if divided else "", own, short_digest(value)
+        if with_statistics or kind != BUFFERS or not value.is_floating_point():
+            divided = _divided(value)
+            found[f"{name} ({kind})"] = f"part {divided[0]}" if divided else "", short_digest(value)
     return found
 
 
 def metrics_state(metrics: Mapping[str, Tensor]) -> State:
     """A process's values of the run's metrics, without those that each process has of its own."""
     shared = [name for name in metrics if is_shared(name)]
-    return {f"{name} ({METRICS})": ("", None, short_digest(float(metrics[name]))) for name in shared}
+    return {f"{name} ({METRICS})": ("", short_digest(float(metrics[name]))) for name in shared}
 
 
 def is_shared(metric: str) -> bool:
