@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch.distributed import is_torchelastic_launched
 
-from lit_cifar import __version__, internals
+from lit_cifar import internals
 from lit_cifar.checkpoint.atomic import reporting_disk
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint
 from lit_cifar.checkpoint.exact_resume import SameStart
@@ -108,7 +108,7 @@ class CLI(LightningCLI):
             CIFAR10DataModule,
             args=words,
             parser_class=Parser,
-            parser_kwargs={"prog": PROGRAM, "version": __version__},
+            parser_kwargs={"prog": PROGRAM},
             save_config_callback=SavedConfig,
             seed_everything_default=0,
             trainer_defaults={

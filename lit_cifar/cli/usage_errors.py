@@ -38,13 +38,11 @@ class HelpAction(_HelpAction):
 class Parser(LightningArgumentParser):
     """Reports what is wrong in a few lines, not the three hundred options that exist."""
 
-    def __init__(self, *args: Any, version: str | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, add_help=False, **kwargs)
         self.subcommand: str | None = None  # the command whose flags it knows
         self.words: Sequence[str] = ()  # the command line
         self.add_argument("-h", "--help", action=HelpAction, help="Print this help, or all of it, and exit.")
-        if version is not None:  # jsonargparse would print the program's name, which is a command here
-            self.add_argument("--version", action="version", version=f"lit_cifar {version}", help="Print and exit.")
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
