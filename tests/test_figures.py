@@ -14,7 +14,6 @@ from lit_cifar.data.images import Batch
 from lit_cifar.reporting.figures import (
     EvaluationFigures,
     Mistakes,
-    WrongImage,
     class_accuracies,
     confusion_figure,
     render,
@@ -97,8 +96,8 @@ def test_fit_draws_its_best_and_last_epoch_and_those_that_are_due(
 @pytest.mark.parametrize("side", [32, 640])
 def test_wrong_images_figure_shows_the_pixels_it_was_given(side: int) -> None:
     image = torch.randint(0, 256, (3, side, side), dtype=torch.uint8)
-    figure = wrong_images_figure([WrongImage(image, "$0_$5", "dog", 0.987)] * 5, title="tiny")
-    assert figure.texts[-1].get_text() == "is $0_$5\ntaken for dog\n98.7% sure"
+    figure = wrong_images_figure([(image, "is $0_$5\ntaken for dog")] * 5, title="tiny")
+    assert figure.texts[-1].get_text() == "is $0_$5\ntaken for dog"
     drawn = render(figure)[140:300, 20:180]  # the first, with nothing over it
     expected = image.float() if side <= 160 else torch.nn.functional.avg_pool2d(image.float(), side // 160)
     repeats = max(160 // side, 1)

@@ -35,13 +35,6 @@ _LONGEST = 16  # most characters of a name
 _SPLIT_WORDS: dict[Split, str] = {"val": "validation", "test": "test"}
 
 
-class WrongImage(NamedTuple):
-    image: Tensor  # uint8, (3, H, W), on the CPU
-    truth: str  # name of its class
-    prediction: str  # name of the class the network chose
-    confidence: float  # softmax probability of that choice, from 0 to 1
-
-
 class Evaluation(NamedTuple):
     """What the figures of an evaluation show."""
 
@@ -153,7 +146,7 @@ class EvaluationFigures(Callback):
     teardown = on_exception = _finish_drawing  # while the writer is open
 
 
-def _write(writer: Any, found: Evaluation, wrong: Sequence[WrongImage], classes: Sequence[str]) -> None:
+def _write(writer: Any, found: Evaluation, wrong: Sequence[tuple[Tensor, str]], classes: Sequence[str]) -> None:
     listed = f"{found.title}\nthe most confident of {found.mistakes:,} mistakes"
     figures = {"wrong": wrong_images_figure(wrong, title=listed)}
     if found.confusion is not None:
@@ -201,11 +194,13 @@ def class_accuracies(confusion: Tensor, classes: Sequence[str]) -> dict[str, flo
     return {tag: hit / total for tag, hit, total in zip(tags, hits, totals, strict=True) if total}
 
 
-def _look_up(images: ImageSet, worst: Tensor) -> list[WrongImage]:
+def _look_up(images: ImageSet, worst: Tensor) -> list[tuple[Tensor, str]]:
+    """The images, and a text for each."""
     chosen = worst[:, 1].long().to(images.labels.device)
     pixels, truths = images.gather(chosen).cpu(), images.labels[chosen].tolist()
+    names = images.classes
     return [
-        WrongImage(image, images.classes[truth], images.classes[int(prediction)], confidence)
+        (image, f"is {_shortened(names[truth])}\ntaken for {_shortened(names[int(prediction)])}\n{confidence:.1%} sure")
         for image, truth, (confidence, _, prediction) in zip(pixels, truths, worst.tolist(), strict=True)
     ]
 
@@ -239,8 +234,8 @@ def confusion_figure(confusion: Tensor, classes: Sequence[str], *, title: str) -
     return figure
 
 
-def wrong_images_figure(wrong: Sequence[WrongImage], *, title: str) -> Figure:
-    """A grid of images with their classes, in the given order; one line of text if there are none."""
+def wrong_images_figure(wrong: Sequence[tuple[Tensor, str]], *, title: str) -> Figure:
+    """A grid of images, uint8, (3, H, W), on the CPU, with their texts, in the given order; "none" without any."""
     # Pixels and texts without axes: drawing one axes takes as long as all of these.
     columns = min(4, max(1, len(wrong)))
     width, height = max(600, 200 * columns), 80 + 230 * max(1, math.ceil(len(wrong) / columns))
@@ -248,16 +243,13 @@ def wrong_images_figure(wrong: Sequence[WrongImage], *, title: str) -> Figure:
     figure.suptitle(title, y=1 - 20 / height, va="top", parse_math=False)
     if not wrong:
         figure.text(0.5, 0.5, "none", ha="center", va="center")
-    for position, item in enumerate(wrong):
+    for position, (pixels, text) in enumerate(wrong):
         left, top = 20 + 200 * (position % columns), height - 140 - 230 * (position // columns)
-        image = Image.fromarray(item.image.permute(1, 2, 0).numpy())
         # BOX takes means of a larger image, and repeats pixels of a smaller one.
-        pixels = np.asarray(image.resize((_IMAGE_SIDE, _IMAGE_SIDE), Image.Resampling.BOX))
-        figure.figimage(pixels, left, top - _IMAGE_SIDE)
-        truth, prediction = _shortened(item.truth), _shortened(item.prediction)
-        label = f"is {truth}\ntaken for {prediction}\n{item.confidence:.1%} sure"
+        image = Image.fromarray(pixels.permute(1, 2, 0).numpy()).resize((_IMAGE_SIDE,) * 2, Image.Resampling.BOX)
+        figure.figimage(np.asarray(image), left, top - _IMAGE_SIDE)
         place = (left + _IMAGE_SIDE / 2) / width, (top + 5) / height
-        figure.text(*place, label, ha="center", va="bottom", fontsize=9, parse_math=False)
+        figure.text(*place, text, ha="center", va="bottom", fontsize=9, parse_math=False)
     return figure
 
 

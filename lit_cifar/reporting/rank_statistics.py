@@ -77,16 +77,11 @@ def log_chance(part: AccuracyCount, whole: AccuracyCount) -> float:
     hits, marked = part.correct, whole.correct
     if hits * whole.total < marked * part.total:  # a part below average: the tail is as many wrong samples or more
         hits, marked = part.total - hits, whole.total - marked
-    tail = _log_upper_tail(hits, drawn=part.total, marked=marked, population=whole.total)
-    return min(0.0, math.log(2) + tail)
-
-
-def _log_upper_tail(hits: int, *, drawn: int, marked: int, population: int) -> float:
-    """Log-probability of `hits` or more marked samples among `drawn` from a population that holds `marked` of them."""
-    found = range(hits, min(marked, drawn) + 1)
-    terms = [_log_binomial(marked, k) + _log_binomial(population - marked, drawn - k) for k in found]
+    found = range(hits, min(marked, part.total) + 1)
+    terms = [_log_binomial(marked, k) + _log_binomial(whole.total - marked, part.total - k) for k in found]
     largest = max(terms)
-    return largest + math.log(sum(math.exp(term - largest) for term in terms)) - _log_binomial(population, drawn)
+    tail = largest + math.log(sum(math.exp(term - largest) for term in terms))
+    return min(0.0, math.log(2) + tail - _log_binomial(whole.total, part.total))
 
 
 def _log_binomial(n: int, k: int) -> float:
