@@ -25,10 +25,14 @@ def sample_problems(record: Record, reference: Record) -> list[str]:
 
 
 def _samples(record: Record) -> dict[str, dict[int, list[list[int]]]]:
-    """Ids by moment ("step 1", "epoch 0") and data-parallel rank: a list for each process."""
+    """Ids by moment, such as "step 1", and data-parallel rank: a list for each process."""
     found: dict[str, dict[int, list[list[int]]]] = {}
-    for line in record.written("samples"):
-        found.setdefault(line["when"], {}).setdefault(line["data_parallel_rank"], []).append(line["ids"])
+    for number in record.steps:
+        for process in record.processes(number):
+            found.setdefault(f"step {number}", {}).setdefault(process["data_parallel_rank"], []).append(process["ids"])
+        for each in record.evaluated(number).values():
+            when = f"evaluation after step {number}"
+            found.setdefault(when, {}).setdefault(each.data_parallel_rank, []).append(each.ids.tolist())
     return found
 
 
@@ -44,10 +48,9 @@ def unequal_samples(found: Sequence[Sequence[int]], expected: Sequence[int]) -> 
 
 def own_problems(record: Record) -> list[str]:
     """Values of a process that differ from those of its peers, its own earlier ones, or the checkpoint's."""
-    snapshots = [Snapshot(**line) for line in record.written("own")]
     last = record.checkpoints.get(LAST)
     saved = {} if last is None else read_checkpoint(last)["state_dict"]
-    return [*peer_problems(snapshots), *change_problems(snapshots, saved)]
+    return [*peer_problems(record.snapshots), *change_problems(record.snapshots, saved)]
 
 
 def peer_problems(snapshots: Sequence[Snapshot]) -> list[str]:

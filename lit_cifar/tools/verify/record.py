@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lit_cifar.checks.compare import difference
 from lit_cifar.reporting.rank_statistics import AccuracyCount
-from lit_cifar.tools.verify.recorder import BUFFERS, OPTIMIZER, PARAMETERS, Key, Piece, Step, is_shared
+from lit_cifar.tools.verify.recorder import BUFFERS, OPTIMIZER, PARAMETERS, Key, Piece, Snapshot, Step, is_shared
 
 Bounds: TypeAlias = dict[str, float]  # by kind
 Gaps: TypeAlias = Mapping[Key, float]  # differences by kind and name
@@ -62,9 +62,13 @@ class Record:
         """Optimizer steps that the run has made, counted from 1; a run that refused its input has written none."""
         return sorted(int(path.stem.removeprefix("step").partition("-")[0]) for path in self._files("step*-0.pt"))
 
+    def processes(self, number: int) -> list[dict[str, Any]]:
+        """What each process has written down after step `number`; tensors stay on disk until they are used."""
+        return [_load(path) for path in self._files(f"step{number}-*.pt")]
+
     def step(self, number: int) -> Step:
         """The step's whole tensors; those that one process has whole stay on disk until they are used."""
-        processes = [_load(path) for path in self._files(f"step{number}-*.pt")]
+        processes = self.processes(number)
         losses = {process["data_parallel_rank"]: process["loss"] for process in processes}
         loss = torch.tensor(sum(losses.values()) / len(losses), dtype=torch.float64)
         return {(LOSS, LOSS): loss, **_put_together(process["pieces"] for process in processes)}
@@ -93,10 +97,11 @@ class Record:
     def checkpoints(self) -> dict[str, Path]:
         return {path.name: path for path in sorted((self.run / "checkpoints").glob("*.ckpt"))}
 
-    def written(self, name: str) -> list[dict[str, Any]]:
-        """The lines of `name` that all processes have written."""
-        paths = self._files(f"{name}*.jsonl")
-        return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    @property
+    def snapshots(self) -> list[Snapshot]:
+        """What all processes held at each moment."""
+        paths = self._files("own*.jsonl")
+        return [Snapshot(**json.loads(line)) for path in paths for line in path.read_text().splitlines()]
 
     def _files(self, pattern: str) -> list[Path]:
         """Files of all processes in their order, which is not alphabetical for more than ten."""

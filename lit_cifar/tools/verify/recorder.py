@@ -51,9 +51,9 @@ class Trace(L.Callback):
     """Writes down what every process holds after every optimizer step and in every evaluation.
 
     It only reads: nothing is gathered from other processes, and nothing is written into a tensor, as that could put
-    right what a strategy does wrong. Process `r` writes `step<k>-<r>.pt` (its loss, and its pieces of all tensors, see
-    `pieces_of`), `evaluation<k>-<r>.pt` (ids, labels and logits, of the weights after step k), `samples<r>.jsonl` (the
-    ids of each step, epoch and evaluation) and `own<r>.jsonl` (a `Snapshot` in each line: digests of its tensors).
+    right what a strategy does wrong. Process `r` writes `step<k>-<r>.pt` (its loss, the ids of its samples, and its
+    pieces of all tensors, see `pieces_of`), `evaluation<k>-<r>.pt` (ids, labels and logits, of the weights after step
+    k) and `own<r>.jsonl` (a `Snapshot` in each line: digests of its tensors).
     """
 
     def __init__(self, folder: str) -> None:
@@ -61,7 +61,7 @@ class Trace(L.Callback):
         self._batches: list[tuple[Tensor, Tensor, Tensor]] = []  # ids, labels and logits of an evaluation
         self._step = 0
         self._loss: Tensor | float = 0.0
-        self._ids: dict[str, list[int]] = {"step": [], "epoch": [], "evaluation": []}
+        self._ids: list[int] = []  # samples of a step
         self._one_model = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -74,8 +74,7 @@ class Trace(L.Callback):
         self._step = trainer.global_step
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, *_: Any) -> None:
-        for period in ("step", "epoch"):
-            self._ids[period] += batch.ids.tolist()
+        self._ids += batch.ids.tolist()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
         """Add to the loss, and after the last accumulation step write everything down."""
@@ -85,24 +84,18 @@ class Trace(L.Callback):
         self._step = trainer.global_step
         self._one_model = False
         self._write_own(f"step {self._step}", self._own_state())
-        self._write_samples("step", f"step {self._step}")
-        step = {"data_parallel_rank": self._data_parallel_rank, "loss": float(self._loss)}
+        step = {"data_parallel_rank": self._data_parallel_rank, "loss": float(self._loss), "ids": self._ids}
         self._save("step", step | {"pieces": pieces_of(trainer, pl_module)})
-        self._loss = 0.0
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._write_samples("epoch", f"epoch {trainer.current_epoch}")
+        self._loss, self._ids = 0.0, []
 
     def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Batch, *_: Any) -> None:
         """Write down logits, and after the first batch the tensors that have computed them."""
         self._batches.append((batch.ids.cpu(), batch.labels.cpu(), outputs.detach().cpu().clone()))
-        self._ids["evaluation"] += batch.ids.tolist()
         if len(self._batches) == 1:
             self._one_model = True
             self._write_own(f"{self._evaluation}, first batch", self._own_state(), same=True)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._write_samples("evaluation", self._evaluation)
         self._write_own(self._evaluation, self._own_state(), same=True)
         ids, labels, logits = (torch.cat(column) for column in zip(*self._batches, strict=True))
         evaluated = {"ids": ids, "labels": labels, "logits": logits, "data_parallel_rank": self._data_parallel_rank}
@@ -144,18 +137,10 @@ class Trace(L.Callback):
         return _state(own_values(self._trainer, self._module), with_statistics=self._shares_statistics)
 
     def _write_own(self, when: str, state: State, *, same: bool = False) -> None:
-        same_as = f"step {self._step}" if same else None
-        self._append("own", asdict(Snapshot(when=when, rank=self._trainer.global_rank, same_as=same_as, state=state)))
-
-    def _write_samples(self, period: str, when: str) -> None:
-        """Write the ids since the last period."""
-        rank = self._data_parallel_rank
-        self._append("samples", {"when": when, "data_parallel_rank": rank, "ids": self._ids[period]})
-        self._ids[period] = []
-
-    def _append(self, name: str, line: dict[str, Any]) -> None:
-        with (self.folder / f"{name}{self._trainer.global_rank}.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        rank, same_as = self._trainer.global_rank, f"step {self._step}" if same else None
+        snapshot = Snapshot(when=when, rank=rank, same_as=same_as, state=state)
+        with (self.folder / f"own{rank}.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(snapshot)) + "\n")
 
     def _save(self, what: str, content: dict[str, Any]) -> None:
         torch.save(content, self.folder / f"{what}{self._step}-{self._trainer.global_rank}.pt")
