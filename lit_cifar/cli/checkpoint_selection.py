@@ -57,14 +57,13 @@ class Start:
             config.ckpt_path, refused = _newest(subcommand, config)
             self.point = StartingPoint(None, "; ".join(["no checkpoint", *refused]))
         if config.ckpt_path is not None:
-            path = Path(config.ckpt_path)
-            self._content = self._read(path, resumes=config.resume is not None)
+            self._content = self._read(Path(config.ckpt_path))
         elif not self._fits:
             problem = f"{subcommand} needs a checkpoint: without one the network is untrained"
             command = f"python -m lit_cifar {subcommand} RUN_FOLDER"
             raise CheckpointError(problem, remedy=f"{command}, or pass --ckpt_path=FILE")
 
-    def _read(self, path: Path, *, resumes: bool) -> dict[str, Any]:
+    def _read(self, path: Path) -> dict[str, Any]:
         content = atomic.read_checked(path, mapped=True)
         step = content.get("global_step")
         at = f" after {step} optimizer steps" if isinstance(step, int) else ""
@@ -84,7 +83,7 @@ class Start:
                     raise CheckpointError("its sample audit is of another step than its position")
                 _check_length(position, self._config.trainer)
             self._step = position.step
-            self.position = asdict(position) if resumes else {}
+            self.position = {} if self._config.resume is None else asdict(position)
         return content
 
     def name_classes(self, data: Dataset) -> None:
