@@ -14,7 +14,7 @@ from lit_cifar import LitResNet
 from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.models import compiled
 from lit_cifar.models.compiled import Compiled
-from lit_cifar.strategies import LayerParallelStrategy, PipelineStrategy
+from lit_cifar.strategies import LayerParallelStrategy
 
 pytestmark = [short, pytest.mark.usefixtures("one_process")]
 
@@ -71,7 +71,7 @@ def test_a_compiled_network_keeps_its_names_can_be_copied_and_is_plain_after_the
     [
         ("auto", ["TinyResNet"]),
         (LayerParallelStrategy(num_stages=2), ["Sequential"] * 2),
-        (PipelineStrategy(schedule="Interleaved1F1B", num_microbatches=2), ["Sequential"] * 2),
+        ("pp", ["Sequential"]),
         ("fsdp2", ["BasicBlock"] * 4),
     ],
     ids=["one device", "mp", "pp", "fsdp2"],

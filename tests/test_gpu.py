@@ -108,7 +108,7 @@ def test_a_run_trains_in_a_narrow_type(tmp_path: Path, precision: str) -> None:
 
 
 # Other tests show them on the CPU.
-NAMES = ["ddp", "ddp_spawn", "pp", "fsdp2", "tp"] if ACCELERATOR == "cuda" else ["ddp"]
+NAMES = ["ddp", "ddp_spawn", "pp", "fsdp2", "tp"] if ACCELERATOR == "cuda" else ["ddp", "pp"]
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +122,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tup
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [*NAMES, "PipelineStrategy"])
+@pytest.mark.parametrize("mode", NAMES)
 def test_modes_go_on_as_one_device(alone: tuple[Path, dict[str, tuple[int, int]]], tmp_path: Path, mode: str) -> None:
     """Through NCCL, with one process: it resumes that checkpoint, and its test counts as that of one device."""
     checkpoint, expected = alone
-    arguments = {"schedule": "Interleaved1F1B", "num_microbatches": 2} if mode == "PipelineStrategy" else {}
-    flags = [*FLAGS, *mode_flags(mode, 1, **arguments), f"--ckpt_path={checkpoint}"]
+    flags = [*FLAGS, *mode_flags(mode, 1), f"--ckpt_path={checkpoint}"]
     launch("fit", *flags, "--trainer.max_epochs=2", f"--run_dir={tmp_path / 'fit'}")
     launch("test", *flags, f"--run_dir={tmp_path / 'test'}")
     assert counts(tmp_path / "test")["all"] == expected["all"]
