@@ -1,8 +1,4 @@
-"""Checkpoint files that survive a kill at any moment, a full disk and damage.
-
-`torch.save` writes a zip archive with a checksum of each of its parts. `torch.load` does not compare them; this does.
-They detect damage. They are no signature: every file is still read as untrusted, with `weights_only=True`.
-"""
+"""Checkpoint files that survive a kill at any moment, a full disk and damage."""
 
 import errno
 import io
@@ -11,12 +7,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile, is_zipfile
 
 import torch
 from torch import Tensor
 
-from lit_cifar.checkpoint.format import check_is_file, holds_training, read_checkpoint
+from lit_cifar.checkpoint.format import holds_training, read_checkpoint
 from lit_cifar.errors import CheckpointError, SaveError
 from lit_cifar.internals import tree_map_only
 from lit_cifar.reporting.files import sync
@@ -58,28 +53,6 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
                 draft.unlink(missing_ok=True)
 
 
-def read_checked(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """Read a file of any program; if it carries checksums, its content must match, or a `CheckpointError` is raised."""
-    verify_checkpoint(path)
-    return read_checkpoint(path, mapped=mapped)
-
-
-def verify_checkpoint(path: Path) -> None:
-    """Raise a `CheckpointError` if a file is missing, or its content does not match the checksums that it carries."""
-    check_is_file(path)
-    try:
-        if not is_zipfile(path):  # it is truncated, or of another program, as `read_checkpoint` finds
-            return
-        with ZipFile(path) as archive:
-            is_whole = archive.testzip() is None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except Exception:  # half a dozen types, depending on what is broken
-        is_whole = False
-    if not is_whole:
-        raise CheckpointError(f"{path} is damaged: its content does not match the checksums that it carries")
-
-
 def best_of(run_folder: Path) -> Path:
     """The best checkpoint of a run, or its last one: without validation images none is the best."""
     folder = run_folder / "checkpoints"
@@ -97,7 +70,7 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
         if not os.path.lexists(path):
             continue
         try:
-            if holds_training(read_checked(path, mapped=True)):
+            if holds_training(read_checkpoint(path, mapped=True)):
                 return path, refused
             refused.append(f"{path} holds weights and no state of an optimizer, so that no training can go on from it")
         except CheckpointError as error:
@@ -115,7 +88,6 @@ def _write_synced(path: Path, content: bytes) -> None:
 
 def _read_back(draft: Path, path: Path) -> None:
     try:
-        verify_checkpoint(draft)
         read_checkpoint(draft)
     except CheckpointError as error:
         draft.stat()  # raises the real error if the folder was removed meanwhile

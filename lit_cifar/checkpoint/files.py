@@ -17,8 +17,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lit_cifar.checkpoint.atomic import LAST, read_checked, saving, snapshot, write_checkpoint
-from lit_cifar.checkpoint.format import POSITION
+from lit_cifar.checkpoint.atomic import LAST, saving, snapshot, write_checkpoint
+from lit_cifar.checkpoint.format import POSITION, read_checkpoint
 from lit_cifar.errors import CheckpointError, ConfigError, printable
 from lit_cifar.reporting.files import make_folder, replacing, sync
 
@@ -76,7 +76,7 @@ class CheckpointFiles(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a file like `read_checked`. Each process must call this; the first one reads its file for all."""
+        """Read a file like `read_checkpoint`. Each process must call this; the first one reads its file for all."""
         if weights_only is False:
             raise ConfigError("--weights_only=false would let a checkpoint run code", remedy="leave it out")
         self.settle()
@@ -84,7 +84,7 @@ class CheckpointFiles(CheckpointIO):
         are_several = dist.is_initialized() and dist.get_world_size() > 1
         if not are_several or dist.get_rank() == 0:
             try:
-                found = [read_checked(Path(path))]
+                found = [read_checkpoint(Path(path))]
             except CheckpointError as error:
                 found = [error]
         if are_several:

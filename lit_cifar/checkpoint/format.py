@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
-from zipfile import is_zipfile
+from zipfile import ZipFile, is_zipfile
 
 import torch
 from torch import Tensor
@@ -146,22 +146,30 @@ def class_path(part: Any) -> str:
 
 
 def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """Open a checkpoint file with `weights_only=True`, on the CPU; a `CheckpointError` if torch or this version cannot.
+    """Open a file of any program with `weights_only=True`, on the CPU.
 
     If it is `mapped`, a tensor is read only where it is looked at; torch cannot do so with files of its first releases.
+
+    Raises:
+        CheckpointError: There is none, its content does not match the checksums that it carries, or neither torch nor
+            this version can read it.
     """
     check_is_file(path)
     try:
+        is_damaged = not _is_whole(path)
         with path.open("rb") as file:
             # 8 bytes, the length of a JSON object, stand before it: https://github.com/huggingface/safetensors.
             is_safetensors = file.read(9)[8:] == b"{"
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if is_damaged:
+        raise CheckpointError(f"{path} is damaged: its content does not match the checksums that it carries")
+    try:
         if is_safetensors:
             return dict(import_module("safetensors.torch").load_file(path))
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and is_zipfile(path))
     except ModuleNotFoundError as error:
         raise CheckpointError(f"{path} needs the package safetensors", remedy="pip install safetensors") from error
-    except PermissionError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # torch raises half a dozen types here, depending on what is broken
         code = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error))
         reason = f"it needs the code of {code[1]}" if code else "it is incomplete, or torch has not written it"
@@ -173,6 +181,23 @@ def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
         _check_names(checkpoint)
         check_entries(checkpoint, "this file")
     return checkpoint
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file matches the checksums that it carries, if it carries any.
+
+    `torch.save` writes a zip archive with a checksum of each of its parts. `torch.load` does not compare them.
+    They detect damage, and are no signature.
+    """
+    try:
+        if not is_zipfile(path):  # it is truncated, or of another program
+            return True
+        with ZipFile(path) as archive:
+            return archive.testzip() is None
+    except OSError:
+        raise
+    except Exception:  # half a dozen types, depending on what is broken
+        return False
 
 
 def check_entries(checkpoint: Mapping[str, Any], name: Path | str = "this checkpoint") -> None:

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lit_cifar.checkpoint.atomic import read_checked
 from lit_cifar.checkpoint.compatibility import check_shapes, wrong_values
-from lit_cifar.checkpoint.format import SAVE_ALONE, is_own, naming
+from lit_cifar.checkpoint.format import SAVE_ALONE, is_own, naming, read_checkpoint
 from lit_cifar.errors import CheckpointError, printable
 
 _NUM_NAMED = 4
@@ -34,7 +33,7 @@ class _Place(NamedTuple):
 
 def start_from_file(network: nn.Module, path: Path, *, num_classes: int) -> None:
     """Copy into `network` what fits of the weights in a file, and print what is taken, new, and not used."""
-    content = read_checked(path)
+    content = read_checkpoint(path)
     with naming(path):
         summary = take_weights(network, content, num_classes=num_classes)
         if problem := wrong_values(network, network.state_dict()):

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lit_cifar.checkpoint import atomic
 from lit_cifar.checkpoint.content import check_content
 from lit_cifar.checkpoint.exact_resume import Position, StartingPoint, check_counts
-from lit_cifar.checkpoint.format import AVERAGED, SETTINGS, TrainedOn, holds_training, is_own, naming
+from lit_cifar.checkpoint.format import AVERAGED, SETTINGS, TrainedOn, holds_training, is_own, naming, read_checkpoint
 from lit_cifar.checkpoint.sample_audit import AuditRecord
 from lit_cifar.cli.paths import expanded
 from lit_cifar.cli.usage_errors import as_config_error
@@ -64,7 +64,7 @@ class Start:
             raise CheckpointError(problem, remedy=f"{command}, or pass --ckpt_path=FILE")
 
     def _read(self, path: Path) -> dict[str, Any]:
-        content = atomic.read_checked(path, mapped=True)
+        content = read_checkpoint(path, mapped=True)
         step = content.get("global_step")
         at = f" after {step} optimizer steps" if isinstance(step, int) else ""
         with path.open("rb") as file:

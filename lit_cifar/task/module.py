@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import Metric
 
-from lit_cifar.checkpoint.atomic import read_checked
 from lit_cifar.checkpoint.exact_resume import ExactResume
-from lit_cifar.checkpoint.format import AVERAGED, Header, TrainedOn
+from lit_cifar.checkpoint.format import AVERAGED, Header, TrainedOn, read_checkpoint
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.ghost_batches import GhostBatches
 from lit_cifar.data.images import Batch
@@ -335,7 +334,7 @@ class LitResNet(L.LightningModule):
         Raises:
             CheckpointError: The file cannot be read, or holds a different network.
         """
-        content = read_checked(Path(checkpoint_path))
+        content = read_checkpoint(Path(checkpoint_path))
         header = Header.read(content)
         if header.network is not None and "network" not in kwargs:
             problem = f"the checkpoint holds {header}, and no code is run because a checkpoint names it"

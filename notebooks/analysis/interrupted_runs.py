@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from analysis.run_frames import BLUE, GREY, RED, read_metrics, tidy
-from lit_cifar.checkpoint.atomic import read_checked
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.errors import ConfigError
 
 
@@ -103,7 +103,7 @@ def largest_difference(run: str | Path, other: str | Path) -> float:
     These are weights, BatchNorm statistics, the states of optimizer and schedule, epoch and step. It is infinite where
     one run has a number that the other has not, or one that is not finite.
     """
-    mine, theirs = (dict(_numbers(read_checked(Path(each) / "checkpoints" / "last.ckpt"))) for each in (run, other))
+    mine, theirs = (dict(_numbers(read_checkpoint(Path(each) / "checkpoints" / "last.ckpt"))) for each in (run, other))
     if {name: each.shape for name, each in mine.items()} != {name: each.shape for name, each in theirs.items()}:
         return math.inf
     differences = [float((mine[name] - theirs[name]).abs().max()) for name in mine if mine[name].numel()]

@@ -14,7 +14,7 @@ from pandas.io.formats.style import Styler
 from torch import Tensor
 
 from analysis.run_frames import BLUE, OF_FIT, RED, file_of, tidy
-from lit_cifar.checkpoint.atomic import read_checked
+from lit_cifar.checkpoint.format import read_checkpoint
 
 RUNNING = ("running_mean", "running_var")
 
@@ -37,7 +37,7 @@ def read_weights(run: str | Path) -> dict[str, Tensor]:
         ConfigError: If the folder has none.
     """
     path = file_of(run, "checkpoints/last.ckpt", remedy=OF_FIT)
-    weights: dict[str, Tensor] = read_checked(path)["state_dict"]
+    weights: dict[str, Tensor] = read_checkpoint(path)["state_dict"]
     return weights
 
 
