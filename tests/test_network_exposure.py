@@ -193,9 +193,6 @@ def test_without_the_agents_store_rank_0_opens_one_at_the_chosen_port(
     assert (environment.main_address, str(environment.main_port)) == (LOOPBACK, os.environ["MASTER_PORT"])
 
 
-SRUN = {"TORCHELASTIC_RUN_ID": "srun"}  # which has started the processes in torchrun's place
-
-
 def trainer(**given: Any) -> dict[str, Any]:
     """Arguments of a Trainer as the command line has them."""
     return {"strategy": "ddp", "devices": "auto", "num_nodes": 1, "plugins": None, **given}
@@ -232,16 +229,15 @@ def test_sizes_are_those_of_torchrun(given: Any, strategy: Any, devices: int) ->
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"devices": 2}, "--trainer.devices=2, but torchrun started --nproc-per-node=3"),
+        ({"devices": 2}, "--trainer.devices=2, but torchrun or srun started 3 processes on each"),
         ({"devices": "0,1"}, "--trainer.devices=0,1"),
         ({"devices": [5]}, r"--trainer.devices=\[5\]"),
         ({"devices": 3, "strategy": "ddp_mp"}, "which makes 6"),
-        ({"num_nodes": 3}, r"--trainer.num_nodes=3, but torchrun started 2 machine\(s\)"),
+        ({"num_nodes": 3}, r"--trainer.num_nodes=3, but torchrun or srun started 2 machine\(s\)"),
         ({"strategy": "ddp_spawn"}, "--trainer.strategy=ddp_spawn starts processes itself"),
         ({"WORLD_SIZE": "5"}, "5 processes on 2 machines, but 3 on this one"),
         ({"GLOO_SOCKET_IFNAME": ""}, "export GLOO_SOCKET_IFNAME=NAME on every machine"),
-        ({"GLOO_SOCKET_IFNAME": "nowhere0"}, "GLOO_SOCKET_IFNAME=nowhere0 is not an interface of this machine"),
-        ({"devices": 2, **SRUN}, "--trainer.devices=2, but srun started --ntasks-per-node=3(.|\n)*srun decides"),
+        ({"GLOO_SOCKET_IFNAME": "nowhere0"}, "GLOO_SOCKET_IFNAME=nowhere0 is not one of this machine"),
     ],
 )
 def test_contradictions_are_refused(given: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch) -> None:

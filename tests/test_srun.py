@@ -30,7 +30,7 @@ def test_a_task_is_told_what_torchrun_would_tell_it() -> None:
         **{"RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1"},
         **{"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"},
         **{"MASTER_ADDR": "node3", "MASTER_PORT": "27113"},
-        "TORCHELASTIC_RUN_ID": "srun",
+        "TORCHELASTIC_RUN_ID": "lit-cifar",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }

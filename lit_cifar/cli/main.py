@@ -251,7 +251,7 @@ class CLI(LightningCLI):
     # The run.
 
     def _run_subcommand(self, subcommand: str) -> None:
-        check_processes(self.trainer, rank=process_rank(), files=filter(None, self._arguments.config or ()))
+        check_processes(self.trainer, rank=process_rank())
         if process_rank() == 0:
             self._check(subcommand)
         else:

@@ -57,10 +57,10 @@ class Parser(LightningArgumentParser):
         refuse(problem, remedy=remedy)
 
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Parse a file like jsonargparse, with a short error if it is not text. A pipe of `<(COMMAND)` has no name."""
-        if Path(path).resolve().is_fifo():
-            problem = f"--config={path} is a named pipe, which would wait for whoever writes into it"
-            raise ConfigError(problem, remedy="pass a file, or --config=<(COMMAND)")
+        """Parse a file like jsonargparse, with a short error if it is a pipe, which can be read once, or not text."""
+        if Path(path).is_fifo():
+            problem = f"--config={path} is a pipe, which cannot be read by several processes"
+            raise ConfigError(problem, remedy="write the settings to a file: --config=FILE")
         try:
             return super().parse_path(path, *args, **kwargs)
         except UnicodeDecodeError as error:

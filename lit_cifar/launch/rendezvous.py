@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lit_cifar.errors import ConfigError, one_line
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
 _LAST_PORT = 65535
 
 
@@ -42,7 +42,7 @@ class LocalEnvironment(LightningEnvironment):
     @override
     def main_address(self) -> str:
         """The loopback address; asking for it readies this process to listen there only."""
-        listen_only_on(loopback_interface())
+        listen_only_on(LOOPBACK_INTERFACE)
         if self._keeper not in (None, os.getpid()):
             # The variable tells torch that rank 0 is a client too: the store belongs to the parent.
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
@@ -133,11 +133,6 @@ def given_port() -> int:
     return int(text)
 
 
-def loopback_interface() -> str:
-    """`lo` on Linux, `lo0` on macOS."""
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-
-
 def listen_only_on(interface: str) -> None:
     """Bind the ports that gloo and NCCL open in this process from now on to `interface`.
 
@@ -145,7 +140,7 @@ def listen_only_on(interface: str) -> None:
     """
     exactly = f"={interface}"  # NCCL takes a name alone as a prefix: eth1 would match eth10
     os.environ["GLOO_SOCKET_IFNAME"] = interface
-    if interface == loopback_interface():
+    if interface == LOOPBACK_INTERFACE:
         os.environ["NCCL_SOCKET_IFNAME"] = exactly
     else:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", exactly)
@@ -157,19 +152,15 @@ def own_interface(*, num_machines: int) -> tuple[str, str]:
     With several machines `GLOO_SOCKET_IFNAME` must name it.
     """
     name = os.environ.get("GLOO_SOCKET_IFNAME")
-    if num_machines == 1 or name == loopback_interface():
-        return loopback_interface(), LOOPBACK
+    if num_machines == 1 or name == LOOPBACK_INTERFACE:
+        return LOOPBACK_INTERFACE, LOOPBACK
     import psutil  # a run on one machine does without
 
     found = psutil.net_if_addrs().items()
     ipv4 = {name: [entry.address for entry in entries if entry.family == socket.AF_INET] for name, entries in found}
-    addresses = {name: own[0] for name, own in ipv4.items() if own}
-    others = [f"{name} ({address})" for name, address in addresses.items() if address != LOOPBACK]
-    known = ", ".join(others) or "none but the loopback interface"
-    if not name:
-        problem = "the run has several machines, but GLOO_SOCKET_IFNAME does not name the interface that connects them"
+    addresses = {name: own[0] for name, own in ipv4.items() if own and own[0] != LOOPBACK}
+    if name is None or name not in addresses:
+        problem = f"several machines need an interface, and GLOO_SOCKET_IFNAME={name or ''} is not one of this machine"
+        known = ", ".join(f"{name} ({address})" for name, address in addresses.items()) or "none with an IPv4 address"
         raise ConfigError(problem, remedy=f"export GLOO_SOCKET_IFNAME=NAME on every machine; this one has {known}")
-    if name not in addresses:
-        problem = f"GLOO_SOCKET_IFNAME={name} is not an interface of this machine with an IPv4 address"
-        raise ConfigError(problem, remedy=f"set it to one of: {known}")
     return name, addresses[name]

@@ -20,20 +20,10 @@ from typing_extensions import override
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.rendezvous import listen_only_on, open_store, own_interface
 
-SRUN = "srun"  # in place of torchrun's name of a run
 _PLACE = "lit_cifar/place"  # key of the address of rank 0 in the store of torchrun's agent
 _MEETING_TIMEOUT_S = 300.0
 # Stores of this process under torchrun: the process group that uses one outlives the Trainer that has opened it.
 _KEPT: list[TCPStore] = []
-
-
-def is_task() -> bool:
-    """Whether `srun` has started this process as one of several."""
-    return os.environ.get("TORCHELASTIC_RUN_ID") == SRUN
-
-
-def launcher_name() -> str:
-    return "srun" if is_task() else "torchrun"
 
 
 def task_variables(slurm: Mapping[str, str]) -> dict[str, str]:
@@ -58,7 +48,7 @@ def task_variables(slurm: Mapping[str, str]) -> dict[str, str]:
         num_nodes=int(slurm["SLURM_STEP_NUM_NODES"]),
         restarts=int(slurm.get("SLURM_RESTART_COUNT", 0)),
     )
-    return variables | {"RANK": slurm["SLURM_PROCID"], "WORLD_SIZE": num_tasks, "TORCHELASTIC_RUN_ID": SRUN}
+    return variables | {"RANK": slurm["SLURM_PROCID"], "WORLD_SIZE": num_tasks}
 
 
 def torchrun_variables(
@@ -136,9 +126,9 @@ class TorchrunEnvironment(TorchElasticEnvironment):
         if self.global_rank() == 0:
             if socket.gethostbyname(address) != self._address:
                 here = f"{self._interface} ({self._address})"
-                problem = f"{launcher_name()} sends the other machines to {address}, which is not {here}"
-                flag = "export MASTER_ADDR" if is_task() else "pass torchrun --local-addr"
-                raise ConfigError(problem, remedy=f"{flag}={self._address}")
+                problem = f"torchrun or srun sends the other machines to {address}, which is not {here}"
+                remedy = f"pass torchrun --local-addr={self._address}, or export MASTER_ADDR={self._address} for srun"
+                raise ConfigError(problem, remedy=remedy)
             _KEPT.append(open_store(self._address, port=port, only_there=True))
         return address, port
 

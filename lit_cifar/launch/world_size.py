@@ -6,8 +6,6 @@ repeated on the command line, and cannot be if the number of machines changes. W
 """
 
 import os
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -21,7 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.rendezvous import LocalEnvironment
 from lit_cifar.launch.startup import RANKS
-from lit_cifar.launch.torchrun import TorchrunEnvironment, is_task, launcher_name
+from lit_cifar.launch.torchrun import TorchrunEnvironment
 from lit_cifar.mode import mode_of
 
 
@@ -45,11 +43,8 @@ def resolve_world_size(config: dict[str, Any]) -> None:
         config["plugins"] = [*plugins, cluster_environment(num_nodes=config["num_nodes"])]
 
 
-def check_processes(trainer: Trainer, *, rank: int, files: Iterable[Any]) -> None:
-    """Refuse a rank other than 0 without other processes, and processes that do not know where they meet.
-
-    Settings that each of them reads, from `files`, can come from no pipe, which one of them would empty.
-    """
+def check_processes(trainer: Trainer, *, rank: int) -> None:
+    """Refuse a rank other than 0 without other processes, and processes that do not know where they meet."""
     if rank and trainer.world_size == 1:
         given = [name for name in RANKS if os.environ.get(name) == str(rank)]
         ranks = " ".join(f"{name}={rank}" for name in given) or f"rank {rank}"
@@ -57,29 +52,23 @@ def check_processes(trainer: Trainer, *, rank: int, files: Iterable[Any]) -> Non
         remedy = f"unset {' '.join(given or RANKS)}, or pass --trainer.strategy=ddp and --trainer.devices=N"
         raise ConfigError(problem, remedy=remedy)
     strategy = trainer.strategy
-    pipe = next((str(file) for file in files if Path(file).is_fifo()), None)
-    if pipe is not None and trainer.world_size > 1 and mode_of(strategy).start_method == "popen":
-        problem = f"--config={pipe} is a pipe, which can be read once, and {trainer.world_size} processes read it"
-        raise ConfigError(problem, remedy="write the settings to a file: --config=FILE")
     environment = strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None
     if trainer.world_size > 1 and isinstance(environment, LocalEnvironment):
         environment.check(timeout=strategy._timeout if isinstance(strategy, DDPStrategy) else None)
 
 
 def _follow_torchrun(config: dict[str, Any], strategy: Strategy | None) -> None:
-    mode, launcher = mode_of(strategy), launcher_name()
+    mode = mode_of(strategy)
     if mode.start_method != "popen":
-        problem = f"--trainer.strategy={config['strategy']} starts processes itself, and {launcher} has done so already"
+        problem = f"--trainer.strategy={config['strategy']} starts processes itself, and torchrun has done so already"
         raise ConfigError(problem, remedy="pass --trainer.strategy=ddp, or start it with python")
     processes, machines, total = (int(os.environ[f"{name}WORLD_SIZE"]) for name in ("LOCAL_", "GROUP_", ""))
     if processes * machines != total:
         problem = f"{total} processes on {machines} machines, but {processes} on this one: each must have equally many"
-        remedy = "pass srun --ntasks-per-node=N" if is_task() else "pass torchrun the same --nproc-per-node everywhere"
+        remedy = "pass torchrun the same --nproc-per-node everywhere, or srun --ntasks-per-node=N"
         raise ConfigError(problem, remedy=remedy)
-    each = mode.devices_per_process
-    option = "ntasks" if is_task() else "nproc"
-    _follow(config, "devices", processes * each, launcher=launcher, started=f"--{option}-per-node={processes}")
-    _follow(config, "num_nodes", machines, launcher=launcher, started=f"{machines} machine(s)")
+    _follow(config, "devices", processes * mode.devices_per_process, started=f"{processes} processes on each machine")
+    _follow(config, "num_nodes", machines, started=f"{machines} machine(s)")
 
 
 def _made(strategy: Any) -> Strategy | None:
@@ -89,13 +78,13 @@ def _made(strategy: Any) -> Strategy | None:
     return strategy if isinstance(strategy, Strategy) else None
 
 
-def _follow(config: dict[str, Any], name: str, value: int, *, launcher: str, started: str) -> None:
+def _follow(config: dict[str, Any], name: str, value: int, *, started: str) -> None:
     given = config[name]
     if given in ("auto", 1, "1"):
         config[name] = value
     elif _count(given) not in (None, value):
-        problem = f"--trainer.{name}={given}, but {launcher} started {started}, which makes {value}"
-        raise ConfigError(problem, remedy=f"leave out --trainer.{name}, {launcher} decides it")
+        problem = f"--trainer.{name}={given}, but torchrun or srun started {started}, which makes {value}"
+        raise ConfigError(problem, remedy=f"leave out --trainer.{name}, which they decide")
 
 
 def _count(given: Any) -> int | None:
