@@ -81,7 +81,7 @@ def _prepare(watched: Watched, loaders: Loaders) -> None:
     flags.watch_parsers(lambda flag: watched.trace.script.flags.update({flag.words[0]: flag}))
     told.listen(watched.hear, watched.hear_line)
     if plan.made_data:
-        made_data.make_data(watched.trace.part(made_data.Made))
+        made_data.make_data(watched.trace.made_data)
     if plan.on_own_devices:
         follow_devices(plan, watched.trace)
     _join(watched)

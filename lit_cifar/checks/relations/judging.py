@@ -14,7 +14,6 @@ from lit_cifar.checks.relations import evaluation, options, own_devices, ranks, 
 from lit_cifar.checks.relations.accumulation import accumulation
 from lit_cifar.checks.relations.crashes import elsewhere, is_final, remedy
 from lit_cifar.checks.relations.evaluation import ALL, Evaluations
-from lit_cifar.checks.relations.made_data import Made
 from lit_cifar.checks.relations.own_resume import resumed
 from lit_cifar.checks.relations.plan import Limits, RunPlan, Target, Trace
 from lit_cifar.checks.relations.purposes import Purposes
@@ -131,8 +130,7 @@ def _found_way(runs: Runs) -> str:
                 if perf_counter() - started < _QUICK_S:
                     continue
                 return ""
-            names = own.part(Made)
-            data = f"on made samples in place of {', '.join(names)}" if names else ""
+            data = f"on made samples in place of {', '.join(own.made_data)}" if own.made_data else ""
             precision = "" if double or is_own else f"in float32: with float64 {by_way[number, torchrun, True]}"
             alone = f"on {number} processes: on one {by_way[1, False, False]}" if number > 1 else ""
             return "".join(f", {each}" for each in (data, place, precision, alone) if each)

@@ -28,7 +28,7 @@ from lit_cifar.checks.relations.evaluation import Evaluations
 from lit_cifar.checks.relations.mirror import MIRROR
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Imposed
-from lit_cifar.checks.relations.purposes import place_in
+from lit_cifar.checks.relations.purposes import Purposes, place_in
 from lit_cifar.checks.relations.remarks import UNDIVIDED, UNDIVIDED_EVALUATION
 from lit_cifar.checks.relations.watching import Watched
 from lit_cifar.checks.relations.workers import Order, Read, read_with_workers
@@ -92,7 +92,7 @@ class Loaders:
             self._read_for[loader] = purpose if self._read_for.get(loader, purpose) == purpose else "both"
             batches = self._training(loader, own) if purpose == "train" else self._evaluated(loader, own(loader))
             supposed = {*self._lengths_asked.pop(loader, ()), (place, purpose)}
-            return self._watched.uses.follow(self._opened(loader, batches), supposed)
+            return self._trace.part(Purposes).follow(self._opened(loader, batches), supposed)
         return own(loader)
 
     def _opened(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -31,11 +31,8 @@ _MADE = {*_IN_MEMORY, "ImageFolder", "ImageNet"}
 # Columns of texts, and the number of classes of the column `label`, of data sets of Hugging Face. Others have both.
 _COLUMNS = {"wikitext": (["text"], 0), "ag_news": (["text"], 4), "glue/sst2": (["sentence"], 2)}
 _COLUMNS |= dict.fromkeys(("glue/mrpc", "glue/rte"), (["sentence1", "sentence2"], 2))
+Made: TypeAlias = dict[str, None]  # the data sets that made samples stand for, in their order
 _WORDS = ["the", "made", "words", "of", "a", "text", "that", "nobody", "reads", "to", "learn", "from", "it"]
-
-
-class Made(dict[str, None]):
-    """What a process writes down: the data sets that made samples stand for, in their order."""
 
 
 def make_data(made: Made) -> None:

@@ -177,6 +177,7 @@ class Trace:
     moved: int = 0  # parameters that have changed since
     state: dict[str, Any] = field(default_factory=dict)  # tensors and numbers by name, at the end
     logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # steps before, and numbers told then
+    made_data: dict[str, None] = field(default_factory=dict)  # data sets that made samples stand for, in their order
     remarks: set[str] = field(default_factory=set)  # properties of the training that a relation must know
     parts: dict[type, Any] = field(default_factory=dict)
     folder: Path = Path()  # of this rank, below that of the run

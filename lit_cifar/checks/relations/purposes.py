@@ -16,6 +16,7 @@ class Purposes:
     """What a process writes down: by the place in the script, what was supposed, and what turned out."""
 
     seen: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
+    _of_innermost: set[str] = field(default_factory=set)  # phases of calls since the last batch of any loader
 
     @property
     def mistaken(self) -> tuple[tuple[str, str], ...]:
@@ -27,15 +28,8 @@ class Purposes:
                 found.append((place, *is_for))
         return tuple(found)
 
-
-class Uses:
-    """The calls that follow a batch, until the next one of any loader is read."""
-
-    def __init__(self, purposes: Purposes) -> None:
-        self._purposes = purposes
-        self._of_innermost: set[str] = set()
-
     def note(self, phase: str) -> None:
+        """A module is called to train or to evaluate."""
         self._of_innermost.add(phase)
 
     def follow(self, batches: Iterator[Any], supposed: Collection[tuple[str, str]]) -> Iterator[Any]:
@@ -50,7 +44,7 @@ class Uses:
             if own:
                 is_for = "train" if "train" in own else "evaluate"
                 for place, purpose in supposed:
-                    self._purposes.seen.setdefault(place, set()).add((purpose, is_for))
+                    self.seen.setdefault(place, set()).add((purpose, is_for))
 
 
 def place_in(folder: Path) -> str:

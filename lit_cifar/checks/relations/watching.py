@@ -21,7 +21,7 @@ from lit_cifar.checks.relations.own_checkpoints import Writes
 from lit_cifar.checks.relations.parts import TrainedParts, outermost
 from lit_cifar.checks.relations.patching import before, patched
 from lit_cifar.checks.relations.plan import RunPlan, Trace
-from lit_cifar.checks.relations.purposes import Purposes, Uses
+from lit_cifar.checks.relations.purposes import Purposes
 from lit_cifar.checks.relations.remarks import BESIDE_EVALUATION, BY_HAND, IN_EVALUATION, IN_MODEL, IN_STEP, PARTS
 from lit_cifar.checks.relations.switches import in_double
 from lit_cifar.checks.relations.told import At, Told, numbers_in
@@ -57,7 +57,6 @@ class Watched:
         self._has_evaluated = False  # since the last step
         self._to_slow = _SLOWED if plan.asks == EVALUATE_SLOWLY else 0  # evaluations
         self._batch_of_step, self._began = 0, perf_counter()
-        self.uses = Uses(self.trace.part(Purposes))
 
     def _own_phase(self) -> str:
         """Of a plain loop: it evaluates without gradients, or with a model in eval mode that is else trained."""
@@ -201,7 +200,7 @@ class Watched:
         if self.plan.quiet and not self.parts.is_root(module):
             turn_dropout_off(module)
         phase = self.phase()
-        self.uses.note(phase)
+        self.trace.part(Purposes).note(phase)
         if phase != "train":
             if self._to_slow and not self._has_evaluated:
                 self._to_slow -= 1
