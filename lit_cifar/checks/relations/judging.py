@@ -87,22 +87,20 @@ def _first(runs: Runs, limits: Limits) -> Trace:
     runs.plan = replace(runs.plan, limits=limits, purposes=())
     if limits == Limits() and runs.is_slow():
         runs.plan = replace(runs.plan, limits=_SHORT)
-    runs.plan = _with_purposes(runs)
+    _learn_purposes(runs)
     if any(trace.end.error and (trace.reading.cut or trace.part(Evaluations).cut) for trace in runs.ended()):
         whole = runs.with_limits(batches=ALL, evaluated=ALL, undivided=ALL)
-        whole.plan = _with_purposes(whole)
+        _learn_purposes(whole)
         if not any(trace.end.error for trace in whole.ended()):
             runs.plan = whole.plan
     return runs.own()
 
 
-def _with_purposes(runs: Runs) -> RunPlan:
-    """The plan with what batches are for, where runs have mistaken it; each run may show more."""
-    plan = runs.plan
+def _learn_purposes(runs: Runs) -> None:
+    """Let the common plan say what batches are for, where runs have mistaken it; each run may show more."""
     for _ in range(_MOST_RUNS):
-        mistaken = runs.planned(purposes=plan.purposes).ended()[0].part(Purposes).mistaken
-        plan = replace(plan, purposes=tuple((dict(plan.purposes) | dict(mistaken)).items()))
-    return plan
+        known = dict(runs.plan.purposes) | dict(runs.ended()[0].part(Purposes).mistaken)
+        runs.plan = replace(runs.plan, purposes=tuple(known.items()))
 
 
 def _found_way(runs: Runs) -> str:
