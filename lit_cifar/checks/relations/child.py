@@ -6,6 +6,7 @@ import pickle
 import runpy
 import sys
 import tempfile
+import termios
 from contextlib import suppress
 from ctypes import CDLL
 from pathlib import Path
@@ -26,13 +27,13 @@ from lit_cifar.checks.relations.loaders import Loaders
 from lit_cifar.checks.relations.own_devices import follow_devices
 from lit_cifar.checks.relations.own_files import Guard
 from lit_cifar.checks.relations.patching import before, patched
-from lit_cifar.checks.relations.plan import Target
+from lit_cifar.checks.relations.plan import End, Target
 from lit_cifar.checks.relations.switches import set_switches
-from lit_cifar.checks.relations.terminal import give_terminal
 from lit_cifar.checks.relations.watching import Ended, Watched
 from lit_cifar.checks.relations.workers import READ_AGAIN
 
 _PR_SET_CHILD_SUBREAPER = 36
+_TERMINAL = (24, 80)  # lines and columns
 
 
 def main(plan_file: str) -> None:
@@ -74,7 +75,7 @@ def _prepare(watched: Watched, loaders: Loaders) -> None:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # else it trains alone on each rank
     os.environ.pop("MLFLOW_TRACKING_URI", None)  # its own folder, in place of a server
     tempfile.tempdir = None
-    give_terminal(watched.trace.end)
+    _give_terminal(watched.trace.end)
     watched.patch()
     loaders.patch()
     InLightning(watched).patch()
@@ -145,6 +146,29 @@ def _join(watched: Watched) -> None:
     patched(torch.distributed, "destroy_process_group", before(leave))
     for name in ("spawn", "start_processes"):
         patched(torch.multiprocessing, name, call_here)
+
+
+def _give_terminal(end: End) -> None:
+    """Let the standard input be a terminal that is at its end, whose size is that of the other streams too."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    with suppress(OSError):  # where a machine has no pseudo-terminals
+        _, inside = os.openpty()  # the other side stays open with this process
+        termios.tcsetwinsize(inside, _TERMINAL)
+        settings = termios.tcgetattr(inside)
+        settings[3] &= ~(termios.ICANON | termios.ECHO)
+        settings[6][termios.VMIN] = settings[6][termios.VTIME] = 0  # a reader does not wait
+        termios.tcsetattr(inside, termios.TCSANOW, settings)
+        os.dup2(inside, 0)
+
+    sys.stdin = os.fdopen(0, closefd=False)
+    patched(sys.stdin, "readline", before(lambda *_: setattr(end, "asks", True)))  # which `input` calls too
+    patched(os, "get_terminal_size", _terminal_size)
+
+
+def _terminal_size(own: Any, *args: Any) -> Any:
+    with suppress(OSError):
+        return own(*args)
+    return os.terminal_size(_TERMINAL[::-1])
 
 
 if __name__ == "__main__":
