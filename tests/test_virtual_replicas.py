@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from lit_cifar import CIFAR10DataModule
 from lit_cifar.errors import ConfigError
-from lit_cifar.strategies import parts
 from lit_cifar.strategies.mesh import _norm, clip_by_whole_norm
-from lit_cifar.strategies.parts import VirtualParts, _buckets
+from lit_cifar.strategies.parts import VirtualParts
 from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 from lit_cifar.task.metrics import MeanLoss
 from lit_cifar.tools.modes import SILENT
@@ -48,21 +47,10 @@ def averages_of(rank: int, world_size: int) -> list[Tensor]:
     return found
 
 
-def test_four_processes_have_the_averages_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In several buckets."""
-    monkeypatch.setattr(parts, "BUCKET_BYTES", 700)
+def test_four_processes_have_the_averages_of_one() -> None:
     alone = averages_of(0, world_size=1)
     for found in on_ranks(4, partial(averages_of, world_size=4)):
         assert [step.equal(expected) for step, expected in zip(found, alone, strict=True)] == [True] * 3
-
-
-def test_buckets_hold_neighbours_of_a_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "BUCKET_BYTES", 40)
-    small, large, meta = torch.ones(5), torch.ones(100), torch.ones(5, device="meta")
-    double = torch.ones(2, dtype=torch.float64)
-    tensors = [small, small, small, large, small, meta, double]
-    sizes = [[tensor.nbytes for tensor in bucket] for bucket in _buckets(tensors)]
-    assert sizes == [[20, 20], [20], [400], [20], [20], [16]]
 
 
 def test_losses_are_added_in_any_order() -> None:
@@ -117,7 +105,7 @@ def test_on_a_gpu_kernels_must_have_the_same_bits_each_time(
     data = CIFAR10DataModule(dataset="synthetic", batch_size=16, eval_batch_size=16)
     trainer = L.Trainer(accelerator="cpu", devices=1, **SILENT)
     with pytest.raises(ConfigError) if remedy else nullcontext() as refused:
-        VirtualReplicas(4).check(trainer, data)
+        VirtualReplicas(4).check(trainer, data, None)
     assert refused is None or refused.value.remedy == remedy
 
 

@@ -70,15 +70,13 @@ def check_run(
             optimizer, scheduler = module.optimization.tried(module.network)
         mode.check_optimizer(optimizer)
         refuse_averages(trainer, mode)
-        if has_parts:
-            replicas.check_optimizer(optimizer)
     trainer.strategy.connect(module)  # a strategy that splits the network does so here
     # What depends on the images.
     data.trainer = trainer
     data.prepare_data()
     data.setup(subcommand)
     if has_parts:
-        replicas.check(trainer, data)
+        replicas.check(trainer, data, optimizer if trains else None)
     if trains:
         data.train_sampler().check()
         data.class_factors()

@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from lit_cifar.data.images import Batch
 from lit_cifar.strategies.tree_sum import TreeSum, in_tree_order, tree_all_reduce, tree_reduce_scatter
 
-BUCKET_BYTES = 25 << 20  # DistributedDataParallel's
 Microbatches = tuple[Tensor, Tensor, list[int], list[float]]  # see `EqualMicrobatches.microbatches_of`
 
 
@@ -114,29 +113,16 @@ class VirtualParts:
                 tensor.grad = total * scale
 
     def _summed(self, parts: dict[Tensor, TreeSum]) -> dict[Tensor, Tensor]:
-        """The sum over all processes for each key, exchanged bucket by bucket."""
+        """The sum over all processes for each key: neighbours of one device and dtype are sent together."""
+        sums = {key: total.take() for key, total in parts.items()}
         if self._is_alone:
-            return {key: total.take() for key, total in parts.items()}
-        sums: dict[Tensor, Tensor] = {}
-        for bucket in _buckets(parts):
-            flat = torch.cat([parts[key].take().flatten() for key in bucket])
-            totals = torch.split(tree_all_reduce(flat, group=self._group), [key.numel() for key in bucket])
-            sums |= {key: total.view(key.shape) for key, total in zip(bucket, totals, strict=True)}
+            return sums
+        for _, alike in groupby(parts, key=lambda tensor: (tensor.device, tensor.dtype)):
+            keys = [*alike]
+            flat = tree_all_reduce(torch.cat([sums[key].flatten() for key in keys]), group=self._group)
+            totals = torch.split(flat, [key.numel() for key in keys])
+            sums |= {key: total.view(key.shape) for key, total in zip(keys, totals, strict=True)}
         return sums
-
-
-def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Divide `tensors`: neighbours of one device and dtype, up to `BUCKET_BYTES` or a single larger one, together."""
-    found: list[list[Tensor]] = []
-    for _, alike in groupby(tensors, key=lambda tensor: (tensor.device, tensor.dtype)):
-        size = BUCKET_BYTES
-        for tensor in alike:
-            if size + tensor.nbytes > BUCKET_BYTES:
-                found.append([])
-                size = 0
-            found[-1].append(tensor)
-            size += tensor.nbytes
-    return found
 
 
 class TreeReduceScatter:

@@ -83,14 +83,8 @@ class VirtualReplicas(Callback):
             whole[place::count] = part
         return whole
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise a `ConfigError` for an optimizer whose kernels depend on how many matrices a process has."""
-        if isinstance(optimizer, MuonSGD):
-            flag = f"--model.optimizer={type(optimizer).__name__}"
-            raise clash("--virtual_replicas", flag, "its bits depend on how many matrices a process has")
-
-    def check(self, trainer: L.Trainer, data: CIFAR10DataModule) -> None:
-        """Raise a `ConfigError` for settings that would change the bits."""
+    def check(self, trainer: L.Trainer, data: CIFAR10DataModule, optimizer: Optimizer | None) -> None:
+        """Raise a `ConfigError` for settings that would change the bits; a run that trains has an `optimizer`."""
         num_parts, strategy, mode = self.num_parts, trainer.strategy, mode_of(trainer.strategy)
         name = f"--virtual_replicas={num_parts}"
         if num_parts < 1 or num_parts & (num_parts - 1):
@@ -102,6 +96,9 @@ class VirtualReplicas(Callback):
             fewer = 1 << (min(replicas, num_parts).bit_length() - 1)
             remedy = f"change --trainer.devices, so that there are {fewer}"
             raise ConfigError(f"{name} cannot be divided among {replicas} replicas", remedy=remedy)
+        if isinstance(optimizer, MuonSGD):
+            flag = f"--model.optimizer={type(optimizer).__name__}"
+            raise clash(name, flag, "its bits depend on how many matrices a process has")
         if trainer.accumulate_grad_batches > 1:
             raise clash(name, "--trainer.accumulate_grad_batches", "gradients would be added in another order")
         if mode.synchronises_batchnorm and mode.layout.data_parallel_size > 1:
