@@ -35,7 +35,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         return F.batch_norm(input, None, None, self.weight, self.bias, training=True, eps=self.eps)
 
 
-def normalise_apart(network: nn.Module, chunks: GhostBatches) -> nn.Module:
+def normalise_apart(network: nn.Module, chunks: GhostBatches) -> None:
     """Turn each `nn.BatchNorm2d` of `network` into a `GhostBatchNorm2d`, in place."""
     for layer in network.modules():
         if not isinstance(layer, internals.BatchNorm):
@@ -46,7 +46,6 @@ def normalise_apart(network: nn.Module, chunks: GhostBatches) -> nn.Module:
             raise ConfigError(problem, remedy=remedy)
         layer.__class__ = GhostBatchNorm2d
         cast(GhostBatchNorm2d, layer).chunks = chunks
-    return network
 
 
 def normalises_batches(network: nn.Module) -> bool:

@@ -207,11 +207,8 @@ class SingleProcessStrategy(CustomForwardStrategy, ABC):
         """Refuse other processes: each would train a model of its own."""
         super().check()
         mode, other = f"--trainer.strategy={self.strategy_name}", f"--trainer.strategy={self.with_processes}"
-        if self.num_nodes > 1:
-            problem = f"{mode} is on one machine, but --trainer.num_nodes={self.num_nodes}"
-            raise ConfigError(problem, remedy=f"pass {other}")
         num_processes = self.cluster_environment.world_size() if self.cluster_environment is not None else 1
-        if dist.is_torchelastic_launched() or num_processes > 1:
-            problem = f"{mode} is one process, but torchrun or a cluster has started {num_processes}"
+        if dist.is_torchelastic_launched() or max(num_processes, self.num_nodes) > 1:
+            others = f"--trainer.num_nodes={self.num_nodes}, or torchrun or a cluster has started {num_processes}"
             start = f"start it by python -m lit_cifar fit {mode} --trainer.devices=2"
-            raise ConfigError(problem, remedy=f"{start}, or pass {other}")
+            raise ConfigError(f"{mode} is one process, but {others}", remedy=f"{start}, or pass {other}")
