@@ -270,7 +270,7 @@ MISPLACED: dict[str, tuple[Any, str, Any]] = {
     # As Lightning's own strategies do: the whole module on the root device.
     "a stage": (StagedStrategy, "model_to_device", lambda self: self.model.to(self.root_device)),
     # Where Lightning has put Adagrad's sums when training begins.
-    "an optimizer's state": (lit_cifar.strategies.mp, "state_to_parameters", lambda optimizer: None),
+    "an optimizer's state": (lit_cifar.strategies.mp, "follow_parameters", lambda optimizer: None),
 }
 
 

@@ -12,18 +12,11 @@ from torch.optim import Optimizer
 from lit_cifar.internals import tree_map_only
 
 
-class PlainGradient(nn.Module):
-    """The identity, whose gradient lies in memory in torch's own order."""
+class Plain(nn.Module):
+    """The identity, whose output and gradient lie in memory in torch's own order."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return with_plain_gradient(input)
-
-
-class PlainOutput(nn.Module):
-    """The identity, whose output lies in memory in torch's own order."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return input.contiguous()
+        return with_plain_gradient(input.contiguous())
 
 
 def with_plain_gradient(tensor: Tensor) -> Tensor:
@@ -48,8 +41,13 @@ def plain(content: Any) -> Any:
 
 
 def follow_parameters(optimizer: Optimizer) -> None:
-    """Let an optimizer's state, in torch's own order in checkpoints, lie in memory as fused kernels want it."""
+    """Let an optimizer's state lie where its parameters are, and in their order, as fused kernels want it.
+
+    A checkpoint has it in torch's own order, and Lightning moves it to one device. "step" stays where it is.
+    """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+            if name == "step" or not isinstance(value, Tensor) or value.shape != parameter.shape:
+                continue
+            if (value.device, value.stride()) != (parameter.device, parameter.stride()):
                 state[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)

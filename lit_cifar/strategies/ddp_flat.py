@@ -5,11 +5,9 @@ DistributedDataParallel sends gradients by hooks while backward runs, and these 
 The price is that no message is sent before backward has ended.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from lit_cifar.mode import ForwardFn
 from lit_cifar.models.compiled import Compiled
@@ -25,12 +23,3 @@ class FlatDDPStrategy(AveragingStrategy):
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         module: Any = self.lightning_module
         return Compiled(network, cuda_graphs=module.cuda_graphs) if compiles(module) else network.__call__
-
-    def trained_parameters(self) -> Iterator[nn.Parameter]:
-        return self.module.network.parameters()
-
-    def local_buffers(self) -> Iterator[Tensor]:
-        return self.module.network.buffers()
-
-    def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        return state

@@ -5,7 +5,6 @@ The first axis, "data", runs over replicas, the second, "model", over the proces
 read the same samples: collectives that count or average samples run along "data" only.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -56,13 +55,13 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     def all_processes(self) -> int:
         return self.num_nodes * self.num_processes
 
-    @abstractmethod
     def local_buffers(self) -> Iterator[Tensor]:
         """This process's parts of the running statistics."""
+        return (local_part(buffer) for buffer in self.module.network.buffers())
 
-    @abstractmethod
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """The part of an optimizer's whole `state_dict()` that this process needs."""
+        """The part of an optimizer's whole `state_dict()` that this process needs: all, where it is not divided."""
+        return state
 
     @property
     @override
@@ -185,9 +184,9 @@ class AveragingStrategy(MeshStrategy):
 
     _average = True  # but not in the first batches of an accumulation
 
-    @abstractmethod
     def trained_parameters(self) -> Iterable[nn.Parameter]:
         """The parameters that this process trains."""
+        return self.module.network.parameters()
 
     @contextmanager
     @override

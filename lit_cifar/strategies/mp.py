@@ -15,13 +15,13 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_cifar import internals
 from lit_cifar.errors import ConfigError, bounded
 from lit_cifar.mode import ForwardFn, NoRecorder
 from lit_cifar.models.compiled import Compiled
+from lit_cifar.models.memory_format import follow_parameters
 from lit_cifar.models.random_streams import draw_for_part, draw_for_stage
 from lit_cifar.strategies.base import CutStrategy, SingleProcessStrategy, compiles
 from lit_cifar.strategies.parts import VirtualParts
@@ -153,21 +153,13 @@ class StagedStrategy(CutStrategy, ABC):
         super().setup(trainer)
         # Lightning has moved the first state of optimizers, such as Adagrad's sums, to the root device.
         for optimizer in self.optimizers:
-            state_to_parameters(optimizer)
+            follow_parameters(optimizer)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers; torch brings each tensor to its parameter's device, and there it stays."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
-
-
-def state_to_parameters(optimizer: Optimizer) -> None:
-    """Move each tensor of an optimizer's state to its parameter's device; "step" stays where the optimizer keeps it."""
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if name != "step" and isinstance(value, Tensor):
-                state[name] = value.to(parameter.device)
 
 
 def device_names(devices: Sequence[torch.device]) -> list[str]:

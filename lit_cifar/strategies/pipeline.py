@@ -22,7 +22,7 @@ from lit_cifar.data.images import Batch
 from lit_cifar.errors import ConfigError
 from lit_cifar.mode import NoRecorder, WorkKind
 from lit_cifar.models.compiled import Compiled
-from lit_cifar.models.memory_format import PlainGradient, PlainOutput
+from lit_cifar.models.memory_format import Plain
 from lit_cifar.models.partition import Partition
 from lit_cifar.models.random_streams import draw_for_part, draw_for_stage
 from lit_cifar.strategies.base import RunsNetwork
@@ -81,14 +81,13 @@ class Pipeline:
     recorder: NoRecorder  # receives the stages' reports of their work
 
     def __post_init__(self) -> None:
-        self._rank = dist.get_rank(self.group)
         self._last = len(self.owners) - 1
         network = self.module.network
         self.stages = {
             # Layers in channels_last return outputs and gradients in that format; the receiver expects the plain one.
-            index: nn.Sequential(PlainGradient(), *stage, PlainOutput())
+            index: nn.Sequential(Plain(), *stage, Plain())
             for index, stage in enumerate(self.partition.modules(network))
-            if self.owners[index] == self._rank
+            if self.owners[index] == dist.get_rank(self.group)
         }
         self.parameters = [parameter for stage in self.stages.values() for parameter in stage.parameters()]
         self._compiled = {index: Compiled(stage) for index, stage in self.stages.items() if self.compiles}

@@ -168,9 +168,11 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         others = [stage for index, stage in stages if index not in self.pipeline.stages]
         return {tensor for stage in others for tensor in (*stage.parameters(), *stage.buffers())}
 
+    @override
     def trained_parameters(self) -> list[nn.Parameter]:
         return self.pipeline.parameters
 
+    @override
     def local_buffers(self) -> Iterator[Tensor]:
         return self.pipeline.buffers()
 
@@ -205,6 +207,7 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
         merged = {index: entry for part in parts for index, entry in part.items()}
         return {**own, "state": dict(sorted(merged.items()))}
 
+    @override
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         own = set(self.pipeline.parameters)
         indices = {index for index, parameter in enumerate(parameters_of(optimizer)) if parameter in own}
