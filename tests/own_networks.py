@@ -217,19 +217,6 @@ class HookAtStart(Callback):
         pl_module.network[6].weight.register_hook(lambda gradient: gradient * 0.5)
 
 
-class Gain(nn.Sequential):
-    """Has a parameter without a dim."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            nn.Conv2d(3, 4, kernel_size=3, stride=4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
-        )
-        self.gain = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.gain
-
-
 class Viewed(nn.Module):
     """Flattens in a way that takes no empty batch."""
 

@@ -14,7 +14,6 @@ from data_files import draw_pictures
 
 from lit_cifar import CheckpointError, CIFAR10DataModule, ConfigError, DataError, LitResNet
 from lit_cifar.models.blocks import blocks_of, tensor_split_of
-from lit_cifar.strategies import LayerParallelStrategy
 
 STEPS = 3
 
@@ -149,7 +148,7 @@ MISTAKES = {
     "Skipping --trainer.strategy=ddp": "Skipping leaves out 1.layer.weight in some steps",
     "Tied --trainer.strategy=pp": "0.weight = 3.weight is needed in two places, between which --tr",
     "Tied --trainer.strategy=fsdp2": "0.weight = 3.weight is needed",
-    "Gain --trainer.strategy=fsdp2": "gain is a single number without a dim",
+    "Tied --trainer.strategy=mp": "0.weight = 3.weight is needed",
     "Hooked --trainer.strategy=pp": "6.weight has a hook on its gradient, which --trainer.strategy=pp",
     "Hooked --model.network.accumulated=true --trainer.strategy=fsdp2": "6.weight has a hook",
     "Chian": "did you mean --model.network=own_networks.Chain?",
@@ -192,14 +191,6 @@ def test_a_network_that_a_function_builds(words: list[str], kind: str, tmp_path:
 
 def test_a_rank_without_images_evaluates_none() -> None:
     assert LitResNet(network=own_networks.Viewed()).eval()(torch.zeros(0, 3, 32, 32)).shape == (0, 10)
-
-
-def test_tied_weights_cannot_be_on_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = [torch.device("cuda", index) for index in range(2)]
-    monkeypatch.setattr(LayerParallelStrategy, "stage_devices", devices)
-    module = LitResNet(network=own_networks.Tied(), num_classes=2)
-    with pytest.raises(ConfigError, match=r"0.weight = 3.weight is needed in two places"):
-        LayerParallelStrategy(num_stages=2).connect(module)
 
 
 @pytest.mark.usefixtures("one_process")

@@ -32,7 +32,7 @@ from lit_cifar.strategies.base import check_untied, compiles
 from lit_cifar.strategies.mesh import MeshStrategy, move_and_broadcast, send_as_one
 from lit_cifar.strategies.parts import VirtualParts
 from lit_cifar.strategies.state_dicts import divided_like, whole_state
-from lit_cifar.strategies.tp import check_divisible, placements, split_tensors
+from lit_cifar.strategies.tp import check_divisible, split_tensors
 from lit_cifar.task.muon import MuonSGD
 
 
@@ -71,9 +71,6 @@ class ShardedStrategy(MeshStrategy):
             check_untied(network, network.modules(), strategy=self.strategy_name, recurse=False)
         else:
             check_untied(network, (blocks_of(network) or {}).values(), strategy=self.strategy_name)
-            if scalars := [name for name, parameter in network.named_parameters() if not parameter.dim()]:
-                problem = f"{scalars[0]} is a single number without a dim, which FSDP2 cannot divide"
-                raise ConfigError(problem, remedy="give it the shape (1,), or pass --trainer.strategy=ddp")
 
     def use_virtual_parts(self, parts: VirtualParts) -> None:
         super().use_virtual_parts(parts)
@@ -151,21 +148,6 @@ class ShardedStrategy(MeshStrategy):
             if cast(DTensor, tensor).placements[0].is_replicate() and tensor.is_floating_point():  # counts are exact
                 yield local_part(tensor)
 
-    def split_lines(self) -> list[str]:
-        """A line on the largest part of the network, which is still whole, that a process will hold."""
-        network, held, total = self.module.network, 0, 0
-        placed = placements(network)
-        for name, parameter in network.named_parameters():
-            total += parameter.numel()
-            dim = getattr(placed[name], "dim", None)
-            part = parameter if dim is None else parameter.chunk(self.model_parallel_size, dim)[0]
-            held += part.chunk(self.layout.data_parallel_size)[0].numel()
-        share = f"{held / 1e6:.2f} of {total / 1e6:.2f} M parameters"
-        return [f"a process holds {share}, and as much of gradients and of each optimizer state"]
-
-    def local_buffers(self) -> Iterator[Tensor]:
-        return (local_part(buffer) for buffer in self.module.network.buffers())
-
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
@@ -184,6 +166,7 @@ class ShardedStrategy(MeshStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return whole_state(super().optimizer_state(optimizer))
 
+    @override
     def part_of_state(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         parameters = parameters_of(optimizer)
         entries = {

@@ -235,10 +235,8 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
     @property
     @override
     def copying_devices(self) -> list[list[torch.device]]:
-        return self._for_each_process(self.parallel_devices or [])
-
-    def _for_each_process(self, values: list[Any]) -> list[Any]:
-        return [values[rank * self.num_stages :][: self.num_stages] for rank in range(self.num_processes)]
+        devices = self.parallel_devices or []
+        return [devices[rank * self.num_stages :][: self.num_stages] for rank in range(self.num_processes)]
 
     def check(self) -> None:
         super().check()
@@ -268,7 +266,5 @@ class DDPLayerParallelStrategy(StagedStrategy, DDPStrategy):
         return DistributedDataParallel(model, **self._ddp_kwargs)
 
     def split_lines(self) -> list[str]:
-        """The stages and their devices, a line each, and the devices of the machine's further processes."""
-        names = self._for_each_process(device_names(self.parallel_devices or []))
-        others = [f"process {rank}: the same on {', '.join(place)}" for rank, place in enumerate(names)]
-        return self.partition.table(names[0]) + others[1:]
+        """The stages of the first process and their devices, a line each; others have the devices that follow."""
+        return self.partition.table(device_names(self.copying_devices[0]))
