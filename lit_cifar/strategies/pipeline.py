@@ -185,12 +185,11 @@ class Pipeline:
     def _forward(self, images: Tensor, microbatch: int, *, trains: bool = False) -> Passed:
         passed: Passed = {}
         for index in self.stages:
-            if index == 0:
-                given = images
-            else:
+            given = images
+            if index > 0:
                 given = self._boundary(index, images)
                 dist.recv(given, group=self.group, group_src=self.owners[index - 1])
-            given = given.requires_grad_() if trains and index > 0 else given
+                given.requires_grad_(trains)
             with self.forward_context(index, microbatch, trains=trains):
                 output = self._callable(index, len(images))(given)
             passed[index] = given, output
