@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tiny_task import TinyData, TinyTask, tiny_trainer
 
-from lit_cifar.checkpoint import callbacks as boundary
 from lit_cifar.checkpoint import files as checkpoint_io
 from lit_cifar.checkpoint.atomic import (
     BEST,
@@ -235,14 +234,13 @@ def test_what_happens_after_a_save_is_not_in_the_file(disk: Disk, tmp_path: Path
     (tmp_path / "old.ckpt").touch()
     checkpoint = {"state_dict": {"weights": weights}, "callbacks": {"best": best}, "rates": [0.1]}
     save_behind(files, checkpoint, tmp_path / LAST)
-    files.remove_checkpoint(tmp_path / "old.ckpt")
     weights.fill_(1)
     best.clear()
     checkpoint["rates"].append(0.2)
     checkpoint["state_dict"].clear()
     assert [path.name for path in tmp_path.iterdir()] == ["old.ckpt"]
-    disk.allow()
-    files.settle()
+    disk.allow_soon()
+    files.remove_checkpoint(tmp_path / "old.ckpt")
     assert [path.name for path in tmp_path.iterdir()] == [LAST]
     found = read_checkpoint(tmp_path / LAST)
     assert not found["state_dict"]["weights"].any()
@@ -267,13 +265,12 @@ def test_after_a_failure_nothing_is_done_until_it_is_told(disk: Disk, tmp_path: 
     files, disk.full = CheckpointFiles(), True
     save_behind(files, state(2), tmp_path / BEST)
     save_behind(files, state(2), tmp_path / LAST)
-    files.remove_checkpoint(tmp_path / "old.ckpt")
     disk.allow()
     files.wait()
     disk.full = False
     save_behind(files, state(3), tmp_path / LAST)
     with pytest.raises(SaveError, match=f"{BEST} could not be saved: No space left"):
-        files.settle()
+        files.remove_checkpoint(tmp_path / "old.ckpt")
     assert [path.name for path in tmp_path.iterdir()] == ["old.ckpt"]
     save_behind(files, state(4), tmp_path / LAST)
     files.settle()
@@ -406,17 +403,12 @@ def test_a_logger_that_uploads_checkpoints_finds_them(disk: Disk, tmp_path: Path
 @pytest.mark.parametrize("full", [False, True])
 def test_the_last_words_are_true(full: bool, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The newest checkpoint is named when it is there; until it is waited for, the disk does nothing."""
-    settle, disk.full = boundary.settle, full
+    wait, disk.full = CheckpointFiles.wait, full
     last = tmp_path / "run" / "checkpoints" / LAST
-
-    def wait(trainer: Trainer) -> None:
-        disk.allow()
-        settle(trainer)
-        assert read_checkpoint(last)["global_step"] == 3
-
-    monkeypatch.setattr(boundary, "settle", wait)
+    monkeypatch.setattr(CheckpointFiles, "wait", lambda files: (disk.allow(), wait(files)))
     flags = ["--last_checkpoint.every_n_steps=3", *callback("stopping.SignalAfter", step=3)]
     result = run_here("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}", check=False)
     assert result.status == (1 if full else 143)
     newest = f"the newest checkpoint is {last}"
     assert (newest in result.stderr, "last.ckpt could not be saved" in result.stderr) == (not full, full)
+    assert full or read_checkpoint(last)["global_step"] == 3

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn
@@ -35,31 +35,31 @@ _MAX_IDS = 64
 _MAX_STEPS = 1000  # most steps between two agreements
 
 
-def settle(trainer: Trainer) -> None:
-    """Return when every checkpoint is on disk; every process must call this, and each raises if one is not."""
-    with failing_together(trainer):
-        pass
+def settle(trainer: Trainer, *, wait: bool = True) -> None:
+    """Return when every checkpoint is on disk; without `wait` at once, unless one is known to have failed.
 
-
-@contextmanager
-def failing_together(trainer: Trainer, *, behind: bool = False) -> Iterator[None]:
-    """If rank 0 fails to write a checkpoint inside, raise that on every process; each must enter this.
-
-    Otherwise all others would wait for it at a barrier. With `behind` a failure may be raised at the next save or by
-    `settle`. With a `CheckpointIO` other than ours only rank 0 raises, if at all.
+    Every process must call this: if rank 0 cannot write one, each raises that, and none waits for it at a barrier. With
+    a `CheckpointIO` other than ours only rank 0 raises, if at all.
     """
     files = files_of(trainer)
-    files.behind, files.quiet = behind, True
-    try:
-        yield
-    finally:
-        files.behind = files.quiet = False
-    if not behind or files.failure is not None:
+    if wait or files.failure is not None:
         files.wait()
     failure: CheckpointError | None = trainer.strategy.broadcast(files.failure)
     if failure is not None:
         files.failure = None
         raise failure
+
+
+@contextmanager
+def saving_behind(trainer: Trainer) -> Iterator[None]:
+    """Let the training go on while what is saved inside is written; each process must enter this, as `settle`."""
+    files = files_of(trainer)
+    files.behind = True
+    try:
+        yield
+    finally:
+        files.behind = False
+    settle(trainer, wait=False)
 
 
 def files_of(trainer: Trainer) -> CheckpointFiles:
@@ -108,10 +108,9 @@ class BestCheckpoint(ModelCheckpoint):
             super()._save_topk_checkpoint(trainer, monitor_candidates)
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        # Loggers may upload the file, which must be complete.
         idle = (Logger.after_save_checkpoint, TensorBoardLogger.after_save_checkpoint)
-        behind = all(type(logger).after_save_checkpoint in idle for logger in trainer.loggers)
-        with failing_together(trainer, behind=behind):
+        uploads = any(type(logger).after_save_checkpoint not in idle for logger in trainer.loggers)
+        with nullcontext() if uploads else saving_behind(trainer):  # what is uploaded must be complete
             super()._save_checkpoint(trainer, filepath)
 
 
@@ -165,7 +164,7 @@ class LastCheckpoint(callbacks.Checkpoint):
         """Write the checkpoint, but not in a `fast_dev_run`; every process must call this. See `settle`."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        with failing_together(trainer, behind=True):
+        with saving_behind(trainer):
             trainer.save_checkpoint(self._folder / LAST)
         self.newest = self._folder / LAST
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()

@@ -4,16 +4,14 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
@@ -36,7 +34,6 @@ class CheckpointFiles(CheckpointIO):
 
     def __init__(self) -> None:
         self.behind = False  # whether a save returns before its file is written, and raises nothing
-        self.quiet = False  # whether a save that waits for its file raises nothing either: see `failing_together`
         # Failure of a save that nobody has reported yet. While there is one, nothing more is written.
         self.failure: CheckpointError | None = None
         self._folders: set[Path] = set()
@@ -67,10 +64,8 @@ class CheckpointFiles(CheckpointIO):
         copied = snapshot(checkpoint)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._unwritten[path] = self._thread.submit(self._attempt, path, partial(self._write, copied, path))
-        if self.quiet and not self.behind:
-            self.wait()
-        elif not self.behind:
+        self._unwritten[path] = self._thread.submit(self._write, copied, path)
+        if not self.behind:
             self.settle()
 
     def load_checkpoint(
@@ -94,11 +89,9 @@ class CheckpointFiles(CheckpointIO):
         return dict(found[0])
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a file when all that was saved before is on disk, until when it may be the only one; or warn."""
-        if self._thread is None:
-            _remove(Path(path))
-        else:
-            self._thread.submit(self._attempt, Path(path), partial(_remove, Path(path)))
+        """Remove a file when all that was saved before is on disk, until when it may be the only one."""
+        self.settle()
+        Path(path).unlink(missing_ok=True)
 
     @override
     def teardown(self) -> None:
@@ -111,33 +104,23 @@ class CheckpointFiles(CheckpointIO):
                 raise
             print(printable(f"lit_cifar: {failure}", lines=True), file=sys.stderr, flush=True)
 
-    def _attempt(self, path: Path, job: Callable[[], None]) -> None:
-        """Do `job`, which concerns `path`, unless an earlier save has failed."""
+    def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
+        """Write a file, unless an earlier save has failed."""
         if self.failure is not None:
             return
+        folder = path.parent
         try:
             with saving(path):
-                job()
+                if folder not in self._folders:
+                    make_folder(folder)
+                if path.name == LAST:
+                    for table in (*folder.parent.glob("*.csv"), folder.parent):  # they belong to it
+                        sync(table)
+                    note_epoch(checkpoint, folder.parent)
+                write_checkpoint(checkpoint, path)
+            self._folders.add(folder)
         except CheckpointError as error:
             self.failure = error
-
-    def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
-        folder = path.parent
-        if folder not in self._folders:
-            make_folder(folder)
-        if path.name == LAST:
-            for table in (*folder.parent.glob("*.csv"), folder.parent):  # they belong to it
-                sync(table)
-            note_epoch(checkpoint, folder.parent)
-        write_checkpoint(checkpoint, path)
-        self._folders.add(folder)
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        rank_zero_warn(f"{path} could not be removed: {error.strerror}")
 
 
 def weights_digest(weights: Mapping[str, Tensor]) -> str:
