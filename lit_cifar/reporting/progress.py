@@ -37,13 +37,11 @@ class Throughput(Callback):
         self._num_ranks = mode_of(trainer.strategy).layout.data_parallel_size
         self._num_images, self._elapsed_s, self._started_at = 0, 0.0, None
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start before the epoch's first batch is fetched."""
+    def on_train_epoch_start(self, *_: Any, **__: Any) -> None:
+        """Start before the epoch's first batch is fetched, and again after a validation in the middle of an epoch."""
         self._start()
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        """Start again after a validation in the middle of an epoch."""
-        self._start()
+    on_train_batch_start = on_train_epoch_start
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Batch, *_: Any) -> None:
         if self._warmup_left > 0:
