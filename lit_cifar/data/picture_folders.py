@@ -1,6 +1,5 @@
 """Folders of the user's own pictures: their splits, classes and files."""
 
-import os
 import shlex
 from collections.abc import Iterable
 from itertools import zip_longest
@@ -114,7 +113,7 @@ def _splits(root: Path) -> dict[Split, Path]:
             found[split] = folder
             if len({each.resolve() for each in found.values()}) < len(found):
                 raise DataError(f"{folder} is a link to pictures of another split", remedy="remove it")
-    flat = next((folder for folder in found.values() if not _inner(folder)), None)
+    flat = next((folder for folder in found.values() if not _folders(folder)), None)
     if flat is not None and "train" not in found:
         problem = f"{flat} has no folders of classes: it may be a class, or a split whose classes nobody knows"
         raise DataError(problem, remedy=f"if it is a class, move all of them into {root}/train/; if not, move it away")
@@ -135,16 +134,11 @@ def _by_class(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _inner(folder: Path) -> set[str]:
-    with os.scandir(folder) as entries:
-        return {_name(Path(entry.name)) for entry in entries if not is_hidden(entry.name) and entry.is_dir()}
-
-
 def _check_beside(root: Path, beside: Iterable[Path], classes: dict[str, Path]) -> None:
     """Refuse pictures of the classes that would not be used."""
     known = {name.lower() for name in classes}
     for path in filter(Path.is_dir, beside):
-        if any(name.lower() in known for name in (_name(path), *_inner(path))):
+        if any(_name(each).lower() in known for each in (path, *_folders(path))):
             problem = f"{printable(str(path))} looks like pictures to train, validate or test on, and would not be used"
             raise DataError(problem, remedy=f"move it away, or into {root}/train, {root}/val or {root}/test")
 
