@@ -53,7 +53,7 @@ REFUSED = {
     },
     "--trainer.limit_train_batches=0": ["--trainer.limit_train_batches=0 would train nothing"],
     "--trainer.accumulate_grad_batches=4 --trainer.limit_train_batches=6": ["=4 or --trainer.limit_train_batches=8"],
-    "--trainer.accumulate_grad_batches=2 --trainer.val_check_interval=3": ["pass --trainer.val_check_interval=4"],
+    "--trainer.accumulate_grad_batches=2 --trainer.val_check_interval=3": ["or --trainer.val_check_interval=4"],
     "--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau --model.lr_scheduler.monitor=train/loss_step "
     "--trainer.strategy=ddp --trainer.devices=2": ["pass --model.lr_scheduler.monitor=train/loss,"],
     "--trainer.val_check_interval=0.01": ["is less than one", "pass --trainer.val_check_interval=1"],
