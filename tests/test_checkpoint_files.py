@@ -218,6 +218,8 @@ def test_a_vanished_folder(saved: Path, put_in_its_place: bool) -> None:
     assert f"there is no checkpoint in {folder}" in caught.value.problem
     assert folder.exists() == put_in_its_place
     files.remove_checkpoint(folder.parent / "not there")  # says nothing
+    with pytest.warns(UserWarning, match="could not be removed"):
+        files.remove_checkpoint(saved)
 
 
 HEADER = Header(arch="resnet34", stem="cifar", num_classes=10)

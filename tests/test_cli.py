@@ -383,6 +383,8 @@ def test_an_optimizer_is_chosen_by_name_and_a_run_that_is_not_validated_warns_of
     assert "lr-AdamW" in (tmp_path / "run" / "metrics.csv").read_text()
     chosen = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["model"]["optimizer"]["init_args"]
     assert chosen["weight_decay"] == torch.optim.AdamW([torch.zeros(1)]).defaults["weight_decay"]  # not the default's
+    more = ["--trainer.max_steps=4", "--model.optimizer.amsgrad=true", "--resume=auto"]
+    refused("fit", *TINY, *flags, *more, f"--run_dir={tmp_path / 'run'}", says=["needs max_exp_avg_sq of"])
 
 
 def test_callbacks_that_save_come_last_and_the_agreement_first(monkeypatch: pytest.MonkeyPatch) -> None:

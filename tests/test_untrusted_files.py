@@ -6,6 +6,7 @@ file steer the terminal, the shell of who pastes a remedy, or Pillow to a progra
 
 import copy
 import json
+import math
 import os
 import pickle
 import re
@@ -252,8 +253,13 @@ OF_A_FIT = [
     (put(*FIRST, value=5), "its optimizer_states.0.state.0 is 5"),
     (put(*FIRST, value={}), "its optimizer_states.0.state.0.momentum_buffer is missing"),
     (put(*FIRST, "momentum_buffer", value=torch.zeros(3)), "its optimizer_states.0.state.0.momentum_buffer is (3,)"),
+    (put(*FIRST, "momentum_buffer", value=lambda held: held.fill_(torch.nan)), "its optimizer holds nan"),
+    (put(*FIRST, value=lambda held: held | {"step": torch.tensor(-6.0)}), "the step of its optimizer is negative"),
     (put("state_dict", "bn1.running_var", value=torch.neg), "the weights are negative variances: bn1.running_var"),
     (without("optimizer_states", 0, "param_groups"), "its optimizer_states.0.param_groups is missing"),
+    (put("optimizer_states", 0, "param_groups", 0, "lr", value=math.nan), "its optimizer holds nan"),
+    (put("optimizer_states", 0, "param_groups", 0, "lr", value=math.inf), "its learning rates are [inf, "),
+    (put("lr_schedulers", 0, "base_lrs", 0, value=math.nan), "its schedule holds nan"),
     (put("optimizer_states", 0, "param_groups", 0, "lr", value="x"), "its optimizer_states.0.param_groups.0.lr is 'x'"),
     (put("optimizer_states", 0, "param_groups", 0, "params", value=lambda held: held[::-1]), "numbers them otherwise"),
     (put("lr_schedulers", value=[]), "its lr_schedulers is []"),

@@ -3,6 +3,7 @@
 What a file says is part of a command to paste only if it is a number or one of our own names.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -28,6 +29,7 @@ _OF_BEST = {  # what a ModelCheckpoint holds once it has saved
     "best_k_models": dict[str, float],
     **dict.fromkeys(("best_model_score", "current_score", "kth_value"), float | None),
 }
+_SQUARES = {"step", "exp_avg_sq", "max_exp_avg_sq", "square_avg"}  # what no step of an optimizer makes negative
 _CONFIG = "which RUN_FOLDER/config.yaml has"
 _PACKAGES = ("", "torch.optim.lr_scheduler", "lit_cifar")  # of optimizers and schedules; "" is torch.optim
 _SIZES = {"arch": "--model.arch", "stem": "--model.stem", "image_size": "--data.image_size"}
@@ -119,9 +121,15 @@ def check_states(checkpoint: Mapping[str, Any], trainer: Trainer, optimizer: Opt
         if callback.state_key in checkpoint["callbacks"]:
             _check_callback(checkpoint["callbacks"][callback.state_key], callback)
     check_content(checkpoint["lr_schedulers"], [scheduler.state_dict()], "lr_schedulers", partly=True)
+    if _holds_nan(checkpoint["lr_schedulers"]):
+        raise CheckpointError("the state of its schedule holds nan")
     with _trying("the schedule"):
         scheduler.load_state_dict(deepcopy(checkpoint["lr_schedulers"][0]))
     _check_state(checkpoint["optimizer_states"][0], optimizer, begun=checkpoint["global_step"] > 0)
+    rates = [group.get("lr", 0.0) for group in checkpoint["optimizer_states"][0]["param_groups"]]
+    rates += checkpoint["lr_schedulers"][0].get("base_lrs", [])
+    if not all(map(math.isfinite, rates)):
+        raise CheckpointError(f"its learning rates are {described(rates)}")
 
 
 def _check_callback(state: Any, callback: Callback) -> None:
@@ -140,7 +148,7 @@ def _check_callback(state: Any, callback: Callback) -> None:
 
 
 def _check_state(found: dict[str, Any], optimizer: Optimizer, *, begun: bool) -> None:
-    groups = optimizer.state_dict()["param_groups"]
+    groups, settings = optimizer.state_dict()["param_groups"], [dict(group) for group in optimizer.param_groups]
     check_content(found["param_groups"], groups, "optimizer_states.0.param_groups", partly=True)
     then, now = ([[*group.get("params", ())] for group in each] for each in (found["param_groups"], groups))
     if then != now:
@@ -159,6 +167,25 @@ def _check_state(found: dict[str, Any], optimizer: Optimizer, *, begun: bool) ->
         if len(lacking) == len(wanted):
             raise CheckpointError(problem)
         rank_zero_warn(f"{problem}: none of them has had a gradient, or the file is not whole")
+    if _holds_nan(found):
+        raise CheckpointError("the state of its optimizer holds nan: it has diverged")
+    numbers = [(name, state[name]) for state in found["state"].values() for name in _SQUARES & state.keys()]
+    if negative := [name for name, value in numbers if (torch.as_tensor(value) < 0).any()]:
+        raise CheckpointError(f"the {negative[0]} of its optimizer is negative")
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+    for number, state in _after_a_step(optimizer).items():
+        if number in wanted and (more := sorted(state.keys() - wanted[number].keys())):
+            problem = f"the optimizer needs {', '.join(more)} of each parameter here, which its training did not keep"
+            raise CheckpointError(problem, remedy=f"pass the --model.optimizer of its training, {_CONFIG}")
+
+
+def _holds_nan(held: Any) -> bool:
+    if isinstance(held, dict | list | tuple):
+        return any(map(_holds_nan, held.values() if isinstance(held, dict) else held))
+    if isinstance(held, Tensor):
+        return held.is_floating_point() and bool(held.isnan().any())
+    return isinstance(held, float) and math.isnan(held)
 
 
 def _after_a_step(optimizer: Optimizer) -> dict[int, dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
@@ -89,9 +90,12 @@ class CheckpointFiles(CheckpointIO):
         return dict(found[0])
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a file when all that was saved before is on disk, until when it may be the only one."""
+        """Remove a file when all that was saved before is on disk, until when it may be the only one; or warn."""
         self.settle()
-        Path(path).unlink(missing_ok=True)
+        try:
+            Path(path).unlink(missing_ok=True)
+        except OSError as error:
+            rank_zero_warn(f"{path} could not be removed: {error.strerror}")
 
     @override
     def teardown(self) -> None:
