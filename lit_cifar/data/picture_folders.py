@@ -22,7 +22,7 @@ SPLITS: dict[Split, tuple[str, ...]] = {
 _IMAGES = {"image", "img", "jpegimage", "picture", "photo"}
 _TARGETS = {"mask", "label", "annotation", "segmentation", "groundtruth", "ground_truth", "gt", "json", "xml"}
 _TARGETS |= {"preview", "thumbnail", "overlay", "depth", "bbox"}
-_PAGE = "docs/data-and-networks.md has lines of Python that make folders of tables, names, arrays and archives"
+_PAGE = "docs/data-and-networks.md has lines of Python that make folders of tables, names, folders and archives"
 _CLASS_WANTED = "put pictures of the class into it, or remove it if there is no such class"
 
 
@@ -79,7 +79,9 @@ class PictureFolders:
                 if inner := sorted({path.split("/")[0] for path in files if "/" in path}):
                     names = ", ".join(map(printable, inner[:3]))
                     problem = f"{printable(str(own))} would be a class, and holds folders, perhaps the classes: {names}"
-                    remedy = f"make folders ROOT/{split}/CLASS without folders in them, and pass --data.root=ROOT"
+                    remedy = (
+                        f"make folders ROOT/{split}/CLASS without inner folders, and pass --data.root=ROOT; {_PAGE}"
+                    )
                     raise DataError(problem, remedy=remedy)
                 places += filter(None, files.values())
                 by_class.append([File(f"{own.name}/{path}", label) for path in files])
