@@ -99,7 +99,7 @@ REFUSED = {
     "Pascal VOC": (["JPEGImages 2", "Annotations 2", "ImageSets/Main 1"], f"ImageSets {HOLDS} Main"),
     "a table of a split": (
         [*both("train"), "val/images 1", "val/labels.csv 0"],
-        "make folders of tables, names, arrays",
+        "make folders of tables, names, folders",
     ),
     "a test without labels": ([*both("train"), "test 2"], "predict_dir="),
     "nothing but what is hidden": ([".git 1"], "holds no folders of pictures"),
@@ -216,6 +216,10 @@ def test_other_labels_become_folders_by_the_lines_of_the_page(tmp_path: Path, mo
         PictureFolders(tmp_path)
     with pytest.raises(DataError, match=r"labels.csv is a file\n.*docs/data-and-networks.md has lines"):
         PictureFolders(tmp_path / "labels.csv")
+    for name, label in names.items():
+        patient = Path("nested", label, name[:-6])
+        patient.mkdir(parents=True, exist_ok=True)
+        (patient / name[-5:]).write_bytes(name.encode())
     with tarfile.open("part-0.tar", "w") as tar:
         for name, label in names.items():
             for end, content in (("jpg", name), ("cls", f"{label}\n")):
@@ -224,10 +228,12 @@ def test_other_labels_become_folders_by_the_lines_of_the_page(tmp_path: Path, mo
                 tar.addfile(entry, io.BytesIO(content.encode()))
     section = (ROOT / "docs" / "data-and-networks.md").read_text().split("### Labels that are not folders")[1]
     programs = re.findall(r"```python\n(.*?)```", section.split("\n### ")[0], flags=re.DOTALL)
-    assert len(programs) == 3
+    assert len(programs) == 4
     for program in programs:
         exec(program, {})
         found = {path.name: path.parent.name for path in Path("my_pictures").glob("*/*")}
+        if "nested" in program:
+            found = {name.replace("-", "_"): label for name, label in found.items()}
         assert found == names
-        assert all(path.read_bytes() == path.name.encode() for path in Path("my_pictures").glob("*/*"))
+        assert all(path.read_text() == path.name.replace("-", "_") for path in Path("my_pictures").glob("*/*"))
         shutil.rmtree("my_pictures")
