@@ -54,8 +54,11 @@ REFUSED = {
     "--trainer.limit_train_batches=0": ["--trainer.limit_train_batches=0 would train nothing"],
     "--trainer.accumulate_grad_batches=4 --trainer.limit_train_batches=6": ["=4 or --trainer.limit_train_batches=8"],
     "--trainer.accumulate_grad_batches=2 --trainer.val_check_interval=3": ["or --trainer.val_check_interval=4"],
+    "--model.lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau --data.val_size=0": ["follows val/loss"],
     "--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau --model.lr_scheduler.monitor=train/loss_step "
     "--trainer.strategy=ddp --trainer.devices=2": ["pass --model.lr_scheduler.monitor=train/loss,"],
+    "--model.lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau --trainer.check_val_every_n_epoch=null "
+    "--trainer.val_check_interval=99": ["follows val/loss"],
     "--trainer.val_check_interval=0.01": ["is less than one", "pass --trainer.val_check_interval=1"],
     "--trainer.val_check_interval=00:00:10:00": ["by the clock", "a number of batches"],
     "--trainer.overfit_batches=2 --data.balance.draw_equally=true": ["one repeats, one draws anew"],
@@ -75,6 +78,7 @@ REFUSED = {
     "--trainer.callbacks+=EMAWeightAveraging --trainer.strategy=DDPLayerParallelStrategy --trainer.devices=4 "
     "--trainer.strategy.start_method=spawn": ["cannot be sent to spawned processes"],
     "--trainer.callbacks+=EMAWeightAveraging --trainer.callbacks+=WeightAveraging": ["leave out all but one"],
+    "--model.lr_scheduler=StepLR --model.lr_scheduler.step_size=0": ["--model.lr_scheduler.NAME=VALUE"],
     **({} if torch.cuda.is_available() else {"--trainer.accelerator=cuda": ["finds no GPU here"]}),
     "--trainer.devices=-1": ["--trainer.devices=-1", "--trainer.devices=2"],
     "--trainer.devices=abc": ["--trainer.devices=abc", "int > 0"],

@@ -67,8 +67,7 @@ def check_run(
             check_gradients(trainer.strategy, module, has_parts=has_parts)
     if trains:
         with as_config_error():
-            optimizer = module.optimization.new_optimizer(module.network)
-            scheduler = module.optimization.new_scheduler(optimizer)
+            optimizer, scheduler = module.optimization.tried(module.network)
         mode.check_optimizer(optimizer)
         refuse_averages(trainer, mode)
     trainer.strategy.connect(module)  # a strategy that splits the network does so here
@@ -84,5 +83,5 @@ def check_run(
         validates = bool(data.val_size and trainer.limit_val_batches)
         check_monitors(trainer, map(str, module.val_metrics.scores), validates=validates)
         num_batches = check_intervals(trainer, data)
-        check_schedule(scheduler, trainer, num_batches=num_batches)
+        check_schedule(scheduler, trainer, data, num_batches=num_batches)
     start.compare_images(data)

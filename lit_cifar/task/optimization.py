@@ -1,6 +1,7 @@
-"""The optimizer and the schedule of a run: made as the user asks, scaled by the batch, and kept in a resume."""
+"""The optimizer and the schedule of a run: made as the user asks, scaled by the batch, tried, and kept in a resume."""
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from lit_cifar.checkpoint.exact_resume import steps_of
 from lit_cifar.checkpoint.format import OPTIMIZER, SCHEDULE, SETTINGS, class_path, holds_training
-from lit_cifar.data.datamodule import batches_of_epoch
+from lit_cifar.data.datamodule import CIFAR10DataModule, batches_of_epoch
 from lit_cifar.errors import ConfigError, bounded
 from lit_cifar.mode import mode_of
 from lit_cifar.models.fine_tuning import FineTuning
@@ -93,6 +94,19 @@ class Optimization:
             raise ConfigError(problem, remedy="leave out --model.fine_tuning.head_lr and --model.rate_scaling.rule")
         return scheduler
 
+    def tried(self, network: nn.Module) -> tuple[Optimizer, Any]:
+        """Make the user's optimizer and schedule, and let the schedule take a step; the fit makes both anew."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the schedule's step comes before the optimizer's
+            optimizer = self.new_optimizer(network)
+            scheduler: Any = self.new_scheduler(optimizer)
+            try:
+                scheduler.step(*([0.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
+            except ArithmeticError as error:
+                problem = f"--model.lr_scheduler={type(scheduler).__name__} cannot take a step: {error}"
+                raise ConfigError(problem, remedy="correct its arguments: --model.lr_scheduler.NAME=VALUE") from error
+        return optimizer, scheduler
+
     def configure(self, network: nn.Module, trainer: Any, *, label_smoothing: float) -> dict[str, Any]:
         """What Lightning's `configure_optimizers` returns: rates scaled, and the schedule planned over the run."""
         optimizer = self.new_optimizer(network)
@@ -147,14 +161,11 @@ class Optimization:
         self._resumes, self._before = holds_training(checkpoint), found if isinstance(found, dict) else None
 
 
-def check_schedule(scheduler: Any, trainer: Trainer, *, num_batches: int) -> None:
-    """Refuse a schedule that does not fit a run with `num_batches` batches in an epoch, or follows one rank's own."""
+def check_schedule(scheduler: Any, trainer: Trainer, data: CIFAR10DataModule, *, num_batches: int) -> None:
+    """Refuse a schedule that does not fit a run with `num_batches` batches in an epoch."""
     check_total_steps(scheduler, _total_steps(trainer, num_batches))
-    metric = followed_metric(scheduler) if isinstance(scheduler, ReduceLROnPlateau) else ""
-    if metric in STEP_METRICS and mode_of(trainer.strategy).layout.data_parallel_size > 1:
-        problem = f"--model.lr_scheduler.monitor={metric} is of each process's own part of a batch: rates would differ"
-        remedy = f"pass --model.lr_scheduler.monitor={metric.removesuffix('_step')}, the mean of an epoch"
-        raise ConfigError(problem, remedy=remedy)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        _check_followed(followed_metric(scheduler), trainer, data, num_batches=num_batches)
 
 
 def _total_steps(trainer: Trainer, num_batches: int) -> float:
@@ -162,3 +173,17 @@ def _total_steps(trainer: Trainer, num_batches: int) -> float:
     most = trainer.max_steps if trainer.max_steps >= 0 else math.inf
     epochs = math.inf if trainer.max_epochs == -1 else max(trainer.max_epochs or 1, 1)
     return min(most, -(-num_batches // trainer.accumulate_grad_batches) * epochs)
+
+
+def _check_followed(metric: str, trainer: Any, data: CIFAR10DataModule, *, num_batches: int) -> None:
+    """Refuse a schedule that follows a validation which does not come in each epoch, or one rank's own batches."""
+    if metric in STEP_METRICS and mode_of(trainer.strategy).layout.data_parallel_size > 1:
+        problem = f"--model.lr_scheduler.monitor={metric} is of each process's own part of a batch: rates would differ"
+        remedy = f"pass --model.lr_scheduler.monitor={metric.removesuffix('_step')}, the mean of an epoch"
+        raise ConfigError(problem, remedy=remedy)
+    every, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
+    is_seldom = (every or 1) > 1 or (isinstance(interval, int) and interval > num_batches)
+    if metric.startswith("val/") and (is_seldom or not data.val_size or not trainer.limit_val_batches):
+        problem = f"--model.lr_scheduler=ReduceLROnPlateau follows {metric} after each epoch, and not each is validated"
+        own = "--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau --model.lr_scheduler.monitor=train/loss"
+        raise ConfigError(problem, remedy=f"validate after each epoch, or follow the training:\n{own}")
