@@ -37,6 +37,7 @@ def test_an_exit_status_is_not_read_while_another_process_starts(tmp_path: Path)
     assert statuses == [0]
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_the_process_that_has_started_it_though_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
     owner = (
@@ -65,6 +66,7 @@ def test_one_failing_rank_ends_the_others_with_its_status(tmp_path: Path, monkey
     assert "RuntimeError: of rank 1" in (tmp_path / "err").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_past_its_time_has_no_status_and_is_ended_with_all_that_it_has_started(tmp_path: Path) -> None:
     program = (
         "import subprocess, sys, time\nsleep = [sys.executable, '-c', 'import time; time.sleep(600)']\n"

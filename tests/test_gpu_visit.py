@@ -22,6 +22,7 @@ from gpu_visit.report import Report
 from gpu_visit.step import Step, Visit
 
 
+@pytest.mark.slow
 def test_the_commands_for_gpus_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which no machine without one runs: on eight all modes, sizes and recipes."""
     typed: list[tuple[str, ...]] = []

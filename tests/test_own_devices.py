@@ -82,6 +82,7 @@ def test_ranks_use_nccl_where_each_has_a_device(
     assert of_trainer(plan, {"accelerator": "gpu"}) == {"accelerator": "gpu"} | places
 
 
+@pytest.mark.slow
 def test_both_bugs_of_the_example_are_found_in_its_own_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lit_cifar.tools.relations.exit_orderly_when_terminated", lambda: None)
     words = ("--gpu", "--only=ranks,epochs", "--batches=4", "--steps=24")

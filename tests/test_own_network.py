@@ -92,6 +92,7 @@ def test_trained_tested_resumed_and_loaded(pictures: Path, tmp_path: Path, monke
         assert problem in refused("fit", *given)
 
 
+@pytest.mark.slow
 def test_predictions_need_no_training_pictures(pictures: Path, tmp_path: Path) -> None:
     root, run = shutil.copytree(pictures, tmp_path / "root" / "train").parent, tmp_path / "run"
     shutil.copytree(pictures, root / "val")

@@ -25,9 +25,8 @@ train()
 """
 
 
-@pytest.mark.parametrize(
-    "end", ["pass", pytest.param("raise SystemError('an error that nobody catches')", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["pass", "raise SystemError('an error that nobody catches')"])
 def test_neither_a_group_nor_a_thread_of_it_is_left(end: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     script = SCRIPT.format(end=end)

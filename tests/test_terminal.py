@@ -45,6 +45,7 @@ def test_a_resumed_fit_says_from_where_and_an_evaluation_begins_with_our_line(tm
     assert [line.split()[0] for line in tested.stdout.splitlines()[:3]] == ["test", "data", "mode"]
 
 
+@pytest.mark.slow
 def test_our_warnings_and_what_lightning_is_asked_to_say_are_shown_in_a_line_each(tmp_path: Path) -> None:
     flags = ["--trainer.sync_batchnorm=true", "--trainer.max_time=00:00:00:00"]
     warning, said, why = launch("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}").stderr.splitlines()
