@@ -64,6 +64,8 @@ def split_tensors(network: nn.Module, mesh: DeviceMesh, device: torch.device) ->
             setattr(layer, key, part)
         if split.get(name) == "head":
             parallelize_module(layer, mesh, RowwiseParallel(input_layouts=Replicate()))
+            # The layer returns a view of a sum that may still be on its way: nobody could detach it in an evaluation.
+            layer.register_forward_hook(lambda layer, inputs, output: output.clone())
         elif own:
             _derive(layer, _ComputesLocally)
 
