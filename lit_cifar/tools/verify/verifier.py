@@ -59,7 +59,7 @@ class Verifier:
             return first
         record = Record(folder)
         # The run folder is as before the last step, except for the logs.
-        shutil.copytree(record.run, record.resumed.run, ignore=shutil.ignore_patterns("last.ckpt"))
+        shutil.copytree(record.run, record.resumed.run, ignore=shutil.ignore_patterns("last.ckpt"), copy_function=_link)
         resumed = self._fit(f"{title}, resumed", record.resumed.folder, [*flags, "--resume=auto"], mode)
         # A second run may not refuse what the first one has accepted.
         status = 1 if resumed.status == EXIT_REFUSED else resumed.status
@@ -175,3 +175,8 @@ class Verifier:
         if self.settings.num_parts is not None or not normalises_batches(self.settings.module.network):
             return GhostBatches()
         return mode.ghost_batches(accumulation=self.settings.accumulation)
+
+
+def _link(source: str, target: str) -> None:
+    """Link a checkpoint, which is large and replaced as a whole; copy any other file, which is written on."""
+    (os.link if source.endswith(".ckpt") else shutil.copy2)(source, target)
