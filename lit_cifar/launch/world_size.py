@@ -60,7 +60,7 @@ def check_processes(trainer: Trainer, *, rank: int) -> None:
 def _follow_torchrun(config: dict[str, Any], strategy: Strategy | None) -> None:
     mode = mode_of(strategy)
     if mode.start_method != "popen":
-        problem = f"--trainer.strategy={config['strategy']} starts processes itself, and torchrun has done so already"
+        problem = f"--trainer.strategy={config['strategy']} starts processes itself, which torchrun or srun has done"
         raise ConfigError(problem, remedy="pass --trainer.strategy=ddp, or start it with python")
     processes, machines, total = (int(os.environ[f"{name}WORLD_SIZE"]) for name in ("LOCAL_", "GROUP_", ""))
     if processes * machines != total:
