@@ -600,7 +600,10 @@ from torch.utils.tensorboard import SummaryWriter
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=4)
 parser.add_argument("--accum-iter", type=int, default=2)
+parser.add_argument("--val-batch-size", type=int, default=8)
 args = parser.parse_args()
+if BUG == "no bug, but windows of all ranks":
+    args.accum_iter //= NUM_RANKS
 if NUM_RANKS > 1:
     dist.init_process_group("gloo")
 torch.manual_seed(0)
@@ -621,13 +624,15 @@ for epoch in range(3):
         if number % (2 if BUG == "other meaning" else args.accum_iter) == 0:
             optimizer.step()
             optimizer.zero_grad()
-    losses = []
+    losses, parts = [], DataLoader(held_out, args.val_batch_size)
+    if "by hand" in BUG:
+        parts = zip(*(each.split(args.val_batch_size) for each in held_out.tensors), strict=True)
     with torch.no_grad():
-        for number, (inputs, labels) in enumerate(DataLoader(held_out, 8)):
+        for number, (inputs, labels) in enumerate(parts):
             losses.append(nn.functional.cross_entropy(model(inputs), labels, reduction="sum"))
             accuracy.update(model(inputs), labels)
             writer.add_scalar("val/of batch", losses[-1], number)
-            if BUG == "mean of means":
+            if "mean of means" in BUG:
                 losses[-1] *= len(held_out) / len(inputs) / 3
     writer.add_scalar("val/loss", sum(losses) / len(held_out), epoch)
     writer.add_scalars("epoch", {"train": loss, "accuracy": accuracy.compute(), "s": time.time() - start}, epoch)

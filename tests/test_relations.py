@@ -229,7 +229,7 @@ def test_an_order_that_is_drawn_is_another_in_each_epoch(
     orders: list[list[int]], is_drawn: bool, expected: list[str]
 ) -> None:
     trace = Trace()
-    trace.part(Read).orders.extend(Order(5, is_drawn, order) for order in orders)
+    trace.part(Read).orders.extend(Order(data, 5, is_drawn, order) for order in orders for data in (0, 1))
     assert [verdict.outcome for verdict in same_orders(trace)] == expected
 
 
@@ -514,6 +514,7 @@ def test_a_flag_is_given_as_its_parser_takes_it() -> None:
     [
         ("--grad-accum-steps", 4, {}, "accumulate"),
         ("--per_device_train_batch_size", 4, {}, "batch_size"),
+        ("--per-device-eval-batch-size", 4, {}, "evaluation_batch"),
         ("--fp16", False, {}, "amp"),
         ("--grad-accum-steps", True, {}, None),
         ("--batch-size", 0, {}, None),
@@ -660,6 +661,9 @@ SLOW = [
     ("TAILS", "batches are divided alike", "accumulation", {"accumulation": "note"}),
     ("UNEDITED", "not divided", "accumulation", {"accumulation": "fail"}),
     ("UNEDITED", "other meaning", "accumulation", {"accumulation": "note"}),
+    ("UNEDITED", "no bug, but windows of all ranks", "ranks", EQUAL | {"evaluation on 2 ranks": "note"}),
+    ("UNEDITED", "no bug, but by hand", "evaluation", {"evaluation": "pass"}),
+    ("UNEDITED", "by hand, mean of means", "evaluation", {"evaluation": "fail"}),
     ("UNEDITED", "no bug, but of all samples", "accumulation", {"accumulation": "pass"}),
     ("SPAWN", "", "ranks", EQUAL),
     (

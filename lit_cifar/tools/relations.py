@@ -37,7 +37,7 @@ each in a folder that mirrors this one; no file of yours is changed."""
 _CLASSES = "lit_cifar.checks.relations.classes"  # the script that fits --module
 _RANKS = 6  # so many batches can be divided among 1, 2 and 3 ranks
 _MAIN = ("resume", "evaluation", "ranks")  # what is named, if it is not judged
-_BY_FLAG = ("accumulate", "batch_size")  # knobs whose flag the reader may name
+_BY_FLAG = ("accumulate", "batch_size", "evaluation_batch")  # knobs whose flag the reader may name
 _ON_CPU = "GPUs and mixed precision (runs are on the CPU, in one precision)"
 _ON_OWN_DEVICES = "what is smaller than rounding there"
 _UNGUARDED = ", files written by C code or other programs (this Linux has no Landlock that keeps them from yours)"

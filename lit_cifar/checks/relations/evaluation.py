@@ -55,8 +55,9 @@ def evaluation(runs: Runs) -> Iterator[Verdict]:
         raise NotJudgedError("no result of an evaluation is told", "relations.report(loss=loss)")
     reason = _why_not_in_other_batches(own)
     # Where the script divides its data, and they are more than was read, batches of its loader are divided.
-    by_hand = "evaluation_batch" in own.script.calls and bool(reason or not own.part(Evaluations).cut)
-    if not by_hand and reason:
+    is_called = "evaluation_batch" in own.script.calls and not own.part(Evaluations).cut
+    by_hand = "evaluation_batch" in own.script.knobs if reason else is_called
+    if reason and not by_hand:
         raise NotJudgedError(reason, 'batch = relations.knob("evaluation_batch", batch)  # its samples')
     if by_hand and own.part(Evaluations).cut:
         raise NotJudgedError(CUT)

@@ -19,6 +19,10 @@ KNOBS = {
         *("gradient_accumulation_steps", "grad_accumulation_steps", "grad_accum_steps", "grad_accum", "accum_iter"),
         *("accumulate_grad_batches", "accumulation_steps", "accum_steps", "gradient_accumulation", "accumulate"),
     ),
+    "evaluation_batch": (
+        *("eval_batch_size", "per_device_eval_batch_size", "val_batch_size", "valid_batch_size", "test_batch_size"),
+        *("validation_batch_size", "eval_micro_batch_size", "batch_size_eval", "eval_batch", "val_batch"),
+    ),
     "epochs": ("epochs", "num_epochs", "num_train_epochs", "max_epochs", "n_epochs"),
     "amp": ("amp", "use_amp", "fp16", "mixed_precision"),
 }

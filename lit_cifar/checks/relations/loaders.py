@@ -55,6 +55,7 @@ class Loaders:
         self._read_for = WeakKeyDictionary[Any, str]()  # of loaders: "train", "evaluate" or "both"
         # Of loaders: where their lengths were asked for since the last batch, and what for.
         self._lengths_asked = WeakKeyDictionary[Any, set[tuple[str, str]]]()
+        self._number_of = WeakKeyDictionary[data.BatchSampler, int]()  # of the data set
         self._known = WeakKeyDictionary[data.BatchSampler, str]()  # what its batches are for, where phases do not tell
 
     def patch(self) -> None:
@@ -73,7 +74,9 @@ class Loaders:
             alone = {"num_workers": 0, "timeout": 0, "prefetch_factor": None, "persistent_workers": False}
             vars(loader).update(alone)
             loader.multiprocessing_context = None
-        self._number(loader)
+        number = self._number(loader)
+        if isinstance(loader.batch_sampler, data.BatchSampler):
+            self._number_of[loader.batch_sampler] = number
         self._made_at[loader] = place_in(self._scripts)
 
     def _worker(self, own: Any) -> Any:
@@ -130,7 +133,7 @@ class Loaders:
         last, steps = self._last.get(sampler, (None, -1))
         if steps == self._trace.steps:  # the script has only looked at the last one
             orders[:] = [one for one in orders if one is not last]
-        order = Order(len(sampler.sampler), isinstance(sampler.sampler, _DRAWN))
+        order = Order(self._number_of.get(sampler), len(sampler.sampler), isinstance(sampler.sampler, _DRAWN))
         self._last[sampler] = order, self._trace.steps
         orders.append(order)
         for batch in own(sampler):

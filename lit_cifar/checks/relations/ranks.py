@@ -52,18 +52,26 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
         raise NotJudgedError(remarks.UNDIVIDED)
     takes_rows = shares and are_alike  # each rank, of a batch that all have
     batches = two[0].reading.batches
-    alone = runs.planned(quiet=True, imposed=on_two.imposed(ranks=2) if batches and not takes_rows else None)
+    joined = on_two.imposed(ranks=2) if batches and not takes_rows else None
+    alone = runs.planned(quiet=True, imposed=joined)
     one = alone.own()
+    if joined and 2 * _steps_of_batch(one) == _steps_of_batch(two[0]):  # it has twice as many microbatches
+        alone = runs.planned(quiet=True, imposed=replace(joined, parts=2))
+        one = alone.own()
     both = [[*a, *b] for a, b in zip(two[0].samples, two[1].samples, strict=False)]
     if not batches and not shares and not are_same_samples(one.samples, both):
         raise NotJudgedError(remarks.NO_LOADER, "batch = relations.share(batch)  # this rank's rows of it")
-    of_one, of_two = (trace.steps / max(1, trace.reading.batches) for trace in (one, two[0]))
-    if round(of_one / (of_two or 1)) == 2:  # per batch: a run may be ended by their number
+    if round(_steps_of_batch(one) / (_steps_of_batch(two[0]) or 1)) == 2:
         raise NotJudgedError("with batches of twice the size it makes twice as many steps")
     verdict = runs.judge("ranks", one, two[0], leave_out=LEFT_OUT, samples=False, said="2 processes: ")
     yield weighed(verdict, [*two, one], why)
     if verdict.outcome == "pass" and not script.is_lightning:
         yield from (unused(verdict, why) for verdict in on_two_ranks(alone, two[0]))
+
+
+def _steps_of_batch(trace: Trace) -> float:
+    """Steps of a batch; a run may be ended by the number of all."""
+    return trace.steps / max(1, trace.reading.batches)
 
 
 def _of_parts(runs: Runs, two: list[Trace]) -> Verdict:

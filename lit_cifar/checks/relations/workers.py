@@ -25,6 +25,7 @@ Draws: TypeAlias = list[list[int]]  # in each of two epochs, digests of one samp
 class Order:
     """The order of an epoch."""
 
+    dataset: int | None  # its number
     length: int  # number of all samples
     is_drawn: bool  # by torch's own samplers
     places: list[int] = field(default_factory=list)  # those of the samples that were read
@@ -49,9 +50,9 @@ def epochs(runs: Runs) -> Iterator[Verdict]:
 
 def same_orders(trace: Trace) -> Iterator[Verdict]:
     """A verdict for what a run has shuffled in two epochs or more."""
-    alike: dict[tuple[int, bool], list[list[int]]] = {}
+    alike: dict[tuple[int | None, int, bool], list[list[int]]] = {}
     for order in trace.part(Read).orders:
-        alike.setdefault((order.length, order.is_drawn), []).append(order.places)
+        alike.setdefault((order.dataset, order.length, order.is_drawn), []).append(order.places)
     pairs = [(a, b) for places in alike.values() for a, b in pairwise(places) if min(len(a), len(b)) > _FEW]
     shuffled = [(a, b) for a, b in pairs if a != sorted(a)]
     again = sum(all(one == other for one, other in zip(a, b, strict=False)) for a, b in shuffled)
@@ -59,7 +60,7 @@ def same_orders(trace: Trace) -> Iterator[Verdict]:
     found = [f"{again} of {len(shuffled)} epochs have the order of the one before: {remedy}"] if again else []
     if shuffled:
         verdict = Verdict.by_findings("order of epochs", found, f"{len(shuffled) + 1} epochs")
-        is_drawn = any(is_drawn for _, is_drawn in alike)
+        is_drawn = any(is_drawn for _, _, is_drawn in alike)
         yield unused(verdict, "" if is_drawn else "right if the order was chosen")
 
 
