@@ -100,22 +100,13 @@ def compared() -> Values:
 
 def related() -> Values:
     """Which of these bugs a relation shows, and of how many mended twins one fails, in rounds and once more."""
-    values: Values = {}
-    blind: set[str] = set()  # cases of both rounds, which were not known before
-    for name, record in {"relations-first": "2026-11-27", "relations": "2026-11-27-second"}.items():
-        rows = {file: read(f"silent_bugs/{record}/{file}.json") for file in ("blind", "relations")}
-        blind |= {row["case"] for row in rows["blind"]}
-        again = [row for row in rows["relations"] if row["case"] in blind]
-        known = [row for row in rows["relations"] if row["case"] not in blind]
-        for kind, of_kind in {"": known, "-blind": rows["blind"], "-again": again}.items():
-            values |= judged_by_relations(f"{name}{kind}", of_kind)
-    values |= judged_by_relations("relations-all", read("silent_bugs/2026-11-28-all/relations.json"))
+    values = judged_by_relations("relations-all", read("silent_bugs/2026-11-28-all/relations.json"))
     for kind in ("unedited", "edited"):
-        both = []
-        for round_ in ("fourth", "fifth"):
-            both += (rows := read(f"silent_bugs/2026-11-29-{round_}/{kind}.json"))
-            values |= judged_by_relations(f"relations-{round_}-{kind}", rows)
-        values |= judged_by_relations(f"relations-blind-{kind}", both)
+        rounds = {name: read(f"silent_bugs/2026-11-29-{name}/{kind}.json") for name in ("fourth", "fifth", "sixth")}
+        rounds["asked"] = rounds["fifth"] + rounds["sixth"]  # for bugs of what relations are made for
+        rounds["blind"] = rounds["fourth"] + rounds["asked"]
+        for name, rows in rounds.items():
+            values |= judged_by_relations(f"relations-{name}-{kind}", rows)
     return values
 
 
