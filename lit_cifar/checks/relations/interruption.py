@@ -92,10 +92,10 @@ def _at_calls_of_save(runs: Runs) -> Iterator["Interruption"]:
 
 
 def chosen(steps: Sequence[int], last: int) -> list[int]:
-    """Of places behind so many steps, those a third and just above two thirds along, if more steps follow."""
+    """Of places behind so many steps, those just above a third and two thirds along, if more steps follow."""
     between = [place for place, done in enumerate(steps) if 0 < done < last]
-    above = len(steps) > 5  # perhaps in each step, when two thirds may be the end of an epoch
-    wanted = {max(0, len(steps) // 3 - 1), max(0, len(steps) * 2 // 3 - 1 + above)}
+    above = len(steps) > 5  # perhaps in each step, when a third may be the end of an epoch: another one follows
+    wanted = {max(0, len(steps) // 3 - 1 + above), max(0, len(steps) * 2 // 3 - 1)}
     return [place for place in between if place in wanted] or between[-1:]
 
 
