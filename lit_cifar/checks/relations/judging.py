@@ -38,6 +38,7 @@ RELATIONS: dict[str, Relation] = {
 # Ways to run a training, of which the first that ends without an error is taken: on so many processes, with torchrun's
 # variables on one too, and in float64.
 _WAYS = [(*way, double) for way in ((1, False), (1, True), (2, False)) for double in (True, False)]
+_FEWEST_STEPS = 4  # of an epoch; in the first few a limit of gradients may hide a factor
 _QUICK_S = 15.0  # of a script that does not train: it is tried in other ways
 _MOST_RUNS = 2  # to learn what batches are for
 _SHORT = Limits(batches=3, steps=9, evaluated=6, undivided=1)  # for a slow training
@@ -189,4 +190,4 @@ def _in_windows(own: Trace, batches: int) -> int:
     if lengths and not own.reading.cut:
         return batches
     rest = own.reading.cut_from % window if len(lengths) == 1 else 0  # with several loaders, whole windows
-    return window * max(2, -(-batches // window)) - (window - rest if rest else 0)
+    return window * max(_FEWEST_STEPS, -(-batches // window)) - (window - rest if rest else 0)
