@@ -100,7 +100,7 @@ def compared() -> Values:
 
 def related() -> Values:
     """Which of these bugs a relation shows, and of how many mended twins one fails, in rounds and once more."""
-    values = judged_by_relations("relations-all", read("silent_bugs/2026-11-28-all/relations.json"))
+    values = judged_by_relations("relations-all", read("silent_bugs/2026-11-29-all/relations.json"))
     for kind in ("unedited", "edited"):
         rounds = {name: read(f"silent_bugs/2026-11-29-{name}/{kind}.json") for name in ("fourth", "fifth", "sixth")}
         rounds["asked"] = rounds["fifth"] + rounds["sixth"]  # for bugs of what relations are made for
