@@ -38,7 +38,7 @@ RELATIONS: dict[str, Relation] = {
 # Ways to run a training, of which the first that ends without an error is taken: on so many processes, with torchrun's
 # variables on one too, and in float64.
 _WAYS = [(*way, double) for way in ((1, False), (1, True), (2, False)) for double in (True, False)]
-_FEWEST_STEPS = 4  # of an epoch; in the first few a limit of gradients may hide a factor
+_FEWEST_STEPS = 4  # of an epoch, unless limits are set; in the first few clipping may hide a factor
 _QUICK_S = 15.0  # of a script that does not train: it is tried in other ways
 _MOST_RUNS = 2  # to learn what batches are for
 _SHORT = Limits(batches=3, steps=9, evaluated=6, undivided=1)  # for a slow training
@@ -162,7 +162,7 @@ def _run_twice(runs: Runs) -> Iterator[Verdict]:
     except RunError as error:
         yield Verdict("run", "crash", str(error))
         return
-    runs.plan = runs.with_limits(batches=_in_windows(runs.own(), runs.plan.limits.batches)).plan
+    runs.plan = runs.with_limits(batches=_in_windows(runs.own(), runs.plan.limits)).plan
     own = runs.own()
     if still := trained.nothing_changes(own):
         yield Verdict("run", "fail", still)
@@ -184,10 +184,11 @@ def _run_twice(runs: Runs) -> Iterator[Verdict]:
         yield Verdict("files", "note", elsewhere(own.end, runs.target))
 
 
-def _in_windows(own: Trace, batches: int) -> int:
+def _in_windows(own: Trace, limits: Limits) -> int:
     """About so many batches: an epoch that is cut ends inside a window if the script's own does, and as far inside."""
     window, lengths = own.script.window, own.reading.lengths
     if lengths and not own.reading.cut:
-        return batches
+        return limits.batches
+    fewest = _FEWEST_STEPS if limits == Limits() else 2
     rest = own.reading.cut_from % window if len(lengths) == 1 else 0  # with several loaders, whole windows
-    return window * max(_FEWEST_STEPS, -(-batches // window)) - (window - rest if rest else 0)
+    return window * max(fewest, -(-limits.batches // window)) - (window - rest if rest else 0)
