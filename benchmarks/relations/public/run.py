@@ -57,8 +57,8 @@ class Training:
     made: dict[str, str]  # the kind of what is made at each path, from the script's folder
 
 
-def trainings() -> Iterator[Training]:
-    for repository, each in tomllib.loads(TABLE.read_text()).items():
+def trainings(table: Path) -> Iterator[Training]:
+    for repository, each in tomllib.loads(table.read_text()).items():
         for group in (each, *each.get("given", [])):
             for script in group["scripts"]:
                 yield Training(repository, each["commit"], script, group.get("made", {}))
@@ -171,6 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="PART_OF_A_NAME", help="Only trainings that have one of them.")
     parser.add_argument("--clones", type=Path, required=True)
+    parser.add_argument("--table", type=Path, default=TABLE, help="Of trainings (default: trainings.toml).")
     parser.add_argument("--out", type=Path, required=True, help="The record, written anew after each training.")
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help="Seconds of a run.")
     parser.add_argument("--most", type=float, default=600, metavar="S", help="Seconds of a training, about.")
@@ -179,7 +180,7 @@ def main() -> None:
     os.environ.update(_VARIABLES)
     content = json.loads(options.out.read_text()) if options.out.exists() else about() | {"trainings": []}
     known = {(each["repository"], each["script"]) for each in content["trainings"]}
-    for training in trainings():
+    for training in trainings(options.table):
         name = f"{training.repository} {training.script}"
         is_asked = not options.names or any(part in name for part in options.names)
         if (training.repository, training.script) in known or not is_asked:
