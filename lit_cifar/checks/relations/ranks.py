@@ -53,25 +53,27 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
     takes_rows = shares and are_alike  # each rank, of a batch that all have
     batches = two[0].reading.batches
     joined = on_two.imposed(ranks=2) if batches and not takes_rows else None
-    alone = runs.planned(quiet=True, imposed=joined)
+    alone, shared = runs.planned(quiet=True, imposed=joined), ""
     one = alone.own()
-    if joined and 2 * _steps_of_batch(one) == _steps_of_batch(two[0]):  # it has twice as many microbatches
+    if joined and _times_as_many_steps(two[0], one) == 2:  # as a script may do whose global batch is the same
+        shared = ", of a step's microbatches half on each rank"
         alone = runs.planned(quiet=True, imposed=replace(joined, parts=2))
         one = alone.own()
     both = [[*a, *b] for a, b in zip(two[0].samples, two[1].samples, strict=False)]
     if not batches and not shares and not are_same_samples(one.samples, both):
         raise NotJudgedError(remarks.NO_LOADER, "batch = relations.share(batch)  # this rank's rows of it")
-    if round(_steps_of_batch(one) / (_steps_of_batch(two[0]) or 1)) == 2:
+    if _times_as_many_steps(one, two[0]) == 2:
         raise NotJudgedError("with batches of twice the size it makes twice as many steps")
     verdict = runs.judge("ranks", one, two[0], leave_out=LEFT_OUT, samples=False, said="2 processes: ")
-    yield weighed(verdict, [*two, one], why)
+    yield weighed(replace(verdict, looked_at=verdict.looked_at + shared), [*two, one], why)
     if verdict.outcome == "pass" and not script.is_lightning:
         yield from (unused(verdict, why) for verdict in on_two_ranks(alone, two[0]))
 
 
-def _steps_of_batch(trace: Trace) -> float:
-    """Steps of a batch; a run may be ended by the number of all."""
-    return trace.steps / max(1, trace.reading.batches)
+def _times_as_many_steps(one: Trace, other: Trace) -> int:
+    """Per batch, as a run may be ended by the number of its steps; about, as a last window may be left out."""
+    of_one, of_other = (trace.steps / max(1, trace.reading.batches) for trace in (one, other))
+    return round(of_one / (of_other or 1))
 
 
 def _of_parts(runs: Runs, two: list[Trace]) -> Verdict:
