@@ -46,8 +46,7 @@ class Loaders:
         self._datasets: dict[int, tuple[int, Any]] = {}
         self._is_read_again = False
         self._trained: dict[int, Any] = {}  # loaders, by the numbers of their data sets
-        # Of a sampler: its last order, and the number of steps before it.
-        self._last = WeakKeyDictionary[Any, tuple[Order, int]]()
+        self._last = WeakKeyDictionary[Any, Order]()  # of a sampler
         self._asked: int | None = None  # number of samples of the batch that was fetched last
         self._length_of, self._batches_of = DataLoader.__len__, DataLoader.__iter__
         self._scripts = watched.folder.parent / MIRROR
@@ -130,11 +129,12 @@ class Loaders:
             yield from own(sampler)
             return
         orders = self._trace.part(Read).orders
-        last, steps = self._last.get(sampler, (None, -1))
-        if steps == self._trace.steps:  # the script has only looked at the last one
+        last, begun = self._last.get(sampler), self._trace.steps
+        if last and last.begun == begun:  # the script has only looked at it
             orders[:] = [one for one in orders if one is not last]
-        order = Order(self._number_of.get(sampler), len(sampler.sampler), isinstance(sampler.sampler, _DRAWN))
-        self._last[sampler] = order, self._trace.steps
+        is_drawn = isinstance(sampler.sampler, _DRAWN)
+        order = Order(self._number_of.get(sampler), len(sampler.sampler), is_drawn, begun)
+        self._last[sampler] = order
         orders.append(order)
         for batch in own(sampler):
             order.places += batch

@@ -28,6 +28,7 @@ class Order:
     dataset: int | None  # its number
     length: int  # number of all samples
     is_drawn: bool  # by torch's own samplers
+    begun: int  # steps before it
     places: list[int] = field(default_factory=list)  # those of the samples that were read
 
 
@@ -50,11 +51,12 @@ def epochs(runs: Runs) -> Iterator[Verdict]:
 
 def same_orders(trace: Trace) -> Iterator[Verdict]:
     """A verdict for what a run has shuffled in two epochs or more."""
-    alike: dict[tuple[int | None, int, bool], list[list[int]]] = {}
+    alike: dict[tuple[int | None, int, bool], list[Order]] = {}
     for order in trace.part(Read).orders:
-        alike.setdefault((order.dataset, order.length, order.is_drawn), []).append(order.places)
-    pairs = [(a, b) for places in alike.values() for a, b in pairwise(places) if min(len(a), len(b)) > _FEW]
-    shuffled = [(a, b) for a, b in pairs if a != sorted(a)]
+        alike.setdefault((order.dataset, order.length, order.is_drawn), []).append(order)
+    # Loaders that are read beside each other may have one order.
+    pairs = [(a.places, b.places) for orders in alike.values() for a, b in pairwise(orders) if a.begun < b.begun]
+    shuffled = [(a, b) for a, b in pairs if min(len(a), len(b)) > _FEW and a != sorted(a)]
     again = sum(all(one == other for one, other in zip(a, b, strict=False)) for a, b in shuffled)
     remedy = "give each epoch another order, such as by the sampler's set_epoch"
     found = [f"{again} of {len(shuffled)} epochs have the order of the one before: {remedy}"] if again else []
