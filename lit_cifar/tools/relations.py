@@ -31,9 +31,9 @@ from lit_cifar.tools.terminal import (
 
 _DESCRIPTION = """\
 Run your own training script in pairs that must train the same model: resumed or not, on one process or two, with one
-batch or two microbatches, evaluated in other batches. Say what differs. A Lightning script needs no change; a script in
-plain PyTorch calls lit_cifar.relations where its own values could be others. Runs are short, on the CPU, in float64,
-each in a folder that mirrors this one; no file of yours is changed."""
+batch or two microbatches, evaluated in other batches. Say what differs. A script is taken as it is; what could not be
+judged is said, with the flag or the call of lit_cifar.relations that would let it. Runs are short, on the CPU, in
+float64, each in a folder that mirrors this one; your files stay as they are."""
 _CLASSES = "lit_cifar.checks.relations.classes"  # the script that fits --module
 _RANKS = 6  # so many batches can be divided among 1, 2 and 3 ranks
 _MAIN = ("resume", "evaluation", "ranks")  # what is named, if it is not judged
