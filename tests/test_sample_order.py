@@ -8,7 +8,7 @@ from torchvision.transforms import v2
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.augment import Augment
 from lit_cifar.data.changed_order import check_held_out, check_rest_of_epoch
-from lit_cifar.data.sample_order import order_settings
+from lit_cifar.data.sample_order import _text, order_settings
 from lit_cifar.errors import CheckpointError
 
 SETTINGS = {
@@ -96,3 +96,7 @@ def test_other_files_are_refused_within_an_epoch() -> None:
     check_rest_of_epoch(then, then | {"val files": "d"})
     with pytest.raises(CheckpointError, match="since then files to train on were added, removed or renamed"):
         check_rest_of_epoch(then, then | {"train files": "b"})
+
+
+def test_the_place_of_an_object_in_memory_is_no_setting() -> None:
+    assert _text([object(), [print]]) == "[<object object>,[<built-in functionprint>]]".replace(" ", "")

@@ -20,6 +20,7 @@ from lit_cifar import CIFAR10DataModule, DataError
 from lit_cifar.data import pictures as module
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.pictures import EncodedImages
+from lit_cifar.data.workers import Maker
 
 real_free_memory = module.free_memory
 NEEDED = ["--data.memory_gb=0", "--data.num_workers=2"]
@@ -54,6 +55,11 @@ def batches(data: CIFAR10DataModule, epoch: int) -> list[Batch]:
     train.sampler.behind = lambda: epoch
     train.sampler.set_epoch(epoch)
     return [*train, *data.val_dataloader()]
+
+
+def test_what_a_worker_makes_is_shared_before_it_is_sent() -> None:
+    """Where the shared memory is full, an error there reaches the training; one in the queue's thread was a hang."""
+    assert Maker(torch.zeros_like, None)[torch.ones(2), None].is_shared()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

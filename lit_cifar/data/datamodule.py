@@ -291,7 +291,7 @@ class CIFAR10DataModule(L.LightningDataModule):
 
             num_workers = max(1, num_cores() // self._num_processes)
         device = images.images.device if self.trainer is None else self.trainer.strategy.root_device
-        if (images.are_encoded or not transforms) and has_room(images, device):  # transforms run on the host
+        if (not transforms or (images.are_encoded and num_workers)) and has_room(images, device):  # else on the host
             images = images.to(device)
         return BatchLoader(images, sampler, num_workers=num_workers, **settings)
 

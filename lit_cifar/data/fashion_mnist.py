@@ -26,7 +26,7 @@ class Fashion(Dataset):
 
     def prepare(self, *, download: bool) -> None:
         folder = self.root / "FashionMNIST"
-        if folder.exists():
+        if folder.exists() or folder.is_symlink():
             for split in NUM_IMAGES:
                 _open(self.root, split)
             return

@@ -54,7 +54,7 @@ def order_settings(data: Any) -> OrderSettings:
 
 def _text(transforms: list[Any]) -> str:
     """What tells transforms from others, in a line: an object's place in the memory does not."""
-    return printable(re.sub(r"\s+| at 0x\w+", "", str(transforms)))
+    return printable(re.sub(r" at 0x\w+|\s+", "", str(transforms)))
 
 
 def settings_in(checkpoint: Mapping[str, Any]) -> OrderSettings | None:

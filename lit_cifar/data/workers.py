@@ -39,7 +39,9 @@ class Maker(Dataset[Tensor | ConfigError]):
         packed, draws = item
         try:
             images = self.unpack(packed)
-            return images if self.augment is None else self.augment(images, torch.from_numpy(draws))
+            images = images if self.augment is None else self.augment(images, torch.from_numpy(draws))
+            images.share_memory_()  # type: ignore[no-untyped-call]  # in a queue's thread an error would be a hang
+            return images
         except ConfigError as error:
             return error
 
