@@ -45,9 +45,7 @@ NAMES = {
         lightning.pytorch.strategies.DDPStrategy._configure_launcher ._timeout
         torch.Tensor._backward_hooks ._post_accumulate_grad_hooks torch.amp.GradScaler._unscale_grads_
         torch.autograd.Variable._execution_engine torch.nn.Module._buffers ._parameters""",
-    "--trainer.strategy=mp": "lightning.fabric.utilities.device_dtype_mixin._update_properties",
-    "--trainer.strategy=ddp_mp": """lightning.fabric.utilities.device_dtype_mixin._update_properties
-        lightning.fabric.utilities.distributed._init_dist_connection
+    "--trainer.strategy=ddp_mp": """lightning.fabric.utilities.distributed._init_dist_connection
         lightning.pytorch.strategies.DDPStrategy._get_process_group_backend ._setup_model""",
     "--trainer.strategy=pp": """torch._subclasses.FakeTensorMode
         torch.distributed.pipelining.PipelineStage.backward_one_chunk .forward_one_chunk""",

@@ -43,9 +43,9 @@ def test_the_largest_batch_is_compiled_and_a_ragged_one_is_not(graphs: list[tupl
         images = torch.randn(num_samples, 3)
         torch.testing.assert_close(run(images), network(images))
     assert graphs == [(4, 3), (8, 3)]
-    network.eval()
-    for num_samples in (6, 6, 2):
-        run(torch.randn(num_samples, 3))
+    with torch.no_grad():  # whether or not the module knows that it is evaluated, as a stage does not
+        for num_samples in (6, 6, 2):
+            run(torch.randn(num_samples, 3))
     assert graphs == [(4, 3), (8, 3), (6, 3)]
     for width in range(4, 14):
         Compiled(nn.Sequential(nn.Linear(3, width)))(torch.randn(4, 3))

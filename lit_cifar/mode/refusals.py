@@ -52,7 +52,7 @@ TABLE = (
     Refusal(
         option="--model.optimizer=lit_cifar.MuonSGD",
         modes=_SHARDED,
-        problem="--model.optimizer={optimizer} multiplies whole matrices, and {mode} has parts",
+        problem="--model.optimizer={optimizer} needs whole tensors, and {mode} has parts",
         remedy="pass another optimizer, or --trainer.strategy=ddp",
     ),
     Refusal(

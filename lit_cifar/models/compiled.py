@@ -29,7 +29,6 @@ class Compiled:
 
     def __init__(self, module: nn.Module, call: Callable[..., Any] | None = None, *, cuda_graphs: bool = False) -> None:
         config.recompile_limit = max(config.recompile_limit, _MAX_COMPILATIONS)
-        self.module = module
         self._plain: Callable[..., Any] = module if call is None else call
         mode = "reduce-overhead" if cuda_graphs else None
         self._compiled: Callable[..., Any] = torch.compile(self._plain, backend=BACKEND, dynamic=False, mode=mode)
@@ -38,10 +37,10 @@ class Compiled:
 
     def for_batch(self, num_samples: int) -> Any:
         """Return the callable for a batch of `num_samples`: the compiled module, or the module itself."""
-        largest = self._largest.setdefault(self.module.training, num_samples)
+        largest = self._largest.setdefault(torch.is_grad_enabled(), num_samples)
         if num_samples < largest:
             return self._plain
-        self._largest[self.module.training] = num_samples
+        self._largest[torch.is_grad_enabled()] = num_samples
         return self._compiled
 
     def __call__(self, images: Tensor) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adagrad, Optimizer
+from torch.optim import SGD, Adafactor, Adagrad, Optimizer, Rprop
 from typing_extensions import override
 
 from lit_cifar import internals
@@ -90,7 +90,7 @@ class ShardedStrategy(MeshStrategy):
 
     @override
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        if isinstance(optimizer, MuonSGD):
+        if isinstance(optimizer, MuonSGD | Adafactor | Rprop):
             refuse("--model.optimizer=lit_cifar.MuonSGD", self, optimizer=type(optimizer).__name__)
         # These fused kernels have no sharding strategy for DTensors up to torch 2.15; those of Adam and AdamW have one.
         fused = any(group.get("fused") for group in optimizer.param_groups)
@@ -135,11 +135,9 @@ class ShardedStrategy(MeshStrategy):
         training enlarges. For a ResNet34 that sends 0.8 MB. Only the momentum of the first process counts.
         """
         output = super().optimizer_step(*args, **kwargs)
-        if self.splits_layers:
+        if self.splits_layers and (whole := [*self._replicated()]):
             with torch.no_grad():
-                send_as_one(
-                    lambda flat: dist.broadcast(flat, group=self.model_group, group_src=0), [*self._replicated()]
-                )
+                send_as_one(lambda flat: dist.broadcast(flat, group=self.model_group, group_src=0), whole)
         return output
 
     def _replicated(self) -> Iterator[Tensor]:

@@ -135,12 +135,9 @@ class StagedStrategy(CutStrategy, ABC):
     def model_to_device(self) -> None:
         """Move each stage to its device, and all else to the root device, which may be too small for the network."""
         module: Any = self.lightning_module
-        network = self.module.network
-        for child in module.children():
-            if child is not network:
-                child.to(self.root_device)
-        # `module.to()` would also note the device on which Lightning makes the module's own tensors.
-        internals.update_properties(module, device=self.root_device)
+        network, module.network = module.network, nn.Identity()
+        module.to(self.root_device)
+        module.network = network
         for stage, device in zip(self.partition.modules(network), self.stage_devices, strict=True):
             stage.to(device)
 

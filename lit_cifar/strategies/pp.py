@@ -29,8 +29,8 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
     those of the first one are kept. The module computes loss and metrics from the logits of the whole batch, which the
     last stage sends to all.
 
-    Each process has the whole network in host memory and its own stages on its device; the copies of the other stages
-    are brought up to date for checkpoints and at the end.
+    Each process has the whole network in host memory, at the start on its device too, and then its own stages there;
+    the copies of the other stages are brought up to date for checkpoints and at the end.
 
     Args:
         num_stages: Number of stages of a pipeline; by default so many that there is one pipeline. A process holds one,

@@ -1,4 +1,4 @@
-"""Synchronised BatchNorm on the CPU: `--trainer.sync_batchnorm=true` for `ddp` and `ddp_spawn` without a GPU.
+"""Synchronised BatchNorm on the CPU: `--trainer.sync_batchnorm=true` without a GPU, in all modes that take it.
 
 torch's `nn.SyncBatchNorm` refuses CPU tensors. The layers here normalise a batch that is spread unevenly over processes
 as `nn.BatchNorm` normalises the whole of it (Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167). The gradient is

@@ -87,12 +87,12 @@ def _derive(layer: nn.Module, kind: type[nn.Module]) -> None:
 class _ComputesLocally(nn.Module):
     """A layer whose parameters and buffers are DTensors, and whose `forward` sees their local parts."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, *inputs: Any, **options: Any) -> Any:
         kept = self._parameters, self._buffers
         # Plain dicts, as a parameter's local part is no Parameter; running statistics share the DTensors' memory.
         self.__dict__.update(_parameters=_local_parts(kept[0]), _buffers=_local_parts(kept[1]))
         try:
-            return cast(Tensor, super().forward(input))
+            return super().forward(*inputs, **options)
         finally:
             self.__dict__.update(_parameters=kept[0], _buffers=kept[1])
 
