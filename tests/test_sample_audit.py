@@ -284,6 +284,24 @@ def test_a_run_that_loses_samples_is_stopped(saved: Path, tmp_path: Path, monkey
     assert not (tmp_path / "late.ckpt").exists()
 
 
+class FailsIn(SaveAt):
+    """Has an error behind the forward pass, and leaves a checkpoint."""
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: torch.Tensor) -> None:
+        if (trainer.current_epoch, trainer.global_step % 5) == self.at:
+            trainer.save_checkpoint(self.path)
+            raise MemoryError
+
+    on_train_batch_start = L.Callback.on_train_batch_start
+
+
+def test_a_step_that_an_error_has_ended_is_not_proven(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="within an optimizer step"), pytest.raises(MemoryError):
+        fit(tmp_path / "run", FailsIn(tmp_path / "2.ckpt", epoch=1, step=2))
+    fit(tmp_path / "resumed", resume=tmp_path / "2.ckpt")
+    assert lines(tmp_path / "resumed") == expected_lines()[1:]
+
+
 def test_a_checkpoint_without_an_audit_leaves_its_epoch_unproven(saved: Path, tmp_path: Path) -> None:
     checkpoint = torch.load(saved / "2.ckpt", weights_only=True)
     del checkpoint["sample_audit"]

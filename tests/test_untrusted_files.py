@@ -12,6 +12,7 @@ import pickle
 import re
 import shlex
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial, reduce
@@ -77,6 +78,7 @@ def as_pickle(content: Any, path: Path) -> None:
     path.write_bytes(pickle.dumps(content, protocol=2))
 
 
+EVIL = {"class_path": "this.Net", "init_args": {}}  # what Python has, and nobody imports
 WRITERS = [as_pickle, torch.save, partial(torch.save, _use_new_zipfile_serialization=False)]
 
 
@@ -102,6 +104,24 @@ def test_no_reader_of_checkpoints_runs_code(tmp_path: Path, marker: Path, writer
             read(tmp_path / LAST)
     path, problems = newest_valid(tmp_path)
     assert (path, len(problems)) == (tmp_path / PREVIOUS, 1)
+
+
+@pytest.mark.parametrize(
+    "named", [{"test_views": 2}, {"_instantiator": "lightning.pytorch.cli.instantiate_module", "network": EVIL}]
+)
+def test_a_checkpoint_chooses_no_argument_of_the_module(tmp_path: Path, trained: Path, named: dict[str, Any]) -> None:
+    content = read_checkpoint(trained / "checkpoints" / LAST)
+    torch.save(content | {"hyper_parameters": named}, tmp_path / "evil.ckpt")
+    assert lit_cifar.LitResNet.load_from_checkpoint(tmp_path / "evil.ckpt").test_views == 1
+    assert "this" not in sys.modules
+
+
+def test_a_checkpoint_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    for within in (content := {"state_dict": {}}, [content]):
+        content["itself"] = within
+        torch.save(content, tmp_path / "endless.ckpt")
+        with pytest.raises(CheckpointError, match="too many objects in one another"):
+            read_checkpoint(tmp_path / "endless.ckpt")
 
 
 @pytest.mark.usefixtures("trusting")
@@ -264,6 +284,8 @@ OF_A_FIT = [
     (put("optimizer_states", 0, "param_groups", 0, "params", value=lambda held: held[::-1]), "numbers them otherwise"),
     (put("lr_schedulers", value=[]), "its lr_schedulers is []"),
     (put("lr_schedulers", 0, "last_epoch", value="x"), "its lr_schedulers.0.last_epoch is 'x'"),
+    (put("lr_schedulers", 0, "last_epoch", value=10**12), "its schedule has taken 1000000000000 steps, and its opt"),
+    (put("settings", "optimizer.lr", value=torch.zeros(3)), "its settings.optimizer.lr is (3,)"),
     (put("settings", "optimizer.lr", value="x\ny"), r"its settings.optimizer.lr is 'x\ny'"),
     (without("position"), "its position is None"),
     (put("sample_audit", "epoch", value=7), "its sample audit is of another step than its position"),

@@ -123,6 +123,8 @@ def check_states(checkpoint: Mapping[str, Any], trainer: Trainer, optimizer: Opt
     check_content(checkpoint["lr_schedulers"], [scheduler.state_dict()], "lr_schedulers", partly=True)
     if _holds_nan(checkpoint["lr_schedulers"]):
         raise CheckpointError("the state of its schedule holds nan")
+    if (taken := checkpoint["lr_schedulers"][0].get("last_epoch", 0)) > steps:
+        raise CheckpointError(f"its schedule has taken {described(taken)} steps, and its optimizer {steps}")
     with _trying("the schedule"):
         scheduler.load_state_dict(deepcopy(checkpoint["lr_schedulers"][0]))
     _check_state(checkpoint["optimizer_states"][0], optimizer, begun=checkpoint["global_step"] > 0)

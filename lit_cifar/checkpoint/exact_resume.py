@@ -154,7 +154,8 @@ class ExactResume(Callback):
         checkpoint[POSITION] = asdict(position)
         checkpoint[METRICS] = _collect(trainer, pl_module) if self._counts is None else self._counts
         checkpoint["callbacks"] |= self._patience
-        if position.started and batches_of_epoch(trainer) % trainer.accumulate_grad_batches:
+        batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        if position.started and (batch.started > batch.processed or batch.processed % trainer.accumulate_grad_batches):
             repeats = "a run that goes on from it repeats batches, which statistics and means then count twice"
             rank_zero_warn(f"this checkpoint is written within an optimizer step: {repeats}")
 

@@ -107,7 +107,7 @@ _ENTRIES: dict[str, Any] = {
     "callbacks": dict[str, Any],
     OPTIMIZER: str,
     SCHEDULE: str,
-    SETTINGS: dict[str, Any],
+    SETTINGS: dict[str, bool | float | str | list | tuple | dict | None],  # type: ignore[type-arg]
     METRICS: dict[str, dict[str, Tensor]],
     STOPPED: list[dict[str, bool | float | Annotated[str, "(?s).*"]]] | None,
     AVERAGED: dict[str, Tensor],
@@ -212,13 +212,15 @@ def check_entries(checkpoint: Mapping[str, Any], name: Path | str = "this checkp
         check_content(checkpoint, dict.fromkeys(others) if entry in checkpoint else {})
 
 
-def _check_names(content: Any) -> None:
-    """Refuse names that a message cannot show, at any depth of a file of any program."""
-    if isinstance(content, dict):
-        for name, value in content.items():
-            if not str(name).isprintable():
-                raise CheckpointError(f"it holds the name {described(name)}", remedy=SAVE_ALONE)
-            _check_names(value)
+def _check_names(content: Any, levels: int = 50) -> None:
+    """Refuse names that a message cannot show, at any depth of a file of any program, and what contains itself."""
+    if not levels:
+        raise CheckpointError("it holds too many objects in one another", remedy=SAVE_ALONE)
+    parts = dict(enumerate(content)) if isinstance(content, list | tuple) else content
+    for name, value in parts.items() if isinstance(parts, dict) else ():
+        if not str(name).isprintable():
+            raise CheckpointError(f"it holds the name {described(name)}", remedy=SAVE_ALONE)
+        _check_names(value, levels - 1)
 
 
 def check_is_file(path: Path) -> None:

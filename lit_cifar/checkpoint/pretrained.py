@@ -13,7 +13,7 @@ from lit_cifar.checkpoint.compatibility import check_shapes, wrong_values
 from lit_cifar.checkpoint.format import SAVE_ALONE, is_own, naming, read_checkpoint
 from lit_cifar.errors import CheckpointError, printable
 
-_NUM_NAMED = 4
+_NUM_NAMED, _MOST_PLACES = 4, 20
 _COUNTER = "num_batches_tracked"
 _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # torch's own
 _FLAGS = f"pass the flags of its network, e.g. --model.arch=resnet18 --model.stem=imagenet, or {SAVE_ALONE}"
@@ -94,7 +94,8 @@ def _taken(own: Mapping[str, Tensor], taken: Collection[str], at: _Place) -> str
 def _place_of(own: Mapping[str, Tensor], kept: Mapping[str, Mapping[str, Tensor]], *, kind: str) -> _Place:
     """The place from which most tensors of a network can be taken."""
     counts = Counter(place for where, tensors in kept.items() for place in _places(where, tensors, own))
-    best = [place for place, count in counts.items() if count == max(counts.values())]
+    most = max(counts.values(), default=0)
+    best = [place for place, count in counts.items() if count == most][:_MOST_PLACES]
     shapes = {(name, tensor.shape) for name, tensor in own.items()}
     fits = [place for place in best if shapes & {(name, its.shape) for name, its in place.given(kept).items()}]
     if not fits:

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_cifar.checkpoint.content import check_content
+from lit_cifar.data.datamodule import batches_of_epoch
 from lit_cifar.data.images import Batch
 from lit_cifar.data.samplers import TrainSampler
 from lit_cifar.errors import CheckpointError, SampleAuditError
@@ -91,6 +92,7 @@ class SampleAudit(Callback):
         uses: Tensor = trainer.strategy.reduce(tally.uses.clone(), reduce_op="sum").cpu()  # which works in place
         if not uses.equal(tally.plan.uses(loader_steps)):
             raise failure(uses, tally.plan, loader_steps=loader_steps)
+        loader_steps = min(loader_steps, batches_of_epoch(trainer))  # an error may have ended the newest one
         ends = loader_steps >= trainer.num_training_batches  # a limit on them may shorten the last step
         self._digest = tally.proceed(self._digest, loader_steps=loader_steps, ends=ends)
 

@@ -324,12 +324,12 @@ class LitResNet(L.LightningModule):
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]
-        cls, checkpoint_path: str | Path, map_location: Any = None, **kwargs: Any
+        cls, checkpoint_path: str | Path, map_location: str | torch.device | None = None, **kwargs: Any
     ) -> "LitResNet":
-        """The network that the file's header describes, with the file's weights.
+        """The network that the file's header describes, with the file's weights, on the CPU or `map_location`.
 
-        `kwargs`, those of the constructor and of Lightning, override the header; `network` must be among them for a
-        network of your own. Only tensors and primitives are read in any case.
+        `kwargs`, those of the constructor, override the header; `network` must be among them for a network of your own.
+        Only tensors and primitives are read in any case, and nothing else of the file is an argument.
 
         Raises:
             CheckpointError: The file cannot be read, or holds a different network.
@@ -339,9 +339,11 @@ class LitResNet(L.LightningModule):
         if header.network is not None and "network" not in kwargs:
             problem = f"the checkpoint holds {header}, and no code is run because a checkpoint names it"
             raise CheckpointError(problem, remedy=f"pass network={header.network.rpartition('.')[2]}(...)")
-        arguments = header.arguments() | kwargs
-        arguments.pop("weights_only", None)  # weights alone, always
-        return super().load_from_checkpoint(checkpoint_path, map_location, weights_only=True, **arguments)
+        kwargs.pop("weights_only", None)  # weights alone, always
+        model = cls(**header.arguments() | kwargs)
+        model.on_load_checkpoint(content)
+        model.load_state_dict(content["state_dict"])
+        return model.to(map_location)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write the plain network's keys and a header that says which network it is."""

@@ -39,7 +39,7 @@ class NesterovSGD(SGD):
 
 
 class WarmupDecay(LRScheduler):
-    """Raises the learning rate linearly to the optimizer's, then decays it to zero at the last step.
+    """Raises the learning rate linearly to the optimizer's, then decays it towards zero, which a next step would have.
 
     It steps once per batch. `LitResNet` calls `set_total_steps` with the number of optimizer steps of the run.
     Linear warm-up as in Goyal et al., "Accurate, large minibatch SGD", 2017; cosine decay as in Loshchilov and Hutter,
@@ -168,7 +168,9 @@ class Recipe:
         if is_elsewhere:
             rank_zero_warn(f"the schedule goes on behind {taken} steps of this run, not {loaded['last_epoch']}")
         if changed:
-            then, now = (printable(", ".join(f"{name}={of.get(name)}" for name in changed)) for of in (known, own))
+            then, now = (
+                printable(", ".join(f"{one}={str(of.get(one))[:80]}" for one in changed)) for of in (known, own)
+            )
             rank_zero_warn(f"the training before had {then}; from optimizer step {step} on it has {now}")
         rates = [group["lr"] for group in optimizer.param_groups]
         for group, fresh in zip(optimizer.param_groups, self._groups, strict=True):
