@@ -1,5 +1,6 @@
 """Relations between two runs of a training: what they find in a stranger's script, and what they leave alone."""
 
+import builtins
 import json
 import logging
 import os
@@ -560,6 +561,8 @@ def test_what_is_told_to_loggers_is_heard_and_sent_nowhere(monkeypatch: pytest.M
         modules[module] = SimpleNamespace(**{owner: type(owner, (Logger,), {})})
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
+    for owner, name in ((builtins, "print"), (logging.Logger, "handle")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # so that they are put back
     told.listen(lambda who, values: heard.append((who, values)), lines.append)
     wandb.init("mine").log({"loss": 1.0}, step=3)
     wandb.log(step=3, values={"loss": 2.0})
