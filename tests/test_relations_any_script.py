@@ -156,3 +156,26 @@ def test_a_slow_training_is_cut_short_and_judged(
     Path("train.py").write_text(f"{STEPS}\ntrain(40, wait=0.05)")
     output = said(home, "train.py", *words)
     assert re.search(rf"^PASS    what is trained .*\(the first {steps} steps\)$", output, flags=re.M), output
+
+
+AT_THE_END = f"""{STEPS}
+from torch.utils.data import DataLoader
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.randn(24, 4)
+for epoch in range(50):
+    for batch in DataLoader(data, batch_size=4, shuffle=True):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+with torch.no_grad():
+    losses = torch.tensor([model(batch).square().REDUCED() for batch in DataLoader(data, batch_size=5)])
+sys.stdout.write(f"test loss {{losses.REDUCED():.5f}}\\n")
+"""
+
+
+@pytest.mark.parametrize(("reduced", "outcome"), [("sum", "PASS"), ("mean", "FAIL")])
+def test_a_script_that_evaluates_behind_many_epochs_is_led_there(reduced: str, outcome: str, home: Path) -> None:
+    Path("train.py").write_text(AT_THE_END.replace("REDUCED", reduced))
+    output = said(home, "train.py", "--steps=9", only="evaluation")
+    assert re.search(rf"^{outcome} +evaluation .*printed: test loss.*\(.*the first 9 steps\)$", output, re.M), output

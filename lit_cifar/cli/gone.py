@@ -17,8 +17,9 @@ INSTEAD: dict[str, str] = {
     # Checks.
     "relations --only=autocast": "compare types and steps with and without it in a test of your own",
     "relations --only=compile": "torch.testing.assert_close between a module and what torch.compile makes of it",
-    "relations --only=effects": "--also=PACKAGE.FUNCTION, a relation of your own",
-    "relations --only=groups": "--also=PACKAGE.FUNCTION, a relation of your own",
+    "relations --also": "--same=ARGUMENTS, for arguments of the script that should change nothing",
+    "relations --only=effects": "--same=ARGUMENTS, for arguments of the script that should change nothing",
+    "relations --only=groups": "--same=ARGUMENTS, for arguments of the script that should change nothing",
     "relations --only=recomputation": "--same=ARGUMENTS that turn your checkpointing of activations off",
     "verify --launcher": "leave it out, as verify starts the processes of each mode",
     "verify --module": "relations --module=CLASS --data=CLASS -- FLAGS",

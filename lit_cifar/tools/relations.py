@@ -8,7 +8,6 @@ import textwrap
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from pkgutil import resolve_name
 
 from lit_cifar import internals
 from lit_cifar.checks.relations.judging import RELATIONS, Relation, judged
@@ -113,7 +112,6 @@ def relations_parser() -> argparse.ArgumentParser:
     add("--data", metavar="CLASS", help="A LightningDataModule for --module.")
     add("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for `python -m`.")
     add("--only", metavar="A,B", help=f"Of {', '.join(RELATIONS)}.")
-    add("--also", action="append", default=[], metavar="PACKAGE.FUNCTION", help="A relation of your own.")
     add("--same", action="append", default=[], metavar="ARGUMENTS", help="Of the script, that should change nothing.")
     add("--fake-data", action="store_true", help="Few made samples in place of known data sets; no download.")
     add("--gpu", action="store_true", help="On its own devices, in its precision, against the spread of equal runs.")
@@ -183,11 +181,4 @@ def _chosen(options: argparse.Namespace) -> dict[str, Relation]:
         if "resume" not in chosen:
             raise ConfigError(f"--resume-by has no effect with --only={options.only}", remedy="add resume to --only")
         chosen["resume"] = partial(resumed, by=options.resume_by)
-    chosen |= {f"--same={words}": partial(with_further_arguments, words=words) for words in options.same}
-    for path in options.also:
-        try:
-            chosen[path] = resolve_name(path)
-        except (ImportError, AttributeError, ValueError) as error:
-            problem = f"--also={path} cannot be imported: {error}"
-            raise ConfigError(problem, remedy="pass package.module.function") from None
-    return chosen
+    return chosen | {f"--same={words}": partial(with_further_arguments, words=words) for words in options.same}

@@ -1,6 +1,7 @@
 """An evaluation does not depend on how its samples are divided, or on the number of processes; and that of a file."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from lit_cifar.checks.compare import Difference
@@ -51,6 +52,10 @@ def evaluation(runs: Runs) -> Iterator[Verdict]:
         return
     runs = runs.planned(seeded_by_step=True)
     own = runs.own()
+    if not results(own, runs.unsteady) and own.end.at_limit:  # it may evaluate behind its last epoch alone
+        runs = runs.planned(to_evaluation=True)
+        with suppress(RunError):  # as of a mean of no batch
+            own = runs.own()
     if not results(own, runs.unsteady):
         raise NotJudgedError("no result of an evaluation is told", "relations.report(loss=loss)")
     reason = _why_not_in_other_batches(own)

@@ -185,6 +185,8 @@ class Loaders:
     def _followed(self, loader: Any, epoch: int, batches: Iterator[Any]) -> Iterator[Any]:
         imposed = self._plan.imposed
         for number, batch in enumerate(imposed_batches(imposed, epoch, self._watched.rank) if imposed else batches):
+            if self._watched.is_over():
+                return
             self._watched.continues()
             if not number and not imposed and not is_divided(loader, batch, self._asked):
                 self._trace.remarks.add(UNDIVIDED)

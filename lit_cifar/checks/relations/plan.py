@@ -75,6 +75,7 @@ class RunPlan:
     trainer: tuple[tuple[str, Any], ...] = ()  # arguments of Lightning's Trainer
     seed: int = 0
     seeded_by_step: bool = False  # random generators follow the step
+    to_evaluation: bool = False  # behind the last step loaders of training are empty, until the script has evaluated
     quiet: bool = False  # no dropout, and the running statistics of BatchNorm
     record: bool = False  # keep the batches
     imposed: Imposed | None = None

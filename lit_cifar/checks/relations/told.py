@@ -73,6 +73,7 @@ def apart(one: Trace, other: Trace, limit: float) -> set[str]:
 def listen(hear: Hear, hear_line: Callable[[str], None]) -> None:
     """Call these with all that is told and printed from now on. Neither wandb nor mlflow sends it anywhere."""
     patched(builtins, "print", before(partial(_hear_print, hear_line)))
+    patched(sys.stdout, "write", before(partial(_hear_written, hear_line)))
     patched(logging.Logger, "handle", before(partial(_hear_record, hear_line)))
     for (module, owner), names in _METHODS.items():
         for name in names:
@@ -112,6 +113,12 @@ def _hear_print(
 ) -> None:
     if file in (None, sys.stdout):
         hear_line((" " if sep is None else sep).join(map(str, values)))
+
+
+def _hear_written(hear_line: Callable[[str], None], text: str) -> None:
+    """Hear what is no display that is written again and again, and no number that `print` writes behind its name."""
+    if "\r" not in text and not _NUMBER.match(text.lstrip()):
+        hear_line(text)
 
 
 def _hearing(hear: Hear, who: str, place: int) -> Callable[..., Any]:

@@ -29,6 +29,7 @@ from lit_cifar.checks.relations.trained import Observer, owned_by
 from lit_cifar.checks.tensors import as_real
 from lit_cifar.errors import printable
 
+_LED_S = 20.0  # through epochs without a batch, to an evaluation
 _SLOWED, _DELAY_S = 3, 1.1  # evaluations, and the delay of each: more than one of the seconds that a script may print
 
 
@@ -229,6 +230,16 @@ class Watched:
         self.trace.end.at_limit = self.trace.steps >= self.most_steps
         if self._is_saved or self.trace.end.at_limit or self.trace.seconds > self.plan.most_s:
             raise Ended
+
+    def is_over(self) -> bool:
+        """Called before each batch of training: whether there is none, so that the script comes to its evaluation."""
+        if not self.plan.to_evaluation or self.trace.steps < self.most_steps:
+            return False
+        if self._has_evaluated or perf_counter() - self._began > self.trace.seconds + _LED_S:
+            raise Ended
+        self.trace.end.at_limit = True
+        self.trace.state = self.trace.state or self.parts.snapshot()
+        return True
 
     def begins(self) -> None:
         """Note what the training begins with, the first time."""
