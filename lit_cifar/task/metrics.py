@@ -41,7 +41,10 @@ class MeanLoss(Metric):
 
 
 class TopAccuracy(MulticlassAccuracy):
-    """Share of the samples whose class is among the `top_k` most probable; it counts into `tp` and `fn` alone."""
+    """Share of the samples whose class is among the `top_k` most probable; it counts into `tp` and `fn` alone.
+
+    So "macro" is the mean over the classes that have samples: torchmetrics' also has classes that are only predicted.
+    """
 
     tp: Tensor  # int64, a number for each class, or one for all
     fn: Tensor
@@ -62,18 +65,6 @@ class TopAccuracy(MulticlassAccuracy):
         else:  # torchmetrics would count each class separately
             self.tp.index_add_(0, target, found.to(self.tp))
             self.fn.index_add_(0, target, found.logical_not().to(self.fn))
-
-
-class BalancedAccuracy(TopAccuracy):
-    """Mean of the accuracies of the classes that have samples: a rare class counts as much as a frequent one."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes, average="macro")
-
-    def compute(self) -> Tensor:
-        counts = self.tp + self.fn
-        shares = self.tp / counts.clamp(min=1)
-        return shares.sum() / (counts > 0).sum().clamp(min=1)
 
 
 class ConfusionMatrix(Metric):
@@ -108,7 +99,7 @@ class EvaluationMetrics(nn.Module):
         self.loss = MeanLoss()
         scores: dict[str, Metric | MetricCollection] = {"acc": TopAccuracy(num_classes)}
         scores["acc_top5"] = TopAccuracy(num_classes, top_k=min(5, num_classes))
-        scores["acc_balanced"] = BalancedAccuracy(num_classes)
+        scores["acc_balanced"] = TopAccuracy(num_classes, average="macro")  # a rare class counts as much as another
         # torchmetrics would read the counts to find out which metrics share them.
         self.scores = MetricCollection(scores, prefix=f"{split}/", compute_groups=False)
         self.confusion = ConfusionMatrix(num_classes)
