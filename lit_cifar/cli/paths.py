@@ -2,7 +2,6 @@
 
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
@@ -32,14 +31,7 @@ def expanded(path: str, *, given: str) -> str:
     Raises:
         ConfigError: There is no such user or variable. `given` is what to quote.
     """
-    found = os.path.expandvars(path)
-    try:
-        found = str(Path(found).expanduser()) if "~" in found else found
-    except RuntimeError:
-        unknown = Path(found).parts[0]
-    else:
-        named = re.search(r"\$(\w+|\{\w+\})", found)
-        if named is None:
-            return found
-        unknown = named[0]
-    raise ConfigError(f"{given}: there is no {unknown}", remedy="write the path out, from / on")
+    found = os.path.expanduser(os.path.expandvars(path))  # noqa: PTH111  # which leaves what is unknown
+    if unknown := re.search(r"^~[^/]*|\$(\w+|\{\w+\})", found):
+        raise ConfigError(f"{given}: there is no {unknown[0]}", remedy="write the path out, from / on")
+    return found
