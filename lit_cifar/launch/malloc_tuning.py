@@ -16,21 +16,13 @@ _NEVER = 2**31 - 1
 
 
 class KeepFreedMemory(Callback):
-    """Calls `keep_freed_memory` in every process of a run on CPUs."""
+    """Lets every process of a run on CPUs keep what it frees: see mallopt(3), M_TRIM_THRESHOLD and M_MMAP_MAX."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.strategy.root_device.type == "cpu":
-            keep_freed_memory()
-
-
-def keep_freed_memory() -> None:
-    """Let this process keep what it frees until it ends.
-
-    Source: mallopt(3), M_TRIM_THRESHOLD and M_MMAP_MAX.
-    """
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_TRIM_THRESHOLD, _NEVER)
-    libc.mallopt(_MMAP_MAX, 0)
+            libc = ctypes.CDLL(None)
+            libc.mallopt(_TRIM_THRESHOLD, _NEVER)
+            libc.mallopt(_MMAP_MAX, 0)
 
 
 def return_freed_memory() -> None:
