@@ -5,8 +5,8 @@ import shlex
 import stat
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,11 @@ def list_files(folder: Path, *, remedy: str = IMAGES_WANTED) -> dict[str, int]:
     They are sorted as strings, without hidden files and files that could block, such as a named pipe. Links to folders
     are followed; one to a folder that it lies in is refused.
     """
-    if not folder.is_dir():
-        problem = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise DataError(f"{folder} {problem}", remedy=remedy)
     try:
-        listed = dict(sorted(_walk(folder)))
+        if not folder.is_dir():
+            problem = "is a file, not a folder" if folder.exists() else "does not exist"
+            raise DataError(f"{folder} {problem}", remedy=remedy)
+        listed = dict(sorted(_walk(str(folder))))
     except OSError as error:
         raise DataError(f"{folder} cannot be listed: {error}", remedy="make it readable, or copy it") from error
     if not listed:
@@ -52,31 +52,25 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name in _OF_SYSTEMS
 
 
-def _walk(root: Path) -> Iterator[tuple[str, int]]:
-    """Yield each file below `root` with its number, see `list_files`."""
-    for place, folders, names in os.walk(root, followlinks=True, onerror=_fail):
-        folder = Path(place)
-        folders[:] = [name for name in folders if not is_hidden(name)]
-        for link in (folder / name for name in folders if (folder / name).is_symlink()):
-            target = link.resolve()
-            if any(above.resolve().is_relative_to(target) for above in link.parents):
-                problem = f"{printable(str(link))} is a link to a folder that it lies in"
-                raise DataError(problem, remedy=f"remove it: rm {shlex.quote(str(link))}")
-        prefix = "" if folder == root else f"{folder.relative_to(root)}/"
-        for name in names:
-            if is_hidden(name):
-                continue
-            try:
-                found = (folder / name).stat()
-            except OSError:  # a broken link
-                yield prefix + name, 0
-                continue
-            if stat.S_ISREG(found.st_mode):
-                yield prefix + name, hash((found.st_dev, found.st_ino))
-
-
-def _fail(error: OSError) -> None:
-    raise error
+def _walk(folder: str, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """Yield each file below `folder`, its path behind `prefix`, with its number, see `list_files`."""
+    for entry in [*os.scandir(folder)]:
+        if is_hidden(entry.name):
+            continue
+        path = prefix + entry.name
+        try:
+            found = entry.stat()
+        except OSError:  # a broken link
+            yield path, 0
+            continue
+        if stat.S_ISREG(found.st_mode):
+            yield path, hash((found.st_dev, found.st_ino))
+        elif stat.S_ISDIR(found.st_mode):
+            link = Path(entry.path)
+            if entry.is_symlink() and any(above.resolve().is_relative_to(link.resolve()) for above in link.parents):
+                problem = f"{printable(entry.path)} is a link to a folder that it lies in"
+                raise DataError(problem, remedy=f"remove it: rm {shlex.quote(entry.path)}")
+            yield from _walk(entry.path, f"{path}/")
 
 
 def read_image(path: Path | str, *, size: int) -> Tensor | str:
@@ -95,21 +89,18 @@ def read_images(paths: Sequence[str], images: Tensor, *, num_threads: int) -> li
     `images` may be on the device "meta": then nothing is kept.
     """
 
-    def read(start: int) -> list[str | None]:
-        errors: list[str | None] = []
-        for row in range(len(paths))[start : start + _CHUNK]:
-            image = _read_image(paths[row], images.shape[2])
-            errors.append(image if isinstance(image, str) else None)
-            if isinstance(image, Tensor):
-                images[row].copy_(image)
-        return errors
+    def read(row: int) -> str | None:
+        image = _read_image(paths[row], images.shape[2])
+        if isinstance(image, str):
+            return image
+        images[row].copy_(image)
+        return None
 
-    errors: list[str | None] = []
-    bar = tqdm(total=len(paths), unit=" pictures", disable=None)
-    with _only_bombs_warn(), ThreadPoolExecutor(num_threads) as pool, bar:
-        for found in pool.map(read, range(0, len(paths), _CHUNK)):
-            errors += found
-            bar.update(len(found))
+    with _only_bombs_warn(), ThreadPool(num_threads) as pool:
+        found = pool.imap(read, range(len(paths)), chunksize=_CHUNK)
+        errors = [*tqdm(found, total=len(paths), unit=" pictures", disable=None)]
+        pool.close()
+        pool.join()
     return errors
 
 
@@ -127,6 +118,12 @@ def _read_image(path: Path | str, size: int) -> Tensor | str:
         with Image.open(path, formats=FORMATS) as image:
             if problem := _unclear(image):
                 return problem
+            if not isinstance(image, TiffImageFile):  # its tags are read before, as loading it follows them
+                image.load()
+            with suppress(Exception):  # broken tags; what was read of them before stays with the image
+                image.getexif().hide_offsets()
+            # Otherwise Pillow raises on broken XMP, and where it writes tags anew for an image that it has turned.
+            image.info = {name: value for name, value in image.info.items() if name == "transparency"}
             upright = ImageOps.exif_transpose(image)
             if upright.has_transparency_data:
                 white = Image.new("RGBA", upright.size, "white")
