@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 from torchvision.transforms import v2
 
 from lit_cifar import CIFAR10DataModule, ConfigError
@@ -14,6 +15,7 @@ from lit_cifar.data import Augment, Balance, Mixing
 from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.counter_rng import Purpose, keyed_integers
 from lit_cifar.data.images import Batch
+from lit_cifar.data.sample_order import augment_settings
 from lit_cifar.data.transforms import transformed
 
 IMAGES = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -23,6 +25,7 @@ class DrawsEverywhere(nn.Module):
     """Writes into the first pixels what it draws from three generators, and the number of threads that it has."""
 
     def forward(self, image: Tensor) -> Tensor:
+        self.used = True
         drawn = [random.randrange(256), np.random.randint(256), int(torch.randint(256, ())), torch.get_num_threads()]
         made = image.clone()
         made[0, 0, :4] = torch.tensor(drawn)
@@ -112,6 +115,22 @@ def test_images_that_a_balanced_epoch_repeats_are_drawn_anew() -> None:
     images = torch.cat(of_rare)
     assert len(images) > 10
     assert len({image.numpy().tobytes() for image in images}) > 12  # of 162 crops and flips
+
+
+def test_transforms_differ_by_what_they_hold_and_not_by_what_they_find() -> None:
+    def made(p: float) -> list[nn.Module]:
+        sometimes = v2.RandomApply([v2.ColorJitter(0.4)], p=p)
+        nested = v2.Compose([v2.RandomChoice([sometimes, v2.Identity()])]), nn.Sequential(nn.Identity(), sometimes)
+        shy = v2.Lambda(record_function(f"{p}")), nn.Embedding.from_pretrained(torch.full((1, 2000), p))
+        return [sometimes, *nested, *shy, v2.RandomAffine(0, fill={Tensor: p})]
+
+    for transforms in zip(made(0.3), made(0.3), made(0.4), strict=True):
+        ours, same, other = (augment_settings(Augment(transforms=[transform])) for transform in transforms)
+        assert ours == same != other
+    augment = Augment(transforms=[DrawsEverywhere()])
+    before = augment_settings(augment)
+    assert CIFAR10DataModule(dataset="synthetic", augment=augment).augment_settings == before
+    assert augment_settings(augment) != before
 
 
 def test_a_change_of_size_that_is_seen_late_ends_the_run_too() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_cifar.data.counter_rng import Purpose, keyed_integers
+from lit_cifar.data.transforms import check_transforms, transformed
 from lit_cifar.errors import ConfigError, bounded
 
 
@@ -45,8 +46,6 @@ class Augment:
             remedy = "lower --data.augment.padding"
             raise ConfigError("--data.augment.reflect=true has too few pixels to mirror", remedy=remedy)
         if self.transforms:
-            from lit_cifar.data.transforms import check_transforms
-
             check_transforms(self.transforms, size)
         return Augmentation(**vars(self), seed=seed)
 
@@ -69,29 +68,23 @@ class Augmentation(Augment):
             the square's centre.
         """
 
-        def pick(purpose: Purpose, bound: int) -> Tensor:
+        def pick(purpose: Purpose, bound: int, epoch: int = epoch) -> Tensor:
             return keyed_integers(keys, bound, seed=self.seed, epoch=epoch, purpose=purpose)
 
         places = 2 * self.padding + 1
-        draws = [pick(Purpose.CROP_ROW, places), pick(Purpose.CROP_COLUMN, places), self._mirrored(keys, epoch)]
+        mirrored = pick(Purpose.FLIP, 2, 0) ^ (epoch & 1) if self.alternate_flips else pick(Purpose.FLIP, 2)
+        draws = [pick(Purpose.CROP_ROW, places), pick(Purpose.CROP_COLUMN, places), mirrored]
         if self.transforms:
             draws.append(pick(Purpose.TRANSFORMS, 2**31))
         if self.cutout:
             draws += [pick(Purpose.CUTOUT_ROW, size[0]), pick(Purpose.CUTOUT_COLUMN, size[1])]
         return torch.stack(draws)
 
-    def _mirrored(self, keys: Tensor, epoch: int) -> Tensor:
-        drawn_in = 0 if self.alternate_flips else epoch
-        drawn = keyed_integers(keys, 2, seed=self.seed, epoch=drawn_in, purpose=Purpose.FLIP)
-        return drawn ^ (epoch & 1) if self.alternate_flips else drawn
-
     def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
         """The `images` (uint8, (n, C, H, W)) after their `draws`, a new tensor of the same shape."""
         rows, columns, mirrored, *rest = draws
         made = crop(images, rows, columns, mirrored.bool(), padding=self.padding, reflect=self.reflect)
         if self.transforms:
-            from lit_cifar.data.transforms import transformed
-
             seeds, *rest = rest
             made = transformed(self.transforms, made, seeds)
         if self.cutout:
@@ -107,7 +100,8 @@ def crop(
     `mirrored`, bool, (n,), is whether it is mirrored left to right.
     """
     height, width = images.shape[2:]
-    padded = _reflected(images, padding) if reflect else F.pad(images, [padding] * 4)
+    # F.pad takes no uint8 to mirror.
+    padded = F.pad(images.float(), [padding] * 4, "reflect").byte() if reflect else F.pad(images, [padding] * 4)
     down, across = (torch.arange(length, device=images.device) for length in (height, width))
     across = torch.where(mirrored[:, None], width - 1 - across, across)
     # The place of each pixel of a window in its padded image, the same in every channel.
@@ -124,12 +118,3 @@ def blacken(images: Tensor, rows: Tensor, columns: Tensor, *, side: int) -> None
         inside.append((pixels >= start[:, None]) & (pixels < start[:, None] + side))
     down, across = inside
     images.mul_(~(down[:, :, None] & across[:, None, :])[:, None])
-
-
-def _reflected(images: Tensor, padding: int) -> Tensor:
-    """`F.pad` with the mode "reflect", which does not take uint8."""
-    for dim in (2, 3):
-        last = images.shape[dim] - 1
-        places = torch.arange(-padding, last + padding + 1, device=images.device).abs()
-        images = images.index_select(dim, last - (last - places).abs())
-    return images

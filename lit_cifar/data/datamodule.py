@@ -11,12 +11,14 @@ from torch import Tensor
 
 from lit_cifar.data.augment import Augment
 from lit_cifar.data.balance import Balance
+from lit_cifar.data.changed_order import check_held_out, check_rest_of_epoch, tell_changed
 from lit_cifar.data.dataset import Split, open_dataset
 from lit_cifar.data.images import Batch, ImageSet, normalised
 from lit_cifar.data.loader import BatchLoader
 from lit_cifar.data.mixing import Mixing
-from lit_cifar.data.sample_order import Order, OrderSettings, order_settings, settings_in
+from lit_cifar.data.sample_order import Order, OrderSettings, augment_settings, order_settings, settings_in
 from lit_cifar.data.samplers import EvaluationSampler, TrainSampler
+from lit_cifar.data.workers import num_cores
 from lit_cifar.errors import CheckpointError, ConfigError, bounded, clash
 from lit_cifar.mode import Layout, mode_of
 
@@ -104,6 +106,7 @@ class CIFAR10DataModule(L.LightningDataModule):
             problem = f"--data.memory_gb={memory_gb} is for pictures of your own, which are decoded"
             raise ConfigError(problem, remedy="leave it out, or pass --data.dataset=folder")
         settings = Augment() if augment is True else augment
+        self.augment_settings = augment_settings(settings)
         self.augmentation = settings.of_images(self.image_size, seed=seed) if settings else None
         self._transforms = self.augmentation is not None and bool(self.augmentation.transforms)
         self._num_workers = bounded("--data.num_workers", num_workers, 0, 2**16)
@@ -125,15 +128,13 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     @cached_property
     def val_size(self) -> int:
-        own, num_train = self.source.val_size, self.num_images["train"]
-        if self.source.own_val:
-            if self._held_out is not None:
+        if self._held_out is not None:
+            if self.source.own_val:
                 problem = f"--data.val_size={self._held_out}, but {self.root} has a folder to validate on"
                 raise ConfigError(problem, remedy="leave it out, or move that folder away")
-            return own
-        if num_train is not None:
-            own = min(own, max(num_train, 0) // 10)
-        return own if self._held_out is None else self._held_out
+            return self._held_out
+        own, num_train = self.source.val_size, self.num_images["train"]
+        return own if num_train is None or self.source.own_val else min(own, max(num_train, 0) // 10)
 
     # Lightning calls prepare_data in one process per node, then setup in every process.
 
@@ -225,8 +226,6 @@ class CIFAR10DataModule(L.LightningDataModule):
         """Refuse to validate on images that the run that wrote the checkpoint was trained on."""
         self._resumed = state_dict
         if self.trainer is not None and self.trainer.state.fn in (TrainerFn.FITTING, TrainerFn.VALIDATING):
-            from lit_cifar.data.changed_order import check_held_out
-
             check_held_out(state_dict, order_settings(self))
 
     def compare(self, checkpoint: dict[str, Any]) -> None:
@@ -240,8 +239,6 @@ class CIFAR10DataModule(L.LightningDataModule):
         within = self.trainer.fit_loop.restarted_mid_epoch
         then, self._resumed = self._resumed, {}
         if then:
-            from lit_cifar.data.changed_order import check_rest_of_epoch, tell_changed
-
             compare = check_rest_of_epoch if within else tell_changed
             compare(then, order_settings(self))
         behind = batches_of_epoch(self.trainer) if within else 0
@@ -287,8 +284,6 @@ class CIFAR10DataModule(L.LightningDataModule):
         images, transforms = self.sets[split], split == "train" and self._transforms
         num_workers = self._num_workers or 0 if images.are_encoded or transforms else 0
         if images.are_encoded and self._num_workers is None:
-            from lit_cifar.data.workers import num_cores
-
             num_workers = max(1, num_cores() // self._num_processes)
         device = images.images.device if self.trainer is None else self.trainer.strategy.root_device
         if (not transforms or (images.are_encoded and num_workers)) and has_room(images, device):  # else on the host

@@ -77,6 +77,5 @@ class GhostBatches:
         for step in range(self.accumulation):
             part = batch[step * self.data_parallel_size + rank :: self.accumulation * self.data_parallel_size]
             # `chunk` may return fewer than asked for, the last replicas then have no samples.
-            own = part.chunk(self.local_replicas)[replica : replica + 1]
-            for samples in own:
+            for samples in part.chunk(self.local_replicas)[replica : replica + 1]:
                 yield from (piece for piece in samples.tensor_split(self.num_microbatches) if len(piece))

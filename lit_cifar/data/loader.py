@@ -14,6 +14,7 @@ from lit_cifar.data.augment import Augmentation
 from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.data.mixing import Mixing, soft_targets
 from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
+from lit_cifar.data.workers import made_by_workers
 from lit_cifar.errors import CheckpointError
 
 # Number of 32 x 32 images that are made at a time; fewer if they are larger. On the host this is the fastest number of
@@ -88,8 +89,6 @@ class BatchLoader:
         if augment is not None:
             draws = augment.draw(keys, self.images.images.shape[2:], epoch=self.sampler.epoch)
         if self._num_workers:
-            from lit_cifar.data.workers import made_by_workers
-
             made = made_by_workers(self.images, of_blocks, draws, augment=augment, num_workers=self._num_workers)
         else:
             made = map(self.images.gather, of_blocks)

@@ -2,8 +2,12 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor, nn
 
 from lit_cifar.data.augment import Augment
 from lit_cifar.errors import printable
@@ -33,8 +37,6 @@ def order_settings(data: Any) -> OrderSettings:
     held_out = 0 if data.source.own_val else data.val_size
     weights = data.balance.class_weights
     files = {f"{split} files": listed[split] for split in ("train", "val") if split in listed}
-    used = data.augmentation
-    augment = {} if used is None else {each.name: getattr(used, each.name) for each in fields(Augment)}
     return files | {
         "dataset": data.source.identity(data.dataset),
         "num_train": sampler.num_samples + held_out,
@@ -47,14 +49,31 @@ def order_settings(data: Any) -> OrderSettings:
         "balance.class_weights": "null" if weights is None else str(weights).replace(" ", ""),
         "mixing.mixup": data.mixing.mixup,
         "mixing.cutmix": data.mixing.cutmix,
-        "augment": used is not None,
-        **{f"augment.{name}": _text(value) if isinstance(value, list) else value for name, value in augment.items()},
+        **data.augment_settings,
     }
 
 
-def _text(transforms: list[Any]) -> str:
-    """What tells transforms from others, in a line: an object's place in the memory does not."""
-    return printable(re.sub(r" at 0x\w+|\s+", "", str(transforms)))
+def augment_settings(augment: Augment | Literal[False]) -> OrderSettings:
+    """Those of `augment`, to be read before it is used: a transform may keep what it finds in images."""
+    settings = vars(augment) if augment else {}
+    texts = {f"augment.{name}": _text(it) if isinstance(it, list) else it for name, it in settings.items()}
+    return {"augment": bool(augment), **texts}
+
+
+def _text(value: Any) -> str:
+    """What tells a setting from others: of a module all that it holds. Its own text lacks some, as RandomApply's."""
+    if isinstance(value, nn.Module) or (callable(value) and repr(value) == object.__repr__(value)):
+        held, usual = getattr(value, "__dict__", {}), vars(nn.Module())
+        own = {name: it for name, it in held.items() if name not in usual or it != usual[name]}
+        return type(value).__qualname__ + _text(own)
+    if isinstance(value, Mapping):
+        value = [f"{name}={_text(it)}" for name, it in value.items()]
+    if isinstance(value, list | tuple | set | frozenset):
+        texts = map(_text, value)
+        return f"[{','.join(sorted(texts) if isinstance(value, set | frozenset) else texts)}]"
+    if isinstance(value, Tensor | np.ndarray):
+        value = sha256(str(value.tolist()).encode()).hexdigest()
+    return printable(re.sub(r" at 0x\w+", "", str(value)))  # without an object's place in the memory
 
 
 def settings_in(checkpoint: Mapping[str, Any]) -> OrderSettings | None:
