@@ -128,10 +128,11 @@ def test_what_would_silently_be_a_class_or_be_missed_is_refused(layout: str, tmp
         # As of a disk that is not mounted: the run would go on without those pictures.
         ("val", "/gone", "val is a link to /gone, which is not there"),
         ("train/fox", "/gone", "train/fox is a link to /gone, which is not there"),
+        ("more/cat", "/gone", f"more {SPLIT}"),
     ],
 )
 def test_a_link_to_a_whole_split_or_to_nothing_is_refused(name: str, target: str, problem: str, tmp_path: Path) -> None:
-    make(tmp_path, "train/cat 1", "train/dog 1")
+    make(tmp_path, "train/cat 1", "train/dog 1", "more 1")
     (tmp_path / name).symlink_to(target)
     with pytest.raises(DataError, match=problem):
         counts(tmp_path)
@@ -162,18 +163,25 @@ def test_links_to_pictures_that_are_there_too_are_counted(tmp_path: Path) -> Non
         assert len(folders.files("test")) == 2
 
 
-def test_what_was_found_is_told(tmp_path: Path) -> None:
-    """With what is beside it."""
+def test_what_was_found_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what is beside it, which may be broken. A validation decodes no picture to train on."""
     draw_pictures(tmp_path / "train" / "cat", 17)
     draw_pictures(tmp_path / "train" / "dog", 3)
-    make(tmp_path, "test 1", "notes 1")
+    make(tmp_path, "test 1", "notes 1", "locked 0")
     (tmp_path / "train" / "labels.csv").touch()
+    (tmp_path / "notes" / "gone").symlink_to("/gone")
+    listed = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: listed(Path("/gone") if path.name == "locked" else path))
+    with pytest.raises(DataError, match="locked cannot be listed"):
+        PictureFolders(tmp_path / "locked")
     data = CIFAR10DataModule(tmp_path, dataset="folder")
-    data.setup("fit")
+    for stage, are_encoded in ("validate", [True, False]), ("fit", [False, False]):
+        data.setup(stage)
+        assert [images.are_encoded for images in data.sets.values()] == are_encoded
     assert data.source.found(data.sets) == [
         "train/: cat 16, dog 2",
         "held out: cat 1, dog 1",
-        "not used: notes, train/labels.csv",
+        "not used: locked, notes, train/labels.csv",
     ]
 
 

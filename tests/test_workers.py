@@ -79,7 +79,7 @@ def test_batches_are_those_of_memory(pictures: Path, workers: int) -> None:
         assert torch.equal(needed.sets["val"].gather(ids), memory.sets["val"].gather(ids))
 
 
-def test_what_fits_is_half_of_the_free_memory_of_a_process(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fits_is_half_of_the_free_memory(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """90 pictures to train on are 155,520 bytes, 9 to validate with are 15,552."""
     fits = []
     for free in (400_000, 300_000, 20_000):
@@ -89,6 +89,10 @@ def test_what_fits_is_half_of_the_free_memory_of_a_process(pictures: Path, monke
         assert images["val"].in_memory(None, num_processes=100).are_encoded
     assert fits == [[False, False], [True, False], [True, True]]
     assert 0 < real_free_memory() < 1e14
+    contents = [("max", "5000"), ("current", "4000"), ("stat", "anon 50\ninactive_file 700\nfile 900"), ("max", "max")]
+    for (name, content), free in zip(contents, (1e6, 1000, 1700, 1e6), strict=True):
+        (tmp_path / f"memory.{name}").write_text(content)
+        assert min(real_free_memory(tmp_path), 1e6) == free
 
 
 def torn(pictures: Path, folder: Path, *numbers: int) -> Path:

@@ -155,11 +155,11 @@ class CIFAR10DataModule(L.LightningDataModule):
                 remedy = "pass the --data.val_size of the training, or use the test subcommand"
                 raise ConfigError("--data.val_size=0 holds out no images to validate on", remedy=remedy)
             if "train" not in self.sets:
-                if self.source.own_val:
-                    train, val = self._load("train"), self._load("val")
-                else:
-                    train, val = self._split(self._load("train"))
-                self.sets |= {"train": self._decoded(train), "val": self._decoded(val)}
+                train = self._load("train")
+                both = (train, self._load("val")) if self.source.own_val else self._split(train)
+                self.sets["train"], self.sets["val"] = both
+            for split in ("train", "val") if stage == "fit" else ("val",):
+                self.sets[split] = self._decoded(self.sets[split])
         elif stage == "test" and "test" not in self.sets:
             self.sets["test"] = self._decoded(self._load("test"))
         elif stage == "predict":

@@ -2,7 +2,8 @@
 
 import shlex
 from collections.abc import Iterable
-from itertools import zip_longest
+from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 from unicodedata import normalize
@@ -71,26 +72,24 @@ class PictureFolders:
             problem = f"{printable(str(unknown[0]))} is a class without pictures to train on"
             remedy = f"move it away, or put pictures of it beside those to train on; {_PAGE}"
             raise DataError(problem, remedy=f"rename it to {meant}, {remedy}" if meant else remedy)
-        by_class: list[list[File]] = []
+        turns: list[tuple[int, File]] = []
         places: list[int] = []
-        for label, name in enumerate(self.classes):
-            if own := of_split.get(name):
-                files = list_files(own, remedy=_CLASS_WANTED)
-                if inner := sorted({path.split("/")[0] for path in files if "/" in path}):
-                    names = ", ".join(map(printable, inner[:3]))
-                    problem = f"{printable(str(own))} would be a class, and holds folders, perhaps the classes: {names}"
-                    remedy = (
-                        f"make folders ROOT/{split}/CLASS without inner folders, and pass --data.root=ROOT; {_PAGE}"
-                    )
-                    raise DataError(problem, remedy=remedy)
-                places += filter(None, files.values())
-                by_class.append([File(f"{own.name}/{path}", label) for path in files])
-        if not by_class:
+        labels = {name: label for label, name in enumerate(self.classes)}
+        for name, own in of_split.items():
+            files = list_files(own, remedy=_CLASS_WANTED)
+            if inner := sorted({path.split("/")[0] for path in files if "/" in path}):
+                names = ", ".join(map(printable, inner[:3]))
+                problem = f"{printable(str(own))} would be a class, and holds folders, perhaps the classes: {names}"
+                remedy = f"make folders ROOT/{split}/CLASS without inner folders, and pass --data.root=ROOT; {_PAGE}"
+                raise DataError(problem, remedy=remedy)
+            places += filter(None, files.values())
+            turns += enumerate(File(f"{own.name}/{path}", labels[name]) for path in files)
+        if not turns:
             predict = f"; without labels {shlex.quote(f'--data.predict_dir={folder}')} of predict classifies them"
             remedy = f"put pictures into {folder}/CLASS/{predict if split == 'test' else ''}; {_PAGE}"
             raise DataError(f"{folder} holds no folders of classes", remedy=remedy)
         self._tell_again(split, places)
-        return [file for turn in zip_longest(*by_class) for file in turn if file is not None]
+        return [file for _, file in sorted(turns, key=itemgetter(0))]
 
     def _tell_again(self, split: Split, places: list[int]) -> None:
         """Warn of files of `split`, in these `places`, that are there twice or in another split that was listed."""
@@ -137,10 +136,13 @@ def _by_class(folder: Path) -> dict[str, Path]:
 
 
 def _check_beside(root: Path, beside: Iterable[Path], classes: dict[str, Path]) -> None:
-    """Refuse pictures of the classes that would not be used."""
+    """Refuse pictures of the classes that would not be used. What else is in unused folders may be broken."""
     known = {name.lower() for name in classes}
     for path in filter(Path.is_dir, beside):
-        if any(_name(each).lower() in known for each in (path, *_folders(path))):
+        inner: list[Path] = []
+        with suppress(OSError):
+            inner = [each for each in path.iterdir() if not each.is_file()]
+        if any(_name(each).lower() in known for each in (path, *inner)):
             problem = f"{printable(str(path))} looks like pictures to train, validate or test on, and would not be used"
             raise DataError(problem, remedy=f"move it away, or into {root}/train, {root}/val or {root}/test")
 
@@ -161,14 +163,18 @@ def _check_classes(folder: Path, classes: dict[str, Path]) -> None:
 
 def _folders(folder: Path) -> list[Path]:
     """The folders in `folder` that are not hidden."""
-    if not folder.is_dir():
-        if folder.exists():
-            raise DataError(f"{folder} is a file", remedy=f"unpack it into folders of pictures, ROOT/CLASS/; {_PAGE}")
-        raise DataError(f"there is no folder {folder}", remedy=f"put pictures into {folder}/CLASS/")
-    entries = [path for path in folder.iterdir() if not is_hidden(path.name)]
-    broken = next((path for path in entries if path.is_symlink() and not path.exists()), None)
-    if broken is not None:  # it may be a class, or pictures to validate on
-        problem = f"{printable(str(broken))} is a link to {printable(str(broken.readlink()))}, which is not there"
-        remedy = f"put it back, as by mounting its disk, or remove the link: rm {shlex.quote(str(broken))}"
-        raise DataError(problem, remedy=remedy)
-    return [path for path in entries if path.is_dir()]
+    try:
+        if not folder.is_dir():
+            if folder.exists():
+                remedy = f"unpack it into folders of pictures, ROOT/CLASS/; {_PAGE}"
+                raise DataError(f"{folder} is a file", remedy=remedy)
+            raise DataError(f"there is no folder {folder}", remedy=f"put pictures into {folder}/CLASS/")
+        entries = [path for path in folder.iterdir() if not is_hidden(path.name)]
+        broken = next((path for path in entries if path.is_symlink() and not path.exists()), None)
+        if broken is not None:  # it may be a class, or pictures to validate on
+            problem = f"{printable(str(broken))} is a link to {printable(str(broken.readlink()))}, which is not there"
+            remedy = f"put it back, as by mounting its disk, or remove the link: rm {shlex.quote(str(broken))}"
+            raise DataError(problem, remedy=remedy)
+        return [path for path in entries if path.is_dir()]
+    except OSError as error:
+        raise DataError(f"{folder} cannot be listed: {error}", remedy="make it readable, or copy it") from error

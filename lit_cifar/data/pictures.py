@@ -1,5 +1,6 @@
 """The user's own pictures as small RGB squares, uint8: folders of classes to train on, or a folder to classify."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -95,15 +96,13 @@ class OwnPictures(Dataset):
 
     def found(self, sets: Mapping[str, ImageSet]) -> list[str]:
         read: list[Split] = [split for split in SPLITS if split in sets and len(sets[split])]
-        lines = [f"{self._title(split)}: {self._counted(sets[split].labels)}" for split in read]
+        titles: dict[Split, str] = {"train": "train on", "val": "held out"}
+        titles |= {split: f"{folder.name}/" for split, folder in self._folders.splits.items()}
+        lines = [f"{titles[split]}: {self._counted(sets[split].labels)}" for split in read]
         if self._folders.unused:
             more = f" and {len(self._folders.unused) - 3:,} more" if len(self._folders.unused) > 3 else ""
             lines.append(f"not used: {', '.join(self._folders.unused[:3])}{more}")
         return lines
-
-    def _title(self, split: Split) -> str:
-        used = self._folders.splits.get(split)
-        return f"{used.name}/" if used else {"train": "train on", "val": "held out"}[split]
 
     def _counted(self, labels: Tensor) -> str:
         counts = dict(zip(self.classes, torch.bincount(labels, minlength=len(self.classes)).tolist(), strict=True))
@@ -169,11 +168,13 @@ def _fits(shape: tuple[int, ...], limit_gb: float | None, *, num_processes: int)
     return torch.Size(shape).numel() <= limit
 
 
-def free_memory() -> int:
-    """Bytes that the machine has free, or the container."""
-    free, cgroup = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
+def free_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that the machine has free, or the container; what it keeps of files that nobody reads counts as free."""
+    free, stat = psutil.virtual_memory().available, cgroup / "memory.stat"
     with suppress(OSError, ValueError):  # there is no such file, or it says "max"
-        free = min(free, int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text()))
+        limit, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cached = re.findall(r"^inactive_file (\d+)$", stat.read_text(), re.MULTILINE) if stat.exists() else []
+        free = min(free, limit - used + sum(map(int, cached)))
     return int(free)
 
 
@@ -200,8 +201,6 @@ def read_folder(
         problem = f"none of the {len(files)} files in {folder} can be read as an image; {first}"
         raise DataError(problem, remedy=IMAGES_WANTED)
     labels = torch.full((len(files),), -1)
-    if fits:
-        found = ImageSet(images, labels, classes)
-    else:
-        found = EncodedImages(torch.empty((0, *shape[1:]), dtype=torch.uint8), labels, classes, paths)
+    encoded = EncodedImages(torch.empty((0, *shape[1:]), dtype=torch.uint8), labels, classes, paths)
+    found = ImageSet(images, labels, classes) if fits else encoded
     return dict(zip(files, errors, strict=True)), found.subset(readable)
