@@ -219,18 +219,12 @@ WRONG = "would be read with other values: save it with 8 bits a channel"
 RANGES = {
     "16-bit PNG": (png(32, 16, 0, png_rows(RAMP, ">u2")), f"PNG of mode I;16 {WRONG}"),
     "16-bit PNG of colours": (png(32, 16, 2, png_rows(colours(RAMP), ">u2")), SCALED),
-    "16-bit PNG, a colour is transparent": (
-        png(32, 16, 2, png_rows(colours(RAMP), ">u2"), colours(RAMP[9]).astype(">u2").tobytes()),
-        f"PNG of mode RGB {WRONG}",
-    ),
+    "transparent 16-bit PNG": (png(32, 16, 2, png_rows(colours(RAMP), ">u2"), bytes(6)), f"PNG of mode RGB {WRONG}"),
     "8-bit PNG, a colour is transparent": (
         png(32, 8, 2, png_rows(colours(SCALED), "u1"), colours(SCALED[9]).astype(">u2").tobytes()),
         np.where(np.arange(32) == 9, 255, SCALED),
     ),
-    "4-bit PNG, a grey is transparent": (
-        png(32, 4, 0, (b"\0" + bytes(17 * number for number in range(16))) * 32, struct.pack(">H", 8)),
-        f"PNG of mode L {WRONG}",
-    ),
+    "transparent 4-bit PNG": (png(32, 4, 0, bytes(17 * 32), bytes(2)), f"PNG of mode L {WRONG}"),
     "16-bit PGM": (b"P5 32 32 65535\n" + rows_of(RAMP, ">u2"), f"PPM of mode I {WRONG}"),
     "16-bit PPM": (b"P6 32 32 65535\n" + rows_of(colours(RAMP), ">u2"), SCALED),
     "8-bit TIFF, 0 is white": (tiff(BYTES, 8, photometric=(0,)), 255 - SCALED),
@@ -240,10 +234,7 @@ RANGES = {
     "TIFF, 16-bit palette": (tiff(BYTES, 8, photometric=(3,), map=(*range(0, 65536, 257),) * 3), SCALED),
     "signed 8-bit TIFF": (tiff(rows_of(SCALED >> 1, "i1"), 8, format=(2,)), f"TIFF of mode L {WRONG}"),
     "real TIFF": (tiff(rows_of(RAMP / 65535, "<f4"), 32, format=(3,)), f"TIFF of mode F {WRONG}"),
-    "four bands": (
-        tiff(rows_of(np.repeat(SCALED, 4), "u1"), 8, photometric=(2,), samples=(4,), extra=(2,)),
-        "TIFF of four",
-    ),
+    "four bands": (tiff(BYTES * 4, 8, photometric=(2,), samples=(4,), extra=(2,)), "TIFF of four"),
     "a thumbnail": (tiff(BYTES, 8, subfile=(1,)), "TIFF whose first page is a thumbnail"),
     "two pages": (two_pages(), "TIFF of 2 pages: save the picture that counts"),
 }
