@@ -19,14 +19,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tiny_task import TinyData, TinyTask, tiny_trainer
 
 from lit_cifar.checkpoint import files as checkpoint_io
-from lit_cifar.checkpoint.atomic import (
-    BEST,
-    LAST,
-    PREVIOUS,
-    newest_valid,
-    save_error,
-    write_checkpoint,
-)
+from lit_cifar.checkpoint.atomic import BEST, LAST, PREVIOUS, newest_valid, save_error, write_checkpoint
 from lit_cifar.checkpoint.callbacks import BestCheckpoint, LastCheckpoint, StepBoundary
 from lit_cifar.checkpoint.files import CheckpointFiles
 from lit_cifar.checkpoint.format import read_checkpoint
@@ -61,16 +54,12 @@ class Score(TinyTask):
 
 
 def fit(
-    folder: Path,
-    *callbacks: Callback,
-    scores: tuple[float, ...] = (0.5,),
-    ckpt_path: Path | None = None,
-    **settings: Any,
+    folder: Path, *callbacks: Callback, scores: tuple[float, ...] = (0.5,), resume: Path | None = None, **settings: Any
 ) -> Trainer:
     """Train for as many epochs as there are scores."""
     settings = {"enable_checkpointing": True, "plugins": [CheckpointFiles()], "max_epochs": len(scores)} | settings
     trainer = tiny_trainer(folder, callbacks=[*callbacks], **settings)
-    trainer.fit(Score(*scores), TinyData(), ckpt_path=ckpt_path, weights_only=True)
+    trainer.fit(Score(*scores), TinyData(), ckpt_path=resume, weights_only=True)
     return trainer
 
 
@@ -94,16 +83,12 @@ def test_without_validation_there_is_no_best(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "steps"),
-    [
-        ({}, [3, 6, 9]),
-        ({"every_n_epochs": 0, "every_n_steps": 4}, [4, 8]),
-        ({"every_n_epochs": 2, "every_n_steps": 4}, [4, 6, 8]),
-    ],
+    ("every", "steps"), [({}, [3, 6, 9]), ({"epochs": 0, "steps": 4}, [4, 8]), ({"epochs": 2, "steps": 4}, [4, 6, 8])]
 )
-def test_what_is_due_by_the_step(tmp_path: Path, settings: dict[str, int], steps: list[int]) -> None:
+def test_what_is_due_by_the_step(tmp_path: Path, every: dict[str, int], steps: list[int]) -> None:
     """The end of the last epoch is no start of a step: it is saved at the end of training."""
-    _, found = fit_and_save(tmp_path, last=LastCheckpoint(**settings), scores=(0.1,) * 4)
+    last = LastCheckpoint(**{f"every_n_{unit}": number for unit, number in every.items()})
+    _, found = fit_and_save(tmp_path, last=last, scores=(0.1,) * 4)
     assert found == steps
     assert steps_in(tmp_path)[LAST] == 4 * STEPS
 
@@ -114,7 +99,7 @@ def test_a_run_that_goes_on_where_another_was_replaces_its_best(tmp_path: Path) 
     fit_and_save(tmp_path, scores=(0.5,))
     shutil.copy(tmp_path / "checkpoints" / LAST, tmp_path / "after one epoch.ckpt")
     fit_and_save(tmp_path, scores=(0.5, 0.9))
-    _, steps = fit_and_save(tmp_path, scores=(0.5, 0.9), ckpt_path=tmp_path / "after one epoch.ckpt")
+    _, steps = fit_and_save(tmp_path, scores=(0.5, 0.9), resume=tmp_path / "after one epoch.ckpt")
     assert steps == []  # what it begins with is not saved once more
     assert steps_in(tmp_path) == {BEST: 2 * STEPS, LAST: 2 * STEPS, PREVIOUS: 2 * STEPS}
 
@@ -126,7 +111,7 @@ def test_a_run_whose_folder_was_moved_knows_its_best(tmp_path: Path, best: float
     fit_and_save(tmp_path / "run", scores=(best,))
     (tmp_path / "run").rename(tmp_path / "moved")
     last = tmp_path / "moved" / "checkpoints" / LAST
-    trainer, _ = fit_and_save(tmp_path / "moved", scores=(best, 0.5), ckpt_path=last)
+    trainer, _ = fit_and_save(tmp_path / "moved", scores=(best, 0.5), resume=last)
     assert steps_in(tmp_path / "moved")[BEST] == (STEPS if best > 0.5 else 2 * STEPS)
     assert not (tmp_path / "run").exists()
     checkpoint: Any = trainer.checkpoint_callback
@@ -137,7 +122,7 @@ def test_a_run_whose_folder_was_moved_knows_its_best(tmp_path: Path, best: float
 @pytest.mark.filterwarnings("ignore:The dirpath has changed from")
 def test_a_run_that_begins_with_anothers_checkpoint_ranks_its_own(tmp_path: Path) -> None:
     fit_and_save(tmp_path / "run", scores=(0.9,))
-    fit_and_save(tmp_path / "other", scores=(0.9, 0.5), ckpt_path=tmp_path / "run" / "checkpoints" / LAST)
+    fit_and_save(tmp_path / "other", scores=(0.9, 0.5), resume=tmp_path / "run" / "checkpoints" / LAST)
     assert steps_in(tmp_path / "other")[BEST] == 2 * STEPS
     assert steps_in(tmp_path / "run")[BEST] == STEPS
 

@@ -268,15 +268,11 @@ def test_classes_are_compared_by_name(there: Any, here: Any, problem: str | None
 
 
 @pytest.mark.parametrize(
-    "command",
-    [
-        "fit --resume=auto",
-        *(f"{name} --ckpt_path={{}}" for name in ("fit", "test", "predict")),
-        "fit --model.fine_tuning.weights={}",
-    ],
+    "words",
+    ["fit --resume", "fit --ckpt_path", "test --ckpt_path", "predict --ckpt_path", "fit --model.fine_tuning.weights"],
 )
 @pytest.mark.parametrize("is_folder", [False, True])
-def test_a_checkpoint_of_before_names_the_commit_that_reads_it(command: str, is_folder: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_before_names_the_commit_that_reads_it(words: str, is_folder: bool, tmp_path: Path) -> None:
     run = tmp_path / "run"
     file = run / "checkpoints" / LAST
     if is_folder:
@@ -285,8 +281,8 @@ def test_a_checkpoint_of_before_names_the_commit_that_reads_it(command: str, is_
         file.parent.mkdir(parents=True)
         header = {"arch": "tiny", "stem": "imagenet", "num_classes": 10, "image_size": 32, "network": None}
         torch.save({"lit_cifar": header, "state_dict": {}, "optimizer_states": []}, file)
-    into = run if "auto" in command else tmp_path / "new"
-    said = refused(*command.format(file).split(), *TINY, f"--run_dir={into}", says=["`git checkout 23031ca` reads it"])
+    into, value = (run, "auto") if "resume" in words else (tmp_path / "new", file)
+    said = refused(*f"{words}={value}".split(), *TINY, f"--run_dir={into}", says=["`git checkout 23031ca` reads it"])
     assert said.count("23031ca") == 1
     assert [*tmp_path.iterdir(), *file.parent.iterdir()] == [run, file]
 

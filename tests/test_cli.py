@@ -310,9 +310,7 @@ def test_own_checkpoint_callbacks_may_not_write_where_we_do(kind: str, own: dict
     assert not (tmp_path / "run").exists()
 
 
-def test_no_training_starts_from_what_lightning_has_saved_by_itself(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_fit_starts_from_lightnings_own_save(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At an exception, or for SLURM: Lightning would, without a word of the user's."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(trained / "checkpoints" / "last.ckpt", "on_exception.ckpt")
@@ -388,11 +386,10 @@ def test_an_optimizer_is_chosen_by_name_and_a_run_that_is_not_validated_warns_of
 
 
 def test_callbacks_that_save_come_last_and_the_agreement_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[str] = []
-    monkeypatch.setattr(
-        CLI, "_run_subcommand", lambda cli, _: names.extend(type(each).__name__ for each in cli.trainer.callbacks)
-    )
+    made: list[CLI] = []
+    monkeypatch.setattr(CLI, "_run_subcommand", lambda cli, subcommand: made.append(cli))
     run_here("fit", *TINY, *callback("stopping.SlowSteps", seconds=0))
+    names = [type(each).__name__ for each in made[0].trainer.callbacks]
     assert names[:3] == ["SameStart", "StepBoundary", "Watchdog"]
     assert names[-2:] == ["BestCheckpoint", "LastCheckpoint"]
     assert "SlowSteps" in names[3:-2]

@@ -150,10 +150,7 @@ def test_slurm_runs_torchrun_everywhere_and_has_its_status(status: int, slurm: d
 
 @pytest.mark.parametrize(
     ("sent", "status", "then"),
-    [
-        (signal.SIGUSR1, 143, ["scancel --signal=TERM 54321", "scontrol requeue 54321"]),
-        (signal.SIGTERM, -signal.SIGTERM, []),
-    ],
+    [(signal.SIGUSR1, 143, ["scancel --signal=TERM 54321", "scontrol requeue 54321"]), (signal.SIGTERM, -15, [])],
 )
 def test_slurm_queues_a_job_again_when_its_time_is_up_and_not_when_it_is_cancelled(
     sent: signal.Signals, status: int, then: list[str], slurm: dict[str, str], tmp_path: Path

@@ -146,10 +146,8 @@ def test_wilson_interval_equals_the_published_values(correct: int, total: int, l
 
 def brute_force(part: AccuracyCount, whole: AccuracyCount) -> float:
     """The probability of `log_chance` from binomial coefficients, as exact integers."""
-    ways = {
-        k: math.comb(whole.correct, k) * math.comb(whole.total - whole.correct, part.total - k)
-        for k in range(part.total + 1)
-    }
+    wrong = whole.total - whole.correct
+    ways = {k: math.comb(whole.correct, k) * math.comb(wrong, part.total - k) for k in range(part.total + 1)}
     above = part.correct * whole.total >= whole.correct * part.total
     tail = sum(way for k, way in ways.items() if (k >= part.correct if above else k <= part.correct))
     return min(1.0, 2 * tail / math.comb(whole.total, part.total))
@@ -240,10 +238,8 @@ def test_every_file_has_a_row_in_input_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", graded("ddp", slow=["tp"]))
-def test_the_table_of_two_processes_is_that_of_one(
-    mode: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each has a part of the pictures, or both have all. A run of few steps writes nothing."""
+def test_two_ranks_write_one_table(mode: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of one; each has a part of the pictures, or both have all. A run of few steps writes nothing."""
     monkeypatch.chdir(tmp_path)
     draw_pictures(tmp_path / "pictures", 5)
     given = [f"--ckpt_path={trained / 'checkpoints' / 'last.ckpt'}", f"--data.predict_dir={tmp_path / 'pictures'}"]

@@ -21,12 +21,8 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loops import evaluation_loop, fit_loop
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.optim import Adagrad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -166,9 +162,7 @@ class _Steps(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self._taken(trainer.global_step)
 
-    def on_validation_batch_end(
-        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._taken(batch_idx + 1)
 
     def _taken(self, num_steps: int) -> None:
@@ -307,11 +301,9 @@ WAITS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("run", "mode", "name"), [(train, "mp", "item"), *((validate, "single", name) for name in WAITS)]
-)
-def test_every_way_to_wait_is_caught(run: Callable[..., None], mode: str, name: str) -> None:
+@pytest.mark.parametrize(("run", "mode", "way"), [(train, "mp", "item"), *((validate, "single", way) for way in WAITS)])
+def test_every_way_to_wait_is_caught(run: Callable[..., None], mode: str, way: str) -> None:
     module = Waits("tiny", stem="imagenet")
-    module.wait = WAITS[name]
+    module.wait = WAITS[way]
     with waiting:
         run(MODES[mode](), module, data_module())

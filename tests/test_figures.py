@@ -11,14 +11,8 @@ from tiny_task import CLASSES, TinyData, TinyTask, read_events, tiny_trainer
 from torch import Tensor
 
 from lit_cifar.data.images import Batch
-from lit_cifar.reporting.figures import (
-    EvaluationFigures,
-    Mistakes,
-    class_accuracies,
-    confusion_figure,
-    render,
-    wrong_images_figure,
-)
+from lit_cifar.reporting import figures
+from lit_cifar.reporting.figures import EvaluationFigures, Mistakes, class_accuracies
 
 
 def batch_of(ids: Tensor, labels: Tensor) -> Batch:
@@ -44,7 +38,7 @@ def test_mistakes_are_sorted_however_samples_are_cut_into_batches() -> None:
 
 def test_confusion_figure_shows_names_and_counts() -> None:
     confusion = torch.tensor([[30, 1, 0], [0, 2, 2], [0, 0, 0]])
-    figure = confusion_figure(confusion, CLASSES, title="tiny")
+    figure = figures.confusion_figure(confusion, CLASSES, title="tiny")
     axes = figure.axes[0]
 
     assert [label.get_text() for label in axes.get_yticklabels()] == list(CLASSES)
@@ -96,20 +90,20 @@ def test_fit_draws_its_best_and_last_epoch_and_those_that_are_due(
 @pytest.mark.parametrize("side", [32, 640])
 def test_wrong_images_figure_shows_the_pixels_it_was_given(side: int) -> None:
     image = torch.randint(0, 256, (3, side, side), dtype=torch.uint8)
-    figure = wrong_images_figure([(image, "is $0_$5\ntaken for dog")] * 5, title="tiny")
+    figure = figures.wrong_images_figure([(image, "is $0_$5\ntaken for dog")] * 5, title="tiny")
     assert figure.texts[-1].get_text() == "is $0_$5\ntaken for dog"
-    drawn = render(figure)[140:300, 20:180]  # the first, with nothing over it
+    drawn = figures.render(figure)[140:300, 20:180]  # the first, with nothing over it
     expected = image.float() if side <= 160 else torch.nn.functional.avg_pool2d(image.float(), side // 160)
     repeats = max(160 // side, 1)
     assert np.abs(drawn[::repeats, ::repeats] - expected.permute(1, 2, 0).numpy()).max() <= 1  # means are rounded twice
-    assert render(wrong_images_figure([], title="tiny")).min() < 128
+    assert figures.render(figures.wrong_images_figure([], title="tiny")).min() < 128
 
 
 def test_a_figure_that_cannot_be_drawn_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(figure: Figure) -> Any:
         raise OSError("no font")
 
-    monkeypatch.setattr("lit_cifar.reporting.figures.render", broken)
+    monkeypatch.setattr(figures, "render", broken)
     trainer = tiny_trainer(tmp_path, callbacks=[EvaluationFigures()], max_epochs=2)
     with pytest.warns(UserWarning, match=r"cannot be drawn \(OSError: no font\); the run goes on"):
         trainer.fit(TinyTask(), datamodule=TinyData())

@@ -30,8 +30,7 @@ LEAVES = {name for _, name, _ in internals.each()}
 OTHERS = {
     **dict.fromkeys(["_abc_impl", "_current_frames", "_exit", "_getframe", "_is_protocol"], "Python's"),
     **dict.fromkeys(
-        ["_parent_process", "_run_exitfuncs", "_forkserver", "_forkserver_alive_fd"],
-        "Python's, of a process that is forked",
+        ["_parent_process", "_run_exitfuncs", "_forkserver", "_forkserver_alive_fd"], "Python's, in a fork"
     ),
     **dict.fromkeys(["_actions", "_choices_actions", "_option_string_actions", "_HelpAction"], "argparse's"),
     "_replace": "a NamedTuple's, documented",

@@ -126,9 +126,7 @@ def test_a_committed_notebook_shows_its_output_and_no_path_of_a_machine(name: st
 
 
 @pytest.mark.parametrize("name", sorted(SMALL))
-def test_the_stored_outputs_of_a_notebook_took_at_most_three_minutes(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_outputs_of_a_notebook_took_at_most_three_minutes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(SCRIPTS)
     assert import_module("pages").clock_s(json.loads((NOTEBOOKS / name).read_text(encoding="utf-8"))) <= 180
 

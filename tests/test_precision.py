@@ -64,9 +64,7 @@ def test_what_is_fast_here_and_left_open_is_chosen(
 @pytest.mark.parametrize(
     "given", [{"trainer__strategy": "fsdp2"}, {"model__optimizer__class_path": "torch.optim.Adagrad"}]
 )
-def test_no_fused_optimizer_is_chosen_where_it_is_refused(
-    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_fused_optimizer_is_chosen_where_one_is_refused(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)
     asked = settings("auto", **given)

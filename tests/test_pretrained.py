@@ -18,9 +18,7 @@ from lit_cifar.models.fine_tuning import FineTuning
 RESNET = torchvision.models.resnet18(num_classes=5).state_dict()
 WRAPPED = {f"module.{name}": tensor for name, tensor in RESNET.items()}
 OPTIMIZER = {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": []}
-COMPILED = {
-    name.replace("layer1.", "layer1._orig_mod.") if "layer1" in name else name: its for name, its in RESNET.items()
-}
+COMPILED = {name.replace("layer1.", "layer1._orig_mod."): tensor for name, tensor in RESNET.items()}
 BODY = {name: tensor for name, tensor in RESNET.items() if not name.startswith("fc.")}
 
 

@@ -28,10 +28,7 @@ def fit(folder: Path, *bars: Callback, **settings: Any) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "begins"),
-    [
-        ({}, ["epoch 1/2  done", "epoch 2/2  done"]),
-        ({"max_epochs": -1, "max_steps": 4}, ["epoch 1  done", "epoch 2   33%"]),
-    ],
+    [({}, ["epoch 1/2  done", "epoch 2/2"]), ({"max_epochs": -1, "max_steps": 4}, ["epoch 1  done", "epoch 2   33%"])],
     ids=["epochs", "endless"],
 )
 def test_a_log_file_gets_a_line_per_epoch(
@@ -59,9 +56,7 @@ def test_no_epoch_shows_the_validation_of_another(tmp_path: Path, capsys: pytest
         (["--trainer.enable_progress_bar=false"], False, False),
     ],
 )
-def test_a_terminal_gets_a_bar_and_lines_unless_the_user_has_another(
-    flags: list[str], has_bar: bool, is_ours: bool, tmp_path: Path
-) -> None:
+def test_a_terminal_gets_our_bar_or_the_users(flags: list[str], has_bar: bool, is_ours: bool, tmp_path: Path) -> None:
     terminal = io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]
     shown = [flag for flag in TINY if "progress_bar" not in flag]

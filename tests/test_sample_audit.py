@@ -269,10 +269,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_that_loses_samples_is_stopped(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads as if there were another process, or begins a resumed epoch anew."""
-    iterate = TrainSampler.__iter__
-    monkeypatch.setattr(
-        TrainSampler, "__iter__", lambda self: iterate(replace(self, layout=Layout(data_parallel_size=2)))
-    )
+    iterate, two = TrainSampler.__iter__, Layout(data_parallel_size=2)
+    monkeypatch.setattr(TrainSampler, "__iter__", lambda self: iterate(replace(self, layout=two)))
     with pytest.raises(SampleAuditError, match=r"of epoch 0 fails after 5 of 5 optimizer steps\nmissing: 40 samples"):
         fit(tmp_path / "first", max_epochs=1)
     monkeypatch.setattr(TrainSampler, "__iter__", lambda self: iterate(replace(self, behind=None)))

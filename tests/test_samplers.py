@@ -46,12 +46,9 @@ def test_the_layout_is_known_before_a_start(devices: int, strategy: Strategy | s
     assert (mode.name, mode.layout) == (name, layout)
 
 
-def test_machines_multiply_processes() -> None:
+def test_machines_and_replicas_multiply_and_microbatches_are_pieces_of_them() -> None:
     trainer = L.Trainer(accelerator="cpu", devices=2, num_nodes=3, strategy="ddp", **SILENT)
     assert mode_of(trainer.strategy).layout == Layout(data_parallel_size=6)
-
-
-def test_replicas_multiply_and_microbatches_are_pieces_of_them() -> None:
     layout = Layout(data_parallel_size=3, data_parallel_rank=2, local_replicas=2, num_microbatches=4)
     assert layout.num_replicas == 6
     chunks = GhostBatches(data_parallel_size=3, accumulation=5, local_replicas=2, num_microbatches=4)
@@ -179,13 +176,7 @@ def images_of(num: int, size: int = 1) -> ImageSet:
 @pytest.mark.parametrize(
     "sampler",
     [
-        TrainSampler(
-            num_samples=50,
-            batch_size=12,
-            accumulation=2,
-            layout=Layout(data_parallel_size=2, data_parallel_rank=1),
-            epoch=3,
-        ),
+        TrainSampler(num_samples=50, batch_size=12, accumulation=2, layout=Layout(data_parallel_size=2), epoch=3),
         TrainSampler(num_samples=50, batch_size=12, layout=Layout(), drop_last=True),
         EvaluationSampler(num_samples=50, batch_size=12, layout=Layout(data_parallel_size=3, data_parallel_rank=2)),
         # Nothing here.

@@ -163,9 +163,7 @@ def send_half(handler: http.server.SimpleHTTPRequestHandler) -> None:
 
 
 @pytest.mark.parametrize("failure", ["hash", "half", "refused", "silent", "no archive", "other folder"])
-def test_a_download_that_fails_leaves_nothing(
-    failure: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_download_is_gone(failure: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, archive = tmp_path / "root", site / "small.tar.gz"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         if failure == "hash":

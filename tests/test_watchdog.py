@@ -240,9 +240,7 @@ class LateStore(HeartbeatStore):
 class Cluster:
     """Watches of many ranks, each on a machine of its own, in a time that passes when it is told to, or by `clock`."""
 
-    def __init__(
-        self, num_ranks: int, *, answer_s: float = 0.0, patience: Patience = DEFAULT, clock: Any = None
-    ) -> None:
+    def __init__(self, num_ranks: int, *, answer_s: float = 0, patience: Patience = DEFAULT, clock: Any = None) -> None:
         self.clock, store = clock or Clock(), HashStore()
         self.num_batches = 0
         prepare(store, world_size=num_ranks)
@@ -346,9 +344,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_of_two_failures_both_processes_blame_the_first_and_one_says_so(
-    first: int, ended: list[int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_both_ranks_blame_the_first_failure(first: int, ended: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     pair = Cluster(2, clock=time.monotonic)
     pair.start()
     failing = threading.Thread(target=pair.watches[first].fail, args=("ValueError: first",))

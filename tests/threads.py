@@ -7,11 +7,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _set_thread_isolation_mode
-from torch.testing._internal.distributed.multi_threaded_pg import (
-    ProcessLocalGroup,
-    _install_threaded_pg,
-    _uninstall_threaded_pg,
-)
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 T = TypeVar("T")
 
@@ -26,17 +22,17 @@ def on_ranks(world_size: int, function: Callable[[int], T]) -> list[T]:
         try:
             return function(rank)
         except BaseException as error:
-            ProcessLocalGroup.exception_handle(error)  # or the others would wait
+            threaded.ProcessLocalGroup.exception_handle(error)  # or the others would wait
             raise
         finally:
             dist.destroy_process_group()
 
     _set_thread_isolation_mode(True)
-    _install_threaded_pg()
+    threaded._install_threaded_pg()
     try:
         with ThreadPoolExecutor(world_size) as pool:
             return list(pool.map(run, range(world_size)))
     finally:
-        _uninstall_threaded_pg()
+        threaded._uninstall_threaded_pg()
         _set_thread_isolation_mode(False)
-        ProcessLocalGroup.reset()
+        threaded.ProcessLocalGroup.reset()
