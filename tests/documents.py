@@ -16,13 +16,8 @@ ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 SCRIPTS = BENCHMARKS / "scripts"
 RECORDS = sorted(page.parent for page in BENCHMARKS.glob("*/*/README.md"))
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "CHANGELOG.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted(BENCHMARKS.rglob("README.md")),
-]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES += [*sorted((ROOT / "docs").glob("*.md")), *sorted(BENCHMARKS.rglob("README.md"))]
 
 
 def blocks(page: Path) -> list[list[list[str]]]:

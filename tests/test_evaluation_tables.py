@@ -98,12 +98,8 @@ def test_a_split_replaces_its_rows_and_a_failed_write_none(tmp_path: Path, monke
     monkeypatch.setattr(csv, "writer", Mock(side_effect=OSError("No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         write_per_rank(tmp_path, "val", [AccuracyCount(2, 2)])
-    assert (tmp_path / "per_rank.csv").read_text().splitlines()[1:] == [
-        "test,0,3,4,0.750000",
-        "test,all,3,4,0.750000",
-        "val,0,0,0,nan",
-        "val,all,0,0,nan",
-    ]
+    rows = ["test,0,3,4,0.750000", "test,all,3,4,0.750000", "val,0,0,0,nan", "val,all,0,0,nan"]
+    assert (tmp_path / "per_rank.csv").read_text().splitlines()[1:] == rows
 
 
 def test_another_split_is_kept(tmp_path: Path) -> None:

@@ -59,14 +59,10 @@ def test_a_running_job_listens_on_the_loopback_interface_only(name: str, taken_p
     settings = {"MASTER_PORT": str(taken_port), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "nowhere0"}
     if name == "torchrun with a file":
         settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    words = [*command, "fit", *TINY, *flags, *record, *slow]
+    environment = {**os.environ, **settings, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'tests'}"}
     with (tmp_path / "log").open("wb") as log:
-        job = subprocess.Popen(
-            [*command, "fit", *TINY, *flags, *record, *slow],
-            env={**os.environ, **settings, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'tests'}"},
-            cwd=tmp_path,
-            stdout=log,
-            stderr=log,
-        )
+        job = subprocess.Popen(words, env=environment, cwd=tmp_path, stdout=log, stderr=log)
     first = psutil.Process(job.pid)
     try:
         while not has_reached(tmp_path, 1):

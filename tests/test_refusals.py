@@ -26,6 +26,7 @@ from lit_cifar.reporting.figures import EvaluationFigures
 from lit_cifar.task.module import LitResNet
 from lit_cifar.task.optimization import RateScaling
 
+ONE_CYCLE = "--model.lr_scheduler=OneCycleLR --model.lr_scheduler.max_lr=1 --model.lr_scheduler.total_steps"
 TRANSFORM = "--data.augment.transforms+=torchvision.transforms.v2."
 # Flags of a fit, and what is said of them.
 REFUSED = {
@@ -44,13 +45,9 @@ REFUSED = {
     "--data.batchsize=3": ["batchsize", "did you mean --data.batch_size?", "--help"],
     "--model.optimizer.lr=-1": ["learning rate: -1"],
     "--trainer.max_epochs=-1": ["plans over the whole run, and this one has no end"],
-    "--model.lr_scheduler=OneCycleLR --model.lr_scheduler.max_lr=1 --model.lr_scheduler.total_steps=3": ["steps=5"],
-    **{
-        f"--model.lr_scheduler=OneCycleLR --model.lr_scheduler.max_lr=1 --model.lr_scheduler.total_steps=5 {flag}": [
-            "OneCycleLR has rates of its own"
-        ]
-        for flag in ("--model.rate_scaling.rule=linear", "--model.fine_tuning.head_lr=0.3")
-    },
+    f"{ONE_CYCLE}=3": ["steps=5"],
+    f"{ONE_CYCLE}=5 --model.rate_scaling.rule=linear": ["OneCycleLR has rates of its own"],
+    f"{ONE_CYCLE}=5 --model.fine_tuning.head_lr=0.3": ["OneCycleLR has rates of its own"],
     "--trainer.limit_train_batches=0": ["--trainer.limit_train_batches=0 would train nothing"],
     "--trainer.accumulate_grad_batches=4 --trainer.limit_train_batches=6": ["=4 or --trainer.limit_train_batches=8"],
     "--trainer.accumulate_grad_batches=2 --trainer.val_check_interval=3": ["or --trainer.val_check_interval=4"],

@@ -38,14 +38,10 @@ class Machine:
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}",
         }
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", **paths, **environment}
+        words = ["ip", "netns", "exec", self.name, *map(str, command)]
         with log.open("wb") as out:
-            process = subprocess.Popen(
-                ["ip", "netns", "exec", self.name, *map(str, command)],
-                env={**os.environ, "OMP_NUM_THREADS": "1", **paths, **environment},
-                cwd=cwd,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-            )
+            process = subprocess.Popen(words, env=variables, cwd=cwd, stdout=out, stderr=subprocess.STDOUT)
         self.running.append(process)
         return process
 

@@ -68,9 +68,8 @@ def test_a_change_of_each_kind_is_seen_and_named(change: dict[str, float], kind:
     assert [*largest] == [*KINDS]
     assert [k for k, value in largest.items() if value] == [kind] * bool(change)
     problems = step_problems(gaps, dict.fromkeys(KINDS, 1e-9 if change else 0.0), step=2)
-    assert [(words.split(" differs ")[0], words.rpartition(" ")[2]) for words in problems] == (
-        [(f"step 2: {name}", f"({kind})")] if change else []
-    )
+    named = [(words.split(" differs ")[0], words.rpartition(" ")[2]) for words in problems]
+    assert named == ([(f"step 2: {name}", f"({kind})")] if change else [])
 
 
 class Unprintable(Tensor):

@@ -31,11 +31,7 @@ ARGS = (
 # Into how many parts these batches can be cut; two parts would be added in one order only.
 NUM_PARTS = 4
 # With virtual replicas there is no tolerance, so bfloat16 is as good; accumulated gradients are refused.
-WITH_PARTS = (
-    "--trainer.accumulate_grad_batches=1",
-    "--trainer.precision=bf16-mixed",
-    f"--virtual_replicas={NUM_PARTS}",
-)
+PARTS = ("--trainer.accumulate_grad_batches=1", "--trainer.precision=bf16-mixed", f"--virtual_replicas={NUM_PARTS}")
 
 GUARD = "SampleAuditError: "  # on stderr, where the check of samples during training has stopped a run
 
@@ -85,7 +81,7 @@ def self_test(mutations: Sequence[Mutation] | None = None, *, with_parts: bool =
     findings = []
     with TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
         for args in dict.fromkeys(mutation.args for mutation in mutations):
-            flags = [*ARGS, *args, f"--trainer.precision={EXACT}", *(WITH_PARTS if with_parts else ())]
+            flags = [*ARGS, *args, f"--trainer.precision={EXACT}", *(PARTS if with_parts else ())]
             settings = Configuration.from_flags(flags, devices=DEVICES, folder=Path(folder))
             verifier = Verifier(settings, STEPS, Path(folder))
             findings += _findings(verifier, [mutation for mutation in mutations if mutation.args == args])
