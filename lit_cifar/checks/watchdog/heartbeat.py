@@ -102,18 +102,16 @@ class Mates:
         others = [each for each in everyone if each.rank != own.rank]
         near = [each for each in others if (each.host, each.network) == (own.host, own.network)]
         # A process that has met the others and is not found is in another container.
-        self._running = {each.rank: each for each in near if look_at(each.pid, each.started).state != "gone"}
-        self._gone: dict[int, Sight] = {}
+        self._known = {each.rank: each for each in near if look_at(each.pid, each.started).state != "gone"}
+        self._gone: dict[int, Sight] = {}  # the first of each: how it has ended is seen for a moment only
 
     def look(self) -> dict[int, Sight]:
-        sights = {rank: look_at(each.pid, each.started) for rank, each in self._running.items()}
-        self._gone |= {rank: sight for rank, sight in sights.items() if sight.state == "gone"}
-        for rank in self._gone:
-            self._running.pop(rank, None)
-        return sights | self._gone
+        sights = {rank: look_at(each.pid, each.started) for rank, each in self._known.items()} | self._gone
+        self._gone = {rank: sight for rank, sight in sights.items() if sight.state == "gone"}
+        return sights
 
     def kill(self, rank: int) -> None:
         """Kill a rank, if it is one of these and still there."""
         if self.look().get(rank, Sight("gone")).state != "gone":
             with suppress(OSError):
-                os.kill(self._running[rank].pid, signal.SIGKILL)
+                os.kill(self._known[rank].pid, signal.SIGKILL)
