@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -72,7 +72,7 @@ class HeldTensors:
             return [], []
         return self._gathered({name: (int(value), is_kept) for name, (value, is_kept) in held.items()})
 
-    def _gathered(self, held: "_Digests") -> tuple[list[Disagreement], list[Disagreement]]:
+    def _gathered(self, held: dict[str, tuple[int, bool]]) -> tuple[list[Disagreement], list[Disagreement]]:
         """Compare the digests within each group of replicas."""
         of_ranks: list[Any] = [None] * dist.get_world_size()  # the ranks of a group, and digests
         dist.all_gather_object(of_ranks, (dist.get_process_group_ranks(self._group), held))
@@ -104,9 +104,6 @@ class HeldTensors:
                     for key, value in state.items():
                         if isinstance(value, Tensor):
                             yield f"{names[parameter]} ({key} of {type(optimizer).__name__})", value, True
-
-
-_Digests: TypeAlias = dict[str, tuple[int | None, bool]]
 
 
 def device_digest(tensor: Tensor) -> Tensor:
