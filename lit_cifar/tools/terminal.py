@@ -32,9 +32,6 @@ class CommandParser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
-    def option_strings(self) -> list[str]:
-        return [*self._option_string_actions]
-
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, remedy=f"see {self.prog} --help")
 

@@ -51,7 +51,7 @@ def main(args: list[str]) -> int:
     parser = verify_parser()
     options, rest = parser.parse_known_args(args)
     for flag in (word.partition("=")[0] for word in rest):
-        if meant := get_close_matches(flag, parser.option_strings(), n=1, cutoff=0.85):
+        if meant := get_close_matches(flag, parser._option_string_actions, n=1, cutoff=0.85):
             parser.error(f"there is no {flag}; did you mean {meant[0]}?")
     target = terminal.writable(options.json)
     record = terminal.about()
