@@ -28,19 +28,17 @@ def resolve_world_size(config: dict[str, Any]) -> None:
 
     `config`, the arguments of a Trainer, is changed in place. Its strategy is made, or a registered name.
     """
-    strategy = _made(config["strategy"])
-    if mode_of(strategy).is_single_process:  # the strategy itself refuses several processes
-        plugins = as_list(config["plugins"])
-        if SLURMEnvironment.detect() and not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
-            # Lightning's own would save in the middle of a step and start the job again from that.
-            config["plugins"] = [*plugins, SLURMEnvironment(auto_requeue=False)]
-        return
-    if TorchElasticEnvironment.detect():
+    strategy, plugins = _made(config["strategy"]), as_list(config["plugins"])
+    is_single = mode_of(strategy).is_single_process  # then the strategy itself refuses several processes
+    if TorchElasticEnvironment.detect() and not is_single:
         _follow_torchrun(config, strategy)
-    plugins = as_list(config["plugins"])
     given = [*plugins, strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None]
-    if not any(isinstance(plugin, ClusterEnvironment) for plugin in given):
+    if any(isinstance(plugin, ClusterEnvironment) for plugin in given):
+        return
+    if not is_single:
         config["plugins"] = [*plugins, cluster_environment(num_nodes=config["num_nodes"])]
+    elif SLURMEnvironment.detect():  # Lightning's own would save in the middle of a step, and start again from that
+        config["plugins"] = [*plugins, SLURMEnvironment(auto_requeue=False)]
 
 
 def check_processes(trainer: Trainer, *, rank: int) -> None:
