@@ -26,7 +26,7 @@ from lit_cifar.checkpoint.exact_resume import SameStart
 from lit_cifar.checkpoint.files import CheckpointFiles
 from lit_cifar.checks.replica_audit.callback import ReplicaAudit
 from lit_cifar.checks.watchdog.callback import Watchdog, name_who_ends
-from lit_cifar.cli.checkpoint_selection import Start, check_unasked_resume, spelled_out
+from lit_cifar.cli.checkpoint_selection import Start, spelled_out
 from lit_cifar.cli.overview import PROGRAM, answer
 from lit_cifar.cli.paths import expand_paths
 from lit_cifar.cli.preflight import check_run, check_sizes
@@ -37,6 +37,7 @@ from lit_cifar.data.dataset import open_dataset
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch import startup
 from lit_cifar.launch.signals import handlers_put_back, signals_to_spawned
+from lit_cifar.launch.torchrun import task_variables
 from lit_cifar.launch.world_size import as_list, check_processes, resolve_world_size
 from lit_cifar.models import DEFAULT_ARCH
 from lit_cifar.models.precision import choose_fast, keep_choice
@@ -81,8 +82,6 @@ def _run(words: list[str]) -> None:
         startup.raise_at_interrupt(startup.raise_once)  # they end the processes that they have started
         raise SystemExit(import_module(f"lit_cifar.tools.{TOOLS[words[0]]}").main(words[1:]))
     if "SLURM_STEP_NUM_TASKS" in os.environ:  # a task of `srun` is then what torchrun would have started
-        from lit_cifar.launch.torchrun import task_variables
-
         os.environ.update(task_variables(os.environ))
     if words[0] in ("validate", "test", "predict"):
         words = spelled_out(words)
@@ -101,7 +100,6 @@ class CLI(LightningCLI):
         self._named = next((word for word in words[:1] if word in self.subcommands()), None)
         self._own_loggers: list[Namespace] = []  # loggers that the user has asked for
         self._choice = ""  # what is fast here and was left open, in words
-        self._replicas: Any = None  # callback of --virtual_replicas
         self._classes: tuple[str, ...] = ()  # classes of the data, or of the checkpoint if the pictures are gone
         super().__init__(
             LitResNet,
@@ -216,13 +214,11 @@ class CLI(LightningCLI):
             config["enable_progress_bar"] = sys.stdout.isatty()
             bars = [StepBar(refresh_rate=10)] if config["enable_progress_bar"] else []
             callbacks = [EpochLines(), *bars, *callbacks]
-        num_parts = self._arguments.virtual_replicas
         callbacks = [SameStart(self._start.point), *callbacks]
-        if num_parts is not None:
+        if (num_parts := self._arguments.virtual_replicas) is not None:
             from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 
-            self._replicas = VirtualReplicas(num_parts)
-            callbacks = [self._replicas, *callbacks]
+            callbacks = [VirtualReplicas(num_parts), *callbacks]
         if self._subcommand == "predict":
             from lit_cifar.reporting.predictions import PredictionWriter
 
@@ -269,17 +265,7 @@ class CLI(LightningCLI):
             super()._run_subcommand(subcommand)
 
     def _check(self, subcommand: str) -> None:
-        check_run(
-            self.trainer,
-            self.model,
-            self.datamodule,
-            asked=self._arguments,
-            subcommand=subcommand,
-            start=self._start,
-            replicas=self._replicas,
-        )
-        if self._arguments.ckpt_path is None:
-            check_unasked_resume(self.trainer)
+        check_run(self.trainer, self.model, self.datamodule, asked=self._arguments, stage=subcommand, start=self._start)
 
     def _make_run_folder(self) -> Path:
         """Make the folder and the loggers that write into it; ours come first, as the first one names the folder."""

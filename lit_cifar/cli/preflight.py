@@ -6,10 +6,9 @@ Every check stands in its feature. Numbers are bounded where a class takes them.
 from typing import Any
 
 from jsonargparse import Namespace
-from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
-from lit_cifar.cli.checkpoint_selection import Start
+from lit_cifar.cli.checkpoint_selection import Start, check_unasked_resume
 from lit_cifar.cli.usage_errors import as_config_error
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.data.dataset import Dataset
@@ -32,22 +31,16 @@ def check_sizes(model: Namespace, data: Dataset) -> None:
 
 
 def check_run(
-    trainer: Trainer,
-    module: LitResNet,
-    data: CIFAR10DataModule,
-    *,
-    asked: Namespace,
-    subcommand: str,
-    start: Start,
-    replicas: Any,
+    trainer: Any, module: LitResNet, data: CIFAR10DataModule, *, asked: Namespace, stage: str, start: Start
 ) -> None:
     """Refuse a run that cannot work, and leave `data` set up.
 
-    `asked` are the arguments that trainer, module and data were made from, `replicas` is the callback of
-    `--virtual_replicas`. The trainer's processes are not started.
+    `asked` are the arguments that trainer, module and data were made from. The trainer's processes are not started.
     """
-    mode, trains, has_parts = mode_of(trainer.strategy), subcommand == "fit", replicas is not None
+    mode, trains, has_parts = mode_of(trainer.strategy), stage == "fit", asked.virtual_replicas is not None
     # What is known of trainer and module.
+    if asked.ckpt_path is None:
+        check_unasked_resume(trainer)
     check_callbacks(trainer, timed=asked.trainer.max_time is not None)
     check_precision(trainer, asked=asked.trainer.precision)
     if asked.trainer.sync_batchnorm:
@@ -74,8 +67,11 @@ def check_run(
     # What depends on the images.
     data.trainer = trainer
     data.prepare_data()
-    data.setup(subcommand)
+    data.setup(stage)
     if has_parts:
+        from lit_cifar.strategies.virtual_replicas import VirtualReplicas
+
+        replicas = next(callback for callback in trainer.callbacks if isinstance(callback, VirtualReplicas))
         replicas.check(trainer, data, optimizer if trains else None)
     if trains:
         data.train_sampler().check()
