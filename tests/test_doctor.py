@@ -9,9 +9,7 @@ from documents import ROOT
 from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
 
-from lit_cifar.data.workers import num_cores
 from lit_cifar.mode.table import MODES
-from lit_cifar.reporting.run_report import counted
 from lit_cifar.tools import doctor
 from lit_cifar.tools.doctor import COPY_MODES, Fault, lost_copies, mode_here
 
@@ -28,11 +26,10 @@ def test_copies_that_do_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NAMES = ["single", "dp", "ddp", "ddp_spawn", "mp", "ddp_mp", "pp", "ddp_pp", "fsdp2", "tp"]
-GLOO, VIRTUAL = f"yes, gloo processes on {counted(num_cores(), 'core')}", "yes, on virtual devices of the CPU"
 TWO, FOUR = "on the CPU alone: needs 2 GPUs", "on the CPU alone: needs 4 GPUs"
 ONE_GPU = {"single": "yes, on 1 GPU", "mp": "yes, all stages on the one GPU", "ddp_mp": FOUR, "ddp_pp": FOUR}
 VERDICTS = {  # by the number of GPUs
-    0: dict.fromkeys(NAMES, GLOO) | {"single": "yes, on the CPU", "dp": VIRTUAL, "mp": VIRTUAL},
+    0: dict.fromkeys(NAMES, "yes, on the CPU"),
     1: dict.fromkeys(NAMES, TWO) | ONE_GPU,
     2: {"single": "yes, on 1 GPU", "ddp": "yes, on 2 GPUs or more", "ddp_mp": FOUR},
     8: {"ddp_mp": "yes, on 4 GPUs or more", "fsdp2": "yes, on 2 GPUs or more"},

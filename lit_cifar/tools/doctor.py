@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from lit_cifar import internals
-from lit_cifar.data.workers import num_cores
 from lit_cifar.mode.table import MODES, Row
 from lit_cifar.reporting.run_report import counted
 from lit_cifar.strategies.device_copies import copy_faults
@@ -49,12 +48,7 @@ def mode_here(mode: Row, num_gpus: int) -> tuple[str, list[str]]:
         return "yes, all stages on the one GPU", placed(sized_modes(2)["mp"], num_gpus=1).flags
     if num_gpus >= mode.min_devices:
         return f"yes, on {'1 GPU' if mode.min_devices == 1 else f'{mode.min_devices} GPUs or more'}", flags
-    if num_gpus:
-        verdict = f"on the CPU alone: needs {mode.min_devices} GPUs"
-    elif mode.has_processes:
-        verdict = f"yes, gloo processes on {counted(num_cores(), 'core')}"
-    else:
-        verdict = "yes, on the CPU" if mode.min_devices == 1 else "yes, on virtual devices of the CPU"
+    verdict = f"on the CPU alone: needs {mode.min_devices} GPUs" if num_gpus else "yes, on the CPU"
     return verdict, [*flags, "--trainer.accelerator=cpu"]
 
 
