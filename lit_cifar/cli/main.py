@@ -163,8 +163,9 @@ class CLI(LightningCLI):
         Lightning's own step would override the user's model flags by the checkpoint's, and knows "best" and "last",
         which have no meaning here: each command has its run folder.
         """
-        if self._arguments.resume is not None and self._arguments.run_dir is not None:
-            run_folder.lock_run_folder(self._arguments.run_dir, self._lock)
+        folder = self._arguments.run_dir
+        if self._arguments.resume is not None and folder is not None and Path(folder).is_dir():
+            self._lock.take(Path(folder))  # before its checkpoints are read
         self._start = Start(self._subcommand, self._arguments)
 
     def before_instantiate_classes(self) -> None:

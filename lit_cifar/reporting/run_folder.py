@@ -36,25 +36,26 @@ class RunLock:
         self._descriptor: int | None = None
 
     def take(self, folder: Path) -> None:
-        """Lock `folder`, unless that was done; a `ConfigError` if another process has, or it has links to outside."""
-        if self._descriptor is not None:
+        """Lock `folder` on rank 0, once; a `ConfigError` if another process has, or it has links to outside."""
+        if self._descriptor is not None or process_rank() != 0:
             return
-        _check_links(folder)
-        path = folder / LOCK
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = printable(os.read(self._descriptor, 200).decode(errors="replace")) or "another process"
-            remedy = f"wait for its end, or end it; if that machine is gone: rm {shlex.quote(str(path))}"
-            raise ConfigError(f"the run folder {folder} is in use by {holder}", remedy=remedy) from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise
-            rank_zero_warn(f"the file system of {folder} has no locks: let no other process write to this folder")
-        text = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}"
-        os.ftruncate(self._descriptor, 0)
-        os.write(self._descriptor, text.encode())
+        with _refusing(folder):
+            _check_links(folder)
+            path = folder / LOCK
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = printable(os.read(self._descriptor, 200).decode(errors="replace")) or "another process"
+                remedy = f"wait for its end, or end it; if that machine is gone: rm {shlex.quote(str(path))}"
+                raise ConfigError(f"the run folder {folder} is in use by {holder}", remedy=remedy) from None
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    raise
+                rank_zero_warn(f"the file system of {folder} has no locks: let no other process write to this folder")
+            text = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}"
+            os.ftruncate(self._descriptor, 0)
+            os.write(self._descriptor, text.encode())
 
     def __enter__(self) -> "RunLock":
         return self
@@ -97,15 +98,8 @@ def create_run_folder(run_dir: str | None, *, label: str, lock: RunLock, resume:
         if not resume and any(path.name != LOCK for path in folder.iterdir()):
             other = shlex.quote(f"--run_dir={_unused(folder)}")
             raise ConfigError(f"the run folder {folder} is not empty, as a new run's is", remedy=f"pass {other}")
-        lock.take(folder)
+    lock.take(folder)
     return folder
-
-
-def lock_run_folder(run_dir: str, lock: RunLock) -> None:
-    """Lock the folder of a run that is resumed, on rank 0, before its checkpoints are read; it may not be there yet."""
-    if process_rank() == 0 and Path(run_dir).is_dir():
-        with _refusing(Path(run_dir)):
-            lock.take(Path(run_dir))
 
 
 @contextmanager
