@@ -158,24 +158,40 @@ def test_a_slow_training_is_cut_short_and_judged(
     assert re.search(rf"^PASS    what is trained .*\(the first {steps} steps\)$", output, flags=re.M), output
 
 
-AT_THE_END = f"""{STEPS}
+LOADED = f"""{STEPS}
 from torch.utils.data import DataLoader
-model = torch.nn.Linear(4, 1)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = torch.randn(24, 4)
+def evaluate():
+    model.eval()
+    with torch.no_grad():
+        losses = torch.tensor([model(batch).square().REDUCED() for batch in DataLoader(data, batch_size=5)])
+    sys.stdout.write(f"test loss {{losses.REDUCED():.5f}}\\n")
 for epoch in range(50):
+    TRAIN
     for batch in DataLoader(data, batch_size=4, shuffle=True):
         optimizer.zero_grad()
         model(batch).square().mean().backward()
         optimizer.step()
-with torch.no_grad():
-    losses = torch.tensor([model(batch).square().REDUCED() for batch in DataLoader(data, batch_size=5)])
-sys.stdout.write(f"test loss {{losses.REDUCED():.5f}}\\n")
+    EVALUATE
+evaluate()
 """
 
 
-@pytest.mark.parametrize(("reduced", "outcome"), [("sum", "PASS"), ("mean", "FAIL")])
-def test_a_script_that_evaluates_behind_many_epochs_is_led_there(reduced: str, outcome: str, home: Path) -> None:
-    Path("train.py").write_text(AT_THE_END.replace("REDUCED", reduced))
-    output = said(home, "train.py", "--steps=9", only="evaluation")
+@pytest.mark.parametrize(
+    ("reduced", "train", "evaluate", "outcome", "noted"),
+    [
+        ("sum", "model.train()", "", "PASS", "each of 4 parameters"),  # led to the evaluation behind 50 epochs
+        ("mean", "model.train()", "", "FAIL", "each of 4 parameters"),
+        ("sum", "", "evaluate()", "PASS", "3 of 9 steps are made in eval mode"),
+    ],
+)
+def test_an_evaluation_is_judged_wherever_it_stands(
+    reduced: str, train: str, evaluate: str, outcome: str, noted: str, home: Path
+) -> None:
+    script = LOADED.replace("REDUCED", reduced).replace("TRAIN", train).replace("EVALUATE", evaluate)
+    Path("train.py").write_text(script)
+    output = said(home, "train.py", "--steps=9", only="evaluation,trained")
     assert re.search(rf"^{outcome} +evaluation .*printed: test loss.*\(.*the first 9 steps\)$", output, re.M), output
+    assert noted in output

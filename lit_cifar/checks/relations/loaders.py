@@ -92,7 +92,10 @@ class Loaders:
         elif not self._is_read_again:
             place, purpose = self._purpose(loader)
             self._read_for[loader] = purpose if self._read_for.get(loader, purpose) == purpose else "both"
-            batches = self._training(loader, own) if purpose == "train" else self._evaluated(loader, own(loader))
+            if purpose == "train":
+                batches = self._training(loader, own, is_known=place in dict(self._plan.purposes))
+            else:
+                batches = self._evaluated(loader, own(loader))
             supposed = {*self._lengths_asked.pop(loader, ()), (place, purpose)}
             return self._trace.part(Purposes).follow(self._opened(loader, batches), supposed)
         return own(loader)
@@ -159,7 +162,7 @@ class Loaders:
         script = self._trace.script
         return self._plan.evaluated if script.is_lightning or script.is_distributed else self._plan.limits.undivided
 
-    def _training(self, loader: Any, iterate: Any) -> Iterator[Any]:
+    def _training(self, loader: Any, iterate: Any, *, is_known: bool) -> Iterator[Any]:
         number, part, reading = self._number(loader), self._trace.script.batches, self._trace.reading
         most: int | None = self._plan.limits.batches
         self._trained.setdefault(number, loader)
@@ -180,9 +183,9 @@ class Loaders:
         # A plain loop over a stream may read more than an epoch, and ends with its steps.
         if is_stream and not self._trace.script.is_lightning:
             most = None
-        return self._followed(loader, len(reading.epochs) - 1, self._fetched(islice(batches, most)))
+        return self._followed(loader, len(reading.epochs) - 1, self._fetched(islice(batches, most)), is_known)
 
-    def _followed(self, loader: Any, epoch: int, batches: Iterator[Any]) -> Iterator[Any]:
+    def _followed(self, loader: Any, epoch: int, batches: Iterator[Any], is_known: bool) -> Iterator[Any]:
         imposed = self._plan.imposed
         for number, batch in enumerate(imposed_batches(imposed, epoch, self._watched.rank) if imposed else batches):
             if self._watched.is_over():
@@ -195,7 +198,8 @@ class Loaders:
                 folder.mkdir(parents=True, exist_ok=True)
                 torch.save(batch, folder / f"{number:06d}.pt")
             self._trace.reading.epochs[epoch] += 1
-            self._watched.begins_batch(sample_digests(batch), is_divided=UNDIVIDED not in self._trace.remarks)
+            divides = UNDIVIDED not in self._trace.remarks
+            self._watched.begins_batch(sample_digests(batch), is_divided=divides, is_known=is_known)
             yield batch
             self._watched.fetches_batch()
 

@@ -26,6 +26,7 @@ class Observed:
     """What a process writes down."""
 
     mistakes: list[str] = field(default_factory=list)  # in words, what looks like one
+    in_eval: int = 0  # steps in eval mode, behind others in train mode
     stale: int = 0  # steps that began with gradients of the step before
     owned: int = 0  # parameters of optimizers
     changes: bool = False  # parameters of an optimizer have another norm after a later step
@@ -42,6 +43,8 @@ def trained(runs: Runs) -> Iterator[Verdict]:
     found = [*seen.mistakes]
     if seen.stale >= _STEPS_TO_TELL:
         found.append(f"gradients of the step before are added in {seen.stale} of {own.steps} steps: call zero_grad()")
+    if seen.in_eval >= _STEPS_TO_TELL:
+        found.append(f"{seen.in_eval} of {own.steps} steps are made in eval mode, behind others: call train() again")
     yield from (Verdict(NAME, "note", text) for text in found)
     if not found:
         yield Verdict(NAME, "pass", looked_at=f"each of {seen.owned} parameters changes")
@@ -78,7 +81,7 @@ class Observer:
         self._statistics: dict[int, tuple[int, ...]] = {}
         self._frozen: set[int] = set()
         self._digests: list[int] = []  # of parameters, when it was last asked whether they were moved by hand
-        self._is_behind_backward = False
+        self._is_behind_backward = self._has_train_mode = False
         # Of optimizers whose gradients no backward has found to be 0 since their step: whether one has added to them.
         self._is_stale = WeakKeyDictionary[Optimizer, bool]()
         self._norms = WeakKeyDictionary[Optimizer, float]()  # of their parameters, after their first step
@@ -112,6 +115,9 @@ class Observer:
     def follow_step(self, optimizer: Optimizer, norm: float) -> None:
         self._observed.changes |= norm != self._norms.setdefault(optimizer, norm)
         self._observed.rates |= {float(group.get("lr", 1.0)) for group in optimizer.param_groups}
+        is_training = any(root.training for root in self._parts.roots)
+        self._has_train_mode |= is_training
+        self._observed.in_eval += self._has_train_mode and not is_training
         self._observed.stale += self._is_stale.get(optimizer, False)
         self._is_stale[optimizer] = False
 

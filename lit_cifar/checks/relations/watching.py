@@ -54,15 +54,18 @@ class Watched:
         self.is_evaluating = False  # whether an evaluation reads a loader
         self._depth = 0  # of calls of modules
         self._called_now: nn.Module | None = None
-        self._has_trained = self._is_saved = self._is_in_batch = False
+        self._has_trained = self._is_saved = self._is_in_batch = self._is_known = False
         self._has_evaluated = False  # since the last step
         self._to_slow = _SLOWED if plan.asks == EVALUATE_SLOWLY else 0  # evaluations
         self._batch_of_step, self._began = 0, perf_counter()
 
     def _own_phase(self) -> str:
-        """Of a plain loop: it evaluates without gradients, or with a model in eval mode that is else trained."""
+        """Of a plain loop: it evaluates without gradients, or with a model in eval mode that is else trained.
+
+        A batch may be known to be trained all the same, by a script that forgets the mode behind its first evaluation.
+        """
         modules = (*self.parts.roots, *([] if self._called_now is None else [self._called_now]))
-        evaluates = self._has_trained and not any(module.training for module in modules)
+        evaluates = self._has_trained and not self._is_known and not any(module.training for module in modules)
         return "train" if torch.is_grad_enabled() and not evaluates else "evaluate"
 
     # What the script asks
@@ -138,6 +141,7 @@ class Watched:
         self._observer.follow_step(optimizer, self.trace.norms[-1])
 
     def _count_step(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.trace.part(Purposes).note("train")
         self.draws.note()
         self.trace.steps += 1
         self._batch_of_step = 0
@@ -155,12 +159,12 @@ class Watched:
             self.trace.remarks.add(BY_HAND)
             self._count_step([parameter for parameter in self.parts.made if parameter is not None])
 
-    def begins_batch(self, samples: list[int], *, is_divided: bool) -> None:
+    def begins_batch(self, samples: list[int], *, is_divided: bool, is_known: bool) -> None:
         """Called after a batch of training was fetched, with digests of its samples, if they can be told apart."""
         if not self.trace.script.is_lightning:
             self.note_samples(samples)
         self._batch_of_step += 1
-        self._is_in_batch = True
+        self._is_in_batch, self._is_known = True, is_known
         follows = self.plan.quiet and is_divided
         self.draws.follow_batch(samples if follows else None)  # whatever the data set has drawn
         self.seed(f"batch {self._batch_of_step}")
@@ -170,7 +174,7 @@ class Watched:
         self.look_for_step()
         self.draws.note()
         self.draws.stop()
-        self._is_in_batch = False
+        self._is_in_batch = self._is_known = False
         self.seed(f"fetch {self._batch_of_step}")
 
     def seed(self, what: str) -> None:
