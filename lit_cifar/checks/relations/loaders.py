@@ -1,6 +1,6 @@
 """Data loaders of a watched training: shortened, kept for another run, or replaced by the batches of an earlier one."""
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -25,11 +25,12 @@ from lit_cifar.checks.relations.batches import (
     with_sample_lists,
 )
 from lit_cifar.checks.relations.evaluation import Evaluations
+from lit_cifar.checks.relations.generators import states
 from lit_cifar.checks.relations.mirror import MIRROR
 from lit_cifar.checks.relations.patching import patched
 from lit_cifar.checks.relations.plan import Imposed
 from lit_cifar.checks.relations.purposes import Purposes, place_in
-from lit_cifar.checks.relations.remarks import UNDIVIDED, UNDIVIDED_EVALUATION
+from lit_cifar.checks.relations.remarks import IN_EVALUATION, UNDIVIDED, UNDIVIDED_EVALUATION
 from lit_cifar.checks.relations.watching import Watched
 from lit_cifar.checks.relations.workers import Order, Read, read_with_workers
 
@@ -217,8 +218,15 @@ class Loaders:
         elif own and not is_cut and loader.batch_sampler is not None and self._plan.ranks == 1:
             with suppress(TypeError, ValueError):  # a sampler without a length; a batch that is not divided
                 seen.left_out = max(seen.left_out, len(loader.sampler) - sum(map(num_samples, own)))
+        divided: Iterable[Any] = own
+        if size is not None and UNDIVIDED_EVALUATION not in self._trace.remarks:
+            divided = in_batches_of(own, size)
         try:
-            yield from own if size is None or UNDIVIDED_EVALUATION in self._trace.remarks else in_batches_of(own, size)
+            for batch in divided:
+                before = states()
+                yield batch
+                if states() != before:
+                    self._trace.remarks.add(IN_EVALUATION)
         finally:
             self._watched.is_evaluating = False
 

@@ -3,7 +3,7 @@
 UNDIVIDED = "the batches are neither divided along dimension 0 nor lists of samples"
 UNDIVIDED_EVALUATION = f"{UNDIVIDED} where no gradient is made"
 IN_STEP = "a step draws random numbers for its batch: draw them in the data set"
-IN_EVALUATION = "the evaluation draws random numbers from a generator of its own"
+IN_EVALUATION = "the evaluation draws random numbers, such as noise"
 BESIDE_EVALUATION = "the same, before or after it reads a loader, such as for the data themselves"
 IN_MODEL = "the model draws random numbers in the evaluation, such as noise, or by dropout that is left on"
 ROUNDED = "the script rounds values to 16 bits, and other batches round to others"
