@@ -23,7 +23,7 @@ NAMES = {
         jsonargparse._common.parser_context lightning.pytorch.LightningModule._trainer
         lightning.pytorch.Trainer._signal_connector
         lightning.pytorch.callbacks.ModelCheckpoint._save_checkpoint ._save_topk_checkpoint
-        lightning.pytorch.callbacks.WeightAveraging._copy_average_to_current
+        lightning.pytorch.callbacks.WeightAveraging._copy_average_to_current ._swap_models
         lightning.pytorch.cli.LightningCLI._get ._instantiate_trainer ._parse_ckpt_path
         ._prepare_subcommand_kwargs ._prepare_subcommand_parser ._run_subcommand
         lightning.pytorch.loggers.CSVLogger._experiment

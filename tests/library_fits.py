@@ -17,23 +17,20 @@ from lit_cifar.data.images import Batch
 
 
 class Watch(L.Callback):
-    """Keeps the ids of each batch, and saves after optimizer step `step`: at the end of its batch, or of its epoch."""
+    """Keeps the ids of each batch, and saves after optimizer step `step`, in a hook."""
 
-    def __init__(self, file: Path, step: int, *, in_epoch: bool = True) -> None:
-        self.file, self.step, self.in_epoch = file, step, in_epoch
+    def __init__(self, file: Path, step: int, *, hook: str = "on_train_batch_end") -> None:
+        self.file, self.step = file, step
         self.read: list[tuple[int, int, list[int]]] = []
+        setattr(self, hook, self.save)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Batch, batch_idx: int) -> None:
         self.read.append((trainer.current_epoch, batch_idx, batch.ids.tolist()))
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if self.in_epoch and trainer.global_step == self.step:
+    def save(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
             trainer.save_checkpoint(self.file)
             self.step = -1
-
-    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if not self.in_epoch and trainer.global_step == self.step:
-            trainer.save_checkpoint(self.file)
 
 
 class Foreign(L.LightningModule):
@@ -59,13 +56,13 @@ def make(kind: str) -> L.LightningModule:
     return LitResNet(network=Drawing()) if kind == "drawing" else LitResNet("tiny", stem="imagenet")
 
 
-def ends_alike(folder: Path, *, kind: str = "own", step: int, in_epoch: bool = True, **settings: Any) -> bool:
+def ends_alike(folder: Path, *, kind: str = "own", step: int, hook: str = "on_train_batch_end", **how: Any) -> bool:
     """Whether a run of two epochs that is resumed after `step` steps reads and ends as the uninterrupted one."""
     found = []
     for seed, resume in enumerate((None, folder / "within.ckpt")):
         L.seed_everything(seed)  # nothing may follow from what was drawn before
-        watch, model = Watch(folder / "within.ckpt", step if resume is None else -1, in_epoch=in_epoch), make(kind)
-        asked = {"max_epochs": 2, "callbacks": [watch, AskAlone()]} | settings
+        watch, model = Watch(folder / "within.ckpt", step if resume is None else -1, hook=hook), make(kind)
+        asked = {"max_epochs": 2, "callbacks": [watch, AskAlone()]} | how
         trainer = fit(model, folder, data(), resume=resume, **asked)
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
         found.append((watch.read, logged, [*model.state_dict().values()]))

@@ -13,8 +13,8 @@ import pytest
 import torch
 from checkpoints import state, step_of
 from commands import TINY, callback, graded, launch, logged, mode_flags, run_here
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tiny_task import TinyData, TinyTask, tiny_trainer
 
@@ -27,19 +27,6 @@ from lit_cifar.errors import SaveError
 
 STEPS = 3  # of an epoch of TinyData
 _LIMIT_S = 30.0
-
-
-class Boundary(Callback):
-    """Saves at the start of a step what is due by then, and notes the step."""
-
-    def __init__(self, last: LastCheckpoint) -> None:
-        self.last = last
-        self.steps: list[int] = []
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self.last.due_by_step(trainer):
-            self.last.save(trainer)
-            self.steps.append(trainer.global_step)
 
 
 class Score(TinyTask):
@@ -65,9 +52,14 @@ def fit(
 
 def fit_and_save(folder: Path, *, last: LastCheckpoint | None = None, **settings: Any) -> tuple[Trainer, list[int]]:
     """The trainer, and the steps before which it saved."""
-    last = last or LastCheckpoint()
-    boundary = Boundary(last)
-    return fit(folder, boundary, BestCheckpoint(), last, **settings), boundary.steps
+    due, steps = last or LastCheckpoint(), list[int]()
+
+    def save(trainer: Trainer, *_: Any) -> None:
+        if due.due_by_step(trainer):
+            due.save(trainer)
+            steps.append(trainer.global_step)
+
+    return fit(folder, LambdaCallback(on_train_batch_start=save), BestCheckpoint(), due, **settings), steps
 
 
 def steps_in(folder: Path) -> dict[str, int]:

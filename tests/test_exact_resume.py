@@ -35,7 +35,7 @@ from commands import (
     run_here,
 )
 from library_fits import Watch, ends_alike, make
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint, EMAWeightAveraging, LambdaCallback
 from short_fits import data, short
 from short_fits import fit as fit_script
 from threads import on_ranks
@@ -138,7 +138,7 @@ def test_all_processes_start_alike(
         ("own", 1, {}),
         ("own", 2, {"limit_train_batches": 2}),  # after the last batch of the epoch, before its end
         ("own", 3, {"val_check_interval": 1, "max_steps": 4}),
-        ("own", 2, {"in_epoch": False}),  # where Lightning has not counted the epoch yet
+        ("own", 2, {"hook": "on_train_epoch_end"}),  # where Lightning has not counted the epoch yet
         ("drawing", 1, {"accumulate_grad_batches": 2}),
         ("foreign", 1, {}),
         ("foreign", 3, {"accumulate_grad_batches": 2, "reload_dataloaders_every_n_epochs": 1}),
@@ -262,7 +262,7 @@ def drawing(mode: str, network: str) -> list[str]:
     return [*own_network(network), *mode_flags(mode), "--trainer.max_epochs=2"]
 
 
-AVERAGE = callback("lightning.pytorch.callbacks.EMAWeightAveraging", decay=0.5)
+AVERAGE = callback("lightning.pytorch.callbacks.EMAWeightAveraging", decay=0.5, update_starting_at_epoch=1)
 FINE = callback("EarlyStopping", monitor="val/loss", stopping_threshold=100)  # any loss is
 CASES = {
     "a decision to stop that waits": Case([*SETTINGS, *FINE, "--trainer.min_epochs=2", "--trainer.max_epochs=3"], [7]),
@@ -566,21 +566,36 @@ def test_a_schedule_counts_the_steps_of_this_run_where_batches_are_others_from_a
     assert rates[5:] == pytest.approx([0.08, 0.06, 0.04, 0.02])  # after a step of warm-up
 
 
-class Validations(Callback):
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self.steps.append(trainer.global_step)
-
-
 @short
-def test_a_validation_that_was_due_when_it_was_saved_is_made(tmp_path: Path) -> None:
-    file, first, again = tmp_path / "within.ckpt", Validations(), Validations()
+@pytest.mark.parametrize(
+    ("hook", "made"),
+    [
+        ("on_train_batch_end", [2, 4]),
+        ("on_validation_model_eval", [2, 4]),
+        ("on_validation_batch_end", [2, 4]),  # when the average has the place of the weights
+        ("on_validation_epoch_end", [2, 4]),
+        ("on_validation_end", [4]),  # when all that it found is known
+    ],
+)
+def test_a_validation_that_an_error_has_prevented_is_made(hook: str, made: list[int], tmp_path: Path) -> None:
+    file = tmp_path / "failed.ckpt"
+
+    def fail(*_: Any) -> None:
+        if models[1].global_step == 2:
+            raise MemoryError
+
+    models, found, saving = [make("own") for _ in range(3)], list[int](), Checkpoint()  # which comes last
+    saving.on_exception = lambda trainer, *_: trainer.save_checkpoint(file)  # type: ignore[method-assign]
+    models[1].load_state_dict(models[0].state_dict())
+    setattr(models[1] if "model" in hook else saving, hook, fail)
+    watch = LambdaCallback(on_validation_end=lambda trainer, _: found.append(trainer.global_step))
     how: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0, "limit_train_batches": 2}
-    fit_script(make("own"), tmp_path, callbacks=[Watch(file, 2), first], **how)
-    fit_script(make("own"), tmp_path, callbacks=[again], resume=file, **how)
-    assert first.steps == again.steps == [2, 4]
+    for model, more, resume in zip(models, ([], [saving], [watch]), (None, None, file), strict=True):
+        callbacks = [EMAWeightAveraging(decay=0.5), *more]
+        with pytest.raises(MemoryError) if saving in more else nullcontext():
+            fit_script(model, tmp_path, callbacks=callbacks, resume=resume, enable_checkpointing=saving in more, **how)
+    assert found == made
+    torch.testing.assert_close(models[2].state_dict(), models[0].state_dict(), rtol=0, atol=0)
 
 
 @short

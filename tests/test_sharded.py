@@ -139,11 +139,8 @@ class Learning(LitResNet):
 @pytest.mark.parametrize(
     ("what", "mode", "says"),
     [
-        ("temperature", "fsdp2", "temperature is no part of the module's network"),
-        ("temperature", "ddp_flat", "temperature is no part of the module's network"),
-        ("penalty", "pp", "a pipeline trains by loss\\(\\) alone"),
-        ("half", "pp", "a pipeline trains by loss\\(\\) alone"),
-        ("half of parts", "pp", "a pipeline trains by loss\\(\\) alone"),
+        *(("temperature", mode, "temperature is no part of the module's network") for mode in ("fsdp2", "ddp_flat")),
+        *((what, "pp", "a pipeline trains by loss\\(\\) alone") for what in ("penalty", "half", "half of parts")),
     ],
 )
 def test_what_a_mode_would_not_train_is_refused(what: str, mode: str, says: str, tmp_path: Path) -> None:

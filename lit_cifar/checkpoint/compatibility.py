@@ -22,7 +22,7 @@ from lit_cifar.checkpoint.content import check_content, described
 from lit_cifar.checkpoint.format import OPTIMIZER, SCHEDULE, Header, TrainedOn, class_path
 from lit_cifar.data.dataset import DATASETS
 from lit_cifar.errors import CheckpointError, one_line
-from lit_cifar.internals import tree_map_only
+from lit_cifar.internals import tree_leaves, tree_map_only
 
 _OF_BEST = {  # what a ModelCheckpoint holds once it has saved
     "dirpath": str | None,
@@ -183,11 +183,8 @@ def _check_state(found: dict[str, Any], optimizer: Optimizer, *, begun: bool) ->
 
 
 def _holds_nan(held: Any) -> bool:
-    if isinstance(held, dict | list | tuple):
-        return any(map(_holds_nan, held.values() if isinstance(held, dict) else held))
-    if isinstance(held, Tensor):
-        return held.is_floating_point() and bool(held.isnan().any())
-    return isinstance(held, float) and math.isnan(held)
+    numbers = (torch.as_tensor(each) for each in tree_leaves(held) if isinstance(each, float | Tensor))
+    return any(bool(each.isnan().any()) for each in numbers if each.is_floating_point())
 
 
 def _after_a_step(optimizer: Optimizer) -> dict[int, dict[str, Any]]:

@@ -84,21 +84,20 @@ class Position:
         return found
 
     @classmethod
-    def reached_by(cls, trainer: Trainer) -> "Position":
-        """The position of `trainer`, which is at a step boundary, or after an epoch or the whole training."""
+    def reached_by(cls, trainer: Trainer, *, validates: bool) -> "Position":
+        """The position of `trainer`, at a step boundary, within a validation, or after an epoch or the training."""
         epochs: Any = trainer.fit_loop.epoch_progress.current
         newest: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         batches = batches_of_epoch(trainer)
-        in_epoch = batches // trainer.accumulate_grad_batches
         # A fit that `max_steps` ended in the middle of an epoch has run that epoch's last hooks too.
         complete = epochs.processed == epochs.started and batches >= trainer.num_training_batches
         return cls(
             epoch=epochs.started if complete else max(epochs.started - 1, 0),
-            step=0 if complete else in_epoch,
+            step=0 if complete else batches // trainer.accumulate_grad_batches,
             started=epochs.started > 0 and not complete,
             global_step=trainer.global_step,
             rows=_num_rows(trainer),
-            validates=newest.completed < newest.processed,
+            validates=validates or newest.completed < newest.processed,
         )
 
     def write(self, loops: dict[str, Any], *, accumulation: int) -> None:
@@ -127,30 +126,44 @@ class ExactResume(Callback):
         # Counts of an epoch within which the training ends: Lightning forgets them before the last checkpoint.
         self._counts: dict[str, dict[str, Tensor]] | None = None
         self._patience: dict[str, Any] = {}  # states before that end, at which EarlyStopping counts an epoch too many
+        self._validated = False  # whether a validation has ended since the newest batch
+        self._swapped = False  # whether the module has the average, for a validation, and the average the weights
         self._made: dict[int, dict[str, Any]] = {}  # attributes of the callbacks before the fit, by their ids
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let the end of a training keep its weights, over which Lightning copies their average."""
         if stage == "fit":
+            vars(self).update(vars(ExactResume()))
             self._made = {id(each): {**vars(each)} for each in _callbacks(trainer)}
-            self._trained, self._counts, self._patience = None, None, {}
             for average in _callbacks(trainer, WeightAveraging):
                 average._copy_average_to_current = partial(self._end, average)
+                average._swap_models = partial(self._swap, average)
+                average.should_update = partial(_should_update, average, trainer)
 
     def _end(self, average: WeightAveraging, pl_module: LightningModule) -> None:
         weights = pl_module.trainer.strategy.lightning_module_state_dict()
         self._trained = {name: tensor.clone() for name, tensor in weights.items()}
         type(average)._copy_average_to_current(average, pl_module)
 
+    def _swap(self, average: WeightAveraging, pl_module: LightningModule) -> None:
+        type(average)._swap_models(average, pl_module)
+        self._swapped = not self._swapped
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validated = True
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Write position, counts, and the logs, which belong to a checkpoint, to the disk."""
+        if self._swapped:
+            checkpoint["state_dict"], checkpoint[AVERAGED] = checkpoint[AVERAGED], checkpoint["state_dict"]
         if self._trained is not None:
             checkpoint[AVERAGED] = self._trained
         stopped = [_limits(trainer), *map(self._settings, _deciders(trainer))]
         checkpoint[STOPPED] = stopped if trainer.should_stop else None
         for logger in trainer.loggers:
             logger.save()
-        position = Position.reached_by(trainer)
+        fails = trainer.interrupted and trainer.validating and trainer.state.fn == TrainerFn.FITTING
+        position = Position.reached_by(trainer, validates=fails and not self._validated)
         checkpoint[POSITION] = asdict(position)
         checkpoint[METRICS] = _collect(trainer, pl_module) if self._counts is None else self._counts
         checkpoint["callbacks"] |= self._patience
@@ -199,6 +212,7 @@ class ExactResume(Callback):
     # and counts it as a step: loggers would then write every value one step late.
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._validated = False
         self._correct_step(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -252,6 +266,12 @@ def _deciders(trainer: Trainer) -> list[Callback]:
     found += [each for each in _callbacks(trainer, EarlyStopping) if each.stopping_reason_message is not None]
     own = ("lightning", "lit_cifar")
     return found or [each for each in _callbacks(trainer) if type(each).__module__.partition(".")[0] not in own]
+
+
+def _should_update(average: WeightAveraging, trainer: Trainer, **index: int) -> bool:
+    """Whether an average counts this step or epoch. Lightning also asks where a limit ends a fit within an epoch."""
+    is_cut = "epoch_idx" in index and batches_of_epoch(trainer) < trainer.num_training_batches
+    return not is_cut and type(average).should_update(average, **index)
 
 
 def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
