@@ -124,15 +124,16 @@ class Drawing(nn.Sequential):
     """A chain whose layers draw random numbers in each way that torch has, before and behind the middle."""
 
     def __init__(self, num_classes: int = 10) -> None:
+        twice = nn.Dropout(0.2)
         super().__init__(
             nn.Conv2d(3, 8, kernel_size=3, stride=4),
-            nn.Dropout(0.2),
+            twice,
             Noise(),
             nn.Conv2d(8, 8, kernel_size=3),
             Noise(),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
-            nn.Dropout(0.2),
+            twice,
             nn.Linear(8, num_classes),
         )
 

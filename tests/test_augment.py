@@ -1,6 +1,7 @@
 """What is drawn by chance: augmentation from (seed, epoch, sample id), a network's numbers from step and part."""
 
 from collections.abc import Iterator
+from functools import partial
 from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
@@ -8,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from counting import Operators
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_cifar.data.augment import Augmentation, crop
 from lit_cifar.data.counter_rng import Purpose, keyed_bits, keyed_integers, keyed_permutation
-from lit_cifar.models.random_streams import RandomStreams, draw_for_part
+from lit_cifar.models.random_streams import RandomStreams, draw_for_part, know_stages
+from lit_cifar.strategies.mp import StagedForward
 from lit_cifar.task.module import LitResNet
 
 
@@ -75,20 +77,35 @@ def generator() -> Iterator[None]:
         yield
 
 
-def drawn(*, step: int, batch: int = 0, accumulation: int = 1, ranks: int = 1, rank: int = 0, place: int = 0) -> float:
+TWICE = nn.Sequential(half := nn.Dropout(0.5), nn.Identity(), half)
+
+
+def drawn(
+    run: Any = None, step: int = 0, batch: int = 0, accumulation: int = 1, ranks: int = 1, rank: int = 0, place: int = 0
+) -> Any:
     """The first number of a part: of a batch of the loader, on a rank, with virtual replicas the one at that place."""
     split = {"num_replicas": ranks, "rank": rank}
     strategy = SimpleNamespace(root_device=torch.device("cpu"), distributed_sampler_kwargs=split)
     data, streams = SimpleNamespace(seed=0), RandomStreams()
     trainer: Any = SimpleNamespace(strategy=strategy, datamodule=data, global_step=step)
     trainer.accumulate_grad_batches = accumulation
-    module = LitResNet("tiny")
+    module = LitResNet(network=TWICE)
     streams.on_train_start(trainer, module)
     streams.on_train_batch_start(trainer, module, None, batch)
     draw_for_part(place)
-    found = float(torch.rand(()))
+    found = run() if run else float(torch.rand(()))
     streams.on_train_end(trainer, module)
     return found
+
+
+@pytest.mark.parametrize("cut", range(4))
+def test_a_layer_that_stands_twice_draws_twice(cut: int) -> None:
+    """The same wherever the network is cut into stages."""
+    images, stages = torch.ones(1, 1000), [TWICE[:cut], TWICE[cut:]]
+    alone = drawn(partial(TWICE, images))
+    assert 200 < alone.count_nonzero() < 300
+    know_stages(stages)
+    assert drawn(partial(StagedForward(stages, [images.device] * 2), images)).equal(alone)
 
 
 def test_the_four_parts_of_a_batch_draw_the_same_whoever_takes_them() -> None:

@@ -13,7 +13,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_cifar.errors import ConfigError
 
 _CPU_FLAGS = {"avx512_bf16", "amx_bf16"}
-_ALIKE = (None, "bf16-mixed")
 _FUSED_FLAG = "model.optimizer.init_args.fused"
 _FAST: dict[str, Any] = {"trainer.precision": "bf16-mixed", "model.channels_last": True}
 _FAST_ON_GPU: dict[str, Any] = {"trainer.benchmark": True, _FUSED_FLAG: True}
@@ -41,7 +40,7 @@ def choose_fast(arguments: Namespace) -> str:
     is_exact = trainer.deterministic or arguments.virtual_replicas is not None
     has_others = trainer.num_nodes > 1 or int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1
     is_own = arguments.model.network is not None or trainer.plugins is not None
-    if not has_bf16 or is_exact or has_others or is_own or trainer.precision not in _ALIKE:
+    if not has_bf16 or is_exact or has_others or is_own or trainer.precision not in (None, "bf16-mixed"):
         return ""
     chosen = _FAST
     if is_on_gpu:

@@ -6,8 +6,11 @@ whichever process it is. A part is the share of a process, accumulation step, vi
 `dp`. The first three all take every P-th sample, so that their P parts are the same ones.
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,6 +31,8 @@ class _Now:
     first: int = 0  # number of this process's first part in its accumulation step; the others follow at equal distance
     distance: int = 1
     part: int = 0  # key of the part
+    calls: Counter[nn.Module] = field(default_factory=Counter)  # how often a block has been called in the part
+    earlier: list[Counter[nn.Module]] = field(default_factory=list)  # the same when each stage begins
     on_cuda: bool = False
 
 
@@ -37,8 +42,7 @@ _now = _Now()
 class RandomStreams(Callback):
     """Seeds torch's generators by a hash of (data seed, optimizer step, part of the batch, block)."""
 
-    def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
+    _handles: Sequence[RemovableHandle] = ()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._split = mode_of(trainer.strategy).layout
@@ -62,7 +66,7 @@ class RandomStreams(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles = ()
         vars(_now).update(vars(_Now()))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -77,19 +81,27 @@ def draw_for_part(place: int = 0, *, device: torch.device | None = None) -> None
     are.
     """
     if _now.step is not None:
-        _now.part = key_of(_now.step, place * _now.distance + _now.first)
+        _now.part, _now.calls = key_of(_now.step, place * _now.distance + _now.first), Counter()
         _seed(_now.part, device)
+
+
+def know_stages(stages: Iterable[nn.Module]) -> None:
+    """Let a block that stands in several of `stages` draw something else in each; see `draw_for_stage`."""
+    standing = (Counter(each for _, each in stage.named_modules(remove_duplicate=False)) for stage in stages)
+    _now.earlier = [*accumulate(standing, initial=Counter[nn.Module]())]
 
 
 def draw_for_stage(stage: int) -> None:
     """Draw for this stage of the part from now on; its blocks need not have streams of their own."""
     if _now.step is not None:
+        _now.calls = _now.earlier[stage].copy()
         _seed(key_of(_now.part, -1 - stage))  # numbers of blocks are not negative
 
 
 def _draw_for_block(number: int, module: nn.Module, inputs: Any) -> None:
     if _now.step is not None and module.training:
-        _seed(key_of(_now.part, number))
+        _seed(key_of(_now.part, number + (_now.calls[module] << 32)))  # the chain may call it several times
+        _now.calls[module] += 1
 
 
 def _seed(seed: int, device: torch.device | None = None) -> None:

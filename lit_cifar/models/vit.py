@@ -50,7 +50,10 @@ class VisionTransformer(nn.Sequential):
             chain[f"block{index}"] = EncoderBlock(shape.dim, num_heads=shape.num_heads)
         chain["head"] = Head(shape.dim, num_classes=num_classes)
         super().__init__(chain)
-        self.apply(_initialise)
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.trunc_normal_(layer.weight, std=0.02)
+                nn.init.zeros_(layer.bias)
 
 
 class PositionEmbedding(nn.Module):
@@ -125,9 +128,3 @@ class Head(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.classifier(self.norm(x).mean(dim=1))
         return logits
-
-
-def _initialise(layer: nn.Module) -> None:
-    if isinstance(layer, nn.Linear):
-        nn.init.trunc_normal_(layer.weight, std=0.02)
-        nn.init.zeros_(layer.bias)

@@ -22,7 +22,7 @@ from lit_cifar.errors import ConfigError, bounded
 from lit_cifar.mode import ForwardFn, NoRecorder
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.memory_format import follow_parameters
-from lit_cifar.models.random_streams import draw_for_part, draw_for_stage
+from lit_cifar.models.random_streams import draw_for_part, draw_for_stage, know_stages
 from lit_cifar.strategies.base import CutStrategy, SingleProcessStrategy, compiles
 from lit_cifar.strategies.parts import VirtualParts
 
@@ -92,15 +92,12 @@ class StagedStrategy(CutStrategy, ABC):
         num_microbatches: Number of pieces into which a replica cuts its part of the batch.
     """
 
+    num_microbatches = 1
+
     def __init__(self, *, num_stages: int | None = None, num_microbatches: int = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._num_microbatches = num_microbatches
+        self.num_microbatches = num_microbatches
         self._num_stages = num_stages
-
-    @property
-    @override
-    def num_microbatches(self) -> int:
-        return self._num_microbatches
 
     @property
     def num_stages(self) -> int:
@@ -143,6 +140,7 @@ class StagedStrategy(CutStrategy, ABC):
 
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         stages = self.partition.modules(network)
+        know_stages(stages)
         calls = [Compiled(stage) for stage in stages] if compiles(self.lightning_module) else stages
         return StagedForward(calls, self.stage_devices, num_microbatches=self.num_microbatches, recorder=self.recorder)
 

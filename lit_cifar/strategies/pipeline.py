@@ -24,7 +24,7 @@ from lit_cifar.mode import NoRecorder, WorkKind
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.memory_format import Plain
 from lit_cifar.models.partition import Partition
-from lit_cifar.models.random_streams import draw_for_part, draw_for_stage
+from lit_cifar.models.random_streams import draw_for_part, draw_for_stage, know_stages
 from lit_cifar.strategies.base import RunsNetwork
 from lit_cifar.strategies.mesh import loss_scale
 from lit_cifar.strategies.parts import Microbatches, VirtualParts
@@ -82,11 +82,12 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self._last = len(self.owners) - 1
-        network = self.module.network
+        stages = self.partition.modules(self.module.network)
+        know_stages(stages)
         self.stages = {
             # Layers in channels_last return outputs and gradients in that format; the receiver expects the plain one.
             index: nn.Sequential(Plain(), *stage, Plain())
-            for index, stage in enumerate(self.partition.modules(network))
+            for index, stage in enumerate(stages)
             if self.owners[index] == dist.get_rank(self.group)
         }
         self.parameters = [parameter for stage in self.stages.values() for parameter in stage.parameters()]
