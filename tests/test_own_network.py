@@ -152,6 +152,7 @@ MISTAKES = {
     "Tied --trainer.strategy=mp": "0.weight = 3.weight is needed",
     "Hooked --trainer.strategy=pp": "6.weight has a hook on its gradient, which --trainer.strategy=pp",
     "Hooked --model.network.accumulated=true --trainer.strategy=fsdp2": "6.weight has a hook",
+    "Hooked --trainer.strategy=ddp_spawn": "which --trainer.strategy=ddp_spawn calls otherwise or never",
     "Chian": "did you mean --model.network=own_networks.Chain?",
     "--model.arch=vit_micro --model.stem=cifar": "--model.stem=cifar is of a ResNet, and vit_micro is none",
     "--model.arch=vit_micro --data.image_size=20": "do not fill images of 20\n  pass --data.image_size=16",

@@ -1,6 +1,7 @@
 """`fsdp2` and `tp`: processes that hold parts of every parameter train what one device trains."""
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from itertools import chain
@@ -114,12 +115,17 @@ def test_what_computes_in_bfloat16_is_gathered_so(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("strategy", ["auto", "fsdp2"])
 def test_a_parameter_beside_layers_computes_as_on_one_device(strategy: str, tmp_path: Path) -> None:
-    """And a layer whose own `forward` computes with its parameters before autocast takes them."""
+    """And one of two layers, and those of a layer whose own `forward` uses them before autocast takes them."""
     head = (Standardised(4, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
-    network = nn.Sequential(nn.Conv2d(3, 4, kernel_size=3, stride=4), LayerScale(4), *head)
+    tied = nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, kernel_size=1))
+    tied[1].bias = tied[0].bias
+    network = nn.Sequential(nn.Conv2d(3, 4, kernel_size=3, stride=4), LayerScale(4), tied, *head)
     LayerScale.seen.clear()
     fit(LitResNet(network=network), tmp_path, strategy=strategy, precision="bf16-mixed", max_steps=1)
     assert {*LayerScale.seen} == {torch.float32}
+    network.first = network[0].weight  # a name that no block has
+    with pytest.raises(ConfigError, match="first = 0.weight is") if strategy == "fsdp2" else nullcontext():  # noqa: RUF043
+        fit(LitResNet(network=network), tmp_path, strategy=strategy, max_steps=1)
 
 
 class Learning(LitResNet):

@@ -42,15 +42,16 @@ def layers_of_blocks(network: nn.Module) -> Iterator[nn.Module]:
     """The blocks of the network; a block that the network makes anew at each call is replaced by its layers."""
     parts = set(network.modules())
     chain = (blocks_of(network) or {}).values()
-    yield from dict.fromkeys(module for block in chain for module in _topmost(block, parts))
+    yield from dict.fromkeys(module for block in chain for module in topmost(block, parts))
 
 
-def _topmost(module: nn.Module, wanted: set[nn.Module]) -> Iterator[nn.Module]:
+def topmost(module: nn.Module, wanted: set[nn.Module]) -> Iterator[nn.Module]:
+    """The `wanted` modules of a block: itself, or those in it that are in no other one."""
     if module in wanted:
         yield module
     else:
         for child in module.children():
-            yield from _topmost(child, wanted)
+            yield from topmost(child, wanted)
 
 
 def tensor_split_of(network: nn.Module) -> dict[str, SplitKind]:

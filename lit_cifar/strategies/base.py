@@ -7,6 +7,7 @@ base class does not declare it abstract, and no `super()` calls it.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, cast
 
 import lightning as L
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, StrategyRegistry
 from torch import Tensor, nn
-from typing_extensions import override
 
 from lit_cifar import internals
 from lit_cifar.errors import ConfigError
@@ -43,14 +43,11 @@ def compiles(module: object) -> bool:
     return bool(getattr(module, "compiles", False))
 
 
-def check_untied(network: nn.Module, divided: Iterable[nn.Module], *, strategy: str, recurse: bool = True) -> None:
-    """Raise a `ConfigError` if two of the modules into which `network` is divided have a parameter or buffer in common.
-
-    Without `recurse` only the tensors of the modules themselves count, not those of modules in them.
-    """
+def check_untied(network: nn.Module, divided: Iterable[Iterable[nn.Module]], *, strategy: str) -> None:
+    """Raise a `ConfigError` if two parts of `network`, each given as its modules, share a parameter or buffer."""
     seen: set[Tensor] = set()
-    for module in divided:
-        own = {*module.parameters(recurse), *module.buffers(recurse)}
+    for modules in divided:
+        own = {tensor for module in modules for tensor in (*module.parameters(False), *module.buffers(False))}
         if shared := own & seen:
             known = chain(network.named_parameters("", True, False), network.named_buffers("", True, False))
             named = [(name, tensor) for name, tensor in known if tensor in shared]
@@ -65,7 +62,7 @@ def check_gradient_hooks(network: nn.Module, *, strategy: str, also_accumulated:
     kinds = ["_backward_hooks", *["_post_accumulate_grad_hooks"] * also_accumulated]  # torch has no other access
     for name, parameter in network.named_parameters():
         if any(getattr(parameter, kind, None) for kind in kinds):
-            problem = f"{name} has a hook on its gradient, which --trainer.strategy={strategy} never has as a whole"
+            problem = f"{name} has a hook on its gradient, which --trainer.strategy={strategy} calls otherwise or never"
             raise ConfigError(problem, remedy="leave out the hook, or pass --trainer.strategy=ddp")
 
 
@@ -161,7 +158,8 @@ class CutStrategy(CustomForwardStrategy, ABC):
             remedy = "make it an nn.Sequential, give it blocks() (lit_cifar.models.blocks)"
             raise ConfigError(problem, remedy=f"{remedy}, or pass --trainer.strategy=ddp")
         self.partition = Partition.cut(network, self.module.image_shape, num_stages=num_stages)
-        check_untied(network, self.partition.modules(network), strategy=self.strategy_name)
+        stages = self.partition.modules(network)
+        check_untied(network, (stage.modules() for stage in stages), strategy=self.strategy_name)
 
 
 class SingleProcessStrategy(CustomForwardStrategy, ABC):
@@ -174,6 +172,7 @@ class SingleProcessStrategy(CustomForwardStrategy, ABC):
     num_nodes: int = 1
     global_rank = local_rank = node_rank = 0
     world_size = 1
+    distributed_sampler_kwargs: Any = MappingProxyType({"num_replicas": 1, "rank": 0})
 
     model_to_device: Any = SingleDeviceStrategy.model_to_device
     reduce: Any = SingleDeviceStrategy.reduce
@@ -190,11 +189,6 @@ class SingleProcessStrategy(CustomForwardStrategy, ABC):
     @property
     def root_device(self) -> torch.device:
         return self.devices[0]
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": 1, "rank": 0}
 
     def check_divides(self, name: str, size: int) -> None:
         num_devices = len(self.devices)

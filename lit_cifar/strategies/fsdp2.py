@@ -6,7 +6,7 @@ Tensor parallelism, see `tp.py`, divides them along the "model" axis: a block is
 are never gathered.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from itertools import chain
 from typing import Any, ClassVar, cast
@@ -26,7 +26,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.mode import ForwardFn
 from lit_cifar.mode.refusals import refuse
 from lit_cifar.mode.tensors import local_part, parameters_of
-from lit_cifar.models.blocks import blocks_of
+from lit_cifar.models.blocks import blocks_of, topmost
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.strategies.base import check_untied, compiles
 from lit_cifar.strategies.mesh import MeshStrategy, move_and_broadcast, send_as_one
@@ -50,6 +50,7 @@ class ShardedStrategy(MeshStrategy):
             each has a replica, over which FSDP2 shards.
     """
 
+    restore_checkpoint_after_setup = True  # the parts exist from then on
     registered: ClassVar[dict[str, dict[str, Any]]] = {"fsdp2": {}, "tp": {"splits_layers": True}}
 
     def __init__(self, splits_layers: bool = False, **kwargs: Any) -> None:
@@ -68,9 +69,11 @@ class ShardedStrategy(MeshStrategy):
         network = self.module.network
         if self.splits_layers:
             check_divisible(network, self.layout, strategy=self.strategy_name)
-            check_untied(network, network.modules(), strategy=self.strategy_name, recurse=False)
+            check_untied(network, ([layer] for layer in network.modules()), strategy=self.strategy_name)
         else:
-            check_untied(network, (blocks_of(network) or {}).values(), strategy=self.strategy_name)
+            blocks = [{*block.modules()} for block in (blocks_of(network) or {}).values()]
+            others = {*network.modules()}.difference(*blocks)
+            check_untied(network, [*blocks, others], strategy=self.strategy_name)
 
     def use_virtual_parts(self, parts: VirtualParts) -> None:
         super().use_virtual_parts(parts)
@@ -146,11 +149,6 @@ class ShardedStrategy(MeshStrategy):
             if cast(DTensor, tensor).placements[0].is_replicate() and tensor.is_floating_point():  # counts are exact
                 yield local_part(tensor)
 
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True  # the parts exist from then on
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return whole tensors; every process must call this."""
         self.use_first_buffers()
@@ -194,24 +192,25 @@ def shard(network: nn.Module, mesh: DeviceMesh, device: torch.device, *, dtype: 
     Blocks are moved to `device` with the values of the first process: only one block is there as a whole at a time.
     Convolutions and linear layers compute in `dtype`, and so are gathered in it, other layers of a block apart from
     them; gradients are summed in the parameters' own. A block with parameters beside its layers, such as a LayerScale,
-    is gathered in their own types: autocast casts what layers take, as on one device.
+    or in several layers, is gathered in their own types: autocast casts what layers take, as on one device.
     """
     reduce_dtype = None if dtype is None else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     modules = set(network.modules())
     for block in (blocks_of(network) or {}).values():
-        move_and_broadcast(_plain(block.parameters()), device)
+        move_and_broadcast(block.parameters(), device)
+        is_tied = len([*block.named_parameters(remove_duplicate=False)]) > len([*block.parameters()])
         layers = [layer for layer in block.modules() if [*layer.parameters()] and not [*layer.children()]]
-        wide = [] if dtype is None else [layer for layer in layers if not computes_narrow(layer)]
+        wide = [] if dtype is None or is_tied else [layer for layer in layers if not computes_narrow(layer)]
         if wide:
             fully_shard(wide, mesh=mesh)
         # A ResNet's stem and head are chains of layers, not modules of the network.
-        own = [block] if block in modules else block.children()
-        rest = [module for module in own if module not in wide and [*module.parameters()]]
+        rest = [module for module in topmost(block, modules) if module not in wide and [*module.parameters()]]
         if rest:
-            own_policy = MixedPrecisionPolicy() if has_parameters_beside_layers(block) else policy
+            own_policy = MixedPrecisionPolicy() if is_tied or has_parameters_beside_layers(block) else policy
             fully_shard(rest if len(rest) > 1 else rest[0], mesh=mesh, mp_policy=own_policy)
-    move_and_broadcast(_plain(chain(network.parameters(), network.buffers())), device)
+    others = (each for each in chain(network.parameters(), network.buffers()) if not isinstance(each, DTensor))
+    move_and_broadcast(others, device)
     fully_shard(network, mesh=mesh)
 
 
@@ -225,7 +224,3 @@ def has_parameters_beside_layers(block: nn.Module) -> bool:
     """Whether a module of modules holds some itself. Those of attention are of linear layers."""
     parts = (part for part in block.modules() if [*part.children()] and not isinstance(part, nn.MultiheadAttention))
     return any([*part.parameters(recurse=False)] for part in parts)
-
-
-def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    return (tensor for tensor in tensors if not isinstance(tensor, DTensor))

@@ -49,7 +49,6 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         self, process_group_backend: str | None = None, timeout: timedelta | None = default_pg_timeout
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
-        self._failed = False
 
     @property
     def all_processes(self) -> int:

@@ -136,17 +136,14 @@ class VirtualReplicas(Callback):
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._parts.average()
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._parts.leave_gradients()
-
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._parts.leave_gradients()
         if isinstance(trainer.strategy, CustomForwardStrategy):
             trainer.strategy.virtual_parts = None
         pl_module.virtual_replicas = None  # type: ignore[assignment]
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Give gradients back to whoever catches the exception and uses the network again."""
-        self._parts.leave_gradients()
         self.teardown(trainer, pl_module, "fit")
 
 
