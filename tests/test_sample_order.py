@@ -99,4 +99,4 @@ def test_other_files_are_refused_within_an_epoch() -> None:
 
 
 def test_the_place_of_an_object_in_memory_is_no_setting() -> None:
-    assert _text([object(), [print]]) == "[<object object>,[<built-in functionprint>]]".replace(" ", "")
+    assert _text([object(), [print]]) == "[<object object>,[<built-in function print>]]"

@@ -1,5 +1,6 @@
 """Sums in the order of one fixed binary tree: the same bits however its leaves are divided over processes."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -46,6 +47,14 @@ def in_tree_order(count: int) -> list[int]:
     return sorted(range(count), key=lambda number: int(f"{number:0{width}b}"[::-1], 2))
 
 
+def tree_sum(values: Iterable[Tensor]) -> Tensor:
+    """The sum of `values`, a power of two of them, in the order of the tree."""
+    total = TreeSum()
+    for value in values:
+        total.push(value)
+    return total.take()
+
+
 def tree_all_reduce(flat: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
     """The sum of `flat`, (n,), over the processes of `group`, in the order of the tree over the parts that they hold.
 
@@ -62,7 +71,4 @@ def tree_reduce_scatter(flat: Tensor, *, group: dist.ProcessGroup | None = None)
     dist.all_to_all_single(received, flat, group=group)
     num_processes = dist.get_world_size(group)
     slices = received.view(num_processes, -1)
-    total = TreeSum()
-    for rank in in_tree_order(num_processes):
-        total.push(slices[rank])
-    return total.take()
+    return tree_sum(slices[rank] for rank in in_tree_order(num_processes))
