@@ -267,7 +267,6 @@ FINE = callback("EarlyStopping", monitor="val/loss", stopping_threshold=100)  # 
 CASES = {
     "a decision to stop that waits": Case([*SETTINGS, *FINE, "--trainer.min_epochs=2", "--trainer.max_epochs=3"], [7]),
     "random masks": Case(drawing("single", "Drawing"), [2]),
-    "random masks, ddp": Case(drawing("ddp", "DrawingWhole"), [2], ranks=2),
     "averaged weights": Case([*SETTINGS, *AVERAGE], [2]),
     "a sum of the network's own": Case([*drawing("single", "Counting"), "--trainer.precision=bf16-true"], [2, 5]),
 }
@@ -278,6 +277,7 @@ STAGES = mode_flags("DDPLayerParallelStrategy", 4, num_stages=2, num_microbatche
 SLOW = {
     "transforms": Case([*SETTINGS, *TRANSFORMS, "--data.num_workers=1"], [2]),
     "transforms, ddp": Case([*SETTINGS, *TRANSFORMS, *mode_flags("ddp")], [2], ranks=2),
+    "random masks, ddp": Case(drawing("ddp", "DrawingWhole"), [2], ranks=2),
     "random masks, dp": Case(drawing("dp", "DrawingWhole"), [2]),
     "random masks, pp": Case(drawing("pp", "Drawing"), [2], ranks=2),
     "a validation within an epoch, which is not run again": Case(

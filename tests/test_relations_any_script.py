@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import refused, run_here
+from commands import graded, refused, run_here
 
 from lit_cifar.checks.relations import own_files
 
@@ -184,12 +184,14 @@ USUAL = {"REDUCED": "sum", "TRAIN": "model.train()", "NOISE": "0", "EVALUATE": "
 
 @pytest.mark.parametrize(
     ("changes", "outcome", "says"),
-    [
-        ({}, "PASS", "each of 4 parameters"),
+    graded(
         ({"REDUCED": "mean"}, "FAIL", "each of 4 parameters"),
-        ({"NOISE": "torch.rand(())"}, "NOTE", "the evaluation draws random numbers"),
-        ({"TRAIN": "", "EVALUATE": "evaluate()"}, "PASS", "3 of 9 steps are made in eval mode"),
-    ],
+        slow=[
+            ({}, "PASS", "each of 4 parameters"),
+            ({"NOISE": "torch.rand(())"}, "NOTE", "the evaluation draws random numbers"),
+            ({"TRAIN": "", "EVALUATE": "evaluate()"}, "PASS", "3 of 9 steps are made in eval mode"),
+        ],
+    ),
 )
 def test_an_evaluation_is_judged_wherever_it_stands(
     changes: dict[str, str], outcome: str, says: str, home: Path
