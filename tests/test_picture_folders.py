@@ -78,6 +78,7 @@ SPLIT = "looks like pictures to train, validate or test on"
 HOLDS = "would be a class, and holds folders, perhaps the classes:"
 REFUSED = {
     "two for the same": (["train/cat 1", "train/dog 1", "val/cat 1", "Valid/dog 1"], "are for the same pictures"),
+    "another name": ([*both("train"), *both("dev")], f"dev {SPLIT}, and would not"),
     "another name, in capitals": ([*both("train"), "Dev/CAT 1", "Dev/DOG 1"], f"Dev {SPLIT}, and would not"),
     "a year": ([*both("train2017"), *both("val2017")], f"train2017 {HOLDS} cat, dog"),
     "one of two": ([*both("seg_train"), *both("test")], "holds one class, seg_train: there is nothing to tell"),
@@ -90,6 +91,7 @@ REFUSED = {
         [*both("train"), "val/cat/deep 1"],
         f"val/cat {HOLDS} deep\nmake folders ROOT/val/",
     ),
+    "patients": ([*both("p1"), *both("p2")], f"p1 {HOLDS}"),
     "folds, one without a class": (["train/1/cat 1", *both("train/2"), "train/3/dog 1"], f"train/1 {HOLDS} cat"),
     "images and masks": (["Images 2", "masks 2"], "holds Images and masks, which are no classes"),
     "of each class": (["cat/images 1", "cat/masks 1", "dog/images 1", "dog/masks 1"], f"cat {HOLDS} images, masks"),

@@ -28,7 +28,10 @@ def fit(folder: Path, *bars: Callback, **settings: Any) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "begins"),
-    [({}, ["epoch 1/2  done", "epoch 2/2"]), ({"max_epochs": -1, "max_steps": 4}, ["epoch 1  done", "epoch 2   33%"])],
+    [
+        ({}, ["epoch 1/2  done", "epoch 2/2  done"]),
+        ({"max_epochs": -1, "max_steps": 4}, ["epoch 1  done", "epoch 2   33%"]),
+    ],
     ids=["epochs", "endless"],
 )
 def test_a_log_file_gets_a_line_per_epoch(

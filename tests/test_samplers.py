@@ -176,7 +176,13 @@ def images_of(num: int, size: int = 1) -> ImageSet:
 @pytest.mark.parametrize(
     "sampler",
     [
-        TrainSampler(num_samples=50, batch_size=12, accumulation=2, layout=Layout(data_parallel_size=2), epoch=3),
+        TrainSampler(
+            num_samples=50,
+            batch_size=12,
+            accumulation=2,
+            layout=Layout(data_parallel_size=2, data_parallel_rank=1),
+            epoch=3,
+        ),
         TrainSampler(num_samples=50, batch_size=12, layout=Layout(), drop_last=True),
         EvaluationSampler(num_samples=50, batch_size=12, layout=Layout(data_parallel_size=3, data_parallel_rank=2)),
         # Nothing here.

@@ -27,7 +27,16 @@ from lit_cifar.tools.verify.configuration import TINY, Configuration
 from lit_cifar.tools.verify.files import checkpoint_problems, per_rank_problems
 from lit_cifar.tools.verify.judge import VerifiedMode, logged_problems, logits_problems
 from lit_cifar.tools.verify.processes import own_problems, peer_problems, unequal_samples
-from lit_cifar.tools.verify.record import KINDS, Evaluated, Record, gap, gaps_of_step, note_largest, step_problems
+from lit_cifar.tools.verify.record import (
+    EXACT_BOUND,
+    KINDS,
+    Evaluated,
+    Record,
+    gap,
+    gaps_of_step,
+    note_largest,
+    step_problems,
+)
 from lit_cifar.tools.verify.recorder import Snapshot, State, Step, Trace, numbers, short_digest
 from lit_cifar.tools.verify.verifier import Case, Verifier
 from tests.mutations.catalogue import CLONE, on_python_path
@@ -67,7 +76,7 @@ def test_a_change_of_each_kind_is_seen_and_named(change: dict[str, float], kind:
     note_largest(largest, gaps)
     assert [*largest] == [*KINDS]
     assert [k for k, value in largest.items() if value] == [kind] * bool(change)
-    problems = step_problems(gaps, dict.fromkeys(KINDS, 1e-9 if change else 0.0), step=2)
+    problems = step_problems(gaps, dict.fromkeys(KINDS, EXACT_BOUND if change else 0.0), step=2)
     named = [(words.split(" differs ")[0], words.rpartition(" ")[2]) for words in problems]
     assert named == ([(f"step 2: {name}", f"({kind})")] if change else [])
 
@@ -144,7 +153,13 @@ def test_what_is_refused_is_said_once_and_left_out_of_all_modes(
 
 @pytest.mark.parametrize(
     ("outcomes", "status"),
-    [(["pass", "abstain"], 0), (["pass", "fail", "crash"], 1), (["pass", "crash"], 3), (["abstain"], 3), ([], 3)],
+    [
+        (["pass", "abstain"], 0),
+        (["pass", "abstain", "fail", "crash"], 1),
+        (["pass", "crash"], 3),
+        (["abstain"], 3),
+        ([], 3),
+    ],
 )
 def test_the_exit_status_is_a_pass_only_if_something_was_compared(outcomes: list[Outcome], status: int) -> None:
     assert exit_status(outcomes) == status

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lit_cifar.launch.forked import EndedRun
-from lit_cifar.tools.verify.runs import LIMIT_S, refusal, run
+from lit_cifar.tools.verify.runs import LIMIT_S, refuse_if_invalid, run
 
 
 @dataclass(frozen=True)
@@ -51,14 +50,14 @@ def fit_and_test(
         folder = Path(name)
         fit_dir = folder / "fit"
         fitted = run(["fit", *words, f"--run_dir={fit_dir}"], folder=folder, threads=threads, limit_s=limit_s)
-        _refuse_failed(fitted)
+        refuse_if_invalid(fitted)
         checkpoint = fit_dir / "checkpoints" / "last.ckpt"
         trained = [f"--config={fit_dir / 'config.yaml'}", f"--ckpt_path={checkpoint}"]
         counts = []
         command = "test" if split == "test" else "validate"
         for number, flags in enumerate(tests):
             test_dir = folder / f"test{number}"
-            _refuse_failed(run([command, *trained, *flags, f"--run_dir={test_dir}"], folder=folder, threads=threads))
+            refuse_if_invalid(run([command, *trained, *flags, f"--run_dir={test_dir}"], folder=folder, threads=threads))
             rows = _rows(test_dir / "per_rank.csv")
             (whole,) = (row for row in rows if (row["split"], row["rank"]) == (split, "all"))
             counts.append((int(whole["correct"]), int(whole["total"])))
@@ -68,8 +67,3 @@ def fit_and_test(
 def _rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def _refuse_failed(ended: EndedRun) -> None:
-    if ended.status != 0:
-        raise refusal(ended)

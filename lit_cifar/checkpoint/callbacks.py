@@ -133,6 +133,8 @@ class LastCheckpoint(callbacks.Checkpoint):
         self.every_n_epochs = bounded("--last_checkpoint.every_n_epochs", every_n_epochs, 0)
         self.every_n_steps = bounded("--last_checkpoint.every_n_steps", every_n_steps, 1)
         self.every_n_seconds = bounded("--last_checkpoint.every_n_seconds", every_n_seconds, 0)
+        # The file that this run saved last, complete after `settle`, or the one it was resumed from.
+        self.newest: Path | None = None
         self._end_of_epochs: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -141,7 +143,6 @@ class LastCheckpoint(callbacks.Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting: at the start of a run, resumed or not, there is nothing new to save."""
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
-        # The file that this run saved last, complete after `settle`, or the one it was resumed from.
         self.newest = Path(trainer.ckpt_path) if trainer.ckpt_path else None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

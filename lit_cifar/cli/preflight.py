@@ -6,6 +6,7 @@ Every check stands in its feature. Numbers are bounded where a class takes them.
 from typing import Any
 
 from jsonargparse import Namespace
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
 from lit_cifar.cli.checkpoint_selection import Start, check_unasked_resume
@@ -31,7 +32,7 @@ def check_sizes(model: Namespace, data: Dataset) -> None:
 
 
 def check_run(
-    trainer: Any, module: LitResNet, data: CIFAR10DataModule, *, asked: Namespace, stage: str, start: Start
+    trainer: Trainer, module: LitResNet, data: CIFAR10DataModule, *, asked: Namespace, stage: str, start: Start
 ) -> None:
     """Refuse a run that cannot work, and leave `data` set up.
 
@@ -71,7 +72,8 @@ def check_run(
     if has_parts:
         from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 
-        replicas = next(callback for callback in trainer.callbacks if isinstance(callback, VirtualReplicas))
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning's own omission
+        replicas = next(callback for callback in callbacks if isinstance(callback, VirtualReplicas))
         replicas.check(trainer, data, optimizer if trains else None)
     if trains:
         data.train_sampler().check()

@@ -66,8 +66,8 @@ def _walk(folder: str, prefix: str = "") -> Iterator[tuple[str, int]]:
         if stat.S_ISREG(found.st_mode):
             yield path, hash((found.st_dev, found.st_ino))
         elif stat.S_ISDIR(found.st_mode):
-            link = Path(entry.path)
-            if entry.is_symlink() and any(above.resolve().is_relative_to(link.resolve()) for above in link.parents):
+            target = Path(entry.path).resolve() if entry.is_symlink() else None
+            if target and any(above.resolve().is_relative_to(target) for above in Path(entry.path).parents):
                 problem = f"{printable(entry.path)} is a link to a folder that it lies in"
                 raise DataError(problem, remedy=f"remove it: rm {shlex.quote(entry.path)}")
             yield from _walk(entry.path, f"{path}/")

@@ -5,7 +5,8 @@ base class does not declare it abstract, and no `super()` calls it.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, cast
@@ -41,6 +42,14 @@ class RunsNetwork(Protocol):
 
 def compiles(module: object) -> bool:
     return bool(getattr(module, "compiles", False))
+
+
+@contextmanager
+def without_network(module: Any) -> Iterator[nn.Module]:
+    """Take the network, which is yielded, out of a module while that is moved as a whole."""
+    network, module.network = module.network, nn.Identity()
+    yield network
+    module.network = network
 
 
 def check_untied(network: nn.Module, divided: Iterable[Iterable[nn.Module]], *, strategy: str) -> None:

@@ -28,7 +28,7 @@ from lit_cifar.mode.refusals import refuse
 from lit_cifar.mode.tensors import local_part, parameters_of
 from lit_cifar.models.blocks import blocks_of, topmost
 from lit_cifar.models.compiled import Compiled
-from lit_cifar.strategies.base import check_untied, compiles
+from lit_cifar.strategies.base import check_untied, compiles, without_network
 from lit_cifar.strategies.mesh import MeshStrategy, move_and_broadcast, send_as_one
 from lit_cifar.strategies.parts import VirtualParts
 from lit_cifar.strategies.state_dicts import divided_like, whole_state
@@ -102,9 +102,8 @@ class ShardedStrategy(MeshStrategy):
 
     def model_to_device(self) -> None:
         """Move all but the network, which may be too large for a device as a whole."""
-        network, self.module.network = self.module.network, nn.Identity()
-        super().model_to_device()
-        self.module.network = network
+        with without_network(self.module):
+            super().model_to_device()
 
     def make_forward_fn(self, network: nn.Module) -> ForwardFn:
         """Put a copy in the network's place, and leave each process its parts of it; the whole stays on the host."""

@@ -23,7 +23,7 @@ from lit_cifar.mode import ForwardFn, NoRecorder
 from lit_cifar.models.compiled import Compiled
 from lit_cifar.models.memory_format import follow_parameters
 from lit_cifar.models.random_streams import draw_for_part, draw_for_stage, know_stages
-from lit_cifar.strategies.base import CutStrategy, SingleProcessStrategy, compiles
+from lit_cifar.strategies.base import CutStrategy, SingleProcessStrategy, compiles, without_network
 from lit_cifar.strategies.parts import VirtualParts
 
 
@@ -132,9 +132,8 @@ class StagedStrategy(CutStrategy, ABC):
     def model_to_device(self) -> None:
         """Move each stage to its device, and all else to the root device, which may be too small for the network."""
         module: Any = self.lightning_module
-        network, module.network = module.network, nn.Identity()
-        module.to(self.root_device)
-        module.network = network
+        with without_network(module) as network:
+            module.to(self.root_device)
         for stage, device in zip(self.partition.modules(network), self.stage_devices, strict=True):
             stage.to(device)
 
