@@ -26,7 +26,7 @@ class Observed:
     """What a process writes down."""
 
     mistakes: list[str] = field(default_factory=list)  # in words, what looks like one
-    in_eval: int = 0  # steps in eval mode, behind others in train mode
+    in_eval: int = 0  # steps in eval mode, after others in train mode
     stale: int = 0  # steps that began with gradients of the step before
     owned: int = 0  # parameters of optimizers
     changes: bool = False  # parameters of an optimizer have another norm after a later step
@@ -44,7 +44,7 @@ def trained(runs: Runs) -> Iterator[Verdict]:
     if seen.stale >= _STEPS_TO_TELL:
         found.append(f"gradients of the step before are added in {seen.stale} of {own.steps} steps: call zero_grad()")
     if seen.in_eval >= _STEPS_TO_TELL:
-        found.append(f"{seen.in_eval} of {own.steps} steps are made in eval mode, behind others: call train() again")
+        found.append(f"{seen.in_eval} of {own.steps} steps are made in eval mode, after others in train mode: call train()")
     yield from (Verdict(NAME, "note", text) for text in found)
     if not found:
         yield Verdict(NAME, "pass", looked_at=f"each of {seen.owned} parameters changes")
