@@ -44,7 +44,7 @@ def trained(runs: Runs) -> Iterator[Verdict]:
     if seen.stale >= _STEPS_TO_TELL:
         found.append(f"gradients of the step before are added in {seen.stale} of {own.steps} steps: call zero_grad()")
     if seen.in_eval >= _STEPS_TO_TELL:
-        found.append(f"{seen.in_eval} of {own.steps} steps are made in eval mode, after others in train mode: call train()")
+        found.append(f"{seen.in_eval} of {own.steps} steps are in eval mode, after others in train mode: call train()")
     yield from (Verdict(NAME, "note", text) for text in found)
     if not found:
         yield Verdict(NAME, "pass", looked_at=f"each of {seen.owned} parameters changes")
