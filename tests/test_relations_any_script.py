@@ -189,7 +189,7 @@ USUAL = {"REDUCED": "sum", "TRAIN": "model.train()", "NOISE": "0", "EVALUATE": "
         slow=[
             ({}, "PASS", "each of 4 parameters"),
             ({"NOISE": "torch.rand(())"}, "NOTE", "the evaluation draws random numbers"),
-            ({"TRAIN": "", "EVALUATE": "evaluate()"}, "PASS", "3 of 9 steps are made in eval mode"),
+            ({"TRAIN": "", "EVALUATE": "evaluate()"}, "PASS", "3 of 9 steps are in eval mode"),
         ],
     ),
 )
