@@ -75,6 +75,9 @@ def listen(hear: Hear, hear_line: Callable[[str], None]) -> None:
     patched(builtins, "print", before(partial(_hear_print, hear_line)))
     patched(sys.stdout, "write", before(partial(_hear_written, hear_line)))
     patched(logging.Logger, "handle", before(partial(_hear_record, hear_line)))
+    for end in ("", "_str"):
+        patched("tqdm.std:tqdm", f"set_postfix{end}", after(lambda bar: hear_line(str(bar.postfix))))
+        patched("tqdm.std:tqdm", f"set_description{end}", after(lambda bar: hear_line(str(bar.desc))))
     for (module, owner), names in _METHODS.items():
         for name in names:
             patched(f"{module}:{owner}", name, _hearing(hear, owner, 1))
