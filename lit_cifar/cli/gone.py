@@ -17,9 +17,6 @@ INSTEAD: dict[str, str] = {
     # Checks.
     "relations --only=autocast": "compare types and steps with and without it in a test of your own",
     "relations --only=compile": "torch.testing.assert_close between a module and what torch.compile makes of it",
-    "relations --also": "--same=ARGUMENTS, for arguments of the script that should change nothing",
-    "relations --only=effects": "--same=ARGUMENTS, for arguments of the script that should change nothing",
-    "relations --only=groups": "--same=ARGUMENTS, for arguments of the script that should change nothing",
     "relations --only=recomputation": "--same=ARGUMENTS that turn your checkpointing of activations off",
     "verify --launcher": "leave it out, as verify starts the processes of each mode",
     "verify --module": "relations --module=CLASS --data=CLASS -- FLAGS",
@@ -61,6 +58,8 @@ INSTEAD: dict[str, str] = {
     "--trainer.strategy.cuts": "leave it out: stages have about equal FLOP",
     "--model.recompute": "--trainer.accumulate_grad_batches or --trainer.precision=bf16-mixed take less memory",
 }
+for _name in ("--also", "--only=effects", "--only=groups"):
+    INSTEAD[f"relations {_name}"] = "--same=ARGUMENTS, for arguments of the script that should change nothing"
 # Augmentations of before, by what does the same in `torchvision.transforms.v2`.
 _TRANSFORMS = {"policy": "TrivialAugmentWide", "num_ops": "RandAugment", "magnitude": "RandAugment"}
 _TRANSFORMS |= {"jitter": "ColorJitter", "hue": "ColorJitter", "erasing": "RandomErasing"}

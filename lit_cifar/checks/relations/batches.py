@@ -21,8 +21,6 @@ class SampleList(list[Any]):
 class SampleTuple(tuple[Any, ...]):
     """A tuple of samples, which is a leaf of the tree."""
 
-    __slots__ = ()
-
 
 Samples: TypeAlias = SampleList | SampleTuple
 _MOST_VALUES = 2**22  # of a step's samples that are told apart

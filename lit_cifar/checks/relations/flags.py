@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from lit_cifar.checks.relations.patching import before, patched
 
+Note: TypeAlias = Callable[["Flag"], None]
 _BUILT_IN = (int, float, str, bool)
 # Knobs that are answered by a flag, and its names.
 KNOBS = {
@@ -48,9 +49,6 @@ class Flag:
         if word.endswith("="):
             return (f"{word}{value}",)
         return (word, str(value)) if self.takes_value else (word,)
-
-
-Note: TypeAlias = Callable[[Flag], None]
 
 
 def by_knob(flags: Mapping[str, Flag], said: Mapping[str, str]) -> dict[str, Flag]:

@@ -37,8 +37,7 @@ class Observed:
 def trained(runs: Runs) -> Iterator[Verdict]:
     own = runs.own()
     if not own.moved:
-        text = "its parameters are at the end what they were, or optimizers have others, as FSDP2 gives them"
-        raise NotJudgedError(text)
+        raise NotJudgedError("its parameters end as they began, or optimizers have others, as FSDP2 gives them")
     seen = own.part(Observed)
     found = [*seen.mistakes]
     if seen.stale >= _STEPS_TO_TELL:
