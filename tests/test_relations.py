@@ -10,8 +10,10 @@ import sys
 import textwrap
 from collections import Counter, UserDict, defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 from pathlib import Path
+from time import sleep
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -455,6 +457,21 @@ def test_flags_are_seen_with_their_values(
     assert len(own.samples[0]) == 7
 
 
+def test_relations_that_ask_at_once_share_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[RunPlan] = []
+
+    def start(_: Runs, plan: RunPlan) -> list[Trace]:
+        begun.append(plan)
+        sleep(0.2)
+        return [Trace()]
+
+    monkeypatch.setattr(Runs, "_start", start)
+    runs = Runs(Target(program="", folder=""), RunPlan(), tmp_path, limit_s=1)
+    with ThreadPoolExecutor(4) as pool:
+        traces = [*pool.map(lambda number: runs.planned(seed=number % 2).own(), range(4))]
+    assert (len(begun), traces[0] is traces[2], traces[0] is traces[1]) == (2, True, False)
+
+
 def test_a_buffer_that_is_never_saved_and_changes_nothing_else_is_a_note(tmp_path: Path) -> None:
     module, parts = torch.nn.Linear(2, 1), TrainedParts(None, ())
     parts.roots.append(module)
@@ -545,7 +562,8 @@ def test_what_is_told_to_loggers_is_heard_and_sent_nowhere(monkeypatch: pytest.M
         modules[module] = SimpleNamespace(**{owner: type(owner, (Logger,), {})})
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    for owner, name in ((builtins, "print"), (sys.stdout, "write"), (logging.Logger, "handle")):
+    of_bars = [(tqdm, f"set_{shown}{end}") for shown in ("postfix", "description") for end in ("", "_str")]
+    for owner, name in ((builtins, "print"), (sys.stdout, "write"), (logging.Logger, "handle"), *of_bars):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # so that they are put back
     told.listen(lambda who, values: heard.append((who, values)), lines.append)
     wandb.init("mine").log({"loss": 1.0}, step=3)
@@ -568,8 +586,11 @@ def test_what_is_told_to_loggers_is_heard_and_sent_nowhere(monkeypatch: pytest.M
     logging.Logger("own").error("loss", 3.0)  # which logging reports, and goes on
     tqdm.write("loss 4.0")
     sys.stdout.write("\r50%, loss 5.0")
+    bar = tqdm(file=StringIO())
+    bar.set_postfix({"loss": 6.5}, refresh=False)
+    bar.set_description("loss 7.0")
     named = [line for line in lines if told.numbers_in(line).keys() == {"loss"}]
-    assert named == ["loss=1.0", "loss 2.0", "loss 4.0"]
+    assert named == ["loss=1.0", "loss 2.0", "loss 4.0", "loss=6.5", "loss 7.0: "]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from commands import graded, refused, run_here
 
-from lit_cifar.checks.relations import own_files
+from lit_cifar.checks.relations import judging, own_files
 
 DAEMON = str(86_399 + os.getpid())  # seconds that it sleeps, by which it is known, apart from tests beside these
 STEPS = """
@@ -148,12 +148,13 @@ def test_a_script_that_cannot_run_here_has_a_place_and_a_remedy(name: str, home:
     assert len(output.splitlines()[0]) < 600
 
 
-@pytest.mark.parametrize(("words", "steps"), [([], 9), (["--steps=20"], 20)])
+@pytest.mark.parametrize(("words", "wait", "steps"), [([], 0.05, 9), ([], 0.6, 4), (["--steps=20"], 0.05, 20)])
 def test_a_slow_training_is_cut_short_and_judged(
-    words: list[str], steps: int, home: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], wait: float, steps: int, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lit_cifar.checks.relations.runs._SLOW", 0.01)
-    Path("train.py").write_text(f"{STEPS}\ntrain(40, wait=0.05)")
+    shorter = dict(zip((0.01, 0.07), judging._SHORTER.values(), strict=True))  # after 0.6 and 4.2 seconds
+    monkeypatch.setattr(judging, "_SHORTER", shorter)
+    Path("train.py").write_text(f"{STEPS}\ntrain(40, wait={wait})")
     output = said(home, "train.py", *words)
     assert re.search(rf"^PASS    what is trained .*\(the first {steps} steps\)$", output, flags=re.M), output
 

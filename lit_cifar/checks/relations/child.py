@@ -55,7 +55,7 @@ def main(plan_file: str) -> None:
         note_error(watched.trace.end, error, folder.parent / mirror.MIRROR)
         watched.trace.end.wants_data = made_data.misses_data(error)
     file = folder / "trace"
-    file.with_suffix(".part").write_bytes(pickle.dumps(watched.trace))
+    torch.save(watched.trace, file.with_suffix(".part"))
     file.with_suffix(".part").rename(file)
     sys.stdout.flush()
     for process in psutil.Process().children(recursive=True):

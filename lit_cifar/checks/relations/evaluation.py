@@ -181,7 +181,7 @@ def _unlike(runs: Runs, one: Trace, other: Trace) -> list[Difference]:
     """Results of a plain script that differ, the largest difference first; both runs need not tell all of them."""
     found = _apart(runs, one, other)
     if found:  # perhaps by the clock
-        runs.unsteady |= apart(runs.own(), runs.own(asks=EVALUATE_SLOWLY), runs.limit)
+        runs.unsteady = runs.unsteady | apart(runs.own(), runs.own(asks=EVALUATE_SLOWLY), runs.limit)
         found = _apart(runs, one, other)
     return found
 

@@ -19,7 +19,10 @@ from lit_cifar.checks.relations.plan import Limits, RunPlan, Target, Trace
 from lit_cifar.checks.relations.purposes import Purposes
 from lit_cifar.checks.relations.runs import METRIC, NotJudgedError, RunError, Runs
 from lit_cifar.checks.verdict import Verdict
+from lit_cifar.data.pictures import free_memory
+from lit_cifar.data.workers import num_cores
 from lit_cifar.errors import one_line
+from lit_cifar.launch.forked import workers as workers_of
 
 Relation: TypeAlias = Callable[[Runs], Iterator[Verdict]]
 RELATIONS: dict[str, Relation] = {
@@ -41,13 +44,17 @@ _WAYS = [(*way, double) for way in ((1, False), (1, True), (2, False)) for doubl
 _FEWEST_STEPS = 4  # of an epoch, unless limits are set; in the first few clipping may hide a factor
 _QUICK_S = 15.0  # of a script that does not train: it is tried in other ways
 _MOST_RUNS = 2  # to learn what batches are for
-_SHORT = Limits(batches=3, steps=9, evaluated=6, undivided=1)  # for a slow training
+# For trainings that take more than a part of the limit of a run, of which relations need some ten.
+_SHORTER = {
+    1 / 8: Limits(batches=3, steps=9, evaluated=6, undivided=1),
+    1 / 4: Limits(batches=2, steps=4, evaluated=2, undivided=1),
+}
 
 
 def judged(
     target: Target, relations: Mapping[str, Relation], *, limits: Limits, limit_s: float, **how: Any
 ) -> Iterator[Verdict]:
-    """The verdicts of these relations, each as soon as it is known; `how` as in a `RunPlan`."""
+    """The verdicts of these relations, in their order, as soon as they are known; `how` as in a `RunPlan`."""
     folder = Path(tempfile.mkdtemp(prefix="relations-"))
     try:
         runs = Runs(target, RunPlan(limits=limits, **how), folder, limit_s=limit_s)
@@ -57,12 +64,15 @@ def judged(
                 return
         cut = ", ".join(runs.own().cuts)
         said: dict[tuple[str, str, str], list[str]] = {}  # two relations may look at the same
-        for name, relation in relations.items():
-            for verdict in _said(name, relation, runs):
-                asked = said.setdefault((verdict.relation, verdict.outcome, verdict.text), [])
-                asked.append(name)
-                if len(asked) == 1:
-                    yield replace(verdict, cut=verdict.cut or cut, asked=asked)
+        most = 1 if runs.plan.on_own_devices else min(num_cores(), free_memory() // (2 * runs.own().peak))
+        with workers_of(max(1, most)) as pool:  # several relations at once, each of which may train on two ranks
+            judgements = pool.map(lambda name: [*_said(name, relations[name], runs)], relations)
+            for name, verdicts in zip(relations, judgements, strict=True):
+                for verdict in verdicts:
+                    asked = said.setdefault((verdict.relation, verdict.outcome, verdict.text), [])
+                    asked.append(name)
+                    if len(asked) == 1:
+                        yield replace(verdict, cut=verdict.cut or cut, asked=asked)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -86,8 +96,10 @@ def _first(runs: Runs, limits: Limits) -> Trace:
     It is cut short if it is slow and the reader has set no limits. If it ends by an error, it may count on all batches.
     """
     runs.plan = replace(runs.plan, limits=limits, purposes=())
-    if limits == Limits() and runs.is_slow():
-        runs.plan = replace(runs.plan, limits=_SHORT)
+    for part, shorter in _SHORTER.items() if limits == Limits() else ():
+        if not runs.takes(part):
+            break
+        runs.plan = replace(runs.plan, limits=shorter)
     _learn_purposes(runs)
     if any(trace.end.error and (trace.reading.cut or trace.part(Evaluations).cut) for trace in runs.ended()):
         whole = runs.with_limits(batches=ALL, evaluated=ALL, undivided=ALL)

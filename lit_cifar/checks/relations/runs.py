@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from tempfile import mkdtemp
+from threading import Lock
 from typing import Any, TypeAlias
 
 import torch
@@ -34,7 +35,6 @@ TRAINED = _KINDS[:3]
 METRIC = "kept/metric."  # begins the names of Lightning's
 # What a process of a run imports before the script.
 _PRELOAD = ("lit_cifar.checks.relations.in_lightning", "lit_cifar.checks.relations.loaders")
-_SLOW = 1 / 8  # of the limit of a run, of which relations need some ten
 State: TypeAlias = dict[str, Any]  # tensors and numbers by name
 
 
@@ -55,7 +55,7 @@ class RunError(NotJudgedError):
 
 
 class Runs:
-    """Runs of one training. `plan` is what all of them have in common."""
+    """Runs of one training, which several threads may ask for. `plan` is what all of them have in common."""
 
     def __init__(self, target: Target, plan: RunPlan, folder: Path, *, limit_s: float) -> None:
         self.target, self.plan, self.folder, self.limit_s = target, plan, folder, limit_s
@@ -64,6 +64,7 @@ class Runs:
         self.spread: dict[Hashable, float] = {}
         self.digit = 0.0
         self._made: dict[RunPlan, list[Trace]] = {}
+        self._locks: dict[RunPlan, Lock] = {}
         self._first = self  # of all that are `planned` from it
 
     def run(self, **changes: Any) -> list[Trace]:
@@ -77,13 +78,14 @@ class Runs:
     def ended(self, **changes: Any) -> list[Trace]:
         """As `run`, also where it ended by an error."""
         plan = self._plan(changes)
-        if plan not in self._made:
-            self._made[plan] = self._start(plan)
+        with self._locks.setdefault(plan, Lock()):
+            if plan not in self._made:
+                self._made[plan] = self._start(plan)
         return self._made[plan]
 
-    def is_slow(self) -> bool:
-        """Whether the training takes a large part of the limit of a run: it is then ended, and forgotten."""
-        most_s = self.limit_s * _SLOW
+    def takes(self, part: float) -> bool:
+        """Whether the training takes more than this part of the limit of a run: it is then ended, and forgotten."""
+        most_s = self.limit_s * part
         slow = any(trace.seconds > most_s for trace in self.ended(most_s=most_s))
         if slow:
             del self._made[self.plan]
@@ -148,7 +150,7 @@ class Runs:
     def _read(self, folder: Path, ended: EndedRun) -> Trace:
         trace = Trace()
         if (file := folder / "trace").exists():
-            trace = pickle.loads(file.read_bytes())
+            trace = torch.load(file, mmap=True, weights_only=False)  # of large models there would be no room for all
             trace.end.words = _last_lines(ended)
             if "SystemExit" in trace.end.kinds:
                 trace.end.error += f": {trace.end.words}"

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from time import perf_counter, sleep
 from typing import Any
 from unittest import mock
@@ -273,6 +274,7 @@ class Watched:
         parts, trace = self.parts, self.trace
         self._writes.close()
         trace.seconds = perf_counter() - self._began
+        trace.peak = 1024 * getrusage(RUSAGE_SELF).ru_maxrss
         trace.state = trace.state or parts.snapshot()
         trace.part(Checkpoints).models = len(outermost(parts.roots))
         if any(isinstance(parameter, DTensor) for parameter in owned_by(parts.optimizers)):
