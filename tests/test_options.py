@@ -21,7 +21,6 @@ from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.record import EXACT_BOUND, Record
 from lit_cifar.tools.verify.verifier import Verifier
 
-NEED_GPU = ("--model.compile=cuda_graphs", "--trainer.precision=16-mixed")
 DEVICES = {"single": 1, "ddp_mp": 4, "ddp_pp": 4}
 
 
@@ -56,7 +55,7 @@ def test_options_are_refused_in_the_words_of_the_table(option: str, name: str, m
     refused("fit", *TINY, *mode_flags(name, DEVICES.get(name, 2)), *option.split(), says=[problem, row.remedy])
 
 
-@pytest.mark.parametrize("option", NEED_GPU)
+@pytest.mark.parametrize("option", refusals.NEED_GPU)
 @pytest.mark.parametrize("name", ["single_device", "ddp"])
 def test_what_needs_a_gpu_says_so(option: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CLI, "_run_subcommand", CLI._check)
@@ -68,7 +67,7 @@ def works(*endings: str) -> list[Any]:
     """Each option whose flags end so, and the modes in which it works; the whole table takes many minutes."""
     modes: dict[str, list[str]] = {}
     for option, name in product(IN_THIS_FILE, refusals.NAMES):
-        takes = refusals.refusal_of(option, name) is None and option not in NEED_GPU
+        takes = refusals.refusal_of(option, name) is None and option not in refusals.NEED_GPU
         if takes and option.endswith(endings):
             modes.setdefault(option, []).append(mode_name(name))
     return [pytest.param(*item, id=item[0], marks=pytest.mark.exhaustive) for item in modes.items()]

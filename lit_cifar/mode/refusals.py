@@ -13,6 +13,7 @@ from lit_cifar.mode import Mode, mode_of
 from lit_cifar.mode.table import MODES
 
 NAMES = tuple("single_device" if row.name == "single" else row.name for row in MODES)
+NEED_GPU = ("--model.compile=cuda_graphs", "--trainer.precision=16-mixed")
 _DDP = "leave it out, or use --trainer.strategy=ddp"
 
 
