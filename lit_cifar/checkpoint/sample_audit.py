@@ -77,8 +77,7 @@ class SampleAudit(Callback):
         self._prove(trainer, tally, loader_steps=num_batches)
         self._start = self._digest
         self._tally = _tally(trainer, tally.plan.epoch + 1)
-        folder = run_folder(trainer)
-        if folder is not None and trainer.is_global_zero:
+        if (folder := run_folder(trainer)) is not None and trainer.is_global_zero:
             num_samples = int((tally.plan.uses(num_batches) // _USE).sum())
             write_epoch(folder, tally.plan.epoch, tally.proven, num_samples, self._digest)
 

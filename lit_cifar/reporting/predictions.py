@@ -39,8 +39,7 @@ class PredictionWriter(Callback):
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         table = trainer.strategy.reduce(self._table, reduce_op="sum")
-        folder = run_folder(trainer)
-        if folder is not None and trainer.is_global_zero:
+        if (folder := run_folder(trainer)) is not None and trainer.is_global_zero:
             results = _predicted(table.cpu(), datamodule_of(trainer).classes)
             files = datamodule_of(trainer).files.items()
             rows = [(file, *(next(results) if error is None else ("", "", error))) for file, error in files]

@@ -62,10 +62,13 @@ def judged(
             yield verdict
             if verdict.outcome not in ("pass", "note"):
                 return
-        cut = ", ".join(runs.own().cuts)
+        own = runs.own()
+        cut = ", ".join(own.cuts)
         said: dict[tuple[str, str, str], list[str]] = {}  # two relations may look at the same
-        most = 1 if runs.plan.on_own_devices else min(num_cores(), free_memory() // (2 * runs.own().peak))
-        with workers_of(max(1, most)) as pool:  # several relations at once, each of which may train on two ranks
+        # Several relations at once. Some train on two ranks; long runs, which may be too late, then have a core each.
+        cores = num_cores() // (2 if own.seconds > limit_s / 10 else 1)
+        most = 1 if runs.plan.on_own_devices else min(cores, free_memory() // (2 * own.peak))
+        with workers_of(max(1, most)) as pool:
             judgements = pool.map(lambda name: [*_said(name, relations[name], runs)], relations)
             for name, verdicts in zip(relations, judgements, strict=True):
                 for verdict in verdicts:
