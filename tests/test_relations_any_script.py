@@ -159,6 +159,15 @@ def test_a_slow_training_is_cut_short_and_judged(
     assert re.search(rf"^PASS    what is trained .*\(the first {steps} steps\)$", output, flags=re.M), output
 
 
+def test_runs_of_a_training_that_listens_at_its_own_port_are_not_at_once(home: Path) -> None:
+    port = 20_000 + os.getpid() % 10_000
+    store = f'store = torch.distributed.TCPStore("127.0.0.1", {port}, 1, True)'
+    Path("train.py").write_text(f"{STEPS}\n{store}\nfor _ in range(3):\n    train(4, wait=0.05)")
+    output = said(home, "train.py", only="evaluation,workers,trained")
+    assert "PASS    what is trained" in output
+    assert "in use" not in output
+
+
 LOADED = f"""{STEPS}
 from torch.utils.data import DataLoader
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))

@@ -46,7 +46,6 @@ exit status: 0 all that was judged is equal, 1 a relation fails, 2 a mistake in 
 
   python -m lit_cifar relations train.py
   python -m lit_cifar relations train.py --only=resume,ranks -- --lr=0.1
-  python -m lit_cifar relations -m my_package.train
   python -m lit_cifar relations --module=my_package.MyModule --data=my_package.MyData -- --trainer.max_epochs=2"""
 
 

@@ -63,11 +63,10 @@ def judged(
             if verdict.outcome not in ("pass", "note"):
                 return
         own = runs.own()
-        cut = ", ".join(own.cuts)
         said: dict[tuple[str, str, str], list[str]] = {}  # two relations may look at the same
         # Several relations at once. Some train on two ranks; long runs, which may be too late, then have a core each.
         cores = num_cores() // (2 if own.seconds > limit_s / 10 else 1)
-        most = 1 if runs.plan.on_own_devices else min(cores, free_memory() // (2 * own.peak))
+        most = 1 if runs.plan.on_own_devices or own.has_port else min(cores, free_memory() // (2 * own.peak))
         with workers_of(max(1, most)) as pool:
             judgements = pool.map(lambda name: [*_said(name, relations[name], runs)], relations)
             for name, verdicts in zip(relations, judgements, strict=True):
@@ -75,7 +74,7 @@ def judged(
                     asked = said.setdefault((verdict.relation, verdict.outcome, verdict.text), [])
                     asked.append(name)
                     if len(asked) == 1:
-                        yield replace(verdict, cut=verdict.cut or cut, asked=asked)
+                        yield replace(verdict, cut=verdict.cut or ", ".join(own.cuts), asked=asked)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -172,6 +172,7 @@ class Trace:
     steps: int = 0
     seconds: float = 0.0  # since the first batch
     peak: int = 1  # bytes of memory, the most that the process has had
+    has_port: bool = False  # it listens at a port that it has chosen, as runs cannot do at once
     samples: list[list[int]] = field(default_factory=list)  # digests of those of each step
     norms: list[float] = field(default_factory=list)  # of all parameters, after each step
     drawn: set[int] = field(default_factory=set)  # digests of the generators before steps that drew numbers

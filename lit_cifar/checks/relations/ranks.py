@@ -36,8 +36,7 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
         yield unused(_of_parts(runs, two), why)
         return
     if are_alike and two[0].first != two[1].first:
-        text = "ranks train the same samples with other weights, as parts of a model of which one process holds one"
-        raise NotJudgedError(text)
+        raise NotJudgedError("ranks train the same samples with other weights, as parts of a model do")
     yield unused(_replicas(two), why)
     if script.ranks == 1:  # otherwise `epochs` looks at it
         yield from (unused(verdict, why) for verdict in same_orders(two[0]))

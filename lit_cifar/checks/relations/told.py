@@ -29,7 +29,6 @@ _METHODS = {
 _NUMBER = re.compile(r"(?<![\w.])(?<!\d:)[-+]?\d+(?:\.(\d+))?(?:e([-+]?\d{1,3}))?(?!\.?\w)(\s?%)?", re.IGNORECASE)
 _LIST = re.compile(r"\[[^][]*\d[,\s]+[-+\d][^][]*\]")
 _LONGEST, _MOST = 5, 2000  # words of a name, and characters of a text: a longer one is no result
-_AROUND = " :=([{'\","
 
 
 class At(NamedTuple):
@@ -102,7 +101,7 @@ def numbers_in(text: str) -> dict[str, tuple[float, float]]:
                 before = " ".join(_NUMBER.sub("#", line[: number.start()]).split()[-_LONGEST:])
                 value = float(number.group().removesuffix(percent or ""))
                 digit = float(f"1e{int(exponent or 0) - len(decimals or '')}")  # no power, which may overflow
-                found[before.strip(_AROUND)] = value, digit
+                found[before.strip(" :=([{'\",")] = value, digit
     return found
 
 

@@ -8,6 +8,7 @@ from time import perf_counter, sleep
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -250,6 +251,8 @@ class Watched:
         """Note what the training begins with, the first time."""
         if not self.trace.first:
             self._observer.begins()
+            ports = [one.laddr.port for one in psutil.Process().net_connections() if one.status == "LISTEN"]
+            self.trace.has_port = any(port < 32_768 for port in ports)  # others Linux gives to who asks for any
             self._began = perf_counter()
         self.parts.to_spoil.clear()  # whatever is loaded from now on is no checkpoint to go on from
         if self.go_on and not self.trace.part(Checkpoints).resumed:
