@@ -152,7 +152,7 @@ def test_a_script_that_cannot_run_here_has_a_place_and_a_remedy(name: str, home:
 def test_a_slow_training_is_cut_short_and_judged(
     words: list[str], wait: float, steps: int, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shorter = dict(zip((0.01, 0.07), judging._SHORTER.values(), strict=True))  # after 0.6 and 4.2 seconds
+    shorter = dict(zip((0.01, 0.07, 1.0), judging._SHORTER.values(), strict=True))  # after 0.6 and 4.2 seconds
     monkeypatch.setattr(judging, "_SHORTER", shorter)
     Path("train.py").write_text(f"{STEPS}\ntrain(40, wait={wait})")
     output = said(home, "train.py", *words)

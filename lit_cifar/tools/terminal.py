@@ -19,6 +19,8 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.launch.signals import stop_signals
 from lit_cifar.reporting.environment import about as about  # for the records of commands
 
+say = partial(print, flush=True)  # flushed, also into a pipe
+
 
 class CommandParser(argparse.ArgumentParser):
     """Options of `python -m lit_cifar NAME`; it raises a `ConfigError` for options that cannot work."""
@@ -51,9 +53,6 @@ def refuse_owned(args: Iterable[str], owned: Collection[str], *, command: str) -
     for name in (arg.partition("=")[0].removeprefix("--") for arg in args):
         if name in owned:
             raise ConfigError(f"{command} sets --{name} itself", remedy=f"see python -m lit_cifar {command} --help")
-
-
-say = partial(print, flush=True)  # flushed, also into a pipe
 
 
 def console() -> Console:

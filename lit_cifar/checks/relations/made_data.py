@@ -6,6 +6,7 @@ They are the same in each process, and nothing is downloaded. All other data set
 import inspect
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
@@ -90,7 +91,8 @@ def _make_in_memory(made: Made, name: str, make: Any, own: Any, *args: Any, **gi
     common = {name: arguments[name] for name in ("root", "transform", "target_transform")}
     datasets.VisionDataset.__init__(own, **common)
     if arguments["download"]:  # which makes the folder, where a script may write more
-        Path(own.root).mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # a folder outside, to which no run may write
+            Path(own.root).mkdir(parents=True, exist_ok=True)
     vars(own).update({name: arguments[name] for name in ("train", "split") if name in arguments})
     numbers = _numbers("test" if arguments.get("train") is False else arguments.get("split", "train"))
     size, channels, are_first, labels = _IN_MEMORY[name]

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from lit_cifar.checks.relations.flags import Flag, by_knob
 
 Asked = TypeVar("Asked")
+LIMIT_S = 60.0  # of a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +24,6 @@ class Target:
     is_module: bool = False
     folder: str  # the user's working directory
     flags: tuple[tuple[str, str], ...] = ()  # knobs and the flags that mean them, as the reader says
-
-
-LIMIT_S = 60.0  # seconds of a run
 
 
 @dataclass(frozen=True, kw_only=True)
