@@ -46,7 +46,7 @@ _QUICK_S = 15.0  # of a script that does not train: it is tried in other ways
 _MOST_RUNS = 2  # to learn what batches are for
 # For trainings that take more than a part of the limit of a run, of which relations need some ten.
 _SHORTER = {
-    1 / 8: Limits(batches=3, steps=9, evaluated=6, undivided=1),
+    1 / 8: Limits(batches=3, steps=9, evaluated=6, undivided=2),
     1 / 4: Limits(batches=2, steps=4, evaluated=2, undivided=1),
     1 / 2: Limits(batches=2, steps=2, evaluated=1, undivided=1),
 }
