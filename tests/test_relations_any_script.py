@@ -159,6 +159,15 @@ def test_a_slow_training_is_cut_short_and_judged(
     assert re.search(rf"^PASS    what is trained .*\(the first {steps} steps\)$", output, flags=re.M), output
 
 
+def test_a_model_whose_optimizer_is_given_up_was_trained(home: Path) -> None:
+    """As a teacher, before its student is."""
+    models = "teacher, student = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)"
+    trained = "\n".join(f"train(4, model={model})" for model in ("teacher", "student"))
+    script = STEPS.replace("wait=0.0", "wait=0.0, model=None").replace("model = ", "model = model or ")
+    Path("train.py").write_text(f"{script}\n{models}\n{trained}")
+    assert "PASS    what is trained            " in said(home, "train.py")
+
+
 def test_runs_of_a_training_that_listens_at_its_own_port_are_not_at_once(home: Path) -> None:
     port = 20_000 + os.getpid() % 10_000
     store = f'store = torch.distributed.TCPStore("127.0.0.1", {port}, 1, True)'

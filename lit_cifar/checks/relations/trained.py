@@ -144,7 +144,7 @@ class Observer:
                 what = "" if has_changed or may_follow else "never change"
             else:
                 has_gradient = parameter.grad is not None and bool(parameter.grad.any())
-                what = "get gradients, and no optimizer has them" if has_gradient else ""
+                what = "get gradients, and no optimizer has them" if has_gradient and not has_changed else ""
             found.setdefault(what, []).append(names.get(place, "unnamed"))
         found.pop("", None)
         yield from (f"{len(own)} parameters {what}: {', '.join(own[:_SHOWN])}" for what, own in found.items())
