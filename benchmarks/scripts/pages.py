@@ -121,7 +121,7 @@ def judged_by_relations(name: str, rows: Sequence[dict[str, Any]]) -> Values:
 
 def right_trainings() -> Values:
     """What relations say of trainings that are right."""
-    trainings = read("relations/2026-11-29-right/rights.json", "trainings")
+    trainings = read("relations/2026-11-30-right/rights.json", "trainings")
     verdicts = [(training["training"], verdict) for training in trainings for verdict in training["verdicts"]]
     outcomes = Counter(verdict["outcome"] for _, verdict in verdicts)
     seconds = [training["seconds"] for training in trainings]
@@ -142,9 +142,9 @@ def right_trainings() -> Values:
     }
 
 
-def public_trainings() -> Values:
+def public_trainings(name: str, record: str) -> Values:
     """What relations say of public trainings: how many are judged in resume, evaluation or ranks, and in what time."""
-    trainings = read("relations/2026-11-29-public/trainings.json", "trainings")
+    trainings = read(f"relations/{record}/trainings.json", "trainings")
     found: dict[str, set[int]] = {}
     for number, training in enumerate(trainings):
         for verdict in training["verdicts"]:
@@ -152,14 +152,16 @@ def public_trainings() -> Values:
             is_judged = verdict["outcome"] in ("pass", "note", "fail")
             if is_judged and relation in ("resume", "evaluation", "ranks", "replicas"):
                 found.setdefault("judged", set()).add(number)
+            if is_judged and relation == "checkpoint":
+                found.setdefault("checkpoint", set()).add(number)
             found.setdefault(verdict["outcome"], set()).add(number)
-    seconds = {training["script"]: training["seconds"] for training in trainings}
-    (siamese,) = (value for script, value in seconds.items() if script.startswith("siamese"))
+    kinds = ("judged", "checkpoint", "crash", "fail")
+    of_siamese = [training["seconds"] for training in trainings if training["script"].startswith("siamese")]
     return {
-        **{f"relations-public-{kind}": f"{len(found.get(kind, ()))}" for kind in ("judged", "crash", "fail")},
-        "relations-public": str(len(trainings)),
-        "relations-public-seconds": f"{median(seconds.values()):.0f}",
-        "relations-siamese-seconds": f"{siamese:.0f}",
+        **{f"relations-{name}-{kind}": f"{len(found.get(kind, ()))}" for kind in kinds},
+        **({"relations-siamese-seconds": f"{of_siamese[0]:.0f}"} if of_siamese else {}),
+        f"relations-{name}": str(len(trainings)),
+        f"relations-{name}-seconds": f"{median(training['seconds'] for training in trainings):.0f}",
     }
 
 
@@ -337,7 +339,8 @@ def main(*, check: bool) -> int:
         | compared()
         | related()
         | right_trainings()
-        | public_trainings()
+        | public_trainings("public", "2026-11-29-public")
+        | public_trainings("fresh", "2026-11-30-fresh")
         | chaos()
         | audited()
         | trained()
