@@ -148,7 +148,9 @@ def test_a_script_that_cannot_run_here_has_a_place_and_a_remedy(name: str, home:
     assert len(output.splitlines()[0]) < 600
 
 
-@pytest.mark.parametrize(("words", "wait", "steps"), [([], 0.05, 9), ([], 0.6, 4), (["--steps=20"], 0.05, 20)])
+@pytest.mark.parametrize(
+    ("words", "wait", "steps"), graded(([], 0.05, 9), (["--steps=20"], 0.05, 20), slow=[([], 0.6, 4)])
+)
 def test_a_slow_training_is_cut_short_and_judged(
     words: list[str], wait: float, steps: int, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
