@@ -29,11 +29,12 @@ for name, given in GIVEN:
 KINDS = {
     ("MNIST", ()): "300 [1, 28, 28] 0 9 10 1",
     ("FashionMNIST", (("train", False), ("download", True))): "150 [1, 28, 28] 0 9 10 1",
+    ("QMNIST", ()): "300 [1, 28, 28] 0 9 10 1",
     ("EMNIST", (("split", "letters"),)): "300 [1, 28, 28] 1 26 26 1",
     ("Own", ()): "300 [3, 32, 32] 0 9 10 1",
     ("CIFAR100", (("train", False),)): "150 [3, 32, 32] 0 99 100 1",
     ("SVHN", (("split", "test"),)): "150 [3, 32, 32] 0 9 10 1",
-    ("STL10", ()): "300 [3, 96, 96] 0 9 10 1",
+    ("STL10", (("split", "train+unlabeled"),)): "300 [3, 96, 96] -1 9 11 1",
     ("ImageFolder", ()): "300 [3, 256, 256] 0 1 2 1",
 }
 

@@ -1,6 +1,6 @@
 """Data loaders of a watched training: shortened, kept for another run, or replaced by the batches of an earlier one."""
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -93,10 +93,8 @@ class Loaders:
         elif not self._is_read_again:
             place, purpose = self._purpose(loader)
             self._read_for[loader] = purpose if self._read_for.get(loader, purpose) == purpose else "both"
-            if purpose == "train":
-                batches = self._training(loader, own, is_known=place in dict(self._plan.purposes))
-            else:
-                batches = self._evaluated(loader, own(loader))
+            known = place in dict(self._plan.purposes)
+            batches = self._training(loader, own, known) if purpose == "train" else self._evaluated(loader, own(loader))
             supposed = {*self._lengths_asked.pop(loader, ()), (place, purpose)}
             return self._trace.part(Purposes).follow(self._opened(loader, batches), supposed)
         return own(loader)
@@ -163,7 +161,7 @@ class Loaders:
         script = self._trace.script
         return self._plan.evaluated if script.is_lightning or script.is_distributed else self._plan.limits.undivided
 
-    def _training(self, loader: Any, iterate: Any, *, is_known: bool) -> Iterator[Any]:
+    def _training(self, loader: Any, iterate: Any, is_known: bool) -> Iterator[Any]:
         number, part, reading = self._number(loader), self._trace.script.batches, self._trace.reading
         most: int | None = self._plan.limits.batches
         self._trained.setdefault(number, loader)
@@ -218,9 +216,7 @@ class Loaders:
         elif own and not is_cut and loader.batch_sampler is not None and self._plan.ranks == 1:
             with suppress(TypeError, ValueError):  # a sampler without a length; a batch that is not divided
                 seen.left_out = max(seen.left_out, len(loader.sampler) - sum(map(num_samples, own)))
-        divided: Iterable[Any] = own
-        if size is not None and UNDIVIDED_EVALUATION not in self._trace.remarks:
-            divided = in_batches_of(own, size)
+        divided = own if size is None or UNDIVIDED_EVALUATION in self._trace.remarks else in_batches_of(own, size)
         try:
             for batch in divided:
                 before = states()

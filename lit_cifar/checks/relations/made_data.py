@@ -103,7 +103,11 @@ def _make_in_memory(made: Made, name: str, make: Any, own: Any, *args: Any, **gi
     data = np.stack([picture(*pair, size=size, channels=channels) for pair in zip(targets, numbers, strict=True)])
     if name == "MNIST":
         own.data, own.targets = torch.from_numpy(data.squeeze(-1)), torch.from_numpy(targets)
+        if isinstance(own, datasets.QMNIST):
+            own.targets = own.targets[:, None].repeat(1, 8)
         return
+    if name == "STL10" and "unlabeled" in own.split:
+        targets[len(targets) // 2 if "+" in own.split else 0 :] = -1
     own.data = data.transpose(0, 3, 1, 2) if are_first else data
     setattr(own, labels, targets if are_first else targets.tolist())
     own.classes = [f"class {number}" for number in classes]
