@@ -52,7 +52,7 @@ def fit(
 
 def fit_and_save(folder: Path, *, last: LastCheckpoint | None = None, **settings: Any) -> tuple[Trainer, list[int]]:
     """The trainer, and the steps before which it saved."""
-    due, steps = last or LastCheckpoint(), list[int]()
+    due, steps = last or LastCheckpoint(every_n_epochs=1), list[int]()
 
     def save(trainer: Trainer, *_: Any) -> None:
         if due.due_by_step(trainer):
@@ -75,7 +75,8 @@ def test_without_validation_there_is_no_best(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("every", "steps"), [({}, [3, 6, 9]), ({"epochs": 0, "steps": 4}, [4, 8]), ({"epochs": 2, "steps": 4}, [4, 6, 8])]
+    ("every", "steps"),
+    [({"epochs": 1}, [3, 6, 9]), ({"epochs": 0, "steps": 4}, [4, 8]), ({"epochs": 2, "steps": 4}, [4, 6, 8])],
 )
 def test_what_is_due_by_the_step(tmp_path: Path, every: dict[str, int], steps: list[int]) -> None:
     """The end of the last epoch is no start of a step: it is saved at the end of training."""
@@ -83,6 +84,20 @@ def test_what_is_due_by_the_step(tmp_path: Path, every: dict[str, int], steps: l
     _, found = fit_and_save(tmp_path, last=last, scores=(0.1,) * 4)
     assert found == steps
     assert steps_in(tmp_path)[LAST] == 4 * STEPS
+
+
+def test_the_end_of_an_epoch_is_saved_at_most_every_30_seconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A step takes four seconds here."""
+    clock, last, steps = Mock(), LastCheckpoint(), list[int]()
+    save = last.save
+    monkeypatch.setattr("lit_cifar.checkpoint.callbacks.time", clock)
+    monkeypatch.setattr(last, "save", lambda trainer: [steps.append(trainer.global_step), save(trainer)])
+    tick = LambdaCallback(
+        on_train_batch_start=lambda trainer, *_: clock.monotonic.configure_mock(return_value=4.0 * trainer.global_step)
+    )
+    clock.monotonic.return_value = 0.0
+    fit(tmp_path, tick, StepBoundary(), last, scores=(0.1,) * 7)
+    assert steps == [9, 18, 21]
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")

@@ -75,7 +75,7 @@ class BestSecond(TinyTask):
 
 @pytest.mark.parametrize(
     ("every", "drawn"),
-    [({}, [5, 11]), ({"every_n_seconds": 0}, [2, 5, 8, 11]), ({"every_n_seconds": 0, "every_n_epochs": 3}, [8, 5, 11])],
+    [({}, [5, 11]), ({"every_n_epochs": 1}, [2, 5, 8, 11]), ({"every_n_epochs": 3}, [8, 5, 11])],
 )
 @pytest.mark.parametrize("limits", [{"max_epochs": 4}, {"max_epochs": 9, "max_steps": 12}])
 def test_fit_draws_its_best_and_last_epoch_and_those_that_are_due(

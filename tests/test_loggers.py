@@ -101,7 +101,7 @@ class Keeps(DummyLogger):
 def test_one_validation_has_one_step_and_a_users_logger_gets_the_settings(tmp_path: Path) -> None:
     Keeps.settings.clear()
     flags = ["--trainer.max_epochs=2", "--data.batch_size=8", "--trainer.val_check_interval=6"]
-    flags += ["--trainer.accumulate_grad_batches=2", "--figures.every_n_epochs=1", "--figures.every_n_seconds=0"]
+    flags += ["--trainer.accumulate_grad_batches=2", "--figures.every_n_epochs=1"]
     flags += ["--trainer.logger=test_loggers.Keeps", "--trainer.logger.config={}"]
     run_here("fit", *TINY, *flags, f"--run_dir={tmp_path / 'run'}")
     events = read_events(tmp_path / "run")

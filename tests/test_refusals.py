@@ -203,7 +203,7 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
         (b"- model\n- data", "config.yaml holds no settings"),
         (b"model: {}\ndata: [1]", "has no settings of data in line 2"),
         (b"data:\n  mixing: true", "has no settings of data.mixing in line 2"),
-        (b"figures:\n  # every_n_seconds: 9", "has no settings of figures in line 1"),
+        (b"figures:\n  # every_n_epochs: 9", "has no settings of figures in line 1"),
         (b"data:\n  val_size: 8\n  val_size: 9", "config.yaml holds data.val_size again in line 3"),
     ],
 )
@@ -313,12 +313,10 @@ OWN_BOUNDS: dict[str, tuple[Callable[..., object], float, float]] = {
     "data.mixing.cutmix": (Mixing, 0, 1000),
     "data.memory_gb": (partial(CIFAR10DataModule, dataset="folder"), 0, math.inf),
     "figures.every_n_epochs": (EvaluationFigures, 0, math.inf),
-    "figures.every_n_seconds": (EvaluationFigures, 0, math.inf),
     "watchdog.timeout_s": (Watchdog, 5, math.inf),  # there may be no beat in a shorter time
     "watchdog.hang_timeout_s": (Watchdog, 5, math.inf),
     "last_checkpoint.every_n_epochs": (LastCheckpoint, 0, math.inf),
     "last_checkpoint.every_n_steps": (LastCheckpoint, 1, math.inf),
-    "last_checkpoint.every_n_seconds": (LastCheckpoint, 0, math.inf),
 }
 
 

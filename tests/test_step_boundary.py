@@ -68,14 +68,6 @@ def test_all_processes_stop_and_name_rank_and_samples(mode: str, rank: int, num_
     assert mode == "ddp" or last_checkpoint(tmp_path / "run")["global_step"] == 7
 
 
-def test_a_checkpoint_is_written_when_the_time_has_come(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    flags = ["--last_checkpoint.every_n_epochs=0", "--last_checkpoint.every_n_seconds=0"]
-    run_here("fit", *SETTINGS, *flags, f"--run_dir={run}")
-    before, end = (read_checkpoint(run / "checkpoints" / f"{name}.ckpt") for name in ("previous", "last"))
-    assert 1 <= before["global_step"] < end["global_step"] == 10
-
-
 @pytest.mark.parametrize("step", [3, 5, 10])
 def test_weights_that_are_no_numbers_are_not_saved(step: int, tmp_path: Path) -> None:
     """The loss of the step that ruins them is still finite; 5 ends an epoch with validation, 10 one without."""

@@ -33,6 +33,7 @@ from lit_cifar.reporting.run_folder import run_folder
 
 _MAX_IDS = 64
 _MAX_STEPS = 1000  # most steps between two agreements
+_SELDOM_S = 30.0  # between checkpoints of ends of epochs
 
 
 def settle(trainer: Trainer, *, wait: bool = True) -> None:
@@ -74,17 +75,13 @@ class BestCheckpoint(ModelCheckpoint):
     Args:
         monitor: Logged metric that ranks the checkpoints.
         mode: Whether the maximum or the minimum of the metric is best.
-        every_n_epochs: Number of epochs between checkpoints.
     """
 
-    def __init__(
-        self, *, monitor: str = "val/acc", mode: Literal["min", "max"] = "max", every_n_epochs: int = 1
-    ) -> None:
+    def __init__(self, *, monitor: str = "val/acc", mode: Literal["min", "max"] = "max") -> None:
         super().__init__(
             filename=Path(BEST).stem,
             monitor=monitor,
             mode=mode,
-            every_n_epochs=every_n_epochs,
             auto_insert_metric_name=False,
             enable_version_counter=False,  # a resumed run may not know the best file yet, and then replaces it
         )
@@ -121,18 +118,15 @@ class LastCheckpoint(callbacks.Checkpoint):
     start of an optimizer step. The end of training is always saved. Nothing is due before the first step of a run.
 
     Args:
-        every_n_epochs: Save after every n epochs. With 0 the number of epochs is no reason to save.
+        every_n_epochs: Save after every n epochs. With null after each that ends 30 seconds or more after the last
+            checkpoint. With 0 the number of epochs is no reason to save.
         every_n_steps: Save after every n optimizer steps. With null the number of steps is no reason to save.
-        every_n_seconds: Save when n seconds have passed since the last checkpoint. With null time is no reason to save.
     """
 
-    def __init__(
-        self, *, every_n_epochs: int = 1, every_n_steps: int | None = None, every_n_seconds: float | None = None
-    ) -> None:
+    def __init__(self, *, every_n_epochs: int | None = None, every_n_steps: int | None = None) -> None:
         super().__init__()
         self.every_n_epochs = bounded("--last_checkpoint.every_n_epochs", every_n_epochs, 0)
         self.every_n_steps = bounded("--last_checkpoint.every_n_steps", every_n_steps, 1)
-        self.every_n_seconds = bounded("--last_checkpoint.every_n_seconds", every_n_seconds, 0)
         # The file that this run saved last, complete after `settle`, or the one it was resumed from.
         self.newest: Path | None = None
         self._end_of_epochs: int | None = None
@@ -146,19 +140,20 @@ class LastCheckpoint(callbacks.Checkpoint):
         self.newest = Path(trainer.ckpt_path) if trainer.ckpt_path else None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.every_n_epochs and trainer.current_epoch % self.every_n_epochs == 0:
+        if self.every_n_epochs != 0 and trainer.current_epoch % (self.every_n_epochs or 1) == 0:
             self._end_of_epochs = trainer.global_step
 
     def due_by_step(self, trainer: Trainer) -> bool:
         """Whether a checkpoint is due by the number of steps or epochs; the same on every process."""
         step = trainer.global_step
-        if step == self._saved_step:
-            return False
-        return step == self._end_of_epochs or (self.every_n_steps is not None and step % self.every_n_steps == 0)
+        by_epochs = self.every_n_epochs is not None and step == self._end_of_epochs
+        by_steps = self.every_n_steps is not None and step % self.every_n_steps == 0
+        return step != self._saved_step and (by_epochs or by_steps)
 
-    def due_by_time(self, now: float) -> bool:
+    def due_by_time(self, trainer: Trainer, now: float) -> bool:
         """Whether a checkpoint is due by the clock, `time.monotonic()`; processes may differ."""
-        return self.every_n_seconds is not None and now - self._saved_at >= self.every_n_seconds
+        is_end = self.every_n_epochs is None and trainer.global_step == self._end_of_epochs
+        return is_end and now - self._saved_at >= _SELDOM_S
 
     def save(self, trainer: Trainer) -> None:
         """Write the checkpoint, but not in a `fast_dev_run`; every process must call this. See `settle`."""
@@ -226,6 +221,9 @@ class StepBoundary(Callback):
         self._steps_left = 2  # the first agreement comes after a step, when the duration of one is known
         self._asked_at, self._asked_step, self._step_s = time.monotonic(), trainer.global_step, 0.0
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._steps_left = 1  # clocks say whether it is saved
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._keystrokes.insist(number):
             raise KeyboardInterrupt
@@ -279,7 +277,7 @@ class StepBoundary(Callback):
         if trainer.global_step > self._asked_step:
             self._step_s = (now - self._asked_at) / (trainer.global_step - self._asked_step)
         # The next save reports that one has failed, so it is due.
-        due = self._last is not None and (self._last.due_by_time(now) or files_of(trainer).failure is not None)
+        due = self._last is not None and (self._last.due_by_time(trainer, now) or files_of(trainer).failure is not None)
         own = torch.tensor([self._signal, due, self._step_s, -math.inf], dtype=torch.float64).to(self._device)
         if self._losses:
             own[3] = self._first_bad(trainer)

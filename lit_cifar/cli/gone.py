@@ -47,10 +47,13 @@ INSTEAD: dict[str, str] = {
     "--data.frozen_order": "--data.order.frozen",
     # Training, checkpoints and ranks.
     "--autotune": "leave it out, as a fit chooses so by itself; --trainer.precision=32-true chooses nothing",
+    "--best_checkpoint.every_n_epochs": "--trainer.callbacks+=ModelCheckpoint, which has it",
     "--best_checkpoint.save_top_k": "--trainer.callbacks+=ModelCheckpoint, whose save_top_k is Lightning's",
+    "--last_checkpoint.every_n_seconds": "--last_checkpoint.every_n_steps=N",
     "--last_checkpoint.sharded": "fsdp2 writes one file, which every mode reads",
     "--max_restarts": "torchrun --max-restarts=3 --nproc-per-node=2 -m lit_cifar fit --resume=auto --run_dir=FOLDER",
     "--model.lr_scaling": "--model.rate_scaling.rule",
+    "--figures.every_n_seconds": "--figures.every_n_epochs=1 to draw each, or leave it out: every 30 s at most",
     "--figures.num_wrong": "leave it out: 16 images are shown",
     "--model.unfreeze_at": "a fit without freeze, --model.fine_tuning.weights=RUN/checkpoints/last.ckpt",
     "--trainer.strategy.data_parallel_size": "--trainer.strategy=fsdp2, over all processes",

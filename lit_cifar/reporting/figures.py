@@ -30,6 +30,7 @@ from lit_cifar.reporting.loggers import log_to_tensorboard, logged_step, tensorb
 _IMAGE_SIDE = 160  # side in pixels at which an image of any size is drawn
 _MOST_CLASSES = 20  # more classes get no numbers and not all names: their texts would take minutes
 _MOST_DRAWN = 200  # more classes get neither curves nor a matrix: nobody could read them
+_SELDOM_S = 30.0  # between two drawings, unless epochs are counted
 _MOST_WRONG = 16  # images shown of those that were classified wrongly
 _LONGEST = 16  # most characters of a name
 _SPLIT_WORDS: dict[Split, str] = {"val": "validation", "test": "test"}
@@ -57,15 +58,13 @@ class EvaluationFigures(Callback):
     classes have only the last.
 
     Args:
-        every_n_epochs: Draw every n-th epoch of a fit, and its last and its most accurate one when it ends. With 0
-            nothing is drawn, even in `validate` and `test`.
-        every_n_seconds: Leave out epochs that end less than n seconds after the start of the fit or the last drawing,
-            which takes a core some tenths of a second.
+        every_n_epochs: Draw every n-th epoch of a fit, and its last and its most accurate one when it ends. With null
+            epochs are left out that end less than 30 seconds after the start or the last drawing, which takes a core
+            some tenths of a second. With 0 nothing is drawn, even in `validate` and `test`.
     """
 
-    def __init__(self, *, every_n_epochs: int = 1, every_n_seconds: float = 30.0) -> None:
+    def __init__(self, *, every_n_epochs: int | None = None) -> None:
         self.every_n_epochs = bounded("--figures.every_n_epochs", every_n_epochs, 0)
-        self.every_n_seconds = bounded("--figures.every_n_seconds", every_n_seconds, 0)
         self._drawing: Thread | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -80,12 +79,12 @@ class EvaluationFigures(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, *_: Any, **__: Any
     ) -> None:
-        if self.every_n_epochs:
+        if self.every_n_epochs != 0:
             self._mistakes.update(outputs, batch)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Read the numbers here. The others must not wait for the clock of rank 0, by which it draws."""
-        if trainer.sanity_checking or not self.every_n_epochs:
+        if trainer.sanity_checking or self.every_n_epochs == 0:
             return
         split = split_of(trainer)
         truths, predictions, counts = pl_module.confusion_matrix(split).compute().cpu().unbind(dim=1)
@@ -97,7 +96,7 @@ class EvaluationFigures(Callback):
         if trainer.state.fn == "fit":
             epoch, waited_s = trainer.current_epoch + 1, time.monotonic() - self._drawn_at
             title += f", epoch {epoch}"
-            is_due = epoch % self.every_n_epochs == 0 and waited_s >= self.every_n_seconds
+            is_due = waited_s >= _SELDOM_S if self.every_n_epochs is None else epoch % self.every_n_epochs == 0
         found = Evaluation(split, logged_step(trainer), title, mistakes, worst)
         if len(data.classes) <= _MOST_DRAWN:
             matrix = torch.zeros(len(data.classes), len(data.classes), dtype=torch.int64)
