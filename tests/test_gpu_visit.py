@@ -64,4 +64,4 @@ def test_all_steps_run_on_a_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names >= {"summary.md", "results.json", "log.txt", "articles.json"}
-    assert {"recipe-fast_9_epochs.json", "default-metrics.csv"} <= names
+    assert {"recipe-muon_12_epochs.json", "default-0-metrics.csv"} <= names

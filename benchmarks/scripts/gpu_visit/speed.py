@@ -11,6 +11,7 @@ from gpu_visit.step import Step
 
 _FORWARD_AND_BACKWARD_GFLOP = 6.95  # of an image in ResNet34 with the CIFAR stem
 _CHANNELS_LAST, _COMPILE = "--model.channels_last=true", "--model.compile=true"
+_GRAPHS = "--model.compile=cuda_graphs"
 _NETWORK = {
     "cuda": ["--model.arch=resnet34", "--trainer.precision=bf16-mixed", "--data.batch_size=512"],
     "cpu": ["--model.arch=tiny", "--model.stem=imagenet", "--data.batch_size=16"],
@@ -25,13 +26,18 @@ _USUAL += ["--data.order.drop_last=true", "--data.dataset=synthetic"]  # each sh
 
 
 def plain_loop(step: Step) -> None:
-    """A step of `fit` beside one of a plain loop, in turn."""
+    """A step of `fit`, in the precision and layout that it chooses, beside one of a plain loop, in turn."""
     kind = step.visit.accelerator
     flags = [f"--trainer.accelerator={kind}", *_NETWORK[kind][:2], _CHANNELS_LAST]
-    sizes = [] if step.visit.on_gpu else ["--turns=2", "--steps=3", "--batch_size=16"]
-    for name, own in {"eager": [], "compiled": [_COMPILE]}.items() if step.visit.on_gpu else [("eager", [])]:
-        words = ["overhead", f"{step.work / name}.json", *sizes, *flags, *own]
-        step.check(name, partial(_ratio, step, name, words))
+    if not step.visit.on_gpu:
+        words = ["overhead", f"{step.work}/eager.json", "--turns=2", "--steps=3", "--batch_size=16", *flags]
+        step.check("eager", partial(_ratio, step, "eager", words))
+        return
+    for way, own in {"eager": ["--trainer.benchmark=true"], "graphs": [_GRAPHS]}.items():
+        for batch in (512, 128):
+            name = f"{way}-{batch}"
+            words = ["overhead", f"{step.work}/{name}.json", f"--batch_size={batch}", *flags, *own]
+            step.check(name, partial(_ratio, step, name, words))
 
 
 def _ratio(step: Step, name: str, words: Sequence[str]) -> tuple[str, dict[str, Any]]:
@@ -45,7 +51,7 @@ def throughput(step: Step) -> None:
     if step.visit.on_gpu:
         step.check("channels_last, compiled", partial(_fit, step, "both", [_CHANNELS_LAST, _COMPILE]))
         step.check("compiled", partial(_fit, step, "compiled", [_COMPILE]))
-        step.check("CUDA graphs", partial(_fit, step, "graphs", [_CHANNELS_LAST, "--model.compile=cuda_graphs"]))
+        step.check("CUDA graphs", partial(_fit, step, "graphs", [_CHANNELS_LAST, _GRAPHS]))
         step.check("eager", partial(_fit, step, "eager", []))
 
 
