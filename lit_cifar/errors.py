@@ -61,9 +61,9 @@ class ConfigError(ValueError):
         return partial(type(self), remedy=self.remedy), (self.problem,)
 
 
-def bounded(flag: str, value: _Number, least: float, most: float = math.inf) -> _Number:
-    """`value`, the number given by `flag`, or None; a `ConfigError` unless it is from `least` to `most`."""
-    if value is not None and not least <= value <= most:
+def bounded(flag: str, value: _Number, least: float, most: float = math.inf, *, needed: bool = False) -> _Number:
+    """`value`, the number given by `flag`, or None unless `needed`; a `ConfigError` if it is out of its bounds."""
+    if needed if value is None else not least <= value <= most:
         rule = f"at least {least}" if most == math.inf else f"between {least} and {most}"
         remedy = f"pass {flag}={least if least >= 0 else 1}, or leave it out"
         raise ConfigError(f"{flag}={value} must be {rule}", remedy=remedy)

@@ -57,9 +57,7 @@ NAMES = {
     AUDIT: """lightning.pytorch.strategies.DDPStrategy._model_averager
         torch.nn.modules.batchnorm._NormBase torch.nn.parallel.DistributedDataParallel._comm_hooks""",
     RELATIONS: """torch.cuda._lazy_init torch.nn.Module._buffers ._non_persistent_buffers_set
-        torch.utils._pytree.register_pytree_node .tree_flatten .tree_leaves .tree_map .tree_unflatten
-        torch.utils.data.dataloader._BaseDataLoaderIter
-        torch.utils.data.dataloader._BaseDataLoaderIter._next_index""",
+        torch.utils._pytree.register_pytree_node .tree_flatten .tree_leaves .tree_map .tree_unflatten""",
     "--model.arch=tiny": "torchvision.models.resnet.ResNet._make_layer",
 }
 NAMES["--trainer.strategy=ddp_pp"] = NAMES["--trainer.strategy=pp"]

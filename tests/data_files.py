@@ -1,6 +1,5 @@
 """Small data files in the official formats, and a web server on this machine to fetch them from."""
 
-import gzip
 import hashlib
 import http.server
 import pickle
@@ -55,14 +54,6 @@ def pack(folder: Path, archive: Path) -> Path:
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(folder, folder.name)
     return archive
-
-
-def write_idx(path: Path, values: np.ndarray) -> None:
-    """Write uint8 values in the IDX format of MNIST, and the same compressed beside it."""
-    header = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">i4").tobytes()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(header + values.tobytes())
-    path.with_name(path.name + ".gz").write_bytes(gzip.compress(header + values.tobytes()))
 
 
 @contextmanager

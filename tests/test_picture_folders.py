@@ -178,7 +178,7 @@ def test_what_was_found_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for stage, are_encoded in ("validate", [True, False]), ("fit", [False, False]):
         data.setup(stage)
         assert [images.are_encoded for images in data.sets.values()] == are_encoded
-    told = ["train/: cat 16, dog 2", "held out: cat 1, dog 1", "not used: locked, notes, train/labels.csv"]
+    told = ["train/: cat 16, dog 2", "held out: cat 1, dog 1", "not used: locked, notes, test/0.png, train/labels.csv"]
     assert data.source.found(data.sets) == told
 
 

@@ -6,17 +6,17 @@ import os
 import shutil
 import socket
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from data_files import cifar10_records, pack, served, write_binary_edition, write_idx, write_python_edition
-from torchvision.datasets import CIFAR10, CIFAR100, FashionMNIST
+from data_files import cifar10_records, pack, served, write_binary_edition, write_python_edition
+from torchvision.datasets import CIFAR10, CIFAR100
 
-from lit_cifar.data import CIFAR10DataModule, cifar10, download, fashion_mnist
+from lit_cifar.data import CIFAR10DataModule, cifar10, download
 from lit_cifar.data.cifar10 import Cifar10, Cifar100
 from lit_cifar.data.dataset import open_dataset
 from lit_cifar.data.download import installing
@@ -200,14 +200,13 @@ def test_broken_unpacking_leaves_nothing(
     assert not [*(tmp_path / "root").glob("*")]
 
 
-@pytest.mark.parametrize("name", ["cifar10", "fashion_mnist"])
-def test_without_permission_to_download_nothing_is_made(name: str, tmp_path: Path) -> None:
-    message = refusal(tmp_path / "root", name, may_download=False)
+def test_without_permission_to_download_nothing_is_made(tmp_path: Path) -> None:
+    message = refusal(tmp_path / "root", may_download=False)
     for remedy in ("--data.root=", "--data.download=true", "--data.dataset=synthetic"):
         assert remedy in message
     assert not (tmp_path / "root").exists()
     with pytest.raises(DataError):
-        open_dataset(name, tmp_path / "root").load("test")
+        open_dataset("cifar10", tmp_path / "root").load("test")
 
 
 def test_of_two_processes_that_finish_the_first_one_stays(tmp_path: Path) -> None:
@@ -276,68 +275,6 @@ def test_the_real_images(name: str, data_set: type[Cifar10], monkeypatch: pytest
     std = (square / (255.0**2 * num_pixels) - mean.double().square()).sqrt()
     torch.testing.assert_close(mean.double(), torch.tensor(info.mean).double(), atol=1e-5, rtol=0)
     torch.testing.assert_close(std, torch.tensor(info.std).double(), atol=1e-5, rtol=0)
-
-
-SIZES = {"train": 12, "test": 10}
-
-
-@pytest.fixture
-def fashion_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(fashion_mnist, "NUM_IMAGES", SIZES)
-    for prefix, size in {"train": 12, "t10k": 10}.items():
-        pixels = np.random.default_rng(size).integers(1, 256, (size, 28, 28), np.uint8)
-        raw = tmp_path / "FashionMNIST" / "raw"
-        write_idx(raw / f"{prefix}-images-idx3-ubyte", pixels)
-        write_idx(raw / f"{prefix}-labels-idx1-ubyte", np.arange(size, dtype=np.uint8) % 10)
-    return tmp_path
-
-
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_grey_images_become_three_padded_channels(fashion_root: Path, split: Any) -> None:
-    open_dataset("fashion_mnist", fashion_root).prepare(download=False)
-    images = open_dataset("fashion_mnist", fashion_root).load(split)
-    original = FashionMNIST(fashion_root, train=split == "train").data
-    assert (images.images.dtype, tuple(images.images.shape)) == (torch.uint8, (SIZES[split], 3, 32, 32))
-    assert images.images.is_contiguous()
-    assert images.labels.tolist() == [i % 10 for i in range(SIZES[split])]
-    for channel in images.images.unbind(1):
-        assert torch.equal(channel[:, 2:30, 2:30], original)
-        assert channel.sum() == original.sum()
-
-
-@pytest.mark.parametrize(
-    ("file", "damage", "words"),
-    [
-        ("t10k-labels-idx1-ubyte", lambda content: content[:3], "incomplete or damaged"),
-        ("train-images-idx3-ubyte", lambda content: content[:17], "incomplete or damaged"),
-        ("train-labels-idx1-ubyte", lambda content: content[:8] + bytes([10] * 12), "not 12 train images of 28 x 28"),
-    ],
-    ids=["without a header", "truncated", "no such label"],
-)
-def test_damage_to_fashion_mnist(fashion_root: Path, file: str, damage: Callable[[bytes], bytes], words: str) -> None:
-    path = fashion_root / "FashionMNIST" / "raw" / file
-    path.write_bytes(damage(path.read_bytes()))
-    message = refusal(fashion_root, "fashion_mnist")
-    assert words in message
-    assert "--data.dataset=synthetic" in message
-
-
-def test_a_download_of_fashion_mnist(fashion_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a mirror of small files, whose hashes torchvision takes for the official ones."""
-    raw, root = fashion_root / "FashionMNIST" / "raw", tmp_path / "root"
-    names = [name for name, _ in FashionMNIST.resources]
-    hashes = [(name, hashlib.md5((raw / name).read_bytes()).hexdigest()) for name in names]
-    monkeypatch.setattr(FashionMNIST, "resources", hashes)
-    with served(raw) as address:
-        monkeypatch.setattr(FashionMNIST, "mirrors", [f"{address}/"])
-        open_dataset("fashion_mnist", root).prepare(download=True)
-        assert [path.name for path in root.iterdir()] == ["FashionMNIST"]
-        assert len(open_dataset("fashion_mnist", root).load("test")) == 10
-        (raw / names[3]).write_bytes(b"something else")
-        message = refusal(tmp_path / "other", "fashion_mnist")
-    assert "--data.download=true" not in message
-    assert "--data.dataset=synthetic" in message
-    assert not (tmp_path / "other").exists()
 
 
 def test_a_set_is_a_function_of_seed_and_split_and_begins_as_a_smaller_one() -> None:

@@ -149,19 +149,6 @@ def test_pickled_data_run_no_code(tmp_path: Path, marker: Path, monkeypatch: pyt
             read()
 
 
-@pytest.mark.usefixtures("trusting")
-def test_torchvisions_old_cache_of_fashion_mnist_runs_no_code(tmp_path: Path, marker: Path) -> None:
-    """It still reads these two files, if they are there, in place of the raw ones."""
-    folder = tmp_path / "FashionMNIST" / "processed"
-    folder.mkdir(parents=True)
-    for name in ("training.pt", "test.pt"):
-        torch.save((Payload(marker), Payload(marker)), folder / name)
-    data = open_dataset("fashion_mnist", tmp_path)
-    for read in (partial(data.prepare, download=False), partial(data.load, "train")):
-        with pytest.raises(DataError):
-            read()
-
-
 LINKS = [".lock", "metrics.csv", "config.yaml.part", "checkpoints/last.ckpt.part", "checkpoints", "gone"]
 
 

@@ -73,7 +73,7 @@ for _name, _kind in _TRANSFORMS.items():
 def refuse_words(words: Sequence[str]) -> None:
     """Raise a `ConfigError` for what has gone and these words, or a file that they name, ask for."""
     command = words[0] if words else ""
-    for flag, value in _given(words):
+    for flag, value in (each for each in _given(words) if each[0].startswith("-")):
         parts = flag.split(".")
         names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
         names += [f"{command} {name}" for name in names] + [f"{command} {flag}={one}" for one in value.split(",")]

@@ -182,6 +182,8 @@ class CLI(LightningCLI):
         model.num_classes, model.image_size = len(source.classes), source.image_size
         if self._subcommand == "fit":
             self._choose_fast()
+        else:  # a setting of a training alone, which some modes refuse
+            self._arguments.trainer.sync_batchnorm = False
 
     def _choose_fast(self) -> None:
         """Choose what is fast for a new training; one that goes on keeps that of its run, if known."""
@@ -262,6 +264,8 @@ class CLI(LightningCLI):
         # Lightning converts after loading a checkpoint, when its float64 weights have already been rounded.
         self.trainer.precision_plugin.convert_module(self.model)
         name_who_ends(self.trainer)
+        if subcommand != "fit":  # Lightning's handler would end an evaluation with status 0
+            self.trainer._signal_connector.register_signal_handlers = list  # type: ignore[assignment, method-assign]
         with signals_to_spawned(self.trainer), reporting_disk(folder):
             super()._run_subcommand(subcommand)
 

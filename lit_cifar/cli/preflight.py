@@ -67,7 +67,8 @@ def check_run(
     trainer.strategy.connect(module)  # a strategy that splits the network does so here
     # What depends on the images.
     data.trainer = trainer
-    data.prepare_data()
+    if stage != "predict":
+        data.prepare_data()
     data.setup(stage)
     if has_parts:
         from lit_cifar.strategies.virtual_replicas import VirtualReplicas

@@ -17,6 +17,7 @@ from lit_cifar.cli.overview import PROGRAM
 from lit_cifar.errors import ConfigError, SaveError, one_line, printable
 from lit_cifar.reporting.run_folder import process_rank
 
+_RAISED = (ArithmeticError, ImportError, MemoryError, MisconfigurationException, RuntimeError, TypeError, ValueError)
 _MAX_LINES = 5  # of a report
 _SETTINGS_REMEDY = "write settings as in RUN/config.yaml"
 
@@ -108,7 +109,7 @@ def as_config_error() -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (ArithmeticError, ImportError, MemoryError, MisconfigurationException, RuntimeError, ValueError) as error:
+    except _RAISED as error:
         explained = isinstance(error, ImportError | MisconfigurationException | ValueError)
         problem, remedy = str(error) if explained else f"{type(error).__name__}: {error}", f"see {_program()} --help"
         if "invalid strategy name" in str(error):

@@ -40,8 +40,8 @@ class Augment:
 
     def of_images(self, size: int, *, seed: int) -> "Augmentation":
         """The augmentation of images of `size` x `size` pixels."""
-        bounded("--data.augment.padding", self.padding, 0)
-        bounded("--data.augment.cutout", self.cutout, 0)
+        bounded("--data.augment.padding", self.padding, 0, needed=True)
+        bounded("--data.augment.cutout", self.cutout, 0, needed=True)
         if self.reflect and self.padding >= size:
             remedy = "lower --data.augment.padding"
             raise ConfigError("--data.augment.reflect=true has too few pixels to mirror", remedy=remedy)

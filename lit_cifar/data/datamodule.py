@@ -32,9 +32,9 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     Args:
         root: Folder of the data set. A download is stored here.
-        dataset: Data set: "cifar10", "cifar100", "fashion_mnist" (grey repeated to three channels, padded to 32 x 32),
-            "synthetic" (images drawn by code from `seed`, without files), or "folder": your own pictures, in ROOT/CLASS
-            or in ROOT/train/CLASS, with ROOT/val/CLASS and ROOT/test/CLASS if there are such, or other usual names.
+        dataset: Data set: "cifar10", "cifar100", "synthetic" (images drawn by code from `seed`, without files), or
+            "folder": your own pictures, in ROOT/CLASS or in ROOT/train/CLASS, with ROOT/val/CLASS and ROOT/test/CLASS
+            if there are such, or other usual names.
         image_size: Height and width to which the pictures of "folder" are resized, in pixels. The default is 32.
         batch_size: Global batch size: samples per optimizer step over all replicas and accumulation steps.
         eval_batch_size: Samples per evaluation step over all processes. It does not change any result.
@@ -91,8 +91,8 @@ class CIFAR10DataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         self.root = Path(root)
-        self.batch_size = bounded("--data.batch_size", batch_size, 1)
-        self.eval_batch_size = bounded("--data.eval_batch_size", eval_batch_size, 1)
+        self.batch_size = bounded("--data.batch_size", batch_size, 1, 2**31)
+        self.eval_batch_size = bounded("--data.eval_batch_size", eval_batch_size, 1, 2**31)
         self.num_images = {"train": num_train, "test": num_test}
         self.mixing, self.balance, self.order = mixing, balance, order
         self.download = download
@@ -102,7 +102,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         self.source = open_dataset(dataset, root, image_size=image_size, seed=seed)
         self.name, self.image_size = self.source.title, self.source.image_size
         self._memory_gb = bounded("--data.memory_gb", memory_gb, 0)
-        if memory_gb is not None and dataset != "folder":
+        if memory_gb is not None and dataset != "folder" and predict_dir is None:
             problem = f"--data.memory_gb={memory_gb} is for pictures of your own, which are decoded"
             raise ConfigError(problem, remedy="leave it out, or pass --data.dataset=folder")
         settings = Augment() if augment is True else augment
@@ -110,7 +110,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         self.augmentation = settings.of_images(self.image_size, seed=seed) if settings else None
         self._transforms = self.augmentation is not None and bool(self.augmentation.transforms)
         self._num_workers = bounded("--data.num_workers", num_workers, 0, 2**16)
-        if num_workers is not None and not self._transforms and dataset != "folder":
+        if num_workers is not None and not self._transforms and dataset != "folder" and predict_dir is None:
             problem = f"--data.num_workers={num_workers}, but these images are in memory"
             raise ConfigError(problem, remedy="leave it out, or add --data.augment.transforms")
         self.sets: dict[str, ImageSet] = {}
@@ -140,7 +140,8 @@ class CIFAR10DataModule(L.LightningDataModule):
 
     def prepare_data(self) -> None:
         """Download the data set if it is missing and may be downloaded, once in this process."""
-        if self.predict_dir is None and not self._prepared:
+        predicts = self.trainer is not None and self.trainer.state.fn == TrainerFn.PREDICTING
+        if not predicts and not self._prepared:
             self.source.prepare(download=self.download)
             self._prepared = True
 

@@ -19,7 +19,6 @@ Channels: TypeAlias = tuple[float, float, float]
 DATASETS = {
     "cifar10": "cifar10.Cifar10",
     "cifar100": "cifar10.Cifar100",
-    "fashion_mnist": "fashion_mnist.Fashion",
     "synthetic": "synthetic.Synthetic",
     "folder": "pictures.OwnPictures",
 }

@@ -26,8 +26,8 @@ def installing(target: Path, title: str, *, remedy: str) -> Iterator[Path]:
     stays. What goes wrong with network, disk or archive of the data set called `title` is a `DataError` with `remedy`.
     """
     root = target.parent
-    made = [folder for folder in (root, *root.parents) if not folder.exists()]
     try:
+        made = [folder for folder in (root, *root.parents) if not folder.exists()]
         root.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".download-", dir=root))
     except OSError as error:

@@ -43,7 +43,7 @@ class GhostBatches:
 
     def __post_init__(self) -> None:
         for name, size in self._sizes.items():
-            bounded(f"--model.ghost_batchnorm.{name}", size, 1)
+            bounded(f"--model.ghost_batchnorm.{name}", size, 1, needed=True)
 
     @property
     def _sizes(self) -> dict[str, int]:

@@ -24,6 +24,7 @@ from lit_cifar.errors import DataError, one_line, printable
 # Ghostscript for one.
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
 _OF_SYSTEMS = {"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found", "Thumbs.db"}
+_OF_SYSTEMS |= {"desktop.ini", "Icon\r"}
 _SUBFILE_TYPE = 254  # a tag of TIFF
 _CHUNK = 32  # pictures that a thread decodes at a time
 IMAGES_WANTED = "name a folder that holds images, e.g. PNG or JPEG files"

@@ -53,7 +53,9 @@ class PictureFolders:
             problem = f"{folder} holds no folders of pictures"
             raise DataError(problem, remedy=f"put pictures into {folder}/CLASS/; {_PAGE}")
         used = {folder, *self.splits.values(), *self.classes.values()}
-        beside = [path for path in sorted({*root.iterdir(), *folder.iterdir()} - used) if not is_hidden(path.name)]
+        loose = {path for own in self.splits.values() for path in own.iterdir() if not path.is_dir()}
+        entries = {*root.iterdir(), *folder.iterdir(), *loose} - used
+        beside = [path for path in sorted(entries) if not is_hidden(path.name)]
         _check_beside(root, beside, self.classes)
         _check_classes(folder, self.classes)
         self.unused = [printable(str(path.relative_to(root))) for path in beside]

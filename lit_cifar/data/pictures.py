@@ -63,7 +63,7 @@ class OwnPictures(Dataset):
         return len(self._files("val")) if self.own_val else len(self._files("train")) // 10
 
     def hold_out(self, labels: Tensor, num_images: int) -> Tensor:
-        """The same share of each class, at least one picture while `num_images` allows, and never a class's last one.
+        """The same share of each class, at least one picture while `num_images` allows; a class's last one at last.
 
         The choice for fewer images is a part of the choice for more.
         """

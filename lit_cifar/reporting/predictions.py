@@ -42,7 +42,10 @@ class PredictionWriter(Callback):
         if (folder := run_folder(trainer)) is not None and trainer.is_global_zero:
             results = _predicted(table.cpu(), datamodule_of(trainer).classes)
             files = datamodule_of(trainer).files.items()
-            rows = [(file, *(next(results) if error is None else ("", "", error))) for file, error in files]
+            rows = [
+                (file.replace("\r", "\\r"), *(next(results) if error is None else ("", "", error)))
+                for file, error in files
+            ]
             replace_csv(folder / PREDICTIONS, [_COLUMNS, *rows])
 
 

@@ -104,8 +104,12 @@ class EpochLines(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the time of an epoch that is resumed in the middle, too."""
         self._started_at = self._printed_at = perf_counter()
+        self._is_validated = False
 
     on_train_epoch_start = on_train_start
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._is_validated = True
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if perf_counter() - self._printed_at >= _LINE_EVERY_S and not sys.stdout.isatty():
@@ -117,11 +121,10 @@ class EpochLines(Callback):
     def _print(self, trainer: Trainer, pl_module: LightningModule, logged: Mapping[str, Any]) -> None:
         epoch, self._printed_at = trainer.current_epoch + 1, perf_counter()
         done = (trainer.fit_loop.epoch_loop.batch_idx + 1) / trainer.num_training_batches
-        is_validated = done >= 1 and epoch % (trainer.check_val_every_n_epoch or 1) == 0
         parts = [f"epoch {epoch}" + (f"/{trainer.max_epochs}" if (trainer.max_epochs or 0) > 0 else "")]
         parts.append("done" if done >= 1 and logged else f"{done:4.0%}")
         for name, shown in _SHOWN.items():
-            if name in logged and (is_validated or name != "val/acc"):  # else it is of an epoch before
+            if name in logged and (self._is_validated or name != "val/acc"):  # else it is of an epoch before
                 parts.append(shown.format(float(logged[name])))
         parts.append(f"{self._printed_at - self._started_at:.0f} s")
         pl_module.print("  ".join(parts))  # above a bar, if there is one

@@ -165,7 +165,7 @@ def process_rank() -> int:
 
 def _unused(folder: Path) -> Path:
     """`folder`, or the first with a number behind its name that is not there."""
-    numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+    numbered = (Path(f"{folder}-{number}") for number in count(2))
     return next(path for path in chain([folder], numbered) if not path.exists())
 
 

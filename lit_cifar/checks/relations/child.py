@@ -111,7 +111,7 @@ def _run(target: Target, watched: Watched, loaders: Loaders) -> None:
             for code in notebooks.code_of(script):
                 exec(code, vars(main))
     except Ended:
-        pass
+        watched.finish()  # while what the script has is alive
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise

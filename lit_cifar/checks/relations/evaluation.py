@@ -41,6 +41,7 @@ class Evaluations:
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)  # of each way to validate
     failed: dict[str, str] = field(default_factory=dict)  # errors of ways to validate
     has_loader: bool = False  # a loader was read where no gradient is made
+    calls: int = 0  # of models, to evaluate
     left_out: int = 0  # samples that no batch of an evaluation on one process had
     cut: str = ""  # how much of an evaluation was read, if it had more batches
 
@@ -83,6 +84,8 @@ def evaluation(runs: Runs) -> Iterator[Verdict]:
             raise NotJudgedError("with other batches wherever no gradient is made, it trains other weights")
         if results(own, runs.unsteady).keys().isdisjoint(results(other, runs.unsteady)):
             raise NotJudgedError(f"no result is told both as it is and {way}")
+        if by_hand and size == 1 and other.part(Evaluations).calls == own.part(Evaluations).calls:
+            raise NotJudgedError("what says how many samples are evaluated at once changes nothing")
         judged.append(way)
         found += [_in_words(each, f"evaluated {way}") for each in _unlike(runs, own, other)[:1]]
     counts = "most other batches end it by an error, so that it may count on their size" * (len(failed) > len(judged))
@@ -155,8 +158,9 @@ def _judged(trace: Trace, found: list[str], looked_at: str) -> Iterator[Verdict]
     drawn = {remarks.IN_EVALUATION, *([] if seen.has_loader else [remarks.BESIDE_EVALUATION])}
     if remarks.IN_MODEL in trace.remarks:
         verdict = replace(verdict, outcome="note", text=": ".join(filter(None, (remarks.IN_MODEL, verdict.text))))
-    elif found and trace.remarks & drawn:
-        verdict = replace(verdict, outcome="note", text=f"{remarks.IN_EVALUATION}: {verdict.text}")
+    elif found and (trace.remarks & drawn or remarks.REFRESHED in trace.remarks):
+        why = remarks.REFRESHED if remarks.REFRESHED in trace.remarks else remarks.IN_EVALUATION
+        verdict = replace(verdict, outcome="note", text=f"{why}: {verdict.text}")
     yield verdict
     if seen.left_out:
         text = f"{seen.left_out} samples are in no batch of an evaluation (drop_last)"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sized
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,6 @@ from lightning.fabric.utilities.data import sized_len
 from torch.utils import data
 from torch.utils.data import DataLoader, IterableDataset
 
-from lit_cifar import internals
 from lit_cifar.checks.relations.batches import (
     in_batches_of,
     joined,
@@ -63,7 +63,6 @@ class Loaders:
         patched(DataLoader, "__iter__", self._iterate)
         patched(DataLoader, "__len__", self._length)
         patched(data.BatchSampler, "__iter__", self._ordered)
-        patched(internals.BaseDataLoaderIter, "_next_index", self._ask)
         patched(data, "get_worker_info", self._worker)
 
     def _make(self, make: Any, loader: Any, *args: Any, **settings: Any) -> None:
@@ -74,6 +73,7 @@ class Loaders:
             alone = {"num_workers": 0, "timeout": 0, "prefetch_factor": None, "persistent_workers": False}
             vars(loader).update(alone)
             loader.multiprocessing_context = None
+            loader.collate_fn = partial(self._collate, loader.collate_fn, loader.batch_sampler is not None)
         number = self._number(loader)
         if isinstance(loader.batch_sampler, data.BatchSampler):
             self._number_of[loader.batch_sampler] = number
@@ -112,10 +112,9 @@ class Loaders:
             self._known[loader.batch_sampler] = known
         return place, known or self._watched.phase()
 
-    def _ask(self, ask: Any, iterator: Any) -> Any:
-        index = ask(iterator)
-        self._asked = len(index) if isinstance(index, list) else None
-        return index
+    def _collate(self, collate: Any, has_batches: bool, samples: Any) -> Any:
+        self._asked = len(samples) if has_batches else None
+        return collate(samples)
 
     def _fetched(self, batches: Iterator[Any]) -> Iterator[Any]:
         like = None
@@ -177,7 +176,7 @@ class Loaders:
                 reading.cut[number] = own
         except TypeError:  # its data or its sampler have no length
             is_stream = True
-        self._watched.seed("order")
+        self._watched.seed("order", loader.generator, getattr(loader.sampler, "generator", None))
         batches = iterate(loader)  # which draws a number, of the generator that may make the model next
         # A plain loop over a stream may read more than an epoch, and ends with its steps.
         if is_stream and not self._trace.script.is_lightning:
@@ -190,7 +189,7 @@ class Loaders:
             if self._watched.is_over():
                 return
             self._watched.continues()
-            if not number and not imposed and not is_divided(loader, batch, self._asked):
+            if not number and not imposed and not is_divided(batch, self._asked):
                 self._trace.remarks.add(UNDIVIDED)
             if self._plan.record:
                 folder = self._watched.folder / "batches" / str(epoch)
@@ -211,7 +210,7 @@ class Loaders:
             is_stream = isinstance(loader.dataset, IterableDataset)
             seen.cut = f"{len(own)} of {'more' if is_stream else self._length_of(loader)} batches of an evaluation"
         seen.has_loader |= bool(own)
-        if own and not is_divided(loader, own[-1], asked):
+        if own and not is_divided(own[-1], asked):
             self._trace.remarks.add(UNDIVIDED_EVALUATION)
         elif own and not is_cut and loader.batch_sampler is not None and self._plan.ranks == 1:
             with suppress(TypeError, ValueError):  # a sampler without a length; a batch that is not divided
@@ -247,7 +246,7 @@ def _give_epochs(loader: Any) -> None:
     loader.__class__ = type(type(loader).__name__, (type(loader),), own)
 
 
-def is_divided(loader: Any, batch: Any, asked: int | None) -> bool:
+def is_divided(batch: Any, asked: int | None) -> bool:
     """Whether a batch is divided into the samples that the loader was asked for; None if it makes batches by itself."""
     try:
         size = num_samples(batch)
@@ -255,7 +254,7 @@ def is_divided(loader: Any, batch: Any, asked: int | None) -> bool:
         return False
     if asked is None:
         return len(tensors_in(batch)) <= _FEW
-    return size == asked or (size < asked and isinstance(loader.dataset, IterableDataset))
+    return size == asked
 
 
 def imposed_batches(imposed: Imposed, epoch: int, rank: int) -> Iterator[Any]:

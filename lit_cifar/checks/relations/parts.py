@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
 from lit_cifar.checks.relations.patching import after, before, patched
@@ -43,7 +43,8 @@ class TrainedParts:
 
     def patch(self) -> None:
         patched(Optimizer, "__init__", after(self.optimizers.append))
-        patched(LRScheduler, "__init__", after(self.schedules.append))
+        for kind in (LRScheduler, ReduceLROnPlateau):  # which does not call the constructor of the other
+            patched(kind, "__init__", after(self.schedules.append))
         patched(GradScaler, "__init__", after(self._keep_scaler))
         patched(AveragedModel, "update_parameters", after(self.keep_beside))
         register_module_parameter_registration_hook(lambda module, name, own: self._made.append(weakref.ref(own)))
@@ -59,7 +60,11 @@ class TrainedParts:
         return any(module is root for root in self.roots)
 
     def add_root(self, module: nn.Module) -> None:
-        """Add a trained module. One that begins again in the same process has given up its first model: forget that."""
+        self.forget_given_up()
+        self.roots.append(module)
+
+    def forget_given_up(self) -> None:
+        """Forget models, optimizers and schedules that the script has given up, as one that begins again has."""
         all_held: list[list[Any]] = [self.roots, self.optimizers, self.schedules]
         alive = [weakref.WeakValueDictionary(enumerate(held)) for held in all_held]
         modules = weakref.WeakValueDictionary({name: it for name, it in self.kept.items() if isinstance(it, nn.Module)})
@@ -70,7 +75,6 @@ class TrainedParts:
         for held, own in zip(all_held, alive, strict=True):
             held += own.values()
         self.kept |= modules
-        self.roots.append(module)
 
     def keep_beside(self, module: nn.Module) -> None:
         self._beside[module] = None

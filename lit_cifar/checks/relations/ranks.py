@@ -8,6 +8,7 @@ from lit_cifar.checks.relations import remarks
 from lit_cifar.checks.relations.evaluation import on_two_ranks
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import NotJudgedError, Runs, are_same_samples, unused
+from lit_cifar.checks.relations.trained import Observed
 from lit_cifar.checks.relations.workers import same_orders
 from lit_cifar.checks.verdict import Verdict
 
@@ -64,6 +65,9 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
     if _times_as_many_steps(one, two[0]) == 2:
         raise NotJudgedError("with batches of twice the size it makes twice as many steps")
     verdict = runs.judge("ranks", one, two[0], leave_out=LEFT_OUT, samples=False, said="2 processes: ")
+    rates, of_two = (trace.part(Observed).rates for trace in (one, two[0]))
+    if verdict.outcome == "fail" and of_two == {2 * rate for rate in rates} != {0.0}:
+        verdict = unused(verdict, "the learning rate is twice as high with two processes")
     yield weighed(replace(verdict, looked_at=verdict.looked_at + shared), [*two, one], why)
     if verdict.outcome == "pass" and not script.is_lightning:
         yield from (unused(verdict, why) for verdict in on_two_ranks(alone, two[0]))

@@ -112,6 +112,8 @@ class Observer:
         self._observed.backwards += 1
 
     def follow_step(self, optimizer: Optimizer, norm: float) -> None:
+        if optimizer not in self._norms:  # perhaps it takes the place of another
+            self._parts.forget_given_up()
         self._observed.changes |= norm != self._norms.setdefault(optimizer, norm)
         self._observed.rates |= {float(group.get("lr", 1.0)) for group in optimizer.param_groups}
         is_training = any(root.training for root in self._parts.roots)

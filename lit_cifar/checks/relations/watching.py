@@ -7,6 +7,7 @@ from resource import RUSAGE_SELF, getrusage
 from time import perf_counter, sleep
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 import psutil
 import torch
@@ -16,7 +17,7 @@ from torch.optim import Optimizer, swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lit_cifar.checks.relations.batches import sample_digests, tensors_in
-from lit_cifar.checks.relations.evaluation import EVALUATE_SLOWLY
+from lit_cifar.checks.relations.evaluation import EVALUATE_SLOWLY, Evaluations
 from lit_cifar.checks.relations.generators import Draws, seed_all, states, turn_dropout_off
 from lit_cifar.checks.relations.interruption import CHECKPOINT, Checkpoints, GoOn, StopAt
 from lit_cifar.checks.relations.own_checkpoints import Writes
@@ -24,7 +25,15 @@ from lit_cifar.checks.relations.parts import TrainedParts, outermost
 from lit_cifar.checks.relations.patching import before, patched
 from lit_cifar.checks.relations.plan import RunPlan, Trace
 from lit_cifar.checks.relations.purposes import Purposes
-from lit_cifar.checks.relations.remarks import BESIDE_EVALUATION, BY_HAND, IN_EVALUATION, IN_MODEL, IN_STEP, PARTS
+from lit_cifar.checks.relations.remarks import (
+    BESIDE_EVALUATION,
+    BY_HAND,
+    IN_EVALUATION,
+    IN_MODEL,
+    IN_STEP,
+    PARTS,
+    REFRESHED,
+)
 from lit_cifar.checks.relations.switches import in_double
 from lit_cifar.checks.relations.told import At, Told, numbers_in
 from lit_cifar.checks.relations.trained import Observer, owned_by
@@ -58,6 +67,7 @@ class Watched:
         self._called_now: nn.Module | None = None
         self._has_trained = self._is_saved = self._is_in_batch = self._is_known = False
         self._has_evaluated = False  # since the last step
+        self._refreshed = WeakSet[nn.Module]()  # called in train mode without gradients, since the last step
         self._to_slow = _SLOWED if plan.asks == EVALUATE_SLOWLY else 0  # evaluations
         self._batch_of_step, self._began = 0, perf_counter()
 
@@ -148,6 +158,7 @@ class Watched:
         self.trace.steps += 1
         self._batch_of_step = 0
         self._has_evaluated = False
+        self._refreshed.clear()
         self.draws.follow_step(is_in_batch=self._is_in_batch)
         norms = [as_real(p.detach()).double().norm().cpu() for p in parameters if not p.is_meta]
         self.trace.norms.append(float(torch.stack(norms).norm()) if norms else 0.0)
@@ -179,10 +190,12 @@ class Watched:
         self._is_in_batch = self._is_known = False
         self.seed(f"fetch {self._batch_of_step}")
 
-    def seed(self, what: str) -> None:
+    def seed(self, what: str, *own: torch.Generator | None) -> None:
         """If generators follow the step, seed them by the steps before, also of the run that this one goes on from."""
         if self.plan.seeded_by_step:
             seed_all(what, self.trace.steps + self.steps_before)
+            for generator in filter(None, own):
+                generator.set_state(torch.get_rng_state())
 
     def _called(self, call: Any, module: nn.Module, /, *args: Any, **settings: Any) -> Any:
         is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
@@ -213,7 +226,12 @@ class Watched:
                 self._to_slow -= 1
                 sleep(_DELAY_S)
             self._has_evaluated = True
+            self.trace.part(Evaluations).calls += 1
             self.draws.stop()
+            if module.training:
+                self._refreshed.add(module)
+            elif module in self._refreshed:
+                self.trace.remarks.add(REFRESHED)
             self.parts.keep_beside(module)
             return
         self._has_trained |= module.training
