@@ -20,6 +20,8 @@ class SignalAfter(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.on_train_batch_end(trainer)
 
+    on_test_start = on_train_start
+
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if (trainer.global_step, trainer.global_rank) == (self.step, self.rank):
             os.kill(os.getpid(), self.number)

@@ -109,6 +109,10 @@ def test_a_run_that_goes_on_where_another_was_replaces_its_best(tmp_path: Path) 
     _, steps = fit_and_save(tmp_path, scores=(0.5, 0.9), resume=tmp_path / "after one epoch.ckpt")
     assert steps == []  # what it begins with is not saved once more
     assert steps_in(tmp_path) == {BEST: 2 * STEPS, LAST: 2 * STEPS, PREVIOUS: 2 * STEPS}
+    # The file is of steps that are taken again, with another result.
+    worse, _ = fit_and_save(tmp_path, scores=(0.5, 0.4), resume=tmp_path / "after one epoch.ckpt")
+    checkpoint: Any = worse.checkpoint_callback
+    assert float(checkpoint.best_model_score) == pytest.approx(0.4)
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import pytest
 import torch
 import yaml
-from commands import TINY, callback, counts, environment_of, graded, mode_flags, refused, run_here
+from commands import TINY, callback, counts, environment_of, graded, launch, mode_flags, refused, run_here
 from documents import ROOT
 from lightning.pytorch import Callback
 
@@ -143,6 +143,13 @@ def test_a_run_folder_stands_for_its_settings_and_its_best_checkpoint(trained: P
     refused("test", alone, says=["alone is no run folder with a checkpoint"])
     shutil.copy(trained / "checkpoints" / "last.ckpt", alone / "checkpoints")
     assert "last.ckpt" in run_here("validate", alone, f"--run_dir={tmp_path / 'validated'}").stdout
+    # A setting of a training alone is no reason against a mode.
+    run_here("test", trained, f"--run_dir={tmp_path / 'dp'}", "--trainer.sync_batchnorm=true", *mode_flags("dp"))
+
+
+def test_an_evaluation_that_a_signal_stops_has_not_ended_well(trained: Path, tmp_path: Path) -> None:
+    stopping = callback("stopping.SignalAfter", step=0)
+    assert launch("test", trained, *stopping, f"--run_dir={tmp_path / 'run'}", check=False).status == -signal.SIGTERM
 
 
 REFUSED_LATER = {
@@ -264,7 +271,7 @@ def test_a_run_leaves_alone_what_is_there(trained: Path, tmp_path: Path) -> None
     """The folder of another run, and a file."""
     before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
     refused("fit", *TINY, f"--run_dir={trained}", says=["is not empty", f"--run_dir={trained}-2"])
-    refused("fit", *TINY, f"--run_dir={trained}-\udce9", says=["its name is not UTF-8"])
+    refused("fit", *TINY, f"--run_dir={trained}-\udce9", says=["characters that cannot be printed"])
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
     (tmp_path / "file").touch()
     refused("fit", *TINY, f"--run_dir={tmp_path / 'file' / 'run'}", says=["cannot be written"])

@@ -238,12 +238,14 @@ def test_two_ranks_write_one_table(mode: str, trained: Path, tmp_path: Path, mon
     """That of one; each has a part of the pictures, or both have all. A run of few steps writes nothing."""
     monkeypatch.chdir(tmp_path)
     draw_pictures(tmp_path / "pictures", 5)
+    (tmp_path / "pictures" / "no\rpicture").touch()
     given = [f"--ckpt_path={trained / 'checkpoints' / 'last.ckpt'}", f"--data.predict_dir={tmp_path / 'pictures'}"]
     words = ["predict", *TINY, *given, "--trainer.precision=64-true"]
-    run_here(*words, f"--run_dir={tmp_path / 'one'}")
+    run_here(*words, f"--run_dir={tmp_path / 'one'}", "--data.memory_gb=0")
     launch(*words, *mode_flags(mode), f"--run_dir={tmp_path / 'two'}", ranks=2)
     one, two = ((tmp_path / run / "predictions.csv").read_text() for run in ("one", "two"))
     assert one == two
-    assert len(one.splitlines()) == 6
+    assert len(one.splitlines()) == 7
+    assert "no\\rpicture,,," in one
     run_here(*words, "--trainer.fast_dev_run=1")
     assert {path.name for path in tmp_path.iterdir()} == {"pictures", "one", "two"}

@@ -321,7 +321,7 @@ def test_an_ended_training_goes_on_with_what_it_has(end: str, tmp_path: Path, ca
     """With its average or without; and what has ended it ends it again at once, and says so."""
     run, alone, whole = tmp_path / "run", tmp_path / "alone", tmp_path / "whole"
     flags = ["--resume=auto", *CONSTANT]
-    average = [*AVERAGE, *callback("EarlyStopping", monitor="val/acc", patience=9)]
+    average = [*AVERAGE, *callback("EarlyStopping", monitor="val/acc", mode="max", patience=9)]
     fit(whole, *flags, *average)
     fit(run, *flags, *average, *ENDS[end])
     digests = (run / DIGESTS).read_text()

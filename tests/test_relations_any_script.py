@@ -222,3 +222,84 @@ def test_an_evaluation_is_judged_wherever_it_stands(
     output = said(home, "train.py", "--steps=9", only="evaluation,trained")
     assert re.search(rf"^{outcome} +evaluation .*printed: test loss.*\(.*the first 9 steps\)$", output, re.M), output
     assert says in output
+
+
+STATEFUL = """
+import argparse, copy, torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
+def made(model, epoch):
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(epoch >= STAGE)
+    return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1, momentum=0.9)
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--resume")
+    resume = parser.parse_args().resume
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 6))
+    loaded, average = torch.load(resume) if resume else {"epoch": 0}, copy.deepcopy(model).requires_grad_(False)
+    optimizer = made(model, loaded["epoch"])
+    schedule = ReduceLROnPlateau(optimizer, patience=20)
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "average": average}
+    for name in loaded.keys() & parts.keys() - ({"optimizer", "schedule"} if loaded["epoch"] == STAGE else set()):
+        parts[name].load_state_dict(loaded[name])
+    for epoch in range(loaded["epoch"], 40):
+        if epoch == STAGE > loaded["epoch"]:
+            parts["optimizer"] = optimizer = made(model, epoch)
+            parts["schedule"] = schedule = ReduceLROnPlateau(optimizer, patience=20)
+        for batch in DataLoader(torch.randn(40, 6, generator=torch.Generator().manual_seed(epoch)), 8):
+            optimizer.zero_grad()
+            (model(batch) - batch).square().mean().backward()
+            optimizer.step()
+            average[0].weight.lerp_(model[0].weight.detach(), 0.1)
+        with torch.no_grad():
+            schedule.step(average(torch.ones(1, 6)).sum())
+        saved = {name: part.state_dict() for name, part in parts.items() if name != "LOST"}
+        torch.save(saved | {"epoch": epoch + 1}, "last.pt")
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("lost", "stage", "says"),
+    graded(
+        ("schedule", "0", "FAIL.*holds no schedule"),
+        slow=[("average", "0", "FAIL.*kept/beside"), ("none", "0", "PASS"), ("none", "2", "PASS")],
+    ),
+)
+def test_a_resume_lacks_no_plateau_and_no_average_and_may_begin_a_stage(
+    lost: str, stage: str, says: str, home: Path
+) -> None:
+    """All of it is local to a function, and a stage has an optimizer of its own."""
+    Path("train.py").write_text(STATEFUL.replace("LOST", lost).replace("STAGE", stage))
+    output = said(home, "train.py", only="resume")
+    assert re.search(rf"^{says}", output, flags=re.M), output
+    assert ("FAIL" in output) == says.startswith("FAIL")
+
+
+SCALED = """
+import os, torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+world = int(os.environ.get("WORLD_SIZE", 1))
+if world > 1:
+    dist.init_process_group("gloo")
+torch.manual_seed(0)
+data, model = torch.randn(64, 6), torch.nn.Linear(6, 1)
+own = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * FACTOR)
+sampler = DistributedSampler(data, shuffle=False) if world > 1 else None
+for batch in DataLoader(data, 8, sampler=sampler):
+    optimizer.zero_grad()
+    own(batch).square().sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_rate_may_follow_the_number_of_processes(home: Path) -> None:
+    """As by the rule of Goyal et al.; other changes of it are failures."""
+    for factor, outcome in {"world": "NOTE", "world ** 2": "FAIL"}.items():
+        Path("train.py").write_text(SCALED.replace("FACTOR", factor))
+        assert re.search(rf"^{outcome}    ranks ", said(home, "train.py", only="ranks"), flags=re.M)

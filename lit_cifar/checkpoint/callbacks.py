@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn
@@ -25,15 +25,15 @@ from torch.nn.utils import get_total_norm
 
 from lit_cifar.checkpoint.atomic import BEST, LAST
 from lit_cifar.checkpoint.files import CheckpointFiles
+from lit_cifar.checkpoint.format import read_checkpoint
 from lit_cifar.data.images import Batch
 from lit_cifar.errors import CheckpointError, bounded
 from lit_cifar.launch.signals import EXIT_STOPPED, Keystrokes, end_together, stop_signals
 from lit_cifar.mode.tensors import local_part
-from lit_cifar.reporting.run_folder import run_folder
+from lit_cifar.reporting.run_folder import SELDOM_S, run_folder
 
 _MAX_IDS = 64
 _MAX_STEPS = 1000  # most steps between two agreements
-_SELDOM_S = 30.0  # between checkpoints of ends of epochs
 
 
 def settle(trainer: Trainer, *, wait: bool = True) -> None:
@@ -83,6 +83,7 @@ class BestCheckpoint(ModelCheckpoint):
             monitor=monitor,
             mode=mode,
             auto_insert_metric_name=False,
+            save_on_train_epoch_end=monitor.startswith("train/") or None,  # at a validation it is that of before
             enable_version_counter=False,  # a resumed run may not know the best file yet, and then replaces it
         )
 
@@ -92,7 +93,12 @@ class BestCheckpoint(ModelCheckpoint):
         if state is None:
             return
         scores = {self._here(path): score for path, score in state["best_k_models"].items()}
-        if trainer.strategy.broadcast(all(Path(path).exists() for path in scores)):
+        there = [Path(path) for path in scores if Path(path).exists()]
+        is_later = any(_step_of(path) > checkpoint["global_step"] for path in there)
+        has_all, is_later = trainer.strategy.broadcast((len(there) == len(scores), is_later))
+        if is_later:  # of steps that are taken again, perhaps otherwise: the next validation replaces it
+            del checkpoint["callbacks"][self.state_key]
+        elif has_all:
             paths = {key: self._here(state[key]) for key in ("best_model_path", "kth_best_model_path")}
             state |= {"dirpath": self.dirpath, "best_k_models": scores, **paths}
 
@@ -109,6 +115,13 @@ class BestCheckpoint(ModelCheckpoint):
         uploads = any(type(logger).after_save_checkpoint not in idle for logger in trainer.loggers)
         with nullcontext() if uploads else saving_behind(trainer):  # what is uploaded must be complete
             super()._save_checkpoint(trainer, filepath)
+
+
+def _step_of(path: Path) -> float:
+    """The optimizer steps behind a checkpoint, infinite for one that cannot be read."""
+    with suppress(CheckpointError):
+        return int(read_checkpoint(path, mapped=True)["global_step"])
+    return math.inf
 
 
 class LastCheckpoint(callbacks.Checkpoint):
@@ -153,7 +166,7 @@ class LastCheckpoint(callbacks.Checkpoint):
     def due_by_time(self, trainer: Trainer, now: float) -> bool:
         """Whether a checkpoint is due by the clock, `time.monotonic()`; processes may differ."""
         is_end = self.every_n_epochs is None and trainer.global_step == self._end_of_epochs
-        return is_end and now - self._saved_at >= _SELDOM_S
+        return is_end and now - self._saved_at >= SELDOM_S
 
     def save(self, trainer: Trainer) -> None:
         """Write the checkpoint, but not in a `fast_dev_run`; every process must call this. See `settle`."""

@@ -21,7 +21,7 @@ from lit_cifar.checkpoint.format import POSITION, read_checkpoint
 from lit_cifar.errors import CheckpointError, ConfigError, printable
 from lit_cifar.reporting.files import make_folder, replacing, sync
 
-DIGESTS = "weights.sha256"  # a file of the run folder: a line for each epoch, to compare two runs by eye
+DIGESTS = "weights.sha256"  # a file of the run folder: a line for each saved epoch, to compare two runs by eye
 _DIGEST_LINE = re.compile(r"[0-9a-f]{64}  epoch (\d+)")
 
 

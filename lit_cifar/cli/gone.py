@@ -34,14 +34,7 @@ INSTEAD: dict[str, str] = {
     "modes": "doctor, which lists them",
     "report": "tensorboard --logdir runs, or the notebooks",
     # Data.
-    "--data.augment.small_epochs": "leave it out",
-    "--data.augment.small_size": "leave it out",
-    "--data.pictures.decode": "--data.memory_gb=0 to decode in each epoch, or leave it out",
-    "--data.pictures.decoded_size": "--data.augment.transforms+=torchvision.transforms.v2.RandomResizedCrop",
-    "--data.pictures.cache_dir": "leave it out: pictures are decoded into the memory",
-    "--data.pictures.cache_limit_gb": "--data.memory_gb",
-    "--data.pictures.skip_unreadable": "hide them once: docs/data-and-networks.md has the lines",
-    "--data.resident": "leave it out: images are on a GPU that has room for four copies of them",
+    "--data.pictures": "--data.memory_gb and --data.augment.transforms: docs/data-and-networks.md",
     "--data.shuffle": "--trainer.overfit_batches=N, which repeats the first batches in the order of the files",
     "--data.balanced": "--data.balance.draw_equally",
     "--data.frozen_order": "--data.order.frozen",
@@ -54,11 +47,9 @@ INSTEAD: dict[str, str] = {
     "--max_restarts": "torchrun --max-restarts=3 --nproc-per-node=2 -m lit_cifar fit --resume=auto --run_dir=FOLDER",
     "--model.lr_scaling": "--model.rate_scaling.rule",
     "--figures.every_n_seconds": "--figures.every_n_epochs=1 to draw each, or leave it out: every 30 s at most",
-    "--figures.num_wrong": "leave it out: 16 images are shown",
     "--model.unfreeze_at": "a fit without freeze, --model.fine_tuning.weights=RUN/checkpoints/last.ckpt",
     "--trainer.strategy.data_parallel_size": "--trainer.strategy=fsdp2, over all processes",
     "--trainer.strategy.tensor_parallel_size": "--trainer.strategy=tp, over all processes",
-    "--trainer.strategy.cuts": "leave it out: stages have about equal FLOP",
     "--model.recompute": "--trainer.accumulate_grad_batches or --trainer.precision=bf16-mixed take less memory",
 }
 for _name in ("--also", "--only=effects", "--only=groups"):

@@ -26,11 +26,11 @@ from lit_cifar.data.images import Batch, ImageSet
 from lit_cifar.errors import bounded, one_line, printable
 from lit_cifar.reporting.evaluation_tables import Split, datamodule_of, split_of
 from lit_cifar.reporting.loggers import log_to_tensorboard, logged_step, tensorboard_writer
+from lit_cifar.reporting.run_folder import SELDOM_S
 
 _IMAGE_SIDE = 160  # side in pixels at which an image of any size is drawn
 _MOST_CLASSES = 20  # more classes get no numbers and not all names: their texts would take minutes
 _MOST_DRAWN = 200  # more classes get neither curves nor a matrix: nobody could read them
-_SELDOM_S = 30.0  # between two drawings, unless epochs are counted
 _MOST_WRONG = 16  # images shown of those that were classified wrongly
 _LONGEST = 16  # most characters of a name
 _SPLIT_WORDS: dict[Split, str] = {"val": "validation", "test": "test"}
@@ -96,7 +96,7 @@ class EvaluationFigures(Callback):
         if trainer.state.fn == "fit":
             epoch, waited_s = trainer.current_epoch + 1, time.monotonic() - self._drawn_at
             title += f", epoch {epoch}"
-            is_due = waited_s >= _SELDOM_S if self.every_n_epochs is None else epoch % self.every_n_epochs == 0
+            is_due = waited_s >= SELDOM_S if self.every_n_epochs is None else epoch % self.every_n_epochs == 0
         found = Evaluation(split, logged_step(trainer), title, mistakes, worst)
         if len(data.classes) <= _MOST_DRAWN:
             matrix = torch.zeros(len(data.classes), len(data.classes), dtype=torch.int64)

@@ -22,6 +22,7 @@ from lit_cifar.errors import ConfigError, printable
 from lit_cifar.reporting.files import make_folder
 
 LOCK, CONFIG = ".lock", "config.yaml"
+SELDOM_S = 30.0  # between two drawings, or checkpoints of ends of epochs, unless epochs are counted
 _MOST_BYTES, _DEEPEST = 2**20, 100  # of the settings of a run
 
 
@@ -89,7 +90,8 @@ def create_run_folder(run_dir: str | None, *, label: str, lock: RunLock, resume:
     if process_rank() != 0:
         return folder
     with _refusing(folder):
-        str(folder).encode()  # as TensorBoard does
+        if not str(folder).isprintable():  # checkpoints hold it
+            raise ConfigError(f"--run_dir={folder} has characters that cannot be printed", remedy="pass another")
         if run_dir is None:
             folder = _unused(folder)
             make_folder(folder.parent)
@@ -106,9 +108,8 @@ def create_run_folder(run_dir: str | None, *, label: str, lock: RunLock, resume:
 def _refusing(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, UnicodeEncodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "its name is not UTF-8, or the locale is not"
-        problem = f"the run folder {folder} cannot be written: {reason}"
+    except OSError as error:
+        problem = f"the run folder {folder} cannot be written: {error.strerror}"
         raise ConfigError(problem, remedy="pass a folder that can: --run_dir=FOLDER") from error
 
 

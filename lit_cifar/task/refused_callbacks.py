@@ -60,6 +60,9 @@ def check_monitors(trainer: Any, scores: Iterable[str], *, validates: bool) -> N
         if stops and monitor.startswith("val/") and not validates:
             problem = f"{flag}: EarlyStopping follows {monitor}, and no images are validated on"
             raise ConfigError(problem, remedy=f"leave out --data.val_size=0, or pass {flag}.monitor=train/loss")
+        if monitor in known and callback.mode == (worst := "max" if monitor.endswith("loss") else "min"):
+            problem = f"{flag}.monitor={monitor} with mode={worst} would take the worst for the best"
+            raise ConfigError(problem, remedy=f"pass {flag}.mode={'max' if worst == 'min' else 'min'}")
         if monitor not in known and not any(is_own) and not monitor.startswith(("train/", "lr-")):
             remedy = f"did you mean {flag}.monitor={nearest(monitor, known) or known[0]}? choose of {', '.join(known)}"
             raise ConfigError(f"{flag}.monitor={monitor}: nothing logs that", remedy=remedy)

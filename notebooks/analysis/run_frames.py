@@ -31,7 +31,7 @@ def read_metrics(run: str | Path) -> pd.DataFrame:
 
 
 def read_digests(run: str | Path) -> "pd.Series[str]":
-    """The SHA-256 of parameters and buffers after each epoch, from `weights.sha256` of a run; epochs are counted from 1.
+    """The SHA-256 of parameters and buffers after each saved epoch, from `weights.sha256` of a run; epochs are counted from 1.
 
     Raises:
         ConfigError: If the folder has no such file.

@@ -176,7 +176,7 @@ class Loaders:
                 reading.cut[number] = own
         except TypeError:  # its data or its sampler have no length
             is_stream = True
-        self._watched.seed("order", loader.generator, getattr(loader.sampler, "generator", None))
+        self._watched.seed("order")
         batches = iterate(loader)  # which draws a number, of the generator that may make the model next
         # A plain loop over a stream may read more than an epoch, and ends with its steps.
         if is_stream and not self._trace.script.is_lightning:

@@ -190,12 +190,10 @@ class Watched:
         self._is_in_batch = self._is_known = False
         self.seed(f"fetch {self._batch_of_step}")
 
-    def seed(self, what: str, *own: torch.Generator | None) -> None:
+    def seed(self, what: str) -> None:
         """If generators follow the step, seed them by the steps before, also of the run that this one goes on from."""
         if self.plan.seeded_by_step:
             seed_all(what, self.trace.steps + self.steps_before)
-            for generator in filter(None, own):
-                generator.set_state(torch.get_rng_state())
 
     def _called(self, call: Any, module: nn.Module, /, *args: Any, **settings: Any) -> Any:
         is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
