@@ -44,7 +44,8 @@ NAMES = {
     MODES: """lightning.pytorch.overrides.distributed._sync_module_states
         lightning.pytorch.strategies.DDPStrategy._configure_launcher ._timeout
         torch.Tensor._backward_hooks ._post_accumulate_grad_hooks torch.amp.GradScaler._unscale_grads_
-        torch.autograd.Variable._execution_engine torch.nn.Module._buffers ._parameters""",
+        torch._C._current_graph_task_id torch.autograd.Variable._execution_engine
+        torch.nn.Module._buffers ._parameters""",
     "--trainer.strategy=ddp_mp": """lightning.fabric.utilities.distributed._init_dist_connection
         lightning.pytorch.strategies.DDPStrategy._get_process_group_backend ._setup_model""",
     "--trainer.strategy=pp": """torch._subclasses.FakeTensorMode

@@ -153,7 +153,7 @@ def test_a_decision_on_the_part_of_one_process_is_refused(name: str, monkeypatch
 def test_a_ranking_that_a_resumed_run_could_not_repeat_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning would leave out the checkpoints between the resume and the next validation."""
     monkeypatch.setattr(CLI, "_run_subcommand", CLI._check)
-    ranked = callback("ModelCheckpoint", monitor="val/acc")
+    ranked = callback("ModelCheckpoint", monitor="val/acc", mode="max")
     for often in ("every_n_train_steps=3", "train_time_interval=00:01:00"):
         refused(*BASE, *ranked, f"--trainer.callbacks.{often}", says=["unknown to", "leave out the monitor"])
     for works in (ranked, [*callback("ModelCheckpoint", monitor="train/loss_step", every_n_train_steps=3)]):

@@ -88,14 +88,13 @@ def test_what_is_due_by_the_step(tmp_path: Path, every: dict[str, int], steps: l
 
 def test_the_end_of_an_epoch_is_saved_at_most_every_30_seconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A step takes four seconds here."""
-    clock, last, steps = Mock(), LastCheckpoint(), list[int]()
+    clock, last, steps = Mock(**{"monotonic.return_value": 0.0}), LastCheckpoint(), list[int]()
     save = last.save
     monkeypatch.setattr("lit_cifar.checkpoint.callbacks.time", clock)
     monkeypatch.setattr(last, "save", lambda trainer: [steps.append(trainer.global_step), save(trainer)])
     tick = LambdaCallback(
         on_train_batch_start=lambda trainer, *_: clock.monotonic.configure_mock(return_value=4.0 * trainer.global_step)
     )
-    clock.monotonic.return_value = 0.0
     fit(tmp_path, tick, StepBoundary(), last, scores=(0.1,) * 7)
     assert steps == [9, 18, 21]
 
@@ -109,7 +108,6 @@ def test_a_run_that_goes_on_where_another_was_replaces_its_best(tmp_path: Path) 
     _, steps = fit_and_save(tmp_path, scores=(0.5, 0.9), resume=tmp_path / "after one epoch.ckpt")
     assert steps == []  # what it begins with is not saved once more
     assert steps_in(tmp_path) == {BEST: 2 * STEPS, LAST: 2 * STEPS, PREVIOUS: 2 * STEPS}
-    # The file is of steps that are taken again, with another result.
     worse, _ = fit_and_save(tmp_path, scores=(0.5, 0.4), resume=tmp_path / "after one epoch.ckpt")
     checkpoint: Any = worse.checkpoint_callback
     assert float(checkpoint.best_model_score) == pytest.approx(0.4)

@@ -143,7 +143,6 @@ def test_a_run_folder_stands_for_its_settings_and_its_best_checkpoint(trained: P
     refused("test", alone, says=["alone is no run folder with a checkpoint"])
     shutil.copy(trained / "checkpoints" / "last.ckpt", alone / "checkpoints")
     assert "last.ckpt" in run_here("validate", alone, f"--run_dir={tmp_path / 'validated'}").stdout
-    # A setting of a training alone is no reason against a mode.
     run_here("test", trained, f"--run_dir={tmp_path / 'dp'}", "--trainer.sync_batchnorm=true", *mode_flags("dp"))
 
 

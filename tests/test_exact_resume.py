@@ -57,7 +57,7 @@ from lit_cifar.task.metrics import MeanLoss
 
 # 79 images in batches of 16: four steps and a ragged one of 15 an epoch, ten steps in all.
 SETTINGS = [*TINY, "--data.num_train=95", "--trainer.max_epochs=2", "--trainer.devices=1"]
-SETTINGS.append("--trainer.num_sanity_val_steps=0")
+SETTINGS += ["--trainer.num_sanity_val_steps=0", "--last_checkpoint.every_n_epochs=1"]
 EVERY_STEP = "--last_checkpoint.every_n_steps=1"
 
 

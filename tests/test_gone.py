@@ -36,7 +36,6 @@ def test_words_that_have_gone(words: list[str], said: str) -> None:
     "words",
     [
         ["relations", "dance.py"],
-        ["verify", "--json", "dance.json"],
         ["relations", "train.py", "--", "--model.wings=2"],  # a flag of the user's own script
         ["fit", "--run_dir=Bird", "--data.root", "Bird"],
         ["fit", "--model.network=my.Bird", "--model.network.wings=2"],

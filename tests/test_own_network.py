@@ -9,7 +9,7 @@ import lightning as L
 import own_networks
 import pytest
 import torch
-from commands import TINY, callback, last_checkpoint, mode_flags, refused, run_here
+from commands import TINY, callback, last_checkpoint, losses, mode_flags, own_network, refused, run_here
 from data_files import draw_pictures
 
 from lit_cifar import CheckpointError, CIFAR10DataModule, ConfigError, DataError, LitResNet
@@ -132,6 +132,14 @@ def test_a_run_goes_on_with_the_same_files(pictures: Path, tmp_path: Path) -> No
     assert last_checkpoint(tmp_path / "longer")["global_step"] == STEPS
 
 
+def test_layers_that_backward_computes_again_draw_the_same(tmp_path: Path) -> None:
+    found = []
+    for name in ("Drawing", "Checkpointed"):
+        run_here("fit", *own_network(name), "--trainer.precision=64-true", f"--run_dir={tmp_path / name}")
+        found.append(losses(tmp_path / name))
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
 # The first word names one of `own_networks`.
 MISTAKES = {
     "Opaque --trainer.strategy=mp": "give it blocks() (lit_cifar.models.blocks)",
@@ -145,6 +153,7 @@ MISTAKES = {
     "Unreached --trainer.strategy=ddp": "not depend on 2 of its parameters, such as 0.unused.weight: ddp would "
     "wait for their gradients\n  pass --trainer.strategy=ddp_find_unused_parameters_true",
     "Skipping --trainer.strategy=fsdp2": "Skipping leaves out 1.layer.weight in some steps",
+    "Routed --model.network.num_classes=2 --trainer.strategy=fsdp2": "Routed leaves out bright.weight",
     "Skipping --virtual_replicas=4": "1.layer.weight in some steps",
     "Skipping --trainer.strategy=ddp": "Skipping leaves out 1.layer.weight in some steps",
     "Tied --trainer.strategy=pp": "0.weight = 3.weight is needed in two places, between which --tr",

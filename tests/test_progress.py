@@ -50,7 +50,6 @@ def test_a_log_file_gets_a_line_per_epoch(
 def test_no_epoch_shows_the_validation_of_another(
     every: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three steps have an epoch."""
     fit(tmp_path, **{"max_epochs": 3, "check_val_every_n_epoch": 2} | every)
     assert [" val " in line for line in capsys.readouterr().out.splitlines()] == [False, True, False]
 

@@ -206,7 +206,6 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
         (b"- model\n- data", "config.yaml holds no settings"),
         (b"model: {}\ndata: [1]", "has no settings of data in line 2"),
         (b"data:\n  augment:\n    padding:", "--data.augment.padding=None must be at least 0"),
-        (b"model:\n  ghost_batchnorm:\n    accumulation:", "accumulation=None must be at least 1"),
         (b"data:\n  mixing: true", "has no settings of data.mixing in line 2"),
         (b"figures:\n  # every_n_epochs: 9", "has no settings of figures in line 1"),
         (b"data:\n  val_size: 8\n  val_size: 9", "config.yaml holds data.val_size again in line 3"),

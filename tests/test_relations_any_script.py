@@ -226,12 +226,11 @@ def test_an_evaluation_is_judged_wherever_it_stands(
 
 STATEFUL = """
 import argparse, copy, torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 def made(model, epoch):
-    for parameter in model[0].parameters():
-        parameter.requires_grad_(epoch >= STAGE)
-    return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1, momentum=0.9)
+    model[0].requires_grad_(epoch >= STAGE)
+    optimizer = torch.optim.SGD([own for own in model.parameters() if own.requires_grad], lr=0.1, momentum=0.9)
+    return {"optimizer": optimizer, "schedule": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=20)}
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--resume")
@@ -239,22 +238,19 @@ def main():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 6))
     loaded, average = torch.load(resume) if resume else {"epoch": 0}, copy.deepcopy(model).requires_grad_(False)
-    optimizer = made(model, loaded["epoch"])
-    schedule = ReduceLROnPlateau(optimizer, patience=20)
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "average": average}
+    parts = {"model": model, "average": average} | made(model, loaded["epoch"])
     for name in loaded.keys() & parts.keys() - ({"optimizer", "schedule"} if loaded["epoch"] == STAGE else set()):
         parts[name].load_state_dict(loaded[name])
     for epoch in range(loaded["epoch"], 40):
         if epoch == STAGE > loaded["epoch"]:
-            parts["optimizer"] = optimizer = made(model, epoch)
-            parts["schedule"] = schedule = ReduceLROnPlateau(optimizer, patience=20)
+            parts |= made(model, epoch)
         for batch in DataLoader(torch.randn(40, 6, generator=torch.Generator().manual_seed(epoch)), 8):
-            optimizer.zero_grad()
+            parts["optimizer"].zero_grad()
             (model(batch) - batch).square().mean().backward()
-            optimizer.step()
+            parts["optimizer"].step()
             average[0].weight.lerp_(model[0].weight.detach(), 0.1)
         with torch.no_grad():
-            schedule.step(average(torch.ones(1, 6)).sum())
+            parts["schedule"].step(average(torch.ones(1, 6)).sum())
         saved = {name: part.state_dict() for name, part in parts.items() if name != "LOST"}
         torch.save(saved | {"epoch": epoch + 1}, "last.pt")
 main()
@@ -280,17 +276,14 @@ def test_a_resume_lacks_no_plateau_and_no_average_and_may_begin_a_stage(
 
 SCALED = """
 import os, torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 world = int(os.environ.get("WORLD_SIZE", 1))
-if world > 1:
-    dist.init_process_group("gloo")
+world > 1 and torch.distributed.init_process_group("gloo")
 torch.manual_seed(0)
 data, model = torch.randn(64, 6), torch.nn.Linear(6, 1)
 own = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * FACTOR)
-sampler = DistributedSampler(data, shuffle=False) if world > 1 else None
-for batch in DataLoader(data, 8, sampler=sampler):
+for batch in DataLoader(data, 8, sampler=DistributedSampler(data, shuffle=False) if world > 1 else None):
     optimizer.zero_grad()
     own(batch).square().sum().backward()
     optimizer.step()

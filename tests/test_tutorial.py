@@ -69,7 +69,7 @@ def run(command: str, folder: Path, *, attempts: int = 5) -> str:
 
 
 def kill_rank_1(process: psutil.Process, run: Path) -> None:
-    while not (run / "weights.sha256").exists():
+    while not (run / "checkpoints" / "last.ckpt").exists():
         time.sleep(0.1)
     (rank,) = [child for child in process.children(recursive=True) if child.environ().get("LOCAL_RANK") == "1"]
     rank.kill()

@@ -123,7 +123,7 @@ def test_pictures_that_cannot_be_read_are_counted_and_hidden_by_the_lines_of_the
         opened(root, val_size=0)
     page = (ROOT / "docs" / "data-and-networks.md").read_text()
     monkeypatch.chdir(tmp_path)
-    exec(page.split("hide all that cannot be read:\n\n```python\n")[1].split("```")[0], {})
+    exec(page.split("hide all that cannot be read, tables and texts too:\n\n```python\n")[1].split("```")[0], {})
     assert len(opened(root, val_size=0).sets["train"]) == 95
 
 

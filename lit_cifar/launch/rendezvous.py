@@ -12,6 +12,7 @@ Lightning reads an environment's `main_address` and `main_port` in each process 
 import os
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -124,9 +125,9 @@ def open_store(address: str, *, port: int = 0, only_there: bool = False) -> TCPS
         raise ConfigError(problem, remedy="start its network interface, as by `ip link set lo up`") from error
 
 
-def given_port() -> int:
+def given_port(variables: Mapping[str, str] = os.environ) -> int:
     """The port in `MASTER_PORT`; 0 if it is not set."""
-    text = os.environ.get("MASTER_PORT", "0")
+    text = variables.get("MASTER_PORT") or "0"
     if not text.isdecimal() or int(text) > _LAST_PORT:
         problem = f"MASTER_PORT={text} in the environment is not a port"
         raise ConfigError(problem, remedy="unset MASTER_PORT, or export MASTER_PORT=29500")

@@ -18,7 +18,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
-from lit_cifar.launch.rendezvous import listen_only_on, open_store, own_interface
+from lit_cifar.launch.rendezvous import given_port, listen_only_on, open_store, own_interface
 
 _PLACE = "lit_cifar/place"  # key of the address of rank 0 in the store of torchrun's agent
 _MEETING_TIMEOUT_S = 300.0
@@ -41,7 +41,7 @@ def task_variables(slurm: Mapping[str, str]) -> dict[str, str]:
     port = 20_000 + (10 * int(slurm["SLURM_JOB_ID"]) + int(slurm["SLURM_STEP_ID"])) % 10_000
     node = int(slurm["SLURM_NODEID"])
     variables = torchrun_variables(
-        (slurm.get("MASTER_ADDR") or first, int(slurm.get("MASTER_PORT") or port)),
+        (slurm.get("MASTER_ADDR") or first, given_port(slurm) or port),
         local_rank=int(slurm["SLURM_LOCALID"]),
         num_local=_tasks_by_node(slurm["SLURM_STEP_TASKS_PER_NODE"])[node],
         node=node,

@@ -17,9 +17,9 @@ def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes
     """Refuse a network that does not return logits for two images of noise, or whose blocks compute something else."""
     name = type(network).__name__
     lazy = [key for key, tensor in network.named_parameters() if is_lazy(tensor)]
-    alone = deepcopy(network).eval()
     images = torch.randn(2, *image_shape, generator=torch.Generator().manual_seed(0))
     try:
+        alone = deepcopy(network).eval()
         logits = alone(images)
         outputs = images
         for block in (blocks_of(alone) or {"forward": alone}).values():
@@ -46,14 +46,11 @@ def unreached_parameters(network: nn.Module, image_shape: Sequence[int]) -> tupl
     trained = {name: parameter for name, parameter in alone.named_parameters() if parameter.requires_grad}
     counts = Counter[str]()
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        images = torch.randn(2, *image_shape)
         for draw in range(1, 9):
             torch.default_generator.manual_seed(draw)  # not those of GPUs, which the fork does not bring back
-            before = torch.get_rng_state()
+            images = torch.randn(2, *image_shape)
             alone.zero_grad()
             alone(images).sum().backward()
             counts.update(name for name, parameter in trained.items() if parameter.grad is None)
-            if torch.get_rng_state().equal(before):  # it draws nothing
-                break
     never = [name for name in trained if counts[name] == draw]
     return never, [name for name in trained if 0 < counts[name] < draw]

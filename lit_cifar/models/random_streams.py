@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lit_cifar import internals
 from lit_cifar.data.counter_rng import Purpose, key_of
 from lit_cifar.mode import mode_of
 from lit_cifar.models.blocks import layers_of_blocks
@@ -100,8 +101,10 @@ def draw_for_stage(stage: int) -> None:
 
 def _draw_for_block(number: int, module: nn.Module, inputs: Any) -> None:
     if _now.step is not None and module.training:
+        again = internals.current_graph_task_id() >= 0  # in backward: a checkpointed call again, the last one first
+        _now.calls[module] -= again
         _seed(key_of(_now.part, number + (_now.calls[module] << 32)))  # the chain may call it several times
-        _now.calls[module] += 1
+        _now.calls[module] += not again
 
 
 def _seed(seed: int, device: torch.device | None = None) -> None:
