@@ -36,7 +36,8 @@ NAMES = {
         lightning.pytorch.strategies.launchers._MultiProcessingLauncher ._SubprocessScriptLauncher
         lightning.pytorch.strategies.launchers._SubprocessScriptLauncher._call_children_scripts
         lightning.pytorch.trainer.connectors.signal_connector._SignalConnector.register_signal_handlers
-        torch.optim.lr_scheduler.LRScheduler._last_lr torch.utils._pytree.tree_leaves .tree_map_only
+        torch._C._current_graph_task_id torch.optim.lr_scheduler.LRScheduler._last_lr
+        torch.utils._pytree.tree_leaves .tree_map_only
         torchmetrics.Metric._apply ._defaults ._reductions ._update_count""",
     WATCHDOG: """lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver
         lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver._child_processes ._terminate_all
@@ -44,8 +45,7 @@ NAMES = {
     MODES: """lightning.pytorch.overrides.distributed._sync_module_states
         lightning.pytorch.strategies.DDPStrategy._configure_launcher ._timeout
         torch.Tensor._backward_hooks ._post_accumulate_grad_hooks torch.amp.GradScaler._unscale_grads_
-        torch._C._current_graph_task_id torch.autograd.Variable._execution_engine
-        torch.nn.Module._buffers ._parameters""",
+        torch.autograd.Variable._execution_engine torch.nn.Module._buffers ._parameters""",
     "--trainer.strategy=ddp_mp": """lightning.fabric.utilities.distributed._init_dist_connection
         lightning.pytorch.strategies.DDPStrategy._get_process_group_backend ._setup_model""",
     "--trainer.strategy=pp": """torch._subclasses.FakeTensorMode

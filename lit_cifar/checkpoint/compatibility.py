@@ -123,9 +123,8 @@ def check_states(checkpoint: Mapping[str, Any], trainer: Trainer, optimizer: Opt
     check_content(checkpoint["lr_schedulers"], [scheduler.state_dict()], "lr_schedulers", partly=True)
     if _holds_nan(checkpoint["lr_schedulers"]):
         raise CheckpointError("the state of its schedule holds nan")
-    if (taken := checkpoint["lr_schedulers"][0].get("last_epoch", 0)) > 10_000 * (
-        steps + 1
-    ):  # smaller batches are more
+    taken = checkpoint["lr_schedulers"][0].get("last_epoch", 0)
+    if taken > 10_000 * (steps + 1):  # it counts in the batches of this run, which may have become smaller
         raise CheckpointError(f"its schedule has taken {described(taken)} steps, and its optimizer {steps}")
     with _trying("the schedule"):
         scheduler.load_state_dict(deepcopy(checkpoint["lr_schedulers"][0]))

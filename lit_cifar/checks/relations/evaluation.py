@@ -158,7 +158,7 @@ def _judged(trace: Trace, found: list[str], looked_at: str) -> Iterator[Verdict]
     drawn = {remarks.IN_EVALUATION, *([] if seen.has_loader else [remarks.BESIDE_EVALUATION])}
     if remarks.IN_MODEL in trace.remarks:
         verdict = replace(verdict, outcome="note", text=": ".join(filter(None, (remarks.IN_MODEL, verdict.text))))
-    elif found and (trace.remarks & drawn or remarks.REFRESHED in trace.remarks):
+    elif found and trace.remarks & {*drawn, remarks.REFRESHED}:
         why = remarks.REFRESHED if remarks.REFRESHED in trace.remarks else remarks.IN_EVALUATION
         verdict = replace(verdict, outcome="note", text=f"{why}: {verdict.text}")
     yield verdict
