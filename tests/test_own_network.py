@@ -146,8 +146,8 @@ MISTAKES = {
     "Opaque --trainer.strategy=tp": "Opaque does not say which can be split",
     "Chain --model.network.width=3 --trainer.strategy=tp --trainer.devices=4": "layers of Chain have 6 parts",
     "Chain --model.arch=tiny": "with --model.arch=tiny: that is about another network",
-    "Chain --model.network.num_classes=3": "Chain returns (2, 3) for 2 images, not logits of 2 classes",
-    "Forgetful": "the blocks of Forgetful, one after the other, do not compute its forward()",
+    "Chain --model.network.num_classes=3": "Chain returns (2, 3) for 2 images in training, not logits of 2 classes",
+    "Forgetful": "in training the blocks of Forgetful, one after the other, do not compute its forward()",
     "--model.network=torch.nn.MaxPool1d --model.network.kernel_size=9": "MaxPool1d cannot take images (3, 24, 24): ",
     "Lazy": "the lazy layer 2, and an optimizer needs all parameters before the first batch\n  make it nn.Linear(",
     "Unreached --trainer.strategy=ddp": "not depend on 2 of its parameters, such as 0.unused.weight: ddp would "

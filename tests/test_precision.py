@@ -9,7 +9,7 @@ from commands import TINY, run_here
 from jsonargparse import Namespace
 
 from lit_cifar.models import precision
-from lit_cifar.models.precision import choose_fast
+from lit_cifar.models.precision import choose_fast, keep_choice
 from lit_cifar.reporting.run_folder import of_checkpoint
 
 NAMES = ("trainer.precision", "model.channels_last", "trainer.benchmark", "model.optimizer.init_args.fused")
@@ -21,9 +21,7 @@ OTHERS |= {"trainer.plugins": None, "model.network": None, "model.optimizer.clas
 def settings(accelerator: str = "cpu", **given: Any) -> Namespace:
     """Settings of a fit; of a name in `given` two underscores are a dot."""
     asked = Namespace()
-    for name, value in (dict.fromkeys(NAMES) | OTHERS | {"trainer.accelerator": accelerator}).items():
-        asked[name] = value
-    for name, value in given.items():
+    for name, value in (dict.fromkeys(NAMES) | OTHERS | {"trainer.accelerator": accelerator} | given).items():
         asked[name.replace("__", ".")] = value
     return asked
 
@@ -61,14 +59,17 @@ def test_what_is_fast_here_and_left_open_is_chosen(
     assert bool(said) == (asked.trainer.precision == "bf16-mixed" and "trainer__precision" not in given)
 
 
-@pytest.mark.parametrize(
-    "given", [{"trainer__strategy": "fsdp2"}, {"model__optimizer__class_path": "torch.optim.Adagrad"}]
-)
-def test_no_fused_optimizer_is_chosen_where_one_is_refused(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+REFUSING_FUSED: dict[str, Any] = {"trainer__strategy": "fsdp2", "model__optimizer__init_args__foreach": True}
+REFUSING_FUSED["model__optimizer__class_path"] = "torch.optim.Adagrad"
+
+
+@pytest.mark.parametrize("name", REFUSING_FUSED)
+def test_no_fused_optimizer_is_chosen_or_kept_where_one_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)
-    asked = settings("auto", **given)
+    asked = settings("auto", **{name: REFUSING_FUSED[name]})
     choose_fast(asked)
+    keep_choice(asked, before={"model": {"optimizer": {"init_args": {"fused": True}}}})
     assert tuple(asked.get(name) for name in NAMES) == ("bf16-mixed", True, True, None)
 
 

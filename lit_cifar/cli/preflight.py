@@ -64,7 +64,8 @@ def check_run(
             optimizer, scheduler = module.optimization.tried(module.network)
         mode.check_optimizer(optimizer)
         refuse_averages(trainer, mode)
-    trainer.strategy.connect(module)  # a strategy that splits the network does so here
+    with as_config_error():
+        trainer.strategy.connect(module)  # a strategy that splits the network does so here
     # What depends on the images.
     data.trainer = trainer
     if stage != "predict":

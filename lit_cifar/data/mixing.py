@@ -62,13 +62,10 @@ class Mixing:
         if self.mixup and (not self.cutmix or random.random() < 0.5):
             return Mix(round(_PARTS * random.betavariate(self.mixup, self.mixup)) / _PARTS)
         reach = (1 - random.betavariate(self.cutmix, self.cutmix)) ** 0.5 / 2  # from the centre, in units of a side
-        rows, columns = (_side(random.randrange(length), int(reach * length), length) for length in size)
+        centres = [(random.randrange(length), int(reach * length), length) for length in size]
+        rows, columns = (slice(max(0, centre - half), min(length, centre + half)) for centre, half, length in centres)
         area = (rows.stop - rows.start) * (columns.stop - columns.start)
         return Mix(1 - area / (size[0] * size[1]), (rows, columns))
-
-
-def _side(centre: int, reach: int, length: int) -> slice:
-    return slice(max(0, centre - reach), min(length, centre + reach))
 
 
 def soft_targets(

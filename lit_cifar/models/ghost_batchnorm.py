@@ -27,12 +27,10 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
             return super().forward(input)
         first, *others = self.chunks.positions(len(input))
         normalised = [super(GhostBatchNorm2d, self).forward(input[chunk]) for chunk in first]
-        normalised += [self._without_tracking(input[chunk]) for replica in others for chunk in replica]
+        own: Any = {"weight": self.weight, "bias": self.bias, "training": True, "eps": self.eps}
+        normalised += [F.batch_norm(input[chunk], None, None, **own) for replica in others for chunk in replica]
         order = torch.cat([chunk for replica in (first, *others) for chunk in replica])
         return torch.cat(normalised)[order.argsort()]
-
-    def _without_tracking(self, input: Tensor) -> Tensor:
-        return F.batch_norm(input, None, None, self.weight, self.bias, training=True, eps=self.eps)
 
 
 def normalise_apart(network: nn.Module, chunks: GhostBatches) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -18,26 +19,31 @@ def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes
     name = type(network).__name__
     lazy = [key for key, tensor in network.named_parameters() if is_lazy(tensor)]
     images = torch.randn(2, *image_shape, generator=torch.Generator().manual_seed(0))
-    try:
-        alone = deepcopy(network).eval()
-        logits = alone(images)
-        outputs = images
-        for block in (blocks_of(alone) or {"forward": alone}).values():
-            outputs = block(outputs)
-    except Exception as error:  # the network is the user's own code
-        problem = f"{name} cannot take images {tuple(image_shape)}: {type(error).__name__}: {one_line(error)[:200]}"
-        raise ConfigError(problem, remedy="correct it, or its arguments: --model.network.NAME=VALUE") from error
-    if lazy:
-        layer = lazy[0].rpartition(".")[0]
-        problem = f"{name} has the lazy layer {layer}, and an optimizer needs all parameters before the first batch"
-        raise ConfigError(problem, remedy=f"make it nn.{alone.get_submodule(layer)}")
-    shape = tuple(getattr(logits, "shape", ()))
-    if shape != (2, num_classes):
-        problem = f"{name} returns {shape or type(logits).__name__} for 2 images, not logits of {num_classes} classes"
-        raise ConfigError(problem, remedy=f"pass --model.network.num_classes={num_classes}, if it has such")
-    if not torch.equal(logits, outputs):
-        remedy = "let blocks() return all of them in order, with what happens between them"
-        raise ConfigError(f"the blocks of {name}, one after the other, do not compute its forward()", remedy=remedy)
+    for training in (True, False):
+        mode = "training" if training else "evaluation"
+        try:
+            with isolate_rng(include_cuda=False):
+                logits = deepcopy(network).train(training)(images)
+            outputs, alone = images, deepcopy(network).train(training)
+            with isolate_rng(include_cuda=False):  # layers draw the same again
+                for block in (blocks_of(alone) or {"forward": alone}).values():
+                    outputs = block(outputs)
+        except Exception as error:  # the network is the user's own code
+            problem = f"{name} cannot take images {tuple(image_shape)}: {type(error).__name__}: {one_line(error)[:200]}"
+            raise ConfigError(problem, remedy="correct it, or its arguments: --model.network.NAME=VALUE") from error
+        if lazy:
+            layer = lazy[0].rpartition(".")[0]
+            problem = f"{name} has the lazy layer {layer}, and an optimizer needs all parameters before the first batch"
+            raise ConfigError(problem, remedy=f"make it nn.{alone.get_submodule(layer)}")
+        shape = tuple(getattr(logits, "shape", ()))
+        if shape != (2, num_classes):
+            found = f"{shape or type(logits).__name__} for 2 images in {mode}"
+            remedy = f"pass --model.network.num_classes={num_classes}, if it has such"
+            raise ConfigError(f"{name} returns {found}, not logits of {num_classes} classes", remedy=remedy)
+        if not torch.equal(logits, outputs):
+            remedy = "let blocks() return all of them in order, with what happens between them"
+            problem = f"in {mode} the blocks of {name}, one after the other, do not compute its forward()"
+            raise ConfigError(problem, remedy=remedy)
 
 
 def unreached_parameters(network: nn.Module, image_shape: Sequence[int]) -> tuple[list[str], list[str]]:
@@ -45,9 +51,9 @@ def unreached_parameters(network: nn.Module, image_shape: Sequence[int]) -> tupl
     alone = deepcopy(network).train()
     trained = {name: parameter for name, parameter in alone.named_parameters() if parameter.requires_grad}
     counts = Counter[str]()
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with isolate_rng(include_cuda=False), torch.enable_grad():
         for draw in range(1, 9):
-            torch.default_generator.manual_seed(draw)  # not those of GPUs, which the fork does not bring back
+            torch.default_generator.manual_seed(draw)  # not those of GPUs, which are not brought back
             images = torch.randn(2, *image_shape)
             alone.zero_grad()
             alone(images).sum().backward()

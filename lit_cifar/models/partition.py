@@ -89,7 +89,7 @@ def measure(network: nn.Module, image_shape: Sequence[int]) -> tuple[Block, ...]
     x = torch.empty(1, *image_shape, device="meta")
     blocks = []
     for name, block in chain.items():
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False) as counter, torch.device("meta"):
             x = block(x)
         num_parameters = sum(parameter.numel() for parameter in block.parameters())
         blocks.append(Block(name, counter.get_total_flops(), num_parameters, tuple(x.shape[1:])))

@@ -42,12 +42,8 @@ def choose_fast(arguments: Namespace) -> str:
     is_own = arguments.model.network is not None or trainer.plugins is not None
     if not has_bf16 or is_exact or has_others or is_own or trainer.precision not in (None, "bf16-mixed"):
         return ""
-    chosen = _FAST
-    if is_on_gpu:
-        takes_fused = trainer.strategy in _FUSED_MODES and arguments.model.optimizer.class_path in _FUSED
-        chosen = _FAST | _FAST_ON_GPU | {_FUSED_FLAG: takes_fused or None}
     was_left_open = trainer.precision is None
-    _fill_in(arguments, chosen)
+    _fill_in(arguments, _FAST | _FAST_ON_GPU if is_on_gpu else _FAST)
     return _CHOICE if was_left_open else ""
 
 
@@ -57,8 +53,11 @@ def keep_choice(arguments: Namespace, *, before: Mapping[str, Any]) -> None:
 
 
 def _fill_in(arguments: Namespace, chosen: Mapping[str, Any]) -> None:
+    optimizer = arguments.model.optimizer
+    takes_fused = arguments.trainer.strategy in _FUSED_MODES and optimizer.class_path in _FUSED
     for name, value in chosen.items():
-        if value is not None and arguments.get(name) is None:
+        is_refused = name == _FUSED_FLAG and (not takes_fused or optimizer.init_args.get("foreach"))
+        if value is not None and arguments.get(name) is None and not is_refused:
             arguments[name] = value
 
 
