@@ -6,7 +6,7 @@ host. On CUDA the same code has the same devices with another name.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -170,7 +170,9 @@ def _to_host(args: Any, kwargs: Any) -> bool:
 def _look_at(func: Any, tensors: list[Tensor], leaves: list[Any]) -> None:
     """Refuse a collective on tensors of the host, or of several devices; a group may be made for the host, by name."""
     name = func.overloadpacket.__name__
-    if name in ("barrier", "wait_tensor", "wait_tensors") or _state.host_groups.intersection(_groups(leaves)):
+    groups = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and leaf._type().name() == "ProcessGroup"]
+    on_host = _state.host_groups.intersection(dist.ProcessGroup.unbox(group).group_name for group in groups)
+    if on_host or name in ("barrier", "wait_tensor", "wait_tensors"):
         return
     _state.num_collectives += 1
     if name == "monitored_barrier_":
@@ -192,12 +194,6 @@ def _caller() -> str:
     return frame.f_code.co_name
 
 
-def _groups(leaves: list[Any]) -> Iterator[str]:
-    for leaf in leaves:
-        if isinstance(leaf, torch.ScriptObject) and leaf._type().name() == "ProcessGroup":
-            yield dist.ProcessGroup.unbox(leaf).group_name
-
-
 def _install() -> None:
     if _state.installed:
         return
@@ -205,7 +201,7 @@ def _install() -> None:
     CPUAccelerator.get_parallel_devices = staticmethod(  # type: ignore[method-assign]
         lambda devices: [torch.device("cpu", index) for index in range(int(devices))]
     )
-    _replace(CPUAccelerator, "setup_device", _set_device)
+    _replace(CPUAccelerator, "setup_device", lambda _, accelerator, device: setattr(_state, "current", device))
     _replace(sys.modules[DDPStrategy.__module__], "_init_dist_connection", _connect)
     _replace(internals, "init_dist_connection", _connect)
     for module in (dist, distributed_c10d):  # each has the functions by name
@@ -223,10 +219,6 @@ def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
     """`function` gets what it replaces as its first argument."""
     former = getattr(owner, name)
     setattr(owner, name, lambda *args, **kwargs: function(former, *args, **kwargs))
-
-
-def _set_device(_: Any, accelerator: Any, device: torch.device) -> None:
-    _state.current = device
 
 
 def _connect(connect: Any, *args: Any, device_id: Any = "none is named", **kwargs: Any) -> None:

@@ -38,10 +38,6 @@ def part_named(parts: Sequence[str]) -> str:
     return ".".join(parts[:2]) if parts[0] in ("checks", "tools") else parts[0]
 
 
-def module_of(path: Path) -> str:
-    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-
-
 def named_in_strings(path: Path) -> set[str]:
     """What strings call modules of this package, such as "data.pictures", with {} for what they fill in."""
     nodes = [*ast.walk(ast.parse(path.read_text()))]
@@ -81,7 +77,8 @@ def test_parts_import_only_what_lies_below_them(path: Path) -> None:
 
 def test_no_modules_import_one_another_in_a_circle() -> None:
     """Not in functions either, nor for types alone."""
-    paths = {module_of(path): path for path in PACKAGE.rglob("*.py")}
+    files = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
+    paths = {name.removesuffix(".__init__"): path for path, name in files.items()}
     names = {module: imported_names(path) for module, path in paths.items()}
     known = {
         module: {name if name in paths else name.rpartition(".")[0] for name in found} & paths.keys()

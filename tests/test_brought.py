@@ -143,8 +143,8 @@ def test_the_page_has_what_is_tested() -> None:
 @pytest.mark.parametrize("name", ["EarlyStopping", "ModelCheckpoint"])
 def test_a_decision_on_the_part_of_one_process_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CLI, "_run_subcommand", CLI._check)
-    for monitor in ("train/loss_step", "train/acc_step"):
-        flags = [*BASE, *callback(name, monitor=monitor)]
+    for monitor, mode in {"train/loss_step": "min", "train/acc_step": "max"}.items():
+        flags = [*BASE, *callback(name, monitor=monitor, mode=mode)]
         run_here(*flags)
         said = refused(*flags, *mode_flags("ddp"), says=["own part of the batch"])
         assert f"--trainer.callbacks.monitor={monitor.removesuffix('_step')}" in said
@@ -156,7 +156,9 @@ def test_a_ranking_that_a_resumed_run_could_not_repeat_is_refused(monkeypatch: p
     ranked = callback("ModelCheckpoint", monitor="val/acc", mode="max")
     for often in ("every_n_train_steps=3", "train_time_interval=00:01:00"):
         refused(*BASE, *ranked, f"--trainer.callbacks.{often}", says=["unknown to", "leave out the monitor"])
-    for works in (ranked, [*callback("ModelCheckpoint", monitor="train/loss_step", every_n_train_steps=3)]):
+    by_step = callback("ModelCheckpoint", monitor="train/loss_step", every_n_train_steps=3)
+    refused(*BASE, *by_step, "--trainer.log_every_n_steps=2", says=["train/loss_step of earlier steps"])
+    for works in (ranked, by_step):
         run_here(*BASE, *works)
 
 
@@ -166,8 +168,8 @@ def test_links_of_wandb_do_not_hinder_a_resume_and_others_do(tmp_path: Path) -> 
         (run / folder).mkdir(parents=True)
         (run / folder / "debug.log").symlink_to(tmp_path / "elsewhere")
         expected = nullcontext() if allowed else pytest.raises(ConfigError, match="outside of the run folder")
-        with expected, RunLock() as lock:
-            lock.take(run)
+        with expected:
+            RunLock().take(run)
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "wandb").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="outside of the run folder"):

@@ -29,27 +29,23 @@ from lit_cifar.launch import startup
 from lit_cifar.task.callbacks import skip_idle_hooks
 
 
-def pipe_without_a_reader() -> TextIO:
+def pipe_without_a_reader(mode: str) -> TextIO:
     reader, writer = os.pipe()
     os.close(reader)
-    return os.fdopen(writer, "w")
-
-
-def full_disk() -> TextIO:
-    return Path("/dev/full").open("w")
+    return os.fdopen(writer, mode)
 
 
 @pytest.mark.parametrize(
     ("stream", "told"),
     [
         (pipe_without_a_reader, ""),  # as in `fit ... | head -1`
-        (full_disk, "lit_cifar: what stdout shows ends here: [Errno 28] No space left on device\n"),
+        (Path("/dev/full").open, "lit_cifar: what stdout shows ends here: [Errno 28] No space left on device\n"),
     ],
 )
 def test_training_goes_on_without_a_usable_stream(
-    stream: Callable[[], TextIO], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stream: Callable[[str], TextIO], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with stream() as broken:
+    with stream("w") as broken:
         with contextlib.redirect_stdout(broken):
             main(["fit", *TINY, "--trainer.enable_progress_bar=true", f"--run_dir={tmp_path / 'run'}"])
         with contextlib.redirect_stderr(broken), pytest.raises(SystemExit, match="2"):
@@ -159,9 +155,9 @@ REFUSED_LATER = {
     "test --ckpt_path=best": ["no checkpoint best"],  # Lightning's word for that of this process
     **{command: ["untrained", "RUN_FOLDER", "--ckpt_path"] for command in ("validate", "test", "predict")},
     "fit --trainer.callbacks+=analysis.timeline.Timeline": ["records stages"],
-    "fit --best_checkpoint.monitor=train/abc": ["train/abc", "--help"],
+    "fit --best_checkpoint.monitor=lr-abc": ["lr-abc", "--help"],
     "fit --trainer.limit_val_batches=0.5": ["limit_val_batches", "--help"],
-    "fit --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=train/abc": ["abc", "--help"],
+    "fit --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=lr-abc": ["abc", "--help"],
 }
 
 

@@ -20,6 +20,7 @@ TINY = ["--model.arch=tiny", "--model.stem=imagenet"]
 # Two optimizer steps in an epoch, the second of a ragged batch.
 CUT = ["--trainer.accumulate_grad_batches=2", "--trainer.gradient_clip_val=0.5"]
 CUT += ["--data.num_train=175", "--data.val_size=15", "--model.optimizer.lr=0.02"]
+CUT += ["--trainer.callbacks+=ModelCheckpoint", "--trainer.max_time=01:00:00:00"]
 # 14 pictures to train on, of which no two are of the same size, and 3 to validate with.
 PICTURES = ["--data.dataset=folder", "--data.image_size=24", "--data.num_train=17", "--data.val_size=3"]
 PICTURES += ["--data.batch_size=8", "--model.optimizer.lr=0.01"]
@@ -84,7 +85,7 @@ EXHAUSTIVE = {
     "transforms in every mode": Case(" ".join(sized_modes(2)), [*TINY, *CUT, *TRANSFORMS]),
     "two epochs on two processes": SLOW["two epochs"]._replace(devices=2),
     "a chain of one's own": Case("mp pp tp fsdp2 ddp_spawn", own("Chain")),
-    "a network in other modes": Case("dp ddp ddp_spawn", own("Opaque")),
+    "a network in other modes": Case("dp ddp ddp_spawn", [*own("Opaque"), "--model.optimizer=Adafactor"]),
     "tied weights": Case("dp ddp ddp_spawn", own("Tied")),
     "tied weights in no chain": Case("fsdp2", own("TiedWhole")),
     "hooks on gradients": Case("mp dp ddp", own("Hooked")),

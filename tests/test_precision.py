@@ -60,7 +60,7 @@ def test_what_is_fast_here_and_left_open_is_chosen(
 
 
 REFUSING_FUSED: dict[str, Any] = {"trainer__strategy": "fsdp2", "model__optimizer__init_args__foreach": True}
-REFUSING_FUSED["model__optimizer__class_path"] = "torch.optim.Adagrad"
+REFUSING_FUSED |= {"model__optimizer__class_path": "torch.optim.Adagrad", "trainer__gradient_clip_val": 1.0}
 
 
 @pytest.mark.parametrize("name", REFUSING_FUSED)

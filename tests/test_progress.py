@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from commands import TINY, callback, launch, mode_flags
+from commands import TINY, callback, launch, logged, mode_flags
 from lightning.pytorch import Callback
 from tiny_task import TinyData, TinyTask, read_events, tiny_trainer
 from torch import Tensor
@@ -52,6 +52,14 @@ def test_no_epoch_shows_the_validation_of_another(
 ) -> None:
     fit(tmp_path, **{"max_epochs": 3, "check_val_every_n_epoch": 2} | every)
     assert [" val " in line for line in capsys.readouterr().out.splitlines()] == [False, True, False]
+
+
+def test_each_step_has_its_own_loss_once_a_training_should_stop(tmp_path: Path) -> None:
+    flags = [*TINY, *callback("EarlyStopping", monitor="val/acc", mode="max", stopping_threshold=-1.0)]
+    flags += ["--trainer.min_epochs=2", "--trainer.max_epochs=2", "--trainer.log_every_n_steps=4"]
+    main(["fit", *flags, f"--run_dir={tmp_path / 'run'}"])
+    found = [row["train/loss_step"] for row in logged(tmp_path / "run") if row.get("train/loss_step")]
+    assert len({*found}) == len(found) > 5
 
 
 @pytest.mark.parametrize(

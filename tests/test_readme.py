@@ -64,7 +64,8 @@ def check_command(words: Sequence[str]) -> None:
             own = re.findall(r'"(--\w+)"', Path(script).read_text())
             parser_of("fit").parse_args(["fit", *(arg for arg in args if arg.split("=")[0] not in own)])
         case ["pip", "install", "-e", checkout] | ["pip", "install", "-e", checkout, "jupyterlab"]:
-            check_extras(checkout.removeprefix("."))
+            known = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
+            assert set(checkout.removeprefix(".").strip("[]").split(",")) <= {*known, ""}
         case ["pytest", *args]:
             check_pytest(args)
         case ["git", "clone", "URL_OF_THIS_PAGE", _] | ["cd", _] | ["mkdocs", "serve"] | ["mkdocs", "build", _]:
@@ -107,11 +108,6 @@ def check_benchmark(script: str, args: list[str]) -> None:
         parser_of("fit").parse_args(["fit", *rest])
     else:
         assert rest == []
-
-
-def check_extras(extras: str) -> None:
-    known = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(extras.strip("[]").split(",")) <= {*known, ""}
 
 
 def check_pytest(args: list[str]) -> None:

@@ -34,11 +34,6 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def page_of(file: Path) -> str:
-    """The page of the record that a file belongs to."""
-    return page(next(record for record in RECORDS if record in file.parents) / "README.md")
-
-
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: str(record.relative_to(BENCHMARKS)))
 def test_a_record_names_command_hardware_versions_and_n(record: Path) -> None:
     text = page(record / "README.md")
@@ -57,7 +52,7 @@ def test_the_commits_that_a_page_names_are_in_the_history(path: Path) -> None:
 
 @pytest.mark.parametrize("file", sorted(BENCHMARKS.rglob("*.json")), ids=lambda file: str(file.relative_to(BENCHMARKS)))
 def test_a_page_says_of_commit_and_machine_what_its_files_say(file: Path) -> None:
-    content, text = read(file), page_of(file)
+    content, text = read(file), page(next(record for record in RECORDS if record in file.parents) / "README.md")
     if str(file.relative_to(BENCHMARKS)) not in WITHOUT_COMMIT:
         assert content["git"]["modified"] is False
         assert f"commit {content['git']['commit'][:7]}" in text

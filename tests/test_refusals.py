@@ -54,6 +54,8 @@ REFUSED = {
     "--trainer.accumulate_grad_batches=4 --trainer.limit_train_batches=6": ["=4 or --trainer.limit_train_batches=8"],
     "--trainer.accumulate_grad_batches=2 --trainer.val_check_interval=3": ["or --trainer.val_check_interval=4"],
     "--model.lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau --data.val_size=0": ["follows val/loss"],
+    "--model.lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau --model.lr_scheduler.mode=max": ["the worst for"],
+    "--best_checkpoint.monitor=train/accuracy": ["did you mean --best_checkpoint.monitor=train/acc?"],
     "--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau --model.lr_scheduler.monitor=train/loss_step "
     "--trainer.strategy=ddp --trainer.devices=2": ["pass --model.lr_scheduler.monitor=train/loss,"],
     "--model.lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau --trainer.check_val_every_n_epoch=null "

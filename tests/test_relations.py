@@ -194,9 +194,7 @@ ROWS, SCENES, NAMES = torch.zeros(4, 3), [torch.zeros(n, 3) for n in (2, 5, 1, 4
         (None, (torch.zeros(20, 8), torch.zeros(20)), True),
     ],
 )
-def test_a_batch_is_divided_if_it_has_the_samples_that_were_asked_for(
-    asked: int | None, batch: Any, expected: bool
-) -> None:
+def test_a_batch_is_divided_if_it_has_the_samples_asked_for(asked: int | None, batch: Any, expected: bool) -> None:
     marked = batch if asked is None else with_sample_lists(batch, asked)
     assert is_divided(marked, asked) is expected
 
@@ -222,9 +220,7 @@ def test_lists_of_samples_are_joined_and_divided() -> None:
         ([[3, 1, 0, 2, 4], [3, 1, 0, 2, 4]], False, ["note"]),  # such as by length
     ],
 )
-def test_an_order_that_is_drawn_is_another_in_each_epoch(
-    orders: list[list[int]], is_drawn: bool, expected: list[str]
-) -> None:
+def test_a_drawn_order_is_another_in_each_epoch(orders: list[list[int]], is_drawn: bool, expected: list[str]) -> None:
     trace = Trace()
     datasets = (0, 1, 1)  # of loaders that are read beside each other
     for begun, order in enumerate(orders):
@@ -295,9 +291,7 @@ def test_what_batches_are_for_is_learnt_where_it_was_mistaken(
     assert Purposes({"here": seen}).mistaken == mistaken
 
 
-def test_only_regular_files_are_looked_into_wherever_a_script_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_regular_files_are_read_wherever_a_script_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     writes = Writes(RunPlan(), Trace(), TrainedParts(None, ()), list)
     os.mkfifo("pipe")
@@ -528,9 +522,7 @@ def test_a_flag_is_given_as_its_parser_takes_it() -> None:
         ("--accumulate", 4, {"accumulate": "--every"}, None),
     ],
 )
-def test_a_flag_means_a_knob_by_its_name_and_type(
-    word: str, value: Any, said: dict[str, str], knob: str | None
-) -> None:
+def test_a_flag_means_a_knob_by_name_and_type(word: str, value: Any, said: dict[str, str], knob: str | None) -> None:
     flag = Flag((word,), value, type(value).__name__)
     assert by_knob({word: flag}, said) == ({knob: flag} if knob else {})
 
@@ -733,9 +725,7 @@ def test_a_flag_resumes_by_its_name_and_type(word: str, kind: str, takes_value: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("read", "expected"), [("(optimizer, schedule), states", "pass"), ("(), ()", "abstain")])
-def test_a_file_to_begin_with_is_a_checkpoint_if_an_optimizer_is_read(
-    read: str, expected: str, verdicts: Verdicts
-) -> None:
+def test_a_file_is_a_checkpoint_if_an_optimizer_is_read(read: str, expected: str, verdicts: Verdicts) -> None:
     script = OWN.replace("--resume", "--ckpt").replace("().resume", "().ckpt")
     *_, last = verdicts(script.replace("(optimizer, schedule), states", read), only="resume")
     assert last.outcome == expected
@@ -826,9 +816,7 @@ def test_a_lightning_script_needs_no_call(outcomes: Outcomes) -> None:
         ],
     ),
 )
-def test_a_mistake_is_found_with_lightning(
-    bug: str, relation: str, outcome: str, said: str, verdicts: Verdicts
-) -> None:
+def test_a_mistake_is_seen_with_lightning(bug: str, relation: str, outcome: str, said: str, verdicts: Verdicts) -> None:
     only = "often" if "often" in relation else relation.split()[0]
     found = {each.relation: each for each in verdicts(LIGHTNING, bug=bug, only=only)}
     assert (found[relation].outcome, said in found[relation].text) == (outcome, True)

@@ -214,9 +214,7 @@ USUAL = {"REDUCED": "sum", "TRAIN": "model.train()", "NOISE": "0", "EVALUATE": "
         ],
     ),
 )
-def test_an_evaluation_is_judged_wherever_it_stands(
-    changes: dict[str, str], outcome: str, says: str, home: Path
-) -> None:
+def test_an_evaluation_is_judged_where_it_stands(changes: dict[str, str], outcome: str, says: str, home: Path) -> None:
     words = USUAL | changes
     Path("train.py").write_text(re.sub("|".join(words), lambda found: words[found[0]], LOADED))
     output = said(home, "train.py", "--steps=9", only="evaluation,trained")
@@ -264,9 +262,7 @@ main()
         slow=[("average", "0", "FAIL.*kept/beside"), ("none", "0", "PASS"), ("none", "2", "PASS")],
     ),
 )
-def test_a_resume_lacks_no_plateau_and_no_average_and_may_begin_a_stage(
-    lost: str, stage: str, says: str, home: Path
-) -> None:
+def test_a_resume_lacks_no_plateau_and_no_average(lost: str, stage: str, says: str, home: Path) -> None:
     """All of it is local to a function, and a stage has an optimizer of its own."""
     Path("train.py").write_text(STATEFUL.replace("LOST", lost).replace("STAGE", stage))
     output = said(home, "train.py", only="resume")

@@ -92,6 +92,12 @@ def test_only_what_is_trained_is_kept_equal() -> None:
     assert [name for name, _, is_kept in held._tensors() if not is_kept] == ["1.weight", "seen (buffer)"]
 
 
+def test_an_error_of_one_rank_audits_nothing() -> None:
+    audit = ReplicaAudit()
+    audit._held = SimpleNamespace(disagreements=pytest.fail)  # type: ignore[assignment]
+    audit.on_save_checkpoint(SimpleNamespace(interrupted=True, global_step=9), torch.nn.Identity(), {})  # type: ignore[arg-type]
+
+
 class Elsewhere:
     """A strategy of others, with several processes."""
 

@@ -123,8 +123,8 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.warns(UserWarning, match="has no locks"), RunLock() as lock:
-        lock.take(tmp_path)
+    with pytest.warns(UserWarning, match="has no locks"):
+        RunLock().take(tmp_path)
 
 
 def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

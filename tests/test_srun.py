@@ -65,12 +65,13 @@ def test_who_is_not_one_of_several_tasks_is_told_nothing(given: dict[str, str]) 
     assert task_variables(given) == {}
 
 
-def test_a_first_machine_by_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", ["127.0.0.2", "no such name"])
+def test_a_first_machine_by_another_interface_is_refused(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what a task becomes, which is a process of torchrun though SLURM's variables are there too."""
-    settings = {"RANK": "0", "MASTER_ADDR": "127.0.0.2", "GLOO_SOCKET_IFNAME": "lo"}
+    settings = {"RANK": "0", "MASTER_ADDR": first, "GLOO_SOCKET_IFNAME": "lo"}
     for name, value in {**TASK, **task_variables(TASK), **settings}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"srun sends the other machines to 127.0.0.2(.|\n)*export MASTER_ADDR=127"):
+    with pytest.raises(ConfigError, match=rf"srun sends the other machines to {first}(.|\n)*export MASTER_ADDR=127"):
         _ = cluster_environment().main_port
 
 

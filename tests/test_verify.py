@@ -138,9 +138,7 @@ def verified(folder: Path, *ends: EndedRun, **options: bool) -> list[VerifiedMod
         return verify_modes(Verifier(settings(), 2, folder), modes, **options)
 
 
-def test_what_is_refused_is_said_once_and_left_out_of_all_modes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_refused_is_said_once_and_left_out_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "lit_cifar: error: no such thing\n  pass another\n"
     refused, crashed = EndedRun(2, "", f"{words}[rank 1] {words}", 1.0), EndedRun(1, "", "OSError", 1.0)
     for ends, options in (([refused, crashed], {}), ([refused, refused], {"leave_out": True})):

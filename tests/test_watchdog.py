@@ -21,6 +21,7 @@ import psutil
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from processes import is_running
 from tiny_task import TinyData, TinyTask, tiny_trainer
 from torch import Tensor
@@ -37,7 +38,7 @@ from lit_cifar.checks.watchdog.monitor import BEAT_S, Monitor
 from lit_cifar.checks.watchdog.progress import Progress
 from lit_cifar.checks.watchdog.store import HeartbeatStore, prepare
 from lit_cifar.cli.main import main
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, Stopped
 from lit_cifar.launch import startup
 from lit_cifar.launch.signals import launched_by_lightning
 
@@ -316,6 +317,22 @@ def test_a_rank_on_another_machine_that_is_gone_is_named_within_seconds(over: bo
         cluster.watches[mate].mates.look = lambda: {5: Sight("gone", "SIGKILL")}  # type: ignore[method-assign]
     verdict = cluster.run(3, without={5})
     assert (verdict and (verdict.rank, verdict.kind)) == (None if over else (5, "killed"))
+
+
+def test_a_machine_that_is_gone_is_named_although_its_ranks_saw_each_other() -> None:
+    cluster = Cluster(8)
+    for rank, mate in ((6, 7), (7, 6)):
+        cluster.watches[rank].mates.look = partial(dict, {mate: Sight("running")})  # type: ignore[method-assign]
+    assert cluster.run(30) is None
+    assert (told(cluster.run(TIMEOUT_S + 3, without={6, 7})) or ())[:2] == (6, "silent")
+
+
+@pytest.mark.parametrize("end", [Stopped(143), KeyboardInterrupt(), SIGTERMException()])
+def test_who_is_stopped_has_not_failed(end: BaseException) -> None:
+    watchdog, said = Watchdog(), list[str]()
+    watchdog._watch = SimpleNamespace(fail=said.append, leave=lambda: said.append("left"))  # type: ignore[assignment]
+    watchdog.on_exception(SimpleNamespace(global_rank=0), None, end)  # type: ignore[arg-type]
+    assert said == ["left"]
 
 
 def test_a_run_ends_well_although_the_store_is_slow() -> None:

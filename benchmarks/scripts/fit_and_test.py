@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lit_cifar.tools.verify.runs import LIMIT_S, refuse_if_invalid, run
+from lit_cifar.tools.verify.runs import LIMIT_S, refusal, run
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,17 @@ def fit_and_test(
         folder = Path(name)
         fit_dir = folder / "fit"
         fitted = run(["fit", *words, f"--run_dir={fit_dir}"], folder=folder, threads=threads, limit_s=limit_s)
-        refuse_if_invalid(fitted)
+        if fitted.status:
+            raise refusal(fitted)
         checkpoint = fit_dir / "checkpoints" / "last.ckpt"
         trained = [f"--config={fit_dir / 'config.yaml'}", f"--ckpt_path={checkpoint}"]
         counts = []
         command = "test" if split == "test" else "validate"
         for number, flags in enumerate(tests):
             test_dir = folder / f"test{number}"
-            refuse_if_invalid(run([command, *trained, *flags, f"--run_dir={test_dir}"], folder=folder, threads=threads))
+            ended = run([command, *trained, *flags, f"--run_dir={test_dir}"], folder=folder, threads=threads)
+            if ended.status:
+                raise refusal(ended)
             rows = _rows(test_dir / "per_rank.csv")
             (whole,) = (row for row in rows if (row["split"], row["rank"]) == (split, "all"))
             counts.append((int(whole["correct"]), int(whole["total"])))

@@ -259,9 +259,7 @@ class StepBoundary(Callback):
             remedy = "to resume, run the same command with --resume=auto"
             self._stop(trainer, message, remedy=remedy, status=EXIT_STOPPED)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Batch, batch_idx: int) -> None:
         stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         self._losses.append((trainer.global_step - stepped, outputs["loss"].detach(), batch.ids))
 

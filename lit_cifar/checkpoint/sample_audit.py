@@ -195,7 +195,9 @@ def failure(uses: Tensor, plan: Plan, *, loader_steps: int) -> SampleAuditError:
         "used in another step than planned": (uses != planned) & ~missing & ~too_often,
     }
     steps = f"{-(-loader_steps // plan.accumulation)} of {plan.num_steps} optimizer steps"
-    found = [f"{fault}: {_listed(mask)}" for fault, mask in faults.items() if mask.any()]
+    listed = {fault: [*map(str, mask.nonzero().flatten().tolist())] for fault, mask in faults.items() if mask.any()}
+    more = {fault: [*ids[:_MAX_IDS], *["..."] * (len(ids) > _MAX_IDS)] for fault, ids in listed.items()}
+    found = [f"{fault}: {len(ids)} samples, ids {', '.join(more[fault])}" for fault, ids in listed.items()]
     return SampleAuditError("\n".join([f"the sample audit of epoch {plan.epoch} fails after {steps}", *found]))
 
 
@@ -220,9 +222,3 @@ def _tally(trainer: Trainer, epoch: int, *, step: int = 0) -> Tally:
     sampler: TrainSampler = datamodule.train_sampler()
     sampler.set_epoch(epoch)
     return Tally(sampler, step=step, device=trainer.strategy.root_device)
-
-
-def _listed(mask: Tensor) -> str:
-    ids = mask.nonzero().flatten().tolist()
-    more = ", ..." if len(ids) > _MAX_IDS else ""
-    return f"{len(ids)} samples, ids {', '.join(map(str, ids[:_MAX_IDS]))}{more}"

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import closing, redirect_stderr, redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
 from shutil import rmtree
@@ -88,7 +88,7 @@ def _run(words: list[str]) -> None:
     if any(MAY_NAME_STRATEGY.search(word) for word in words):
         import_module("lit_cifar.strategies")
     internals.require(internals.RUN)
-    with RunLock() as lock:
+    with closing(RunLock()) as lock:
         CLI(words, lock=lock)
 
 
@@ -181,17 +181,12 @@ class CLI(LightningCLI):
         self._classes = source.classes
         model.num_classes, model.image_size = len(source.classes), source.image_size
         if self._subcommand == "fit":
-            self._choose_fast()
+            if (checkpoint := self._arguments.ckpt_path) is None:
+                self._choice = choose_fast(self._arguments)
+            elif (folder := run_folder.of_checkpoint(Path(checkpoint))) is not None:
+                keep_choice(self._arguments, before=run_folder.read_config(folder))
         else:  # a setting of a training alone, which some modes refuse
             self._arguments.trainer.sync_batchnorm = False
-
-    def _choose_fast(self) -> None:
-        """Choose what is fast for a new training; one that goes on keeps that of its run, if known."""
-        checkpoint = self._arguments.ckpt_path
-        if checkpoint is None:
-            self._choice = choose_fast(self._arguments)
-        elif (folder := run_folder.of_checkpoint(Path(checkpoint))) is not None:
-            keep_choice(self._arguments, before=run_folder.read_config(folder))
 
     def instantiate_classes(self) -> None:
         """Build data, model and trainer; an error of their constructors is a mistake in the user's input.

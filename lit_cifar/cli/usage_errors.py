@@ -137,7 +137,8 @@ def cli_exit() -> Iterator[None]:
     except ConfigError as error:
         refuse(str(error), status=1 if isinstance(error, SaveError) else 2)
     except (MisconfigurationException, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not str(error).startswith("Early stopping conditioned on metric"):
+        known = ("Early stopping conditioned on metric", "The current optimizer")  # whose fused kernel cannot clip
+        if isinstance(error, RuntimeError) and not str(error).startswith(known):
             raise
         refuse(str(error), remedy=f"see {_program()} --help")
 

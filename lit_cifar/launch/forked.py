@@ -218,11 +218,10 @@ def run(
     (folder / "tmp").mkdir(exist_ok=True)
     own = {"OMP_NUM_THREADS": str(threads), **(variables or {}), "TMPDIR": str(folder / "tmp")}
     environment = {**os.environ, **own}
-    out, err = folder / "stdout", folder / "stderr"
-    for file in (out, err):
+    streams = {name: folder / name for name in ("stdout", "stderr")}
+    for file in streams.values():
         file.write_text("")
     start = time.perf_counter()
-    streams = {"stdout": out, "stderr": err}
     forked = ForkedRun(words, module=module, environment=environment, num_ranks=num_ranks, preload=preload, **streams)
     _running.add(forked)
     try:
@@ -232,7 +231,7 @@ def run(
     finally:
         forked.kill()
         _running.discard(forked)
-    stdout, stderr = (file.read_text(errors="replace") for file in (out, err))
+    stdout, stderr = (file.read_text(errors="replace") for file in streams.values())
     return EndedRun(status, stdout, stderr, time.perf_counter() - start)
 
 

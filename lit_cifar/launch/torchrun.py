@@ -9,6 +9,7 @@ import re
 import socket
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from time import monotonic, sleep
 
@@ -124,7 +125,10 @@ class TorchrunEnvironment(TorchElasticEnvironment):
         if _num_machines() == 1:
             address = self._address
         if self.global_rank() == 0:
-            if socket.gethostbyname(address) != self._address:
+            found = ""
+            with suppress(OSError):  # nobody knows the name here
+                found = socket.gethostbyname(address)
+            if found != self._address:
                 here = f"{self._interface} ({self._address})"
                 problem = f"torchrun or srun sends the other machines to {address}, which is not {here}"
                 remedy = f"pass torchrun --local-addr={self._address}, or export MASTER_ADDR={self._address} for srun"

@@ -53,10 +53,10 @@ def keep_choice(arguments: Namespace, *, before: Mapping[str, Any]) -> None:
 
 
 def _fill_in(arguments: Namespace, chosen: Mapping[str, Any]) -> None:
-    optimizer = arguments.model.optimizer
+    optimizer, clips = arguments.model.optimizer, arguments.get("trainer.gradient_clip_val")  # Lightning clips no fused
     takes_fused = arguments.trainer.strategy in _FUSED_MODES and optimizer.class_path in _FUSED
     for name, value in chosen.items():
-        is_refused = name == _FUSED_FLAG and (not takes_fused or optimizer.init_args.get("foreach"))
+        is_refused = name == _FUSED_FLAG and (not takes_fused or clips or optimizer.init_args.get("foreach"))
         if value is not None and arguments.get(name) is None and not is_refused:
             arguments[name] = value
 

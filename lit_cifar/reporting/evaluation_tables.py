@@ -42,9 +42,7 @@ class EvaluationTables(Callback):
         num_ranks = mode_of(trainer.strategy).layout.num_replicas
         self._tally = torch.zeros(num_ranks, 2, dtype=torch.int64, device=pl_module.device)
 
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, *_: Any, **__: Any
-    ) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Batch, *_: Any) -> None:
         """Add the samples of a batch to those of the ranks that computed them."""
         mode = mode_of(trainer.strategy)
         ranks = torch.full_like(batch.labels, mode.layout.data_parallel_rank * mode.local_replicas)
@@ -77,7 +75,7 @@ class EvaluationTables(Callback):
             Console().print(_per_rank_table(self.counts[split], title=title))
 
     on_test_epoch_start = on_validation_epoch_start
-    on_test_batch_end = on_validation_batch_end
+    on_test_batch_end: Any = on_validation_batch_end
     on_test_epoch_end = on_validation_epoch_end
     on_test_end = on_validation_end
 

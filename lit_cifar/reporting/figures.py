@@ -76,9 +76,7 @@ class EvaluationFigures(Callback):
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._mistakes = Mistakes()
 
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, *_: Any, **__: Any
-    ) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Batch, *_: Any) -> None:
         if self.every_n_epochs != 0:
             self._mistakes.update(outputs, batch)
 
@@ -110,7 +108,7 @@ class EvaluationFigures(Callback):
             self._draw(trainer, [found])
 
     on_test_epoch_start = on_validation_epoch_start
-    on_test_batch_end = on_validation_batch_end
+    on_test_batch_end: Any = on_validation_batch_end
     on_test_epoch_end = on_validation_epoch_end
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -30,9 +30,7 @@ class PredictionWriter(Callback):
         num_images = len(datamodule_of(trainer).sets["predict"])
         self._table = torch.zeros(num_images, 2, dtype=torch.float64, device=trainer.strategy.root_device)
 
-    def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, *_: Any, **__: Any
-    ) -> None:
+    def on_predict_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Batch, *_: Any) -> None:
         """Fill in the batch's rows, without waiting for the device."""
         confidence, classes = outputs.max(dim=1)
         self._table[batch.ids] = torch.stack([classes + 1, confidence.double()], dim=1)  # bfloat16 would round classes

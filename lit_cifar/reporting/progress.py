@@ -22,7 +22,7 @@ class Throughput(Callback):
 
     A window lasts from one log point (`trainer.log_every_n_steps`) to the next and is averaged as a whole. Its time
     includes what an image costs to be trained on: fetching and augmenting batches, transfer, forward, backward,
-    optimizer step, and waiting for slower processes. It leaves out validation, checkpoints and figures between epochs,
+    optimizer step, and waiting for slower processes. It leaves out validation and figures between epochs, `best.ckpt`,
     and the first `warmup_steps` of the fit, in which memory is allocated and kernels are chosen. The host waits for a
     GPU only at log points and when the clock stops, so that the time covers finished work.
     """
@@ -53,7 +53,7 @@ class Throughput(Callback):
         # The parts of a step are equally long, except that in a ragged last batch one image more or less may miss.
         self._num_images += len(batch.labels) * self._num_ranks
         step, every = trainer.global_step, trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if every and step % every == 0 and step != self._logged_step:
+        if every and (trainer.should_stop or step % every == 0) and step != self._logged_step:
             self._logged_step = step
             self._log(pl_module)
 

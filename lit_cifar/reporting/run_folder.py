@@ -58,10 +58,7 @@ class RunLock:
             os.ftruncate(self._descriptor, 0)
             os.write(self._descriptor, text.encode())
 
-    def __enter__(self) -> "RunLock":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
 

@@ -241,8 +241,9 @@ class LitResNet(L.LightningModule):
         loss = self._train_on(batch) if replicas is None else replicas.train(self, batch, self._train_on)
         self._log_epoch()
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning's own omission
-        # Logging every step would be slow: Lightning's `log` takes longer than all else that it does in a step.
-        if every and (self.trainer.global_step + 1) % every == 0:
+        # Logging every step would be slow: Lightning's `log` takes longer than all else that it does in a step. Once a
+        # training should stop, Lightning writes in every step what was logged last.
+        if every and (self.trainer.should_stop or (self.trainer.global_step + 1) % every == 0):
             self.log_dict(self.step_metrics())
         return loss
 
@@ -251,7 +252,8 @@ class LitResNet(L.LightningModule):
         logits = self(batch.images)
         losses = self.loss(logits, batch.targets)
         if self._newest is None:  # the first of several parts is with the same process in every mode
-            self._newest = losses.detach(), logits.detach(), batch.labels
+            kept = logits.detach().clone() if self.cuda_graphs else logits.detach()  # a graph writes over its output
+            self._newest = losses.detach(), kept, batch.labels
         self.train_loss.update(losses.detach())
         self.train_acc.update(logits.detach(), batch.labels)
         return losses.mean() * batch.weight
@@ -291,7 +293,7 @@ class LitResNet(L.LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Class probabilities, (n, num_classes)."""
-        return torch.softmax(self._evaluated(batch.images), dim=1)
+        return torch.softmax(self._evaluated(batch.images).float(), dim=1)
 
     def _evaluated(self, images: Tensor) -> Tensor:
         replicas = self.virtual_replicas

@@ -104,7 +104,7 @@ def keep_saved_types(optimizer: Optimizer) -> None:
     """Have `load_state_dict` give scalars of the state back the type that they were saved with.
 
     Settings of how a step is computed, such as fused kernels, stay those of `optimizer`. torch gives all state but
-    `step` the type of the parameter. But NAdam's `mu_product`, for example, is float32 even for parameters in float64,
+    `step` the type of the parameter. But NAdam's `mu_product`, for example, is float32 for parameters of any type,
     and a resumed run would round it differently.
     """
     saved: list[dict[str, Any]] = []
@@ -124,7 +124,7 @@ def keep_saved_types(optimizer: Optimizer) -> None:
         for number, parameter in zip(numbers, parameters, strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
                 if isinstance(value, Tensor) and not value.ndim:
-                    loaded.state[parameter][name] = loaded.state[parameter][name].to(value.dtype)
+                    loaded.state[parameter][name] = value.to(loaded.state[parameter][name].device, copy=True)
 
     optimizer.register_load_state_dict_post_hook(restore)
 

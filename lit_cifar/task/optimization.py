@@ -165,7 +165,10 @@ def check_schedule(scheduler: Any, trainer: Trainer, data: CIFAR10DataModule, *,
     """Refuse a schedule that does not fit a run with `num_batches` batches in an epoch."""
     check_total_steps(scheduler, _total_steps(trainer, num_batches))
     if isinstance(scheduler, ReduceLROnPlateau):
-        _check_followed(followed_metric(scheduler), trainer, data, num_batches=num_batches)
+        if scheduler.mode == ("max" if "loss" in (metric := followed_metric(scheduler)) else "min"):
+            problem = f"--model.lr_scheduler.mode={scheduler.mode} of {metric} would take the worst for the best"
+            raise ConfigError(problem, remedy="pass the other --model.lr_scheduler.mode")
+        _check_followed(metric, trainer, data, num_batches=num_batches)
 
 
 def _total_steps(trainer: Trainer, num_batches: int) -> float:

@@ -49,35 +49,36 @@ def check_callbacks(trainer: Any, *, timed: bool) -> None:
 
 def check_monitors(trainer: Any, scores: Iterable[str], *, validates: bool) -> None:
     """Refuse decisions on what nothing logs; `scores` are the names in an evaluation, if one `validates` at all."""
-    known = ["val/loss", *scores, "train/loss", "train/acc"]
+    known = ["val/loss", *scores, "train/loss", "train/acc", *STEP_METRICS, "train/images_per_s"]
     is_own = [type(each).__module__.partition(".")[0] not in ("lightning", "lit_cifar") for each in trainer.callbacks]
     for callback in trainer.callbacks:
         if not isinstance(callback, EarlyStopping | ModelCheckpoint):
             continue
-        _check_monitor(callback, processes=mode_of(trainer.strategy).layout.data_parallel_size)
-        monitor, stops = callback.monitor or "train/", isinstance(callback, EarlyStopping) and callback.strict
+        _check_monitor(callback, trainer)
+        monitor, stops = callback.monitor or "lr-", isinstance(callback, EarlyStopping) and callback.strict
         flag = "--best_checkpoint" if isinstance(callback, BestCheckpoint) else "--trainer.callbacks"
         if stops and monitor.startswith("val/") and not validates:
             problem = f"{flag}: EarlyStopping follows {monitor}, and no images are validated on"
             raise ConfigError(problem, remedy=f"leave out --data.val_size=0, or pass {flag}.monitor=train/loss")
-        if monitor in known and callback.mode == (worst := "max" if monitor.endswith("loss") else "min"):
+        if monitor in known and callback.mode == (worst := "max" if "loss" in monitor else "min"):
             problem = f"{flag}.monitor={monitor} with mode={worst} would take the worst for the best"
             raise ConfigError(problem, remedy=f"pass {flag}.mode={'max' if worst == 'min' else 'min'}")
-        if monitor not in known and not any(is_own) and not monitor.startswith(("train/", "lr-")):
-            remedy = f"did you mean {flag}.monitor={nearest(monitor, known) or known[0]}? choose of {', '.join(known)}"
+        if monitor not in known and not any(is_own) and not monitor.startswith("lr-"):
+            remedy = f"did you mean {flag}.monitor={nearest(monitor, known[:-3]) or known[0]}? all: {', '.join(known)}"
             raise ConfigError(f"{flag}.monitor={monitor}: nothing logs that", remedy=remedy)
 
 
-def _check_monitor(callback: EarlyStopping | ModelCheckpoint, *, processes: int) -> None:
-    """Refuse decisions on what processes log apart, and on what a resumed run has not logged yet."""
+def _check_monitor(callback: EarlyStopping | ModelCheckpoint, trainer: Any) -> None:
+    """Refuse decisions on what processes log apart, and on what was logged before, perhaps by another run."""
     name, monitor = f"--trainer.callbacks: {type(callback).__name__}", callback.monitor
-    if monitor in STEP_METRICS and processes > 1:
+    if monitor in STEP_METRICS and mode_of(trainer.strategy).layout.data_parallel_size > 1:
         problem = f"{name} with {monitor}, of each process's own part of the batch: decisions depend on their number"
         raise ConfigError(problem, remedy=f"pass --trainer.callbacks.monitor={monitor.removesuffix('_step')}")
     between = isinstance(callback, ModelCheckpoint) and callback.every_n_epochs == 0  # saves by steps or by time
-    if monitor is not None and monitor not in STEP_METRICS and between:
-        problem = f"{name} between validations is ranked by {monitor} of an earlier one, unknown to a resumed run"
-        raise ConfigError(problem, remedy="leave out the monitor, or every_n_train_steps and train_time_interval")
+    if monitor is not None and between and not (monitor in STEP_METRICS and trainer.log_every_n_steps == 1):
+        problem = f"{name} between validations is ranked by {monitor} of earlier steps, unknown to a resumed run"
+        remedy = "leave out the monitor, or every_n_train_steps and train_time_interval, or take train/loss_step and"
+        raise ConfigError(problem, remedy=f"{remedy} --trainer.log_every_n_steps=1")
 
 
 def refuse_averages(trainer: Trainer, mode: Mode) -> None:

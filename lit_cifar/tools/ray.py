@@ -36,7 +36,7 @@ _say = partial(say, file=sys.stderr)
 def main(args: list[str]) -> int:
     options = ray_parser().parse_args(args)
     refuse_owned(options.flags, {"trainer.devices", "trainer.num_nodes"}, command="ray")
-    if options.max_failures and options.command == "fit" and "--resume=auto" not in options.flags:
+    if options.max_failures and options.command == "fit" and "--resume" not in " ".join(options.flags):
         problem = f"--max_failures={options.max_failures}, but a training that starts again would not resume"
         raise ConfigError(problem, remedy="add --resume=auto and --run_dir=FOLDER, which every node can read")
     with _connected(options.address) as ray, handlers_put_back():
@@ -155,8 +155,8 @@ def _connected(address: str) -> Iterator[Any]:
         raise ConfigError("Ray is not installed here", remedy="pip install 'lit-cifar[ray]'") from error
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
-    except (ConnectionError, ValueError) as error:
-        problem = f"there is no Ray cluster at --address={address}: {one_line(error)[:150]}"
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        problem = f"there is no Ray cluster for this program at --address={address}: {one_line(error)[:150]}"
         raise ConfigError(problem, remedy="ray start --head; on others ray start --address=HOST:6379") from error
     try:
         yield ray

@@ -81,7 +81,7 @@ def writable(name: str | None) -> Path | None:
     """The file that --json names, if it is given, checked to be writable now and not only at the end."""
     if name is None:
         return None
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # noqa: PTH111  # which leaves a user that is unknown
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"--json={path} cannot be written", remedy="choose another file")
     return path

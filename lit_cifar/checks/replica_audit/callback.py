@@ -7,7 +7,6 @@ are averaged, so all ranks go on together, each from weights of its own.
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_cifar.errors import ReplicaAuditError, bounded
@@ -56,7 +55,8 @@ class ReplicaAudit(Callback):
             self._audit(trainer, self._held)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self._held is not None and trainer.state.fn == TrainerFn.FITTING and trainer.global_step > self._step:
+        # After an error of one rank the others would take the sum for one of their gradients.
+        if self._held is not None and not trainer.interrupted and trainer.global_step > self._step:
             self._audit(trainer, self._held)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

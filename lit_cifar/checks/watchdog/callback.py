@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_cifar import internals
 from lit_cifar.errors import ConfigError, Stopped, bounded
@@ -84,7 +85,7 @@ class Watchdog(Callback):
         """Tell the others. If another rank failed first, do not show this exception, which is a consequence."""
         if self._watch is None:
             return
-        if isinstance(exception, Stopped | KeyboardInterrupt):  # the user has stopped the run
+        if isinstance(exception, Stopped | SIGTERMException | KeyboardInterrupt):  # the user has stopped the run
             self._leave()
             return
         if threading.current_thread() is threading.main_thread():

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from lit_cifar.checks.watchdog import diagnosis
-from lit_cifar.checks.watchdog.diagnosis import JUDGE, Patience, Peer, Verdict
+from lit_cifar.checks.watchdog.diagnosis import JUDGE, SILENT_AFTER_FAILURE_S, Patience, Peer, Verdict
 from lit_cifar.checks.watchdog.heartbeat import Heartbeat, Mates, Sight
 from lit_cifar.checks.watchdog.progress import Progress
 from lit_cifar.checks.watchdog.store import HeartbeatStore
@@ -75,7 +75,7 @@ class Monitor(threading.Thread):
         """
         self._failure = failure
         self._wake.set()
-        self._concluded.wait(diagnosis.SILENT_AFTER_FAILURE_S + 4 * BEAT_S)
+        self._concluded.wait(SILENT_AFTER_FAILURE_S + 4 * BEAT_S)
         return self.verdict
 
     def leave(self) -> None:
@@ -149,8 +149,9 @@ class Monitor(threading.Thread):
             known = {rank for rank, sight in sent.items() if sight.state == "gone"}
             sights = {rank: sight for rank, sight in sights.items() if sight.state != "gone" or rank in known}
         if self._is_judge and beats:
-            seen_by_others = [item for beat in beats[1:] for item in beat.seen.items()]
-            seen_by_others.sort(key=lambda item: _STATES.index(item[1].state))
+            # Two ranks of a machine that is gone would say of each other for ever that they run.
+            fresh = (b for b in beats[1:] if self._listened_s - self._peers[b.rank].heard_at < SILENT_AFTER_FAILURE_S)
+            seen_by_others = sorted((i for b in fresh for i in b.seen.items()), key=lambda i: _STATES.index(i[1].state))
             sights = dict.fromkeys(self._peers, Sight("unseen")) | dict(seen_by_others) | sights
         self._peers = diagnosis.updated(self._peers, beats or [self._beat], sights, now=self._listened_s)
 

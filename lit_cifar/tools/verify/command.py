@@ -51,7 +51,7 @@ def main(args: list[str]) -> int:
     parser = verify_parser()
     options, rest = parser.parse_known_args(args)
     for flag in (word.partition("=")[0] for word in rest):
-        if meant := get_close_matches(flag, parser._option_string_actions, n=1, cutoff=0.85):
+        if meant := get_close_matches(flag, parser._option_string_actions, n=1, cutoff=0.86):
             parser.error(f"there is no {flag}; did you mean {meant[0]}?")
     target = terminal.writable(options.json)
     record = terminal.about()
@@ -109,6 +109,9 @@ def verify(names: Sequence[str], *, devices: int = 2, steps: int = 4, args: Sequ
     if steps < 2:
         raise ConfigError(f"--steps={steps} leaves no step before a resume", remedy="pass --steps 2 or more")
     wanted = chosen(list(names), devices=devices)
+    lone = [mode.name for mode in wanted if mode.name in ("ddp_mp", "ddp_pp") and mode.sizes["num_stages"] == devices]
+    if lone:
+        say(f"{' and '.join(lone)}: one replica on {devices} devices, so no averages are compared; --devices=4 has two")
     # Modes are sized by Trainers of the CPU, of which Lightning warns where there is a GPU.
     with without_banners(), tempfile.TemporaryDirectory(prefix="lit_cifar-verify-") as folder:
         settings = Configuration.from_flags(args, devices=devices, folder=Path(folder))

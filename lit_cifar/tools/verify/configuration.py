@@ -44,7 +44,7 @@ _OWNED = {"trainer.strategy", "trainer.devices", "trainer.sync_batchnorm", "trai
 _OWNED |= {"run_dir", "ckpt_path", "resume"}
 
 # Switches off outputs that are not used here; each takes longer than a step.
-_LEFT_OUT = ("--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0", "--figures.every_n_epochs=0")
+_LEFT_OUT = ("--trainer.num_sanity_val_steps=0", "--figures.every_n_epochs=0")
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class Configuration:
             if (precision := str(config["trainer"]["precision"] or EXACT)) not in ("64", EXACT):
                 say(f"in {EXACT} and not {precision}: rounding would explain differences")
             flags.append(f"--trainer.precision={EXACT}")
+        if isinstance((trainer := config["trainer"]).get("strategy"), dict) or trainer.get("sync_batchnorm"):
+            say("each mode has its own strategy and BatchNorm: those in the file are not compared")
         if config["trainer"]["accelerator"] == "auto" and torch.cuda.device_count() < devices:
             flags.append("--trainer.accelerator=cpu")
             config["trainer"]["accelerator"] = "cpu"

@@ -18,6 +18,7 @@ from lit_cifar.errors import CheckpointError
 from lit_cifar.reporting.evaluation_tables import PER_RANK
 from lit_cifar.reporting.files import read_csv
 from lit_cifar.reporting.rank_statistics import AccuracyCount, pooled
+from lit_cifar.task.optim import keep_saved_types
 from lit_cifar.tools.verify.configuration import Configuration
 from lit_cifar.tools.verify.record import LOSS, METRICS, Evaluated, Record, first_of, gap, gaps_of_step
 from lit_cifar.tools.verify.recorder import Step, numbers, own_values
@@ -27,11 +28,14 @@ MAY_DIFFER = {
     "state_dict": "each checkpoint's is compared with the steps of its own run",
     "optimizer_states": "likewise",
     "epoch_loop.val_loop.batch_progress": "depends on the number of processes, and nothing reads it",
+    "time_elapsed": "of --trainer.max_time",
 }
 OF_ACCUMULATION = {"loops": "Lightning counts the batches of the loader, and an accumulated step has several"}
 OF_RESUME = {
     "current_score": "Lightning forgets the last score of the best checkpoint, and nothing reads it",
     "epoch_loop.val_loop.batch_progress": "a resumed run counts them from 0",
+    "time_elapsed": "of --trainer.max_time",
+    "ModelCheckpoint{": "Lightning's forgets its files in a folder of another name, and numbers them anew",
 }
 
 
@@ -69,9 +73,11 @@ def checkpoint_problems(record: Record, settings: Configuration) -> list[str]:
 def _loaded(checkpoint: dict[str, Any], settings: Configuration) -> Step:
     check_header(checkpoint, settings.module.header)
     network, weights = settings.module.network, checkpoint["state_dict"]
-    network.to(next(iter(weights.values())).dtype).load_state_dict(weights, strict=True)
+    floating = next(each.dtype for each in weights.values() if each.is_floating_point())
+    network.to(floating).load_state_dict(weights, strict=True)
     groups = settings.module.optimization.parameter_groups(network)
     optimizer: Optimizer = made(settings.config["model"]["optimizer"], groups)
+    keep_saved_types(optimizer)  # as `fit` does
     optimizer.load_state_dict(checkpoint["optimizer_states"][0])
     return numbers(own_values(SimpleNamespace(strategy=None, optimizers=[optimizer]), network))
 
@@ -103,7 +109,7 @@ def _entries(path: str, value: Any, leave_out: Collection[str]) -> Iterator[tupl
         value = dict(enumerate(value))
     if isinstance(value, dict) and value:
         for key, inner in value.items():
-            if key not in leave_out:
+            if not str(key).startswith(tuple(leave_out)):
                 yield from _entries(f"{path}/{key}".lstrip("/"), inner, leave_out)
     else:
         in_run = partial(re.sub, r"[^ ]*/run/checkpoints", "RUN/checkpoints")

@@ -83,7 +83,7 @@ def _resumed_problems(ended: EndedRun, record: Record, settings: Configuration) 
 
 def _compare_metrics(row: VerifiedMode, record: Record, reference: Record, settings: Configuration) -> list[str]:
     bound = settings.metric_bound
-    bounds = {"train/loss": bound, "train/acc": bound} | _SAME_METRICS | {"val/": bound}
+    bounds = _SAME_METRICS | {"train/": bound, "val/": bound}
     problems = logged_problems(record.logged, reference.logged, bounds=bounds, source=f"{ONE_DEVICE} has")
     for number in record.steps:
         for process, evaluated in record.evaluated(number).items():

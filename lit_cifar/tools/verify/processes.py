@@ -78,7 +78,7 @@ def change_problems(snapshots: Sequence[Snapshot], saved: Mapping[str, Any]) -> 
     for now in snapshots:
         before, source = by_moment.get((now.rank, now.same_as or ""), {}), f"that of {now.same_as}"
         if saved and now.when == WHOLE_NETWORK:
-            before = {name: ("", digests.get(name.split()[0], "")) for name in now.state}
+            before = {name: ("", digests.get(name.rpartition(" (")[0], "")) for name in now.state}
             source = "the checkpoint's"
         changed = [
             f"{now.when}: {name} of process {now.rank} is not {source}"

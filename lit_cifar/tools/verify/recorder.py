@@ -175,7 +175,8 @@ def numbers(values: Iterable[tuple[str, str, Any]]) -> dict[Key, Tensor]:
     found: dict[Key, Tensor] = {}
     for name, kind, value in values:
         if isinstance(value, Tensor | float | int | tuple | list):
-            number = len(value) if isinstance(value, list) else value
+            number: Any = len(value) if isinstance(value, list) else value
+            number = [each or 0.0 for each in number] if isinstance(number, tuple) else number  # Adafactor has a None
             # float32, torch's default, would round a rate by more than is allowed
             found[kind, name] = number if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64)
     return found

@@ -34,11 +34,6 @@ def refusal(ended: EndedRun) -> ConfigError:
     return ConfigError("\n".join(problem) or "the configuration cannot be read", remedy=remedy)
 
 
-def refuse_if_invalid(ended: EndedRun) -> None:
-    if ended.status != 0:
-        raise refusal(ended)
-
-
 def _error(ended: EndedRun) -> list[str]:
     """The error that the command line, or the first of several ranks, has printed."""
     start, *more = ended.stderr.partition(ERROR)[2].splitlines() or [""]
@@ -52,5 +47,6 @@ def _lines(ended: EndedRun) -> list[str]:
 def all_settings(flags: Sequence[str], *, folder: Path) -> dict[str, Any]:
     """Every setting of `fit` with its value, after defaults and files."""
     ended = run(["fit", *flags, "--print_config"], folder=folder)
-    refuse_if_invalid(ended)
+    if ended.status != 0:
+        raise refusal(ended)
     return dict(yaml.safe_load(ended.stdout))
