@@ -194,9 +194,7 @@ def test_what_was_found_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 @pytest.mark.parametrize("seed", range(3))
-def test_each_class_is_held_out_alike(
-    counts: list[int], num_images: int, expected: list[int], seed: int, tmp_path: Path
-) -> None:
+def test_held_out_classes(counts: list[int], num_images: int, expected: list[int], seed: int, tmp_path: Path) -> None:
     make(tmp_path, "cat 1", "dog 1")
     source = CIFAR10DataModule(tmp_path, dataset="folder", seed=seed).source
     labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))

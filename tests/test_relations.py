@@ -758,9 +758,7 @@ def test_gradients_that_stay_are_seen_with_each_optimizer(bug: str, said: str, v
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("bug", "outcome"), [("sum of means", "FAIL"), ("", "PASS")])
-def test_arguments_may_be_told_that_change_nothing(
-    bug: str, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arguments_may_change_nothing(bug: str, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lit_cifar.tools.relations.exit_orderly_when_terminated", lambda: None)
     monkeypatch.setenv("BUG", bug)
     (tmp_path / "train.py").write_text(AGAIN)

@@ -166,9 +166,7 @@ def is_torchrun(words: list[str]) -> bool:
 
 
 @pytest.mark.parametrize(("mode", "processes", "readers"), [("ddp", 1, 1), ("ddp_pp", 2, 2)])
-def test_a_run_over_both(
-    mode: str, processes: int, readers: int, machines: tuple[Machine, Machine], tmp_path: Path
-) -> None:
+def test_over_both(mode: str, processes: int, readers: int, machines: tuple[Machine, Machine], tmp_path: Path) -> None:
     start(machines, tmp_path, f"--trainer.strategy={mode}", *SLOW, NPROC=str(processes))
     wait_for(tmp_path, step=1)
     sockets = [listening(machine) for machine in machines]

@@ -22,7 +22,6 @@ from lit_cifar.checks import relations
 from lit_cifar.checks.relations import flags, generators, made_data, mirror, notebooks, told
 from lit_cifar.checks.relations.crashes import note_error
 from lit_cifar.checks.relations.in_lightning import InLightning
-from lit_cifar.checks.relations.interruption import GoOn
 from lit_cifar.checks.relations.loaders import Loaders
 from lit_cifar.checks.relations.own_devices import follow_devices
 from lit_cifar.checks.relations.own_files import Guard
@@ -41,8 +40,6 @@ def main(plan_file: str) -> None:
     rank = int(os.environ.get("RANK", "0"))
     folder = Path(plan_file).parent / str(rank)
     os.chdir(target.folder)
-    if (go_on := plan.asked(GoOn)) and go_on.files:
-        mirror.carry_over(Path(go_on.checkpoint, mirror.MIRROR), folder.parent / mirror.MIRROR)
     # Whatever this process starts stays one of its children, also when the one between them ends.
     CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     watched = Watched(plan, folder, rank)

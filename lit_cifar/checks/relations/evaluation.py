@@ -130,7 +130,7 @@ def validated(runs: Runs, checkpoint: str | None = None) -> dict[str, float]:
 def _why_not_in_other_batches(trace: Trace) -> str:
     if not trace.part(Evaluations).has_loader:
         return _NO_LOADER
-    return remarks.UNDIVIDED_EVALUATION if remarks.UNDIVIDED_EVALUATION in trace.remarks else ""
+    return next((why for why in (remarks.UNDIVIDED_EVALUATION, remarks.OF_OWN_SIZE) if why in trace.remarks), "")
 
 
 def on_two_ranks(alone: Runs, two: Trace) -> Iterator[Verdict]:
@@ -144,11 +144,11 @@ def on_two_ranks(alone: Runs, two: Trace) -> Iterator[Verdict]:
         yield Verdict(name, "abstain", CUT)
         return
     # A number may be of the training, which rank 0 tells of its own part: no other evaluation changes it.
-    less = results(alone.with_limits(evaluated=1).own(), alone.unsteady) if found else {}
-    of_evaluation = [each for each in found if each.name.name.startswith("val") or less.get(each.name) != each.one]
-    said = [_in_words(each, "evaluated by 2 processes") for each in (of_evaluation or found)[:1]]
+    less = results(alone.with_limits(evaluated=1, undivided=1).own(), alone.unsteady) if found else {}
+    sure = [each for each in found if each.name.name.startswith("val") or less.get(each.name) != each.one]
+    said = [_in_words(each, "evaluated by 2 processes") for each in (sure or found)[:1]]
     verdict = Verdict.by_findings(name, said, _names(alone, one))
-    yield replace(verdict, outcome="note") if found and not of_evaluation else verdict
+    yield replace(verdict, outcome="note") if found and (not sure or remarks.FIRST_BATCHES in one.remarks) else verdict
 
 
 def _judged(trace: Trace, found: list[str], looked_at: str) -> Iterator[Verdict]:
@@ -158,8 +158,8 @@ def _judged(trace: Trace, found: list[str], looked_at: str) -> Iterator[Verdict]
     drawn = {remarks.IN_EVALUATION, *([] if seen.has_loader else [remarks.BESIDE_EVALUATION])}
     if remarks.IN_MODEL in trace.remarks:
         verdict = replace(verdict, outcome="note", text=": ".join(filter(None, (remarks.IN_MODEL, verdict.text))))
-    elif found and trace.remarks & {*drawn, remarks.REFRESHED}:
-        why = remarks.REFRESHED if remarks.REFRESHED in trace.remarks else remarks.IN_EVALUATION
+    elif found and (reasons := trace.remarks & {*drawn, remarks.REFRESHED, remarks.FIRST_BATCHES}):
+        why = "; ".join(sorted(reasons - {remarks.BESIDE_EVALUATION} or {remarks.IN_EVALUATION}))
         verdict = replace(verdict, outcome="note", text=f"{why}: {verdict.text}")
     yield verdict
     if seen.left_out:

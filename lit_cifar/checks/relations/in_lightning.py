@@ -125,7 +125,7 @@ class InLightning(Checkpoint):
             "strategy": "auto" if plan.ranks == 1 else _DDP if strategy == "auto" else strategy,
             "max_epochs": _at_most(limits.epochs, own.get("max_epochs")),
             "limit_train_batches": _at_most(limits.batches, own.get("limit_train_batches")),
-            "limit_val_batches": _at_most(plan.evaluated, own.get("limit_val_batches")),
+            "limit_val_batches": plan.evaluated if own.get("limit_val_batches") != 0 else 0,  # a few are other samples
             **{"max_steps": -1, "max_time": None, "min_epochs": None, "min_steps": None, "overfit_batches": 0.0},
             **{"fast_dev_run": False, "barebones": False, "profiler": None, "benchmark": None},
             **{"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0},

@@ -14,6 +14,7 @@ from lightning.fabric.utilities.data import sized_len
 from torch.utils import data
 from torch.utils.data import DataLoader, IterableDataset
 
+from lit_cifar.checks.relations import remarks
 from lit_cifar.checks.relations.batches import (
     in_batches_of,
     joined,
@@ -27,10 +28,9 @@ from lit_cifar.checks.relations.batches import (
 from lit_cifar.checks.relations.evaluation import Evaluations
 from lit_cifar.checks.relations.generators import states
 from lit_cifar.checks.relations.mirror import MIRROR
-from lit_cifar.checks.relations.patching import patched
+from lit_cifar.checks.relations.patching import before, patched
 from lit_cifar.checks.relations.plan import Imposed
 from lit_cifar.checks.relations.purposes import Purposes, place_in
-from lit_cifar.checks.relations.remarks import IN_EVALUATION, UNDIVIDED, UNDIVIDED_EVALUATION
 from lit_cifar.checks.relations.watching import Watched
 from lit_cifar.checks.relations.workers import Order, Read, read_with_workers
 
@@ -64,6 +64,8 @@ class Loaders:
         patched(DataLoader, "__len__", self._length)
         patched(data.BatchSampler, "__iter__", self._ordered)
         patched(data, "get_worker_info", self._worker)
+        note = before(lambda *_, **__: self._trace.remarks.add(remarks.OF_OWN_SIZE))
+        patched("accelerate.accelerator:Accelerator", "gather_for_metrics", note)
 
     def _make(self, make: Any, loader: Any, *args: Any, **settings: Any) -> None:
         make(loader, *args, **settings)
@@ -150,7 +152,7 @@ class Loaders:
             with torch.random.fork_rng(devices=()):  # whose order is drawn again when it is read
                 return sum(1 for _ in self._evaluated(loader, self._batches_of(loader)))
         imposed = self._plan.imposed
-        if imposed and (own := dict(imposed.lengths).get(self._number(loader))) is not None:
+        if imposed and purpose == "train" and (own := dict(imposed.lengths).get(self._number(loader))) is not None:
             return -(-own // imposed.window) * imposed.parts
         most = self._plan.limits.batches if purpose == "train" else self._most_evaluated
         return min(int(length(loader)), most)
@@ -185,18 +187,19 @@ class Loaders:
 
     def _followed(self, loader: Any, epoch: int, batches: Iterator[Any], is_known: bool) -> Iterator[Any]:
         imposed = self._plan.imposed
+        self._watched.seed("fetch 0")  # as those that follow
         for number, batch in enumerate(imposed_batches(imposed, epoch, self._watched.rank) if imposed else batches):
             if self._watched.is_over():
                 return
             self._watched.continues()
             if not number and not imposed and not is_divided(batch, self._asked):
-                self._trace.remarks.add(UNDIVIDED)
+                self._trace.remarks.add(remarks.UNDIVIDED)
             if self._plan.record:
                 folder = self._watched.folder / "batches" / str(epoch)
                 folder.mkdir(parents=True, exist_ok=True)
                 torch.save(batch, folder / f"{number:06d}.pt")
             self._trace.reading.epochs[epoch] += 1
-            divides = UNDIVIDED not in self._trace.remarks
+            divides = remarks.UNDIVIDED not in self._trace.remarks
             self._watched.begins_batch(sample_digests(batch), is_divided=divides, is_known=is_known)
             yield batch
             self._watched.fetches_batch()
@@ -211,19 +214,22 @@ class Loaders:
             seen.cut = f"{len(own)} of {'more' if is_stream else self._length_of(loader)} batches of an evaluation"
         seen.has_loader |= bool(own)
         if own and not is_divided(own[-1], asked):
-            self._trace.remarks.add(UNDIVIDED_EVALUATION)
+            self._trace.remarks.add(remarks.UNDIVIDED_EVALUATION)
         elif own and not is_cut and loader.batch_sampler is not None and self._plan.ranks == 1:
             with suppress(TypeError, ValueError):  # a sampler without a length; a batch that is not divided
                 seen.left_out = max(seen.left_out, len(loader.sampler) - sum(map(num_samples, own)))
-        divided = own if size is None or UNDIVIDED_EVALUATION in self._trace.remarks else in_batches_of(own, size)
+        is_kept = remarks.UNDIVIDED_EVALUATION in self._trace.remarks
+        unread = own if size is None or is_kept else [*in_batches_of(own, size)]
         try:
-            for batch in divided:
-                before = states()
-                yield batch
-                if states() != before:
-                    self._trace.remarks.add(IN_EVALUATION)
+            while unread:
+                drawn = states()
+                yield unread.pop(0)
+                if states() != drawn:
+                    self._trace.remarks.add(remarks.IN_EVALUATION)
         finally:
             self._watched.is_evaluating = False
+            is_plain = not self._trace.script.is_lightning  # whose validations go on behind an error
+            self._trace.remarks |= {remarks.FIRST_BATCHES} if unread and is_plain else set()
 
     def read_again(self) -> None:
         """Read the loaders that trained once more, with workers of their own."""

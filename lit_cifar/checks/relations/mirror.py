@@ -54,16 +54,6 @@ def mirror(place: Path, folders: Sequence[Path]) -> None:
                 _at(place, entry).symlink_to(entry)
 
 
-def carry_over(earlier: Path, place: Path) -> None:
-    """Put into the mirror `place` what a run has written into another."""
-    for path in earlier.rglob("*"):
-        if path.is_file() and not path.is_symlink():
-            target = place / path.relative_to(earlier)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.unlink(missing_ok=True)
-            shutil.copyfile(path, target)
-
-
 def mirrored(place: Path, path: Path) -> Path:
     """Where a path is in the mirror; the path itself, if it can only be read there."""
     there = _at(place, path)

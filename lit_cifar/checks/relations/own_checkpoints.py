@@ -38,6 +38,7 @@ class Writes:
     def patch(self) -> None:
         for owner, name in ((torch, "save"), ("safetensors.torch", "save_file")):
             patched(owner, name, before(self._note))
+        patched("safetensors", "safe_open", before(lambda name, *_, **__: self._audit("open", (name, None, 0))))
         sys.addaudithook(self._audit)
 
     @property
@@ -59,7 +60,8 @@ class Writes:
             found = sum(size for digest, size in sizes.items() if digest in self._digests)
             now.held |= {kind: found / sizes.total()} if sizes else {}
         now.held |= {"schedule": len(self._schedules) / len(schedules)} if schedules else {}
-        now.files = [os.path.relpath(path, self._folder) for path in opened if _holds_tensors(path)]
+        fullest = sorted(filter(_holds_tensors, opened), key=lambda path: -path.stat().st_size)
+        now.files = [os.path.relpath(path, self._folder) for path in fullest]
         if now.held.get("weights", 0.0) >= _ENOUGH:
             self._noted.written.append(now)
 

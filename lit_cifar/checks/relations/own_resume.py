@@ -43,8 +43,8 @@ def resumed(runs: Runs, by: str = "") -> Iterator[Verdict]:
         yield from interruption.resumed(runs)
         return
     first, *_ = places = [*_places(runs, Way())]
-    ways = _with_names(shlex.split(by), first.written) if by else guessed(script.flags, first.written)
-    if way := next((way for way in ways if replace(first, way=way).works()), None):
+    ways = [*(_with_names(shlex.split(by), first.written) if by else guessed(script.flags, first.written))]
+    if way := next((way for fails in (False, True) for way in ways if replace(first, way=way).works(fails)), None):
         yield from interruption.judged_at(runs, partial(_places, way=way))
         return
     if lacks := places[-1].lacks:
@@ -84,8 +84,9 @@ def _places(runs: Runs, way: Way) -> Iterator["_Resumption"]:
     if runs.plan.ranks > 1:
         raise NotJudgedError("it trains on two processes alone, where only calls are understood", PASTE)
     written = whole.part(Checkpoints).written
-    most = max((len(place.files) for place in written), default=0)  # where there are fewer, one to go on from may lack
-    places = [place for place in written if place.files and len(place.files) == most]
+    # Where there are fewer files, one to go on from may lack; at the end there may be more, as one of weights alone.
+    most = max((len(place.files) for place in written if place.steps < whole.steps), default=0)
+    places = [place for place in written if place.files and len(place.files) >= most]
     if not (numbers := interruption.chosen([place.steps for place in places], whole.steps)):
         text = f"it writes no checkpoint before its last step ({whole.steps}): let it, by arguments after a --"
         raise NotJudgedError(text, PASTE)
@@ -109,15 +110,15 @@ class _Resumption(Interruption):
         lost = [f"{'only a part of the' if share else 'no'} {kind}" for kind, share in shares if share < 1]
         return f"its checkpoint {printable(_names(self.written)[0])} holds {' and '.join(lost)}" if lost else ""
 
-    def works(self) -> bool:
+    def works(self, fails: bool) -> bool:
         """Whether the script reads the checkpoint before its first step, and if that is not sure an optimizer from it.
 
-        An error may ask for another name of the file.
+        `fails` is whether it may end by an error, which can ask for another name of the file.
         """
         _, ended = self._as_they_ended()
         noted = ended.part(Checkpoints)
         goes_on = self.way.is_sure or any(name.startswith("optimizer/") for name in noted.resumed)
-        return noted.read and goes_on and (self.way.number == 0 or not ended.end.error)
+        return noted.read and goes_on and (fails or not ended.end.error)
 
     def _as_they_ended(self) -> tuple[Trace, Trace]:
         """Both halves of the training as it is, of which the second may have ended by an error."""
@@ -125,10 +126,12 @@ class _Resumption(Interruption):
         return begun, self.runs.ended(**self.goes_on(begun))[0]
 
     def goes_on(self, begun: Trace) -> dict[str, Any]:
-        *_, written = begun.part(Checkpoints).written
+        place = self.written.steps, self.written.batches  # it may write more when it is ended
+        written = next(own for own in begun.part(Checkpoints).written if (own.steps, own.batches) == place)
         plan, files = self.runs.plan, tuple(written.files)
         return {
             "asks": GoOn(str(begun.folder.parent), self.redrawn, begun.steps, files),
+            "begun_in": str(begun.folder.parent),
             "arguments": (*plan.arguments, *self.way.given(written)),
             "limits": replace(plan.limits, steps=self.last or plan.limits.steps),
         }

@@ -38,6 +38,7 @@ class TrainedParts:
         self.schedules: list[LRScheduler] = []
         self.kept: dict[str, Any] = {}
         self._beside = weakref.WeakKeyDictionary[nn.Module, None]()  # such as averages, as long as the script has them
+        self.late = set[nn.Module]()  # those since the last step, also where the main() that had them is over
         self._made: list[weakref.ref[nn.Parameter]] = []  # in the order of their making
         self._checkpoint, self.to_spoil = checkpoint, {*to_spoil}
 
@@ -59,10 +60,6 @@ class TrainedParts:
     def is_root(self, module: nn.Module) -> bool:
         return any(module is root for root in self.roots)
 
-    def add_root(self, module: nn.Module) -> None:
-        self.forget_given_up()
-        self.roots.append(module)
-
     def forget_given_up(self) -> None:
         """Forget models, optimizers and schedules that the script has given up, as one that begins again has."""
         all_held: list[list[Any]] = [self.roots, self.optimizers, self.schedules]
@@ -78,6 +75,7 @@ class TrainedParts:
 
     def keep_beside(self, module: nn.Module) -> None:
         self._beside[module] = None
+        self.late.add(module)
 
     def _keep_scaler(self, scaler: GradScaler) -> None:
         self.kept[f"scaler {sum(name.startswith('scaler ') for name in self.kept)}"] = scaler

@@ -79,6 +79,7 @@ class RunPlan:
     imposed: Imposed | None = None
     evaluation_batch: int | None = None  # samples of one wherever no gradient is made; 0 for all, None for the script's
     asks: Any = None  # what the relation asks beyond this
+    begun_in: str = ""  # folder of the run whose mirror this one goes on with
     repetition: int = 0
     most_s: float = field(default=inf, compare=False)  # of training: it is ended, and is then no run of this plan
 

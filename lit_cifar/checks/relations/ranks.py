@@ -64,7 +64,9 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
         raise NotJudgedError(remarks.NO_LOADER, "batch = relations.share(batch)  # this rank's rows of it")
     if _times_as_many_steps(one, two[0]) == 2:
         raise NotJudgedError("with batches of twice the size it makes twice as many steps")
-    verdict = runs.judge("ranks", one, two[0], leave_out=LEFT_OUT, samples=False, said="2 processes: ")
+    of_other = {name: own for name, own in two[1].state.items() if name.startswith(("optimizer/", "settings/"))}
+    both_of = replace(two[0], state=of_other | two[0].state)
+    verdict = runs.judge("ranks", one, both_of, leave_out=LEFT_OUT, samples=False, said="2 processes: ")
     rates, of_two = (trace.part(Observed).rates for trace in (one, two[0]))
     if verdict.outcome == "fail" and of_two == {2 * rate for rate in rates} != {0.0}:
         verdict = unused(verdict, "the learning rate is twice as high with two processes")
@@ -102,6 +104,7 @@ def _replicas(two: list[Trace]) -> Verdict:
     """After the training both ranks hold the same weights and states of optimizers."""
     names = [name for name in two[0].state if name.startswith(("weights/", "optimizer/"))]
     names = [name for name in names if not name.startswith("optimizer/group ")]  # of no parameter of the model: parts
+    names = [name for name in names if name in two[1].state or not name.startswith("optimizer/")]  # ZeRO divides them
     found = [f"{each} between both ranks" for each in differences(two[0].state, two[1].state, names=names)]
     return Verdict.by_findings("replicas", found, f"{len(names)} tensors of 2 ranks")
 

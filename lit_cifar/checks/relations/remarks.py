@@ -2,6 +2,8 @@
 
 UNDIVIDED = "the batches are neither divided along dimension 0 nor lists of samples"
 UNDIVIDED_EVALUATION = f"{UNDIVIDED} where no gradient is made"
+OF_OWN_SIZE = "gather_for_metrics counts samples by the size of the loader's own batches"
+FIRST_BATCHES = "the evaluation ends before its loader does: other batches are other samples"
 IN_STEP = "a step draws random numbers for its batch: draw them in the data set"
 IN_EVALUATION = "the evaluation draws random numbers, such as noise"
 BESIDE_EVALUATION = "the same, before or after it reads a loader, such as for the data themselves"

@@ -3,6 +3,7 @@
 import math
 import os
 import pickle
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -124,7 +125,10 @@ class Runs:
         for rank in range(plan.ranks):
             (folder / str(rank)).mkdir(parents=True)
         place, own, program = folder / MIRROR, Path(self.target.folder), self.target.program
-        mirror(place, folders_of(self.target))
+        if plan.begun_in:  # with its links and times, by which a script may find the newest file
+            shutil.copytree(Path(plan.begun_in, MIRROR), place, symlinks=True)
+        else:
+            mirror(place, folders_of(self.target))
         if Path(program).is_absolute():
             program = str(mirrored(place, Path(program)))
         target = replace(self.target, program=program, folder=str(mirrored(place, own)))

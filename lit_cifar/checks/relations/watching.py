@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lit_cifar.checks.relations import remarks
 from lit_cifar.checks.relations.batches import sample_digests, tensors_in
 from lit_cifar.checks.relations.evaluation import EVALUATE_SLOWLY, Evaluations
 from lit_cifar.checks.relations.generators import Draws, seed_all, states, turn_dropout_off
@@ -25,15 +26,6 @@ from lit_cifar.checks.relations.parts import TrainedParts, outermost
 from lit_cifar.checks.relations.patching import before, patched
 from lit_cifar.checks.relations.plan import RunPlan, Trace
 from lit_cifar.checks.relations.purposes import Purposes
-from lit_cifar.checks.relations.remarks import (
-    BESIDE_EVALUATION,
-    BY_HAND,
-    IN_EVALUATION,
-    IN_MODEL,
-    IN_STEP,
-    PARTS,
-    REFRESHED,
-)
 from lit_cifar.checks.relations.switches import in_double
 from lit_cifar.checks.relations.told import At, Told, numbers_in
 from lit_cifar.checks.relations.trained import Observer, owned_by
@@ -69,7 +61,7 @@ class Watched:
         self._has_evaluated = False  # since the last step
         self._refreshed = WeakSet[nn.Module]()  # called in train mode without gradients, since the last step
         self._to_slow = _SLOWED if plan.asks == EVALUATE_SLOWLY else 0  # evaluations
-        self._batch_of_step, self._began = 0, perf_counter()
+        self._calls_of_step, self._began = 0, perf_counter()
 
     def _own_phase(self) -> str:
         """Of a plain loop: it evaluates without gradients, or with a model in eval mode that is else trained.
@@ -156,9 +148,10 @@ class Watched:
         self.trace.part(Purposes).note("train")
         self.draws.note()
         self.trace.steps += 1
-        self._batch_of_step = 0
+        self._calls_of_step = 0
         self._has_evaluated = False
         self._refreshed.clear()
+        self.parts.late.clear()
         self.draws.follow_step(is_in_batch=self._is_in_batch)
         norms = [as_real(p.detach()).double().norm().cpu() for p in parameters if not p.is_meta]
         self.trace.norms.append(float(torch.stack(norms).norm()) if norms else 0.0)
@@ -169,18 +162,17 @@ class Watched:
     def look_for_step(self) -> None:
         """Count a step if weights were moved by hand."""
         if self._observer.moved_by_hand():
-            self.trace.remarks.add(BY_HAND)
+            self.trace.remarks.add(remarks.BY_HAND)
             self._count_step([parameter for parameter in self.parts.made if parameter is not None])
 
     def begins_batch(self, samples: list[int], *, is_divided: bool, is_known: bool) -> None:
         """Called after a batch of training was fetched, with digests of its samples, if they can be told apart."""
         if not self.trace.script.is_lightning:
             self.note_samples(samples)
-        self._batch_of_step += 1
         self._is_in_batch, self._is_known = True, is_known
         follows = self.plan.quiet and is_divided
         self.draws.follow_batch(samples if follows else None)  # whatever the data set has drawn
-        self.seed(f"batch {self._batch_of_step}")
+        self.seed(f"batch {self._calls_of_step}")
 
     def fetches_batch(self) -> None:
         """Called before a batch of training is fetched, but for the first of a loader."""
@@ -188,7 +180,7 @@ class Watched:
         self.draws.note()
         self.draws.stop()
         self._is_in_batch = self._is_known = False
-        self.seed(f"fetch {self._batch_of_step}")
+        self.seed(f"fetch {self._calls_of_step}")
 
     def seed(self, what: str) -> None:
         """If generators follow the step, seed them by the steps before, also of the run that this one goes on from."""
@@ -210,8 +202,8 @@ class Watched:
             self._depth -= 1
             if is_outermost and self.phase() == "train":
                 self.draws.note()
-            elif is_outermost and before != states():
-                self.trace.remarks.add(IN_MODEL)
+            elif is_outermost and before != states() and next(module.parameters(), None) is not None:
+                self.trace.remarks.add(remarks.IN_MODEL)
 
     def _before_call(self, module: nn.Module, inputs: Any) -> None:
         self._called_now = module
@@ -229,15 +221,17 @@ class Watched:
             if module.training:
                 self._refreshed.add(module)
             elif module in self._refreshed:
-                self.trace.remarks.add(REFRESHED)
+                self.trace.remarks.add(remarks.REFRESHED)
             self.parts.keep_beside(module)
             return
         self._has_trained |= module.training
+        self._calls_of_step += 1  # not the batches, of which a resumed training may skip some
         is_lightning = self.trace.script.is_lightning
         if not is_lightning:  # where a rank may call other modules than the other, or none
             self.continues()
         if not self.parts.is_root(module):
-            self.parts.add_root(module)
+            self.parts.forget_given_up()
+            self.parts.roots.append(module)
         self.begins()
         self.draws.follow_call()
         if not self._is_in_batch and not is_lightning:
@@ -283,9 +277,9 @@ class Watched:
     def drawn_apart(self) -> None:
         """Note that a generator of the script's own draws: in an evaluation, other batches give other numbers."""
         if self._is_in_batch:
-            self.trace.remarks.add(IN_STEP)
+            self.trace.remarks.add(remarks.IN_STEP)
         if self._has_trained and self.phase() == "evaluate":
-            self.trace.remarks.add(IN_EVALUATION if self.is_evaluating else BESIDE_EVALUATION)
+            self.trace.remarks.add(remarks.IN_EVALUATION if self.is_evaluating else remarks.BESIDE_EVALUATION)
 
     def finish(self) -> None:
         """Note what the training has come to."""
@@ -297,7 +291,7 @@ class Watched:
         trace.state = trace.state or parts.snapshot()
         trace.part(Checkpoints).models = len(outermost(parts.roots))
         if any(isinstance(parameter, DTensor) for parameter in owned_by(parts.optimizers)):
-            trace.remarks.add(PARTS)
+            trace.remarks.add(remarks.PARTS)
         self._observer.finish()
 
 
