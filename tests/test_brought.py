@@ -158,7 +158,8 @@ def test_a_ranking_that_a_resumed_run_could_not_repeat_is_refused(monkeypatch: p
         refused(*BASE, *ranked, f"--trainer.callbacks.{often}", says=["unknown to", "leave out the monitor"])
     by_step = callback("ModelCheckpoint", monitor="train/loss_step", every_n_train_steps=3)
     refused(*BASE, *by_step, "--trainer.log_every_n_steps=2", says=["train/loss_step of earlier steps"])
-    for works in (ranked, by_step):
+    own = ["--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau", "--model.lr_scheduler.monitor=own/error"]
+    for works in (ranked, by_step, own):
         run_here(*BASE, *works)
 
 

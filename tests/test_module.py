@@ -98,9 +98,8 @@ def test_the_rate_follows_the_batch_and_the_schedule_the_run(tmp_path: Path, sca
 
 
 def test_a_plateau_follows_its_metric(tmp_path: Path) -> None:
-    for plateau, metric in ((OwnPlateau, "train/loss"), (ReduceLROnPlateau, "val/loss")):
-        names = {"monitor": "train/loss"} if plateau is OwnPlateau else {}
-        module = LitResNet("tiny", stem="imagenet", lr_scheduler=partial(plateau, **names))
+    for plateau, metric in ((partial(OwnPlateau, monitor="train/loss"), "train/loss"), (ReduceLROnPlateau, "val/loss")):
+        module = LitResNet("tiny", stem="imagenet", lr_scheduler=plateau)
         assert fit(module, tmp_path, max_epochs=1).lr_scheduler_configs[0].monitor == metric
 
 

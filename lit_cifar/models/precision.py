@@ -53,7 +53,7 @@ def keep_choice(arguments: Namespace, *, before: Mapping[str, Any]) -> None:
 
 
 def _fill_in(arguments: Namespace, chosen: Mapping[str, Any]) -> None:
-    optimizer, clips = arguments.model.optimizer, arguments.get("trainer.gradient_clip_val")  # Lightning clips no fused
+    optimizer, clips = arguments.model.optimizer, arguments.get("trainer.gradient_clip_val")  # not of a fused one
     takes_fused = arguments.trainer.strategy in _FUSED_MODES and optimizer.class_path in _FUSED
     for name, value in chosen.items():
         is_refused = name == _FUSED_FLAG and (not takes_fused or clips or optimizer.init_args.get("foreach"))

@@ -16,11 +16,10 @@ from lit_cifar.checkpoint.exact_resume import steps_of
 from lit_cifar.checkpoint.format import OPTIMIZER, SCHEDULE, SETTINGS, class_path, holds_training
 from lit_cifar.data.datamodule import CIFAR10DataModule, batches_of_epoch
 from lit_cifar.errors import ConfigError, bounded
-from lit_cifar.mode import mode_of
 from lit_cifar.models.fine_tuning import FineTuning
 from lit_cifar.models.memory_format import follow_parameters
-from lit_cifar.task.metrics import STEP_METRICS
 from lit_cifar.task.optim import Recipe, WarmupDecay, check_total_steps, followed_metric, keep_saved_types
+from lit_cifar.task.refused_callbacks import check_followed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,10 +164,9 @@ def check_schedule(scheduler: Any, trainer: Trainer, data: CIFAR10DataModule, *,
     """Refuse a schedule that does not fit a run with `num_batches` batches in an epoch."""
     check_total_steps(scheduler, _total_steps(trainer, num_batches))
     if isinstance(scheduler, ReduceLROnPlateau):
-        if scheduler.mode == ("max" if "loss" in (metric := followed_metric(scheduler)) else "min"):
-            problem = f"--model.lr_scheduler.mode={scheduler.mode} of {metric} would take the worst for the best"
-            raise ConfigError(problem, remedy="pass the other --model.lr_scheduler.mode")
-        _check_followed(metric, trainer, data, num_batches=num_batches)
+        metric = followed_metric(scheduler)
+        check_followed("--model.lr_scheduler", metric, scheduler.mode, trainer)
+        _check_validated(metric, trainer, data, num_batches=num_batches)
 
 
 def _total_steps(trainer: Trainer, num_batches: int) -> float:
@@ -178,12 +176,8 @@ def _total_steps(trainer: Trainer, num_batches: int) -> float:
     return min(most, -(-num_batches // trainer.accumulate_grad_batches) * epochs)
 
 
-def _check_followed(metric: str, trainer: Any, data: CIFAR10DataModule, *, num_batches: int) -> None:
-    """Refuse a schedule that follows a validation which does not come in each epoch, or one rank's own batches."""
-    if metric in STEP_METRICS and mode_of(trainer.strategy).layout.data_parallel_size > 1:
-        problem = f"--model.lr_scheduler.monitor={metric} is of each process's own part of a batch: rates would differ"
-        remedy = f"pass --model.lr_scheduler.monitor={metric.removesuffix('_step')}, the mean of an epoch"
-        raise ConfigError(problem, remedy=remedy)
+def _check_validated(metric: str, trainer: Any, data: CIFAR10DataModule, *, num_batches: int) -> None:
+    """Refuse a schedule that follows a validation which does not come in each epoch."""
     every, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
     is_seldom = (every or 1) > 1 or (isinstance(interval, int) and interval > num_batches)
     if metric.startswith("val/") and (is_seldom or not data.val_size or not trainer.limit_val_batches):

@@ -12,6 +12,7 @@ from lit_cifar.mode import Mode, mode_of
 from lit_cifar.mode.refusals import refuse
 from lit_cifar.task.metrics import STEP_METRICS
 
+_OURS = ("train/loss", "train/acc", "train/images_per_s", "val/loss", "val/acc")  # how names of our metrics begin
 # Each callback, why it cannot work, and what to do instead.
 REFUSED: dict[type[Callback], tuple[str, str]] = {
     callbacks.BackboneFinetuning: (
@@ -60,20 +61,25 @@ def check_monitors(trainer: Any, scores: Iterable[str], *, validates: bool) -> N
         if stops and monitor.startswith("val/") and not validates:
             problem = f"{flag}: EarlyStopping follows {monitor}, and no images are validated on"
             raise ConfigError(problem, remedy=f"leave out --data.val_size=0, or pass {flag}.monitor=train/loss")
-        if monitor in known and callback.mode == (worst := "max" if "loss" in monitor else "min"):
-            problem = f"{flag}.monitor={monitor} with mode={worst} would take the worst for the best"
-            raise ConfigError(problem, remedy=f"pass {flag}.mode={'max' if worst == 'min' else 'min'}")
+        check_followed(flag, monitor, callback.mode, trainer)
         if monitor not in known and not any(is_own) and not monitor.startswith("lr-"):
             remedy = f"did you mean {flag}.monitor={nearest(monitor, known[:-3]) or known[0]}? all: {', '.join(known)}"
             raise ConfigError(f"{flag}.monitor={monitor}: nothing logs that", remedy=remedy)
 
 
+def check_followed(flag: str, metric: str, mode: str, trainer: Any) -> None:
+    """Refuse to decide on one process's own part of a batch, or to take the worst of our metrics for the best."""
+    if metric in STEP_METRICS and mode_of(trainer.strategy).layout.data_parallel_size > 1:
+        problem = f"{flag}.monitor={metric} is of each process's own part of the batch: decisions follow their number"
+        raise ConfigError(problem, remedy=f"pass {flag}.monitor={metric.removesuffix('_step')}, the mean of an epoch")
+    if metric.startswith(_OURS) and mode == ("max" if "loss" in metric else "min"):
+        problem = f"{flag}.monitor={metric} with mode={mode} would take the worst for the best"
+        raise ConfigError(problem, remedy=f"pass {flag}.mode={'max' if mode == 'min' else 'min'}")
+
+
 def _check_monitor(callback: EarlyStopping | ModelCheckpoint, trainer: Any) -> None:
-    """Refuse decisions on what processes log apart, and on what was logged before, perhaps by another run."""
+    """Refuse decisions on what was logged before, perhaps by another run."""
     name, monitor = f"--trainer.callbacks: {type(callback).__name__}", callback.monitor
-    if monitor in STEP_METRICS and mode_of(trainer.strategy).layout.data_parallel_size > 1:
-        problem = f"{name} with {monitor}, of each process's own part of the batch: decisions depend on their number"
-        raise ConfigError(problem, remedy=f"pass --trainer.callbacks.monitor={monitor.removesuffix('_step')}")
     between = isinstance(callback, ModelCheckpoint) and callback.every_n_epochs == 0  # saves by steps or by time
     if monitor is not None and between and not (monitor in STEP_METRICS and trainer.log_every_n_steps == 1):
         problem = f"{name} between validations is ranked by {monitor} of earlier steps, unknown to a resumed run"
