@@ -195,9 +195,10 @@ def failure(uses: Tensor, plan: Plan, *, loader_steps: int) -> SampleAuditError:
         "used in another step than planned": (uses != planned) & ~missing & ~too_often,
     }
     steps = f"{-(-loader_steps // plan.accumulation)} of {plan.num_steps} optimizer steps"
-    listed = {fault: [*map(str, mask.nonzero().flatten().tolist())] for fault, mask in faults.items() if mask.any()}
-    more = {fault: [*ids[:_MAX_IDS], *["..."] * (len(ids) > _MAX_IDS)] for fault, ids in listed.items()}
-    found = [f"{fault}: {len(ids)} samples, ids {', '.join(more[fault])}" for fault, ids in listed.items()]
+    found = []
+    for fault, ids in ((fault, mask.nonzero().flatten().tolist()) for fault, mask in faults.items() if mask.any()):
+        shown = [*map(str, ids[:_MAX_IDS]), *["..."] * (len(ids) > _MAX_IDS)]
+        found.append(f"{fault}: {len(ids)} samples, ids {', '.join(shown)}")
     return SampleAuditError("\n".join([f"the sample audit of epoch {plan.epoch} fails after {steps}", *found]))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from lit_cifar.checks.compare import Difference
-from lit_cifar.checks.relations.plan import Imposed, Trace
+from lit_cifar.checks.relations.plan import GoOn, Imposed, Trace
 from lit_cifar.checks.relations.runs import NotJudgedError, RunError, Runs, unused
 from lit_cifar.checks.verdict import Verdict
 
@@ -28,16 +28,6 @@ class StopAt:
     number: int  # of the call of `save`, of steps before a "write" of its own, or with Lightning of the batch or epoch
     after: Moment = "batch"
     batches: int = 0  # before a write
-
-
-@dataclass(frozen=True)
-class GoOn:
-    """Asks a run to go on from a checkpoint."""
-
-    checkpoint: str
-    redrawn: tuple[int, ...]  # parameters, by the order of their making, to spoil before the checkpoint is loaded
-    steps_before: int  # steps of the run that wrote it
-    files: tuple[str, ...] = ()  # of its own; `checkpoint` is then the folder of that run, whose files are all there
 
 
 @dataclass

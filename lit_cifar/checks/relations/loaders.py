@@ -1,5 +1,6 @@
 """Data loaders of a watched training: shortened, kept for another run, or replaced by the batches of an earlier one."""
 
+from collections import deque
 from collections.abc import Iterator, Sized
 from contextlib import suppress
 from functools import partial
@@ -219,17 +220,17 @@ class Loaders:
             with suppress(TypeError, ValueError):  # a sampler without a length; a batch that is not divided
                 seen.left_out = max(seen.left_out, len(loader.sampler) - sum(map(num_samples, own)))
         is_kept = remarks.UNDIVIDED_EVALUATION in self._trace.remarks
-        unread = own if size is None or is_kept else [*in_batches_of(own, size)]
+        unread = deque(own if size is None or is_kept else in_batches_of(own, size))
         try:
             while unread:
                 drawn = states()
-                yield unread.pop(0)
+                yield unread.popleft()
                 if states() != drawn:
                     self._trace.remarks.add(remarks.IN_EVALUATION)
         finally:
             self._watched.is_evaluating = False
-            is_plain = not self._trace.script.is_lightning  # whose validations go on behind an error
-            self._trace.remarks |= {remarks.FIRST_BATCHES} if unread and is_plain else set()
+            if unread and not self._trace.script.is_lightning:  # whose validations go on behind an error
+                self._trace.remarks.add(remarks.FIRST_BATCHES)
 
     def read_again(self) -> None:
         """Read the loaders that trained once more, with workers of their own."""

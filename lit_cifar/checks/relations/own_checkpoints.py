@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_cifar.checks.relations.interruption import Checkpoints, GoOn, StopAt, Written
+from lit_cifar.checks.relations.interruption import Checkpoints, StopAt, Written
 from lit_cifar.checks.relations.parts import TrainedParts
 from lit_cifar.checks.relations.patching import before, patched
-from lit_cifar.checks.relations.plan import RunPlan, Trace
+from lit_cifar.checks.relations.plan import GoOn, RunPlan, Trace
 from lit_cifar.checks.relations.trained import digest_of, owned_by
 
 _ENOUGH = 0.5  # of the weights that are trained; fewer may be a part that is kept for another use

@@ -10,8 +10,8 @@ from typing import Any
 
 from lit_cifar.checks.relations import interruption
 from lit_cifar.checks.relations.flags import Flag
-from lit_cifar.checks.relations.interruption import PASTE, Checkpoints, GoOn, Interruption, StopAt, Written
-from lit_cifar.checks.relations.plan import Trace
+from lit_cifar.checks.relations.interruption import PASTE, Checkpoints, Interruption, StopAt, Written
+from lit_cifar.checks.relations.plan import GoOn, Trace
 from lit_cifar.checks.relations.runs import NotJudgedError, Runs
 from lit_cifar.checks.verdict import Verdict
 from lit_cifar.errors import printable
@@ -131,7 +131,6 @@ class _Resumption(Interruption):
         plan, files = self.runs.plan, tuple(written.files)
         return {
             "asks": GoOn(str(begun.folder.parent), self.redrawn, begun.steps, files),
-            "begun_in": str(begun.folder.parent),
             "arguments": (*plan.arguments, *self.way.given(written)),
             "limits": replace(plan.limits, steps=self.last or plan.limits.steps),
         }

@@ -56,6 +56,16 @@ class Imposed:
     lengths: tuple[tuple[int, int], ...] = ()  # numbers of batches of an epoch, by the order of the loaders' making
 
 
+@dataclass(frozen=True)
+class GoOn:
+    """Asks a run to go on from a checkpoint."""
+
+    checkpoint: str
+    redrawn: tuple[int, ...]  # parameters, by the order of their making, to spoil before the checkpoint is loaded
+    steps_before: int  # steps of the run that wrote it
+    files: tuple[str, ...] = ()  # of its own; `checkpoint` is then the folder of that run, whose files are all there
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
     """A run of the training. Two runs of the same plan are one."""
@@ -79,7 +89,6 @@ class RunPlan:
     imposed: Imposed | None = None
     evaluation_batch: int | None = None  # samples of one wherever no gradient is made; 0 for all, None for the script's
     asks: Any = None  # what the relation asks beyond this
-    begun_in: str = ""  # folder of the run whose mirror this one goes on with
     repetition: int = 0
     most_s: float = field(default=inf, compare=False)  # of training: it is ended, and is then no run of this plan
 

@@ -21,7 +21,7 @@ from lit_cifar.checks.compare import Difference, difference, differences
 from lit_cifar.checks.relations.crashes import in_words
 from lit_cifar.checks.relations.mirror import MIRROR, folders_of, mirror, mirrored
 from lit_cifar.checks.relations.parts import BESIDE, UNSAVED
-from lit_cifar.checks.relations.plan import End, Imposed, RunPlan, Target, Trace
+from lit_cifar.checks.relations.plan import End, GoOn, Imposed, RunPlan, Target, Trace
 from lit_cifar.checks.verdict import Verdict
 from lit_cifar.launch.forked import EndedRun, run
 
@@ -125,8 +125,8 @@ class Runs:
         for rank in range(plan.ranks):
             (folder / str(rank)).mkdir(parents=True)
         place, own, program = folder / MIRROR, Path(self.target.folder), self.target.program
-        if plan.begun_in:  # with its links and times, by which a script may find the newest file
-            shutil.copytree(Path(plan.begun_in, MIRROR), place, symlinks=True)
+        if (go_on := plan.asked(GoOn)) and go_on.files:  # with links and times, by which a script may find the newest
+            shutil.copytree(Path(go_on.checkpoint, MIRROR), place, symlinks=True)
         else:
             mirror(place, folders_of(self.target))
         if Path(program).is_absolute():

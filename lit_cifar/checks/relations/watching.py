@@ -20,11 +20,11 @@ from lit_cifar.checks.relations import remarks
 from lit_cifar.checks.relations.batches import sample_digests, tensors_in
 from lit_cifar.checks.relations.evaluation import EVALUATE_SLOWLY, Evaluations
 from lit_cifar.checks.relations.generators import Draws, seed_all, states, turn_dropout_off
-from lit_cifar.checks.relations.interruption import CHECKPOINT, Checkpoints, GoOn, StopAt
+from lit_cifar.checks.relations.interruption import CHECKPOINT, Checkpoints, StopAt
 from lit_cifar.checks.relations.own_checkpoints import Writes
 from lit_cifar.checks.relations.parts import TrainedParts, outermost
 from lit_cifar.checks.relations.patching import before, patched
-from lit_cifar.checks.relations.plan import RunPlan, Trace
+from lit_cifar.checks.relations.plan import GoOn, RunPlan, Trace
 from lit_cifar.checks.relations.purposes import Purposes
 from lit_cifar.checks.relations.switches import in_double
 from lit_cifar.checks.relations.told import At, Told, numbers_in
