@@ -110,7 +110,7 @@ class CLI(LightningCLI):
             save_config_callback=SavedConfig,
             seed_everything_default=0,
             trainer_defaults={
-                "max_epochs": 15,
+                "max_epochs": 24,
                 "enable_model_summary": False,
                 "num_sanity_val_steps": 0,  # it would take 10 s of a CPU core before the first step
                 "callbacks": default_callbacks(),

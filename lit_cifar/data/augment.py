@@ -33,8 +33,8 @@ class Augment:
     """
 
     padding: int = 4
-    reflect: bool = False
-    alternate_flips: bool = False
+    reflect: bool = True
+    alternate_flips: bool = True
     transforms: list[nn.Module] = field(default_factory=list)
     cutout: int = 0
 

@@ -71,7 +71,7 @@ class CIFAR10DataModule(L.LightningDataModule):
     def __init__(
         self,
         root: str | Path = "data",
-        batch_size: int = 128,
+        batch_size: int = 512,
         *,
         dataset: str = "cifar10",
         image_size: int | None = None,

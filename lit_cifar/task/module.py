@@ -99,10 +99,10 @@ class LitResNet(L.LightningModule):
         ghost_batchnorm: GhostBatches | None = None,
         channels_last: bool | None = None,
         compile: bool | Literal["cuda_graphs"] = False,
-        optimizer: OptimizerCallable = lambda params: NesterovSGD(params, lr=0.1),
+        optimizer: OptimizerCallable = lambda params: NesterovSGD(params, lr=0.2),
         lr_scheduler: LRSchedulerCallable = lambda optimizer: WarmupDecay(optimizer, warmup=0.2, decay="linear"),
         test_views: Literal[1, 2] = 1,
-        label_smoothing: float = 0.0,
+        label_smoothing: float = 0.1,
         rate_scaling: RateScaling = RateScaling(),  # noqa: B008  # it is frozen
     ) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ class RateScaling:
     """
 
     rule: Literal["none", "linear", "sqrt"] = "none"
-    base_batch_size: int = 128
+    base_batch_size: int = 512
 
     def __post_init__(self) -> None:
         bounded("--model.rate_scaling.base_batch_size", self.base_batch_size, 1)
