@@ -108,7 +108,7 @@ def loss_curves(record: Path) -> Figure:
 
 def default_run(folder: Path) -> Figure:
     """Loss and accuracy of the default recipe over its epochs, and its accuracy on the test images."""
-    tested = json.loads((folder / "test.json").read_text())
+    record = json.loads((folder / "default.json").read_text())
     epochs = read_metrics(folder).dropna(subset=["train/loss"]).reset_index(drop=True)
     figure = Figure(figsize=(6.4, 3), layout="constrained")
     loss, acc = figure.subplots(1, 2)
@@ -117,11 +117,12 @@ def default_run(folder: Path) -> Figure:
             style = {"marker": "o", "markersize": 3.5, "linewidth": 2, "color": color, "label": label}
             axes.plot(epochs.index + 1, scale * epochs[f"{split}/{key}"], **style)
         axes.set_xlabel("epoch", fontsize=11)
-        axes.set_xticks([1, 5, 10, 15])
+        axes.set_xticks([1, *range(5, len(epochs) + 1, 5)])
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
+    (tested,) = record["rows"]
     accuracy = 100 * tested["correct"] / tested["total"]
-    acc.plot([15], [accuracy], "*", color=RED, markersize=13, label=f"test images: {accuracy:.2f} %")
+    acc.plot([len(epochs)], [accuracy], "*", color=RED, markersize=13, label=f"test images: {accuracy:.2f} %")
     loss.set_title("loss", fontsize=12)
     loss.set_ylim(0, None)
     acc.set_title("accuracy in %", fontsize=12)
@@ -211,7 +212,7 @@ FIGURES: dict[str, tuple[Callable[[Any], Figure], Any]] = {
     "stock_lightning": (stock_lightning, STOCK),
     "proof": (proof, VERIFIED),
     "loss_curves": (loss_curves, REAL_DATA),
-    "default_run": (default_run, HERE / "gpu" / "2026-11-26" / "default"),
+    "default_run": (default_run, HERE / "recipes" / "2026-12-01-default-cpu"),
     "articles_run": (articles_run, ARTICLES_RUN),
     "gallery": (gallery.drawn, GALLERY),
 }

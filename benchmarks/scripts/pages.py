@@ -221,6 +221,10 @@ def trained() -> Values:
         values[name] = f"{statistics.fmean(row[key] for row in rows) / 100:.2f} %"
     (quiet,) = read("recipes/2026-11-26-fast/quiet.json")
     values["fast-time"] = f"{quiet['train_s'] / 60:.1f} minutes"
+    (default,) = read("recipes/2026-12-01-default-cpu/default.json")
+    for name, key in {"default": "correct", "default-mirrored": "correct_flipped"}.items():
+        values[name] = f"{default[key] / 100:.2f} %"
+    values["default-time"] = f"{default['train_s'] / 3600:.1f} hours"
     values["fast-worst"] = f"{max(row['train_s'] for row in rows) / 60:.1f}"
     return values
 

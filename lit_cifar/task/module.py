@@ -50,7 +50,7 @@ class PartByPart(Protocol):
 class LitResNet(L.LightningModule):
     """A network that classifies images: by default a ResNet.
 
-    The default recipe is meant for 15 epochs of CIFAR-10 at a global batch of 128.
+    The default recipe is meant for 24 epochs of CIFAR-10 at a global batch of 512.
 
     Args:
         arch: Network by name: "resnet18", "resnet34" (the default), "resnet50", "resnet101", "resnet152",
