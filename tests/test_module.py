@@ -93,7 +93,7 @@ def test_the_rate_follows_the_batch_and_the_schedule_the_run(tmp_path: Path, sca
     module = LitResNet("tiny", stem="imagenet", rate_scaling=rule, lr_scheduler=WarmupDecay)
     settings = {"max_epochs": 2, "accumulate_grad_batches": 2, "limit_val_batches": 0}
     run = fit(module, tmp_path, images_of(), **settings)
-    assert run.optimizers[0].param_groups[0]["initial_lr"] == pytest.approx(0.1 * factor)
+    assert run.optimizers[0].param_groups[0]["initial_lr"] == pytest.approx(0.2 * factor)
     assert run.global_step == run.lr_scheduler_configs[0].scheduler.total_steps == 10
 
 
