@@ -54,9 +54,8 @@ def explained(message: str, *, known: Iterable[str], program: str) -> tuple[str,
     settings = [f"--data.augment.{field.name}" for field in fields(Augment)]
     settings += [f"--model.optimizer.{name}" for name in ("lr", "momentum", "weight_decay")]
     if found := re.match(r"unrecognized arguments: [-\u2010-\u2015]*([^\s=]+)", message):  # dashes of typesetters too
-        as_run = (
-            f"{program} {{}}" if program.endswith(("test", "validate", "predict")) else "--run_dir={} --resume=auto"
-        )
+        evaluates = program.endswith(("test", "validate", "predict"))
+        as_run = f"{program} {{}}" if evaluates else "--run_dir={} --resume=auto"
         folder = os.path.lexists(found[1]) and Path(found[1]).is_dir() and as_run.format(shlex.quote(found[1]))
         guess = folder or _meant(f"--{found[1]}", [*settings, *known])
     if found := re.search(r"does not accept option '([\w.]+)'", message):  # of a file

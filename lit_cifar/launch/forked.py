@@ -66,9 +66,8 @@ class ForkedRun:
     ) -> None:
         with _rank_environments(environment, num_ranks) as environments:
             others = (str(stdout), str(stderr), str(Path.cwd()))
-            self._processes = [
-                start_forked(_run, (module, list(words), own, *others), preload=preload) for own in environments
-            ]
+            run = (module, [*words])
+            self._processes = [start_forked(_run, (*run, own, *others), preload=preload) for own in environments]
 
     @property
     def pids(self) -> list[int]:

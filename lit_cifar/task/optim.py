@@ -168,9 +168,8 @@ class Recipe:
         if is_elsewhere:
             rank_zero_warn(f"the schedule goes on behind {taken} steps of this run, not {loaded['last_epoch']}")
         if changed:
-            then, now = (
-                printable(", ".join(f"{one}={str(of.get(one))[:80]}" for one in changed)) for of in (known, own)
-            )
+            both = [", ".join(f"{one}={str(of.get(one))[:80]}" for one in changed) for of in (known, own)]
+            then, now = map(printable, both)
             rank_zero_warn(f"the training before had {then}; from optimizer step {step} on it has {now}")
         rates = [group["lr"] for group in optimizer.param_groups]
         for group, fresh in zip(optimizer.param_groups, self._groups, strict=True):

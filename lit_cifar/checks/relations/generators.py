@@ -28,14 +28,10 @@ def seed_all(*numbers: object) -> None:
 
 def states() -> tuple[Any, ...]:
     """The states of the generators of torch, NumPy and Python, which tell whether numbers were drawn."""
-    of_numpy = np.random.get_state()
+    of_numpy: Any = np.random.get_state()
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return (
-        torch.get_rng_state().numpy().tobytes(),
-        (of_numpy[1].tobytes(), of_numpy[2]),  # type: ignore[index]
-        random.getstate(),
-        torch.cuda.get_rng_state().numpy().tobytes() if is_used else b"",
-    )
+    of_torch = torch.get_rng_state(), torch.cuda.get_rng_state() if is_used else torch.empty(0)
+    return *(state.numpy().tobytes() for state in of_torch), of_numpy[1].tobytes(), of_numpy[2], random.getstate()
 
 
 class Draws:
@@ -45,22 +41,30 @@ class Draws:
         self._trace = trace
         self._before: tuple[Any, ...] | None = None  # states of generators
         self._samples: list[int] | None = None  # digests of those of the batch
-        self._count = 0  # of draws for these samples
+        self._count, self._is_before_step = 0, False  # draws for these samples; whether their step is to come
 
     def follow_batch(self, samples: list[int] | None) -> None:
         """From now on a batch is trained; its `samples` are given if draws should follow them."""
-        self._before, self._samples, self._count = states(), samples, 0
+        self._before, self._samples, self._count, self._is_before_step = states(), samples, 0, True
 
     def follow_call(self) -> None:
         """From now on a module is trained, perhaps without a batch of a loader."""
         self._before = self._before or states()
 
     def stop(self) -> None:
-        self._before = self._samples = None
+        self._before, self._samples, self._is_before_step = None, None, False
+
+    def pause(self) -> None:
+        """Up to `go_on` others draw: a module that is called without a gradient."""
+        if self._is_before_step:
+            self.note()
+
+    def go_on(self) -> None:
+        self._before = states() if self._is_before_step else None
 
     def follow_step(self, *, is_in_batch: bool) -> None:
         """From now on the step after one of the optimizer is trained."""
-        self._before = states() if is_in_batch else None
+        self._before, self._is_before_step = states() if is_in_batch else None, False
 
     def note(self) -> None:
         """Note whether numbers were drawn since the beginning."""

@@ -187,7 +187,8 @@ class Loaders:
         return self._followed(loader, len(reading.epochs) - 1, self._fetched(islice(batches, most)), is_known)
 
     def _followed(self, loader: Any, epoch: int, batches: Iterator[Any], is_known: bool) -> Iterator[Any]:
-        imposed = self._plan.imposed
+        imposed, samples = self._plan.imposed, list[int]()
+        is_ahead = False  # it fetches the next batch before it trains one, as accelerate does
         self._watched.seed("fetch 0")  # as those that follow
         for number, batch in enumerate(imposed_batches(imposed, epoch, self._watched.rank) if imposed else batches):
             if self._watched.is_over():
@@ -200,13 +201,19 @@ class Loaders:
                 folder.mkdir(parents=True, exist_ok=True)
                 torch.save(batch, folder / f"{number:06d}.pt")
             self._trace.reading.epochs[epoch] += 1
-            divides = remarks.UNDIVIDED not in self._trace.remarks
-            self._watched.begins_batch(sample_digests(batch), is_divided=divides, is_known=is_known)
+            before, samples = samples, sample_digests(batch)
+            self._watched.begins_batch(samples, is_known=is_known)
+            self._watched.follow_draws(before if is_ahead else samples)
+            calls = self._trace.steps, self._watched.calls_of_step
             yield batch
+            is_ahead |= not number and calls == (self._trace.steps, self._watched.calls_of_step)
             self._watched.fetches_batch()
+        if is_ahead:
+            self._watched.follow_draws(samples)
 
     def _evaluated(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         self._watched.is_evaluating = True
+        self._watched.draws.stop()
         own = [*self._fetched(islice(batches, self._most_evaluated))]
         size, asked, seen = self._watched.evaluation_batch, self._asked, self._trace.part(Evaluations)
         is_cut = len(own) == self._most_evaluated and next(batches, None) is not None

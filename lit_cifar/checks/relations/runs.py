@@ -36,7 +36,7 @@ TRAINED = _KINDS[:3]
 METRIC = "kept/metric."  # begins the names of Lightning's
 # What a process of a run imports before the script.
 _PRELOAD = ("lit_cifar.checks.relations.in_lightning", "lit_cifar.checks.relations.loaders")
-State: TypeAlias = dict[str, Any]  # tensors and numbers by name
+State: TypeAlias = Mapping[Any, Any]  # tensors and numbers by name
 
 
 class NotJudgedError(Exception):
@@ -166,7 +166,6 @@ class Runs:
         trace.folder = folder
         return trace
 
-    # Comparisons
     @property
     def limit(self) -> float:
         """The largest difference between two ways to make one training, relative to the largest value of a tensor."""
@@ -177,9 +176,7 @@ class Runs:
         spread = self.spread.get(name, 0.0)
         return math.inf if spread > LARGEST else max(self.limit, _FACTOR * spread)
 
-    def apart(
-        self, one: Mapping[Any, Any], other: Mapping[Any, Any], names: Iterable[Any], *, least: float = 0.0
-    ) -> list[Difference]:
+    def apart(self, one: State, other: State, names: Iterable[Any], *, least: float = 0.0) -> list[Difference]:
         """Differences above their limits, and the `least` of all, of what has these names; the largest first."""
         found = differences(one, other, names=names)
         return [each for each in found if each.size > max(least, self.limit_of(each.name))]
