@@ -329,8 +329,7 @@ for epoch in range(first, 3):
         torch.save({"epoch": epoch + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
 """)
 
-# As an engine of ignite: it begins to read before a step sets the mode of the model, and reads as many batches as its
-# loader has said. It prints what it finds.
+# As an engine of ignite: it reads before a step sets the mode of the model, as many batches as its loader has said.
 ENGINE = script("""
 import time
 

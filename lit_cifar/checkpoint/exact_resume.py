@@ -94,7 +94,7 @@ class Position:
         return cls(
             epoch=epochs.started if complete else max(epochs.started - 1, 0),
             step=0 if complete else batches // trainer.accumulate_grad_batches,
-            started=epochs.started > 0 and not complete,
+            started=epochs.started > 0 and not complete and batches > 0,
             global_step=trainer.global_step,
             rows=_num_rows(trainer),
             validates=validates or newest.completed < newest.processed,
@@ -282,7 +282,7 @@ def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
     buffers and gradients are restored. Virtual replicas have buckets of their own.
     """
     model: Any = trainer.strategy.model
-    is_ddp = isinstance(model, DistributedDataParallel) and model.process_group.size() != 2
+    is_ddp = isinstance(model, DistributedDataParallel) and model.process_group.size() > 2
     if not is_ddp or getattr(pl_module, "virtual_replicas", None) is not None:
         return
     buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}

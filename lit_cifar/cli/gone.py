@@ -11,8 +11,7 @@ from typing import Any
 
 from lit_cifar.errors import ConfigError
 
-# By command, by flag (which is a setting of a YAML file too, with all below it), or by a command's own flag or one of
-# its values.
+# By command, by flag (which is a setting of a YAML file too, with all below it), or by a command's own flag or value.
 INSTEAD: dict[str, str] = {
     "verify --module": "relations --module=CLASS --data=CLASS -- FLAGS",
     "--replica_audit.exclude": "nothing; what need not be equal is said once and ends no run",

@@ -42,8 +42,7 @@ class Mixing:
     Args:
         mixup: Mix each training image with another one of its global batch (Zhang et al., 2018): the parameter of the
             Beta distribution of their shares. With 0 there is no mixup. A loss must then be taken with `Batch.targets`.
-        cutmix: Replace a rectangle of each training image by that of another one (Yun et al., 2019): the parameter, as
-            above. With 0 there is no CutMix.
+        cutmix: Replace a rectangle of each training image by another's (Yun et al., 2019): the parameter, as above.
     """
 
     mixup: float = 0.0

@@ -20,8 +20,7 @@ from tqdm import tqdm
 
 from lit_cifar.errors import DataError, one_line, printable
 
-# The formats that are read, whatever a file is called. Pillow knows forty more, most of them old, and starts
-# Ghostscript for one.
+# The formats that are read, whatever a file is called. Pillow knows forty old ones, and starts Ghostscript for one.
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
 _OF_SYSTEMS = {"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found", "Thumbs.db"}
 _OF_SYSTEMS |= {"desktop.ini", "Icon\r"}

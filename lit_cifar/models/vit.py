@@ -1,8 +1,7 @@
 """A small Vision Transformer: a chain of encoder blocks over patches of the image.
 
 Dosovitskiy et al. 2021, "An image is worth 16x16 words" (https://arxiv.org/abs/2010.11929), with the mean over all
-patches in place of a class token (Beyer et al. 2022, https://arxiv.org/abs/2205.01580). There is no dropout: every mode
-then computes the same.
+patches in place of a class token (Beyer et al. 2022, https://arxiv.org/abs/2205.01580). There is no dropout.
 """
 
 from collections import OrderedDict

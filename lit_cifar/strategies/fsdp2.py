@@ -2,8 +2,7 @@
 
 FSDP2, `torch.distributed.fsdp.fully_shard`, divides them along the mesh's "data" axis: a block's parameters are
 gathered before it is used and dropped afterwards, and gradients arrive summed over the replicas and divided again.
-Tensor parallelism, see `tp.py`, divides them along the "model" axis: a block is computed in parts, and its parameters
-are never gathered.
+Tensor parallelism (`tp.py`) divides them along the "model" axis: a block is computed in parts, and never gathered.
 """
 
 from collections.abc import Iterator, Mapping
@@ -74,6 +73,9 @@ class ShardedStrategy(MeshStrategy):
             blocks = [{*block.modules()} for block in (blocks_of(network) or {}).values()]
             others = {*network.modules()}.difference(*blocks)
             check_untied(network, [*blocks, others], strategy=self.strategy_name)
+            if numbers := [name for name, its in network.named_parameters() if not its.ndim]:
+                problem = f"{numbers[0]} is one number without a dimension, and --trainer.strategy=fsdp2 divides rows"
+                raise ConfigError(problem, remedy="give it the shape (1,), or pass --trainer.strategy=ddp")
 
     def use_virtual_parts(self, parts: VirtualParts) -> None:
         super().use_virtual_parts(parts)

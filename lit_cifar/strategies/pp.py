@@ -33,10 +33,8 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
     the copies of the other stages are brought up to date for checkpoints and at the end.
 
     Args:
-        num_stages: Number of stages of a pipeline; by default so many that there is one pipeline. A process holds one,
-            or two under "Interleaved1F1B".
-        num_microbatches: Number of pieces into which a pipeline cuts its part of the batch; by default 4, or the least
-            that the schedule needs.
+        num_stages: Stages of a pipeline; by default one for each process, or two under "Interleaved1F1B".
+        num_microbatches: Pieces of a pipeline's part of the batch; by default 4, or the least that the schedule needs.
         schedule: The order of work: "GPipe" (Huang et al. 2019), "1F1B" (Narayanan et al. 2019), "Interleaved1F1B"
             (Narayanan et al. 2021). All compute the same.
     """

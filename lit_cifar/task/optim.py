@@ -42,8 +42,7 @@ class WarmupDecay(LRScheduler):
     """Raises the learning rate linearly to the optimizer's, then decays it towards zero, which a next step would have.
 
     It steps once per batch. `LitResNet` calls `set_total_steps` with the number of optimizer steps of the run.
-    Linear warm-up as in Goyal et al., "Accurate, large minibatch SGD", 2017; cosine decay as in Loshchilov and Hutter,
-    "SGDR", 2017.
+    Linear warm-up: Goyal et al., "Accurate, large minibatch SGD", 2017. Cosine: Loshchilov and Hutter, "SGDR", 2017.
 
     Args:
         optimizer: Its learning rates are the peak.
@@ -133,8 +132,7 @@ class Recipe:
     """The settings of a loss, an optimizer and its schedule before the first step; no reference to these is kept.
 
     What a schedule replaces, as OneCycleLR the optimizer's rate, is none. A checkpoint brings the settings of the
-    training before in the states of both. A resumed run has its own: those that its user has typed and that its
-    `config.yaml` holds.
+    training before in the states of both. A resumed run has its own, as typed and in its `config.yaml`.
     """
 
     def __init__(self, optimizer: Optimizer, scheduler: Any, *, label_smoothing: float = 0.0) -> None:
@@ -149,7 +147,7 @@ class Recipe:
             label = f"optimizer[{number}]" if number else "optimizer"
             found |= {f"{label}.{name}": value for name, value in group.items() if name not in (*_HOW, "initial_lr")}
             found[f"{label}.lr"] = group.get("initial_lr", group["lr"])  # the other is that of the first step
-        return found
+        return {name: _plain(it) for name, it in found.items()}
 
     def resume(
         self, optimizer: Optimizer, scheduler: Any, *, before: Mapping[str, Any] | None, step: int, taken: int | None
@@ -162,11 +160,12 @@ class Recipe:
         own, known = self.settings(), before or {}
         changed = [] if before is None else [name for name in own if known.get(name) != own[name]]
         loaded = scheduler.state_dict()
-        is_elsewhere = taken not in (None, loaded["last_epoch"])
+        behind = (loaded if "last_epoch" in loaded else loaded["_schedulers"][0])["last_epoch"]
+        is_elsewhere = taken not in (None, behind)
         if before is not None and not changed and not is_elsewhere:
             return
         if is_elsewhere:
-            rank_zero_warn(f"the schedule goes on behind {taken} steps of this run, not {loaded['last_epoch']}")
+            rank_zero_warn(f"the schedule goes on behind {taken} steps of this run, not {behind}")
         if changed:
             both = [", ".join(f"{one}={str(of.get(one))[:80]}" for one in changed) for of in (known, own)]
             then, now = map(printable, both)
@@ -186,5 +185,10 @@ class Recipe:
         scheduler.load_state_dict(deepcopy(self._schedule))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the optimizer takes no steps here
-            for _ in range(loaded["last_epoch"] if taken is None else taken):
+            for _ in range(behind if taken is None else taken):
                 scheduler.step()
+
+
+def _plain(value: Any) -> Any:
+    kept = isinstance(value, bool | float | int | str | list | tuple | dict | None) or getattr(value, "ndim", 1) == 0
+    return value if kept else printable(str(value))  # a checkpoint takes no others

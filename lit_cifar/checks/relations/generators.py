@@ -76,8 +76,7 @@ class Draws:
     def patch(self, remark: Callable[[], None]) -> None:
         """Let what torch draws for the samples of a batch be a function of each sample, however batches are divided.
 
-        Where samples are not given, or dimension 0 has another length, a draw stays as it is; `remark` is called if its
-        generator is the script's own.
+        Without samples, or with another length, a draw stays as it is; `remark` is called if the generator is its own.
         """
 
         def drawn(draw: Any, *args: Any, **settings: Any) -> Any:

@@ -55,7 +55,7 @@ class Verifier:
         flags = self.settings.length_flags(steps=self.steps, accumulation=self.settings.accumulation)
         flags += [*mode.flags, f"--trainer.sync_batchnorm={str(mode.sync_batchnorm).lower()}", *more]
         first = self._fit(title, folder, flags, mode)
-        if first.status != 0:
+        if first.status != 0 or not Record(folder).run.exists():  # as with --trainer.fast_dev_run
             return first
         record = Record(folder)
         # The run folder is as before the last step, except for the logs.
@@ -101,10 +101,10 @@ class Verifier:
         # Bits depend on the threads, so that with virtual replicas all modes have as many.
         at_once = self.settings.num_at_once * (self.settings.num_parts or mode.num_processes)
         threads = max(1, len(os.sched_getaffinity(0)) // at_once)
-        say(f"running  {title}")
+        say(f"running  {title}\n", end="")
         words = ["fit", *self.settings.flags, *flags, *own]
         ended = run(words, num_ranks=mode.num_ranks, folder=folder, limit_s=LIMIT_S, threads=threads)
-        say(f"{ended.seconds:5.0f} s  {title}")
+        say(f"{ended.seconds:5.0f} s  {title}\n", end="")
         return ended
 
     def compare(self, cases: Sequence[Case]) -> list[tuple[VerifiedMode, EndedRun]]:
