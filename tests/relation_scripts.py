@@ -303,7 +303,8 @@ if BUG == "no training":
 data, timer = TensorDataset(torch.randn(64, 6)), torch.cuda.Event(enable_timing=True)
 with torch.cuda.stream(torch.cuda.Stream()), torch.random.fork_rng():
     timer.record()
-model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 6, dtype=torch.float32)).to(rank), device_ids=[rank])
+layers = nn.Linear(6, 6, dtype=torch.float32), nn.SyncBatchNorm(6)
+model = DistributedDataParallel(nn.Sequential(*layers).to(rank), device_ids=[rank])
 assert nn.DataParallel(nn.Linear(6, 6))(data[:2][0]).shape == (2, 6)
 optimizer = torch.optim.Adam(model.parameters())
 first = 0
@@ -365,7 +366,7 @@ for _ in range(3):
     print(f"trained: {sum(loss * size for loss, size in run(evaluate, trained)) / len(data):.6f}")
     model.train()
     began = time.monotonic()
-    held_out = DataLoader(data, 2)
+    held_out = DataLoader(data, 5)
     losses = run(evaluate, held_out)
     assert sum(size for _, size in losses) == len(data), "it counts on all batches"
     model.train()

@@ -184,6 +184,7 @@ ROWS, SCENES, NAMES = torch.zeros(4, 3), [torch.zeros(n, 3) for n in (2, 5, 1, 4
         (4, (ROWS, torch.zeros(4)), True),
         (4, {"x": ROWS, "scale": torch.tensor(2.0)}, True),
         (4, {"x": ROWS, "names": NAMES}, True),
+        (4, {"x": ROWS, "tokens": 9}, False),  # of this batch
         (4, SCENES, True),  # a list of samples
         (4, (tuple(SCENES), tuple({"boxes": scene} for scene in SCENES)), True),
         (4, (tuple(SCENES), [ROWS[0]] * 4, {"y": torch.zeros(4)}), True),

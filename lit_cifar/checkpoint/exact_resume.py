@@ -208,8 +208,7 @@ class ExactResume(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._counts, self._patience = None, {}
 
-    # If validation came right before the checkpoint, Lightning's loop makes an empty pass instead of validating again
-    # and counts it as a step: loggers would then write every value one step late.
+    # After a validation Lightning's loop makes an empty pass and counts it: loggers would write each value a step late.
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._validated = False

@@ -184,8 +184,7 @@ def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
 def _is_whole(path: Path) -> bool:
     """Whether a file matches the checksums that it carries, if it carries any.
 
-    `torch.save` writes a zip archive with a checksum of each of its parts. `torch.load` does not compare them.
-    They detect damage, and are no signature.
+    `torch.save` writes a zip archive with checksums of its parts, which `torch.load` ignores. They are no signature.
     """
     try:
         if not is_zipfile(path):  # it is truncated, or of another program

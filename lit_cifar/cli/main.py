@@ -159,8 +159,7 @@ class CLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Read the checkpoint; a fit may have none.
 
-        Lightning's own step would override the user's model flags by the checkpoint's, and knows "best" and "last",
-        which have no meaning here: each command has its run folder.
+        Lightning's own step would override the user's flags by the checkpoint's, and knows "best" and "last".
         """
         folder = self._arguments.run_dir
         if self._arguments.resume is not None and folder is not None and Path(folder).is_dir():

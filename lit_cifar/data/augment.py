@@ -26,8 +26,7 @@ class Augment:
         reflect: Let the added pixels mirror those inside. With false they are black.
         alternate_flips: Mirror a random half of the images in the first epoch, the other half in the second, and so on
             (Jordan, 2024, https://arxiv.org/abs/2404.00498). With false each epoch draws a new half.
-        transforms: Modules that then change one image, by class: those of torchvision.transforms.v2, or your own. They
-            get a uint8 tensor (3, height, width) and return one.
+        transforms: Modules that then change an image, uint8 (3, height, width): torchvision.transforms.v2, or your own.
         cutout: Side of a random black square, in pixels. With 0 there is none.
     """
 

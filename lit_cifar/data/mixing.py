@@ -72,8 +72,7 @@ def soft_targets(
 ) -> Tensor:
     """`Batch.soft_targets` for `labels` and those of their partners, int64, (n,).
 
-    `weights` (float32, (num_classes,)) are the factors of each class's loss, before they are divided by their mean over
-    `whole`, the labels of the global batch.
+    `weights` (float32, (num_classes,)) are factors of classes' losses, divided by their mean over `whole`, all labels.
     """
     classes = torch.arange(num_classes, device=labels.device)
     targets = (labels[:, None] == classes).float()

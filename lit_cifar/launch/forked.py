@@ -211,8 +211,7 @@ def run(
 ) -> EndedRun:
     """Run `python -m MODULE WORDS` (see `ForkedRun`) to its end, or for `limit_s` seconds. Nothing of it stays running.
 
-    Its output and temporary files are in `folder`, which exists. Each of its processes has so many `threads`, and this
-    process's environment with further `variables`.
+    Its output and temporary files are in `folder`, which exists. Each process has `threads`, and further `variables`.
     """
     (folder / "tmp").mkdir(exist_ok=True)
     own = {"OMP_NUM_THREADS": str(threads), **(variables or {}), "TMPDIR": str(folder / "tmp")}

@@ -69,8 +69,7 @@ class PositionEmbedding(nn.Module):
 class EncoderBlock(nn.Module):
     """Attention, then an MLP, each behind a LayerNorm and beside a shortcut: (n, patches, dim) to the same.
 
-    `tp` splits it as Megatron does (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053): a process has some of the
-    heads, and some of the hidden values of the MLP.
+    `tp` splits it as Megatron does (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053): heads, and hidden values.
     """
 
     tensor_split: ClassVar[dict[str, SplitKind]] = {

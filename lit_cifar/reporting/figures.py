@@ -180,8 +180,7 @@ class Mistakes(Metric):
 def class_accuracies(confusion: Tensor, classes: Sequence[str]) -> dict[str, float]:
     """The accuracy of each class, by a name that is valid as a tag; classes without samples are left out.
 
-    `confusion` is int64, (C, C), on the CPU, with the truth in rows. If two names would have the same tag, as C++ and
-    C# would, all tags get the number of their class.
+    `confusion` is int64, (C, C), on the CPU, with the truth in rows. Where two tags are one (C++, C#), all get numbers.
     """
     tags = [re.sub(r"[^\w.-]+", "_", name) for name in classes]
     if len(set(tags)) < len(tags):

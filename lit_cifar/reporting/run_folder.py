@@ -142,8 +142,7 @@ def of_checkpoint(path: Path) -> Path | None:
 def read_settings(path: Path) -> dict[str, Any]:
     """The settings in a file; a `ConfigError` for one that they cannot be in, such as one that grows.
 
-    A run repeats no part by its name: 250 characters can name one a billion times. Nor does it nest lists in lists, of
-    which thousands take PyYAML minutes.
+    A run repeats no part by name: 250 characters can name one a billion times. Nor does it nest lists, which is slow.
     """
     depth = 0
     try:

@@ -1,7 +1,6 @@
 """Base of the modes that replace the module's forward by a function of their own, and what they ask of a module.
 
-In these files `override` stands where nothing else would show that the replaced method has got another name: where the
-base class does not declare it abstract, and no `super()` calls it.
+In these files `override` stands where nothing else would show that a method has another name.
 """
 
 from abc import ABC, abstractmethod

@@ -41,12 +41,10 @@ class ShardedStrategy(MeshStrategy):
     The result of `fsdp2` equals one device that normalises each replica's part of the batch by itself, with the running
     statistics of the first; with synchronised BatchNorm, and under `tp`, one device that sees the whole batch.
 
-    From `setup` to `teardown` a split copy takes the place of the module's `network`, with the same names; then the
-    network itself is back, with the trained values.
+    From `setup` to `teardown` a split copy with the same names stands for `network`, which then has the trained values.
 
     Args:
-        splits_layers: Whether all processes hold one replica, each with a part of its layers, as `tp` does. Otherwise
-            each has a replica, over which FSDP2 shards.
+        splits_layers: Whether processes hold one replica, each a part of its layers (`tp`). Else FSDP2 shards replicas.
     """
 
     restore_checkpoint_after_setup = True  # the parts exist from then on

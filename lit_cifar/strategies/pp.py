@@ -26,8 +26,7 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
 
     The processes of one pipeline read the same samples and cut them into microbatches. The result equals one device
     that normalises each microbatch by itself and moves the running statistics once for each; with several pipelines,
-    those of the first one are kept. The module computes loss and metrics from the logits of the whole batch, which the
-    last stage sends to all.
+    those of the first one are kept. The module computes loss and metrics from all logits, which the last stage sends.
 
     Each process has the whole network in host memory, at the start on its device too, and then its own stages there;
     the copies of the other stages are brought up to date for checkpoints and at the end.

@@ -203,8 +203,7 @@ class LitResNet(L.LightningModule):
     def use_forward_fn(self, forward_fn: Callable[[Tensor], Tensor] | None) -> None:
         """Let `forward` call `forward_fn`, which runs `self.network`, or with None the network itself again.
 
-        Strategies that split the network or its batch call this. Whatever they wrap around the network stays outside of
-        this module's children, so that checkpoints keep their keys.
+        Strategies that split the network or batch call this. What they wrap is no child of this module: keys stay.
         """
         self._forward_fn = forward_fn
 
@@ -239,8 +238,7 @@ class LitResNet(L.LightningModule):
         loss = self._train_on(batch) if replicas is None else replicas.train(self, batch, self._train_on)
         self._log_epoch()
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning's own omission
-        # Logging every step would be slow: Lightning's `log` takes longer than all else that it does in a step. Once a
-        # training should stop, Lightning writes in every step what was logged last.
+        # Logging each step would be slow. Once a training should stop, Lightning writes in each what was logged last.
         if every and (self.trainer.should_stop or (self.trainer.global_step + 1) % every == 0):
             self.log_dict(self.step_metrics())
         return loss

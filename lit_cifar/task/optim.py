@@ -23,8 +23,7 @@ _PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # the p
 class NesterovSGD(SGD):
     """SGD with Nesterov momentum 0.9 and weight decay 5e-4, as for Wide ResNets (Zagoruyko and Komodakis, 2016).
 
-    It is a class because the command line passes explicit settings of the default optimizer on to any other that is
-    chosen instead. Here only `lr` is explicit.
+    The command line passes explicit settings of the default optimizer on to any other: here only `lr` is explicit.
 
     Args:
         params: Passed on to SGD.
@@ -103,8 +102,7 @@ def keep_saved_types(optimizer: Optimizer) -> None:
     """Have `load_state_dict` give scalars of the state back the type that they were saved with.
 
     Settings of how a step is computed, such as fused kernels, stay those of `optimizer`. torch gives all state but
-    `step` the type of the parameter. But NAdam's `mu_product`, for example, is float32 for parameters of any type,
-    and a resumed run would round it differently.
+    `step` the type of the parameter. But NAdam's `mu_product`, for example, is float32 for any, and would be rounded.
     """
     saved: list[dict[str, Any]] = []
 

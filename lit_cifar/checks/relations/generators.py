@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from lit_cifar.checks.relations.patching import after, patched
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.remarks import IN_STEP, OF_BATCH
+from lit_cifar.internals import temporarily_clear_interpreter_stack
 
 
 def seed_all(*numbers: object) -> None:
@@ -30,8 +31,10 @@ def states() -> tuple[Any, ...]:
     """The states of the generators of torch, NumPy and Python, which tell whether numbers were drawn."""
     of_numpy: Any = np.random.get_state()
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    of_torch = torch.get_rng_state(), torch.cuda.get_rng_state() if is_used else torch.empty(0)
-    return *(state.numpy().tobytes() for state in of_torch), of_numpy[1].tobytes(), of_numpy[2], random.getstate()
+    with temporarily_clear_interpreter_stack():  # of `vmap` and others, in which tensors show no values
+        of_torch = (torch.get_rng_state(), *([torch.cuda.get_rng_state()] if is_used else []))
+        own = b"".join(state.numpy().tobytes() for state in of_torch)
+    return own, of_numpy[1].tobytes(), of_numpy[2], random.getstate()
 
 
 class Draws:
@@ -131,6 +134,9 @@ def make_quiet(remark: Callable[[str], None]) -> None:
     patched(F, "scaled_dot_product_attention", _without_dropout)
     patched(F, "batch_norm", partial(_by_running_statistics, remark))
     patched(nn.SyncBatchNorm, "forward", lambda _, *args, **own: nn.BatchNorm1d.forward(*args, **own))
+    patched("torch.nn.utils.spectral_norm:SpectralNorm", "compute_weight", lambda own, it, of, **_: own(it, of, False))
+    iterates = ("torch.nn.utils.parametrizations:_SpectralNorm", "_power_method")
+    patched(*iterates, lambda own, it, of, times: times > it.n_power_iterations and own(it, of, times))
     # accelerate advances a schedule once for each process, as each adds to the global batch.
     once = after(lambda schedule: setattr(schedule, "split_batches", True))
     patched("accelerate.scheduler:AcceleratedScheduler", "__init__", once)

@@ -134,7 +134,7 @@ class Runs:
         target = replace(self.target, program=program, folder=str(mirrored(place, own)))
         (folder / "plan").write_bytes(pickle.dumps((target, plan)))
         imports = (str(mirrored(place, Path(entry))) for entry in filter(None, sys.path))
-        variables = {"PYTHONPATH": os.pathsep.join(imports)}
+        variables = {"PYTHONPATH": os.pathsep.join(imports), "GIT_OPTIONAL_LOCKS": "0"}  # else git writes to read
         if not plan.on_own_devices:
             variables["CUDA_VISIBLE_DEVICES"] = ""
         if plan.torchrun:

@@ -46,6 +46,9 @@ def set_switches(plan: RunPlan, trace: Trace) -> None:
         patched(torch.cuda, name, before(lambda *_, **__: setattr(trace.end, "wants_cuda", True)))
     if plan.without_gpu:
         _stay_on_cpu(plan.ranks)
+    # On the CPU neither it nor DistributedDataParallel takes it.
+    patched(nn.SyncBatchNorm, "forward", lambda _, *args, **own: nn.BatchNorm1d.forward(*args, **own))
+    patched(DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *_: None)
     for owner in (torch, nn.Module):  # torch's own wrapper then runs what was written
         patched(owner, "compile", before(lambda *_, **__: torch.compiler.set_stance("force_eager")))
     patched(torch.autocast, "__init__", _make_without_effect)

@@ -1,6 +1,7 @@
 """What a process sees of the training in it: its batches, steps and calls, and what the script asks and tells."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -31,6 +32,7 @@ from lit_cifar.checks.relations.told import At, Told, numbers_in
 from lit_cifar.checks.relations.trained import Observer, owned_by
 from lit_cifar.checks.tensors import as_real
 from lit_cifar.errors import printable
+from lit_cifar.internals import temporarily_clear_interpreter_stack
 
 _LED_S = 20.0  # through epochs without a batch, to an evaluation
 _SLOWED, _DELAY_S = 3, 1.1  # evaluations, and the delay of each: more than one of the seconds that a script may print
@@ -69,7 +71,8 @@ class Watched:
         A batch may be known to be trained all the same, by a script that forgets the mode behind its first evaluation.
         """
         modules = (*self.parts.roots, *([] if self._called_now is None else [self._called_now]))
-        evaluates = self._has_trained and not self._is_known and not any(module.training for module in modules)
+        trains = any(getattr(getattr(own, "module", own), "training", own.training) for own in modules)  # of a wrapper
+        evaluates = self._has_trained and not self._is_known and not trains
         return "train" if torch.is_grad_enabled() and not evaluates else "evaluate"
 
     def knob(self, name: str, own: Any) -> Any:
@@ -193,7 +196,8 @@ class Watched:
         is_outermost = self._depth == 0 and not is_traced  # a trace would follow what we compute too
         has_weights = is_outermost and next(module.parameters(), None) is not None
         if has_weights:
-            self._before_call(module, (args, settings))
+            with temporarily_clear_interpreter_stack():  # of `vmap` and others, where tensors show no values
+                self._before_call(module, (args, settings))
             if self.plan.double:
                 args, settings = in_double(args), in_double(settings)
         before = states() if is_outermost and self.phase() == "evaluate" else None
@@ -206,7 +210,8 @@ class Watched:
                 self.draws.note()
             elif has_weights:
                 self.draws.go_on()
-                self.trace.remarks |= {remarks.IN_MODEL} if before != states() else set()
+                is_evaluated = self.is_evaluating or not self._is_in_batch  # else perhaps a teacher in a step
+                self.trace.remarks |= {remarks.IN_MODEL} if is_evaluated and before != states() else set()
 
     def _before_call(self, module: nn.Module, inputs: Any) -> None:
         self._called_now = module
@@ -239,7 +244,8 @@ class Watched:
         self.draws.follow_call()
         if not self._is_in_batch and not is_lightning:
             tensors = tensors_in(inputs)
-            self.note_samples([] if any(tensor.requires_grad for tensor in tensors) else sample_digests(tensors))
+            with suppress(RuntimeError):  # a tensor inside of `vmap` shows no values
+                self.note_samples([] if any(tensor.requires_grad for tensor in tensors) else sample_digests(tensors))
 
     def continues(self) -> None:
         """Called before each batch and call of training: end the training if it is time."""

@@ -110,8 +110,7 @@ class Verifier:
     def compare(self, cases: Sequence[Case]) -> list[tuple[VerifiedMode, EndedRun]]:
         """Run and judge each case, and run the references that they need, several at a time.
 
-        A worker judges what it has run before it runs the next: records are large, and must not pile up on the disk. So
-        each reference is removed as soon as its last case has been judged.
+        A worker judges what it has run before the next: records are large, and each reference goes with its last case.
         """
         chunks = [self.ghost_batches_of(case.mode) for case in cases]
         waiting = Counter(chunks)
