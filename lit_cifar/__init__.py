@@ -24,16 +24,13 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "CIFAR10DataModule": "lit_cifar.data",
-    "CheckpointError": "lit_cifar.errors",
-    "ConfigError": "lit_cifar.errors",
-    "DataError": "lit_cifar.errors",
     "LitResNet": "lit_cifar.task.module",
     "MuonSGD": "lit_cifar.task.muon",
-    "NesterovSGD": "lit_cifar.task.optim",
     "ReplicaAudit": "lit_cifar.checks.replica_audit.callback",
-    "WarmupDecay": "lit_cifar.task.optim",
     "Watchdog": "lit_cifar.checks.watchdog.callback",
     "relations": "lit_cifar.checks",
+    **dict.fromkeys(("CheckpointError", "ConfigError", "DataError"), "lit_cifar.errors"),
+    **dict.fromkeys(("NesterovSGD", "WarmupDecay"), "lit_cifar.task.optim"),
 }
 
 

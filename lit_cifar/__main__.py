@@ -14,8 +14,7 @@ if __name__ == "__main__":
 gc.disable()  # the imports leave a million objects and no garbage, and to look through them takes a seventh of the time
 from lit_cifar.cli.main import main  # noqa: E402
 
-# The imported objects live as long as the process: without them a collection takes a tenth of the time. At the end they
-# are collected too, because otherwise extension modules report leftovers.
+# Imported objects live on: without them a collection takes a tenth. At the end they go too, or extensions report leaks.
 gc.freeze()
 gc.enable()
 atexit.register(gc.unfreeze)

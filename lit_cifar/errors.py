@@ -47,8 +47,7 @@ def _spelt(char: str) -> str:
 class ConfigError(ValueError):
     """A setting, or a combination of settings, that cannot work.
 
-    The `problem` contains the value received and the rule it broke, in one or two lines; the `remedy` is a flag or
-    command to paste.
+    The `problem` has the value received and the rule it broke, in a line or two, the `remedy` a flag or command.
     """
 
     def __init__(self, problem: str, *, remedy: str) -> None:

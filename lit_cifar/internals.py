@@ -57,7 +57,9 @@ NAMES = {
     "averaging, and MuonSGD,": "torch._foreach_add ._foreach_add_ ._foreach_copy_ ._foreach_mul_",
     AUDIT: """lightning.pytorch.strategies.DDPStrategy._model_averager
         torch.nn.modules.batchnorm._NormBase torch.nn.parallel.DistributedDataParallel._comm_hooks""",
-    RELATIONS: """torch.cuda._lazy_init torch.nn.Module._buffers ._non_persistent_buffers_set
+    RELATIONS: """torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
+        torch.cuda._lazy_init torch.nn.Module._buffers ._non_persistent_buffers_set
+        torch.nn.parallel.DistributedDataParallel._passing_sync_batchnorm_handle
         torch.utils._pytree.register_pytree_node .tree_flatten .tree_leaves .tree_map .tree_unflatten""",
     "--model.arch=tiny": "torchvision.models.resnet.ResNet._make_layer",
 }

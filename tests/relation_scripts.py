@@ -189,8 +189,7 @@ torch.manual_seed(0)
 data, held_out = (TensorDataset(torch.randn(count, 6)) for count in (64, 20))
 model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
 wrapped = DistributedDataParallel(model) if num_ranks > 1 else model
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scaler = torch.amp.GradScaler("cuda")
+optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cuda")
 
 
 @torch.no_grad()
@@ -204,6 +203,7 @@ def evaluate(divides):
 for epoch in range(2):
     sampler = DistributedSampler(data, shuffle=False) if num_ranks > 1 else None
     for number, (x,) in enumerate(DataLoader(data, 4, sampler=sampler), start=1):
+        torch.no_grad()(model)(x)  # as a teacher is called
         at = torch.randint(0, 10, (len(x),))
         noisy = x + 0.1 * torch.randn_like(x) + 0.1 * torch.rand(len(x), 6) + 0.01 * at[:, None]
         noisy = noisy + 0.1 * torch.normal(0.0, 1.0, x.shape) + torch.empty_like(x).uniform_(-0.1, 0.1)
@@ -297,13 +297,14 @@ CUDA = script("""
 rank = int(os.environ["LOCAL_RANK"])
 torch.cuda.set_device(rank)
 dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-torch.manual_seed(0)
+torch.cuda.set_rng_state_all([torch.manual_seed(0).get_state()])
 if BUG == "no training":
     torch.randn(2, device="cuda") @ torch.randn(3, device="cuda")
 data, timer = TensorDataset(torch.randn(64, 6)), torch.cuda.Event(enable_timing=True)
-with torch.cuda.stream(torch.cuda.Stream()):
+with torch.cuda.stream(torch.cuda.Stream()), torch.random.fork_rng():
     timer.record()
-model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 6, dtype=torch.float32)).to(rank), device_ids=[rank])
+layers = nn.Linear(6, 6, dtype=torch.float32), nn.SyncBatchNorm(6)
+model = DistributedDataParallel(nn.Sequential(*layers).to(rank), device_ids=[rank])
 assert nn.DataParallel(nn.Linear(6, 6))(data[:2][0]).shape == (2, 6)
 optimizer = torch.optim.Adam(model.parameters())
 first = 0
@@ -318,7 +319,7 @@ for epoch in range(first, 3):
     for (x,) in DataLoader(data, 4, sampler=DistributedSampler(data, *sizes, shuffle=False), pin_memory=True):
         x = relations.share(x) if sizes else x
         noise = torch.zeros(len(x), 6, device="cuda").to(torch.float32)
-        assert noise.dtype == x.dtype
+        assert noise.dtype == x.dtype and torch.cuda.mem_get_info()[0] >= 0 and torch.cuda.is_bf16_supported()
         with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = ((model(x.cuda(rank, non_blocking=True) + noise) - x.to(rank)) ** 2).mean()
         optimizer.zero_grad()
@@ -329,8 +330,7 @@ for epoch in range(first, 3):
         torch.save({"epoch": epoch + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
 """)
 
-# As an engine of ignite: it begins to read before a step sets the mode of the model, and reads as many batches as its
-# loader has said. It prints what it finds.
+# As an engine of ignite: it reads before a step sets the mode of the model, as many batches as its loader has said.
 ENGINE = script("""
 import time
 
@@ -366,7 +366,7 @@ for _ in range(3):
     print(f"trained: {sum(loss * size for loss, size in run(evaluate, trained)) / len(data):.6f}")
     model.train()
     began = time.monotonic()
-    held_out = DataLoader(data, 2)
+    held_out = DataLoader(data, 5)
     losses = run(evaluate, held_out)
     assert sum(size for _, size in losses) == len(data), "it counts on all batches"
     model.train()
@@ -700,7 +700,7 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 for epoch in range(3):
     for batch in loader:
         optimizer.zero_grad()
-        accelerator.backward(model(batch).square().mean())
+        accelerator.backward(model(batch + torch.randn_like(batch)).square().mean())
         optimizer.step()
 """
 

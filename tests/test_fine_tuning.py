@@ -42,6 +42,11 @@ def test_names_that_match_and_their_layers(patterns: list[str], parameters: set[
     assert matching(Plain(), patterns) == (parameters, norms)
 
 
+def test_a_tied_weight_is_frozen_by_each_of_its_names() -> None:
+    tied = nn.Sequential(first := nn.Linear(4, 4), first)
+    assert matching(tied, ["1.weight"]) == ({"1.weight"}, ())
+
+
 def test_frozen_layers_stay_in_evaluation_mode() -> None:
     module = LitResNet("tiny", stem="imagenet", fine_tuning=FineTuning(freeze="bn1.*")).train()
     for _ in range(2):

@@ -160,7 +160,7 @@ def test_the_split_is_seeded_and_disjoint() -> None:
     assert len(torch.cat([train, val]).flatten(1).unique(dim=0)) == 96
 
 
-def test_what_is_sent_to_spawned_processes() -> None:
+def test_what_is_sent_to_spawned_processes(tmp_path: Path) -> None:
     """Defaults and weights, but not the images, and no metric that counts in shared memory."""
     module, images = LitResNet("tiny", stem="imagenet"), data()
     copied = pickle.loads(pickle.dumps(module))
@@ -171,7 +171,7 @@ def test_what_is_sent_to_spawned_processes() -> None:
     images.setup("fit")
     assert pickle.loads(pickle.dumps(images)).sets == {}
     module.train_loss.count.share_memory_()  # as torch.multiprocessing sends it
-    module.setup("fit")
+    fit(module, tmp_path, images, max_steps=1, limit_val_batches=0)
     assert not module.train_loss.count.is_shared()
 
 

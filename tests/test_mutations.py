@@ -41,9 +41,7 @@ def test_a_mistake_must_act_and_be_caught(finding: Finding, right: bool, word: s
 
 
 def test_every_mode_has_mistakes_of_its_own() -> None:
-    """A mode of several processes also has one that one of them makes. What is planted in `ddp` and in the average of
-    `ddp_pp` is all that `ddp_flat` has.
-    """
+    """A mode of several processes also has one that one of them makes. `ddp_flat` has `ddp`'s and `ddp_pp`'s."""
     modes = {name: mode for name, mode in sized_modes(4).items() if name != "ddp_flat"}
     planted = {(mutation.mode, mutation.devices) for mutation in OF_MODES}
     assert {mode for mode, _ in planted} == set(modes)

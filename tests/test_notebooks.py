@@ -1,6 +1,4 @@
-"""Executes the notebooks as they are, with small sizes in place of those in the cell tagged "parameters"; and how they
-start runs.
-"""
+"""Executes the notebooks as they are, with small sizes in place of those of the cell "parameters"; and their runs."""
 
 import ast
 import json

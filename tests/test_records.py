@@ -11,8 +11,7 @@ from documents import BENCHMARKS, PAGES, RECORDS, ROOT, SCRIPTS, blocks, is_in_h
 from PIL import Image
 
 FIGURES = ROOT / "docs" / "figures"
-# Written before these commands noted commit and machine, with a commit in each row, or without the history at
-# hand; their pages say so.
+# Written before these commands noted commit and machine, with a commit in each row, or without history: pages say so.
 WITHOUT_COMMIT = {
     "verify/2026-11-20/devices4_float64.json",
     "modes/2026-11-21-steps/losses.json",

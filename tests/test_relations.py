@@ -184,6 +184,7 @@ ROWS, SCENES, NAMES = torch.zeros(4, 3), [torch.zeros(n, 3) for n in (2, 5, 1, 4
         (4, (ROWS, torch.zeros(4)), True),
         (4, {"x": ROWS, "scale": torch.tensor(2.0)}, True),
         (4, {"x": ROWS, "names": NAMES}, True),
+        (4, {"x": ROWS, "tokens": 9}, False),  # of this batch
         (4, SCENES, True),  # a list of samples
         (4, (tuple(SCENES), tuple({"boxes": scene} for scene in SCENES)), True),
         (4, (tuple(SCENES), [ROWS[0]] * 4, {"y": torch.zeros(4)}), True),
@@ -497,7 +498,7 @@ def test_a_script_of_accelerate_trains_on_two_processes(
 ) -> None:
     monkeypatch.syspath_prepend(installed("accelerate"))
     judged_parts = ("run", "replicas", "samples of ranks", "ranks")
-    assert outcomes(ACCELERATED, only="ranks") == dict.fromkeys(judged_parts, "pass")
+    assert outcomes(ACCELERATED, only="ranks") == dict.fromkeys(judged_parts, "pass") | DRAWING
 
 
 def test_a_flag_is_given_as_its_parser_takes_it() -> None:
@@ -977,6 +978,7 @@ def test_a_module_and_its_data_stand_for_a_script(tmp_path: Path, monkeypatch: p
         (["train.py", "--only=resum"], ["--only=resum is no relation", "did you mean resume?"]),
         (["train.py", "--also=my.function"], ["relations --also has gone", "instead: --same=ARGUMENTS"]),
         (["train.py", "--data=my.Data"], ["--data=my.Data has no effect without --module"]),
+        (["train.py", "--limit=nan"], ["--limit=nan must be between 1 and 1000000"]),
         (["train.py", "--batches=0"], ["--batches", "0 is not a whole number from 1"]),
         ([], ["what to train is not said once", "--module=CLASS"]),
         (["train.py", "--module=my.Module"], ["what to train is not said once"]),

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import TINY, callback, graded, last_checkpoint, launch, mode_flags, own_network
+from commands import TINY, callback, graded, last_checkpoint, launch, mode_flags
 
 from lit_cifar.checks.compare import disagreement
 from lit_cifar.checks.replica_audit.callback import ReplicaAudit
@@ -68,11 +68,11 @@ def test_a_flipped_bit_is_found_in_the_next_audit(of: str, name: str, stop: bool
 
 
 def test_replicas_of_several_processes_are_compared_part_by_part(tmp_path: Path) -> None:
-    """And a buffer, which nothing keeps equal, is named once and ends no run."""
-    flags = [*flip(own_network("Scaled"), rank=3, of="buffer"), "--replica_audit.stop=true"]
+    """And a frozen weight, which nothing keeps equal, is named once and ends no run."""
+    flags = [*flip(rank=3, of="parameter"), "--model.fine_tuning.freeze=fc.bias", "--replica_audit.stop=true"]
     result = launch("fit", *flags, *mode_flags("ddp_pp", 4), f"--run_dir={tmp_path}", ranks=4)
     assert "different on replicas after optimizer step 4" in result.stderr, result.stderr
-    assert result.stderr.count("scale (buffer): ranks 1, 3 differ, and there is no majority") == 1
+    assert result.stderr.count("fc.bias: ranks 1, 3 differ, and there is no majority") == 1
     assert last_checkpoint(tmp_path)["position"]["global_step"] == 5
 
 

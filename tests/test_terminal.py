@@ -18,9 +18,7 @@ OURS += ("length ", "note ", "test it ")
 
 @pytest.mark.parametrize("mode", graded("single", "pp", slow=["ddp", "ddp_spawn"]))
 def test_fit_prints_our_lines_and_none_of_lightning(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own, in those that Lightning starts or spawns, and in those of torchrun; on a login node of
-    SLURM too.
-    """
+    """In its own process, in those that Lightning starts or spawns, of torchrun, and on a login node of SLURM."""
     (tmp_path / "srun").touch(mode=0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     ranks = 2 if mode == "pp" else 1

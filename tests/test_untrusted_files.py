@@ -117,7 +117,10 @@ def test_a_checkpoint_chooses_no_argument_of_the_module(tmp_path: Path, trained:
 
 
 def test_a_checkpoint_that_holds_itself_is_refused(tmp_path: Path) -> None:
-    for within in (content := {"state_dict": {}}, [content]):
+    doubled: list[Any] = []
+    for _ in range(40):
+        doubled = [doubled, doubled]  # a file of 2 KB
+    for within in (doubled, content := {"state_dict": {}}, [content]):
         content["itself"] = within
         torch.save(content, tmp_path / "endless.ckpt")
         with pytest.raises(CheckpointError, match="too many objects in one another"):
@@ -254,7 +257,7 @@ OF_A_FIT = [
     (put("lr_scheduler", value="$(touch owned)"), "pass --model.lr_scheduler as in its training"),
     (put("optimizer_states", value=[]), "its optimizer_states is []"),
     (put("optimizer_states", 0, "state", value={}), "holds no state of the optimizer for 41 of 41 parameters"),
-    (put("optimizer_states", 0, "state", value={"a": {}}), "its optimizer_states.0.state is {'a': {}}"),
+    (put("optimizer_states", 0, "state", value={"a": {}}), "it holds no state of the optimizer"),
     (put(*FIRST, value=5), "its optimizer_states.0.state.0 is 5"),
     (put(*FIRST, value={}), "its optimizer_states.0.state.0.momentum_buffer is missing"),
     (put(*FIRST, "momentum_buffer", value=torch.zeros(3)), "its optimizer_states.0.state.0.momentum_buffer is (3,)"),

@@ -125,8 +125,7 @@ def tiny_trainer(folder: Path, **settings: Any) -> Trainer:
 def read_events(folder: Path) -> EventAccumulator:
     """What a run wrote for TensorBoard, nothing left out.
 
-    TensorBoard reads files in the order of their names. Those of one second and one process end with a count, in which
-    10 comes before 9.
+    TensorBoard reads files in the order of their names. Those of one second end with a count: 10 comes before 9.
     """
     for file in folder.glob("events.out.tfevents.*"):
         name, _, count = file.name.rpartition(".")

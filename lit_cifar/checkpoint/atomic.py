@@ -18,7 +18,8 @@ from lit_cifar.reporting.files import sync
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 _TENSORS_ALONE = "put nothing but tensors and primitives into a checkpoint, in `on_save_checkpoint` and `state_dict`"
-_DISK = (errno.EISDIR, errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
+_DISK = {errno.EACCES, errno.EISDIR, errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DISK |= {errno.EROFS, errno.EIO, errno.ESTALE}
 
 
 def snapshot(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,8 +32,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
     """Save to `path`, as a draft beside it that is synced, read back and compared, and only then renamed.
 
     When `last.ckpt` is replaced, the old file becomes `previous.ckpt` if a training can go on from it: between the two
-    renames that is the newest one. Only one process at a time may write to a folder. The tensors must be on the CPU:
-    see `snapshot`.
+    renames that is the newest one. Only one process at a time may write to a folder. Tensors must be on the CPU.
 
     Raises:
         SaveError: The file cannot be written and read back. Earlier files are unchanged and no draft is left.

@@ -192,12 +192,10 @@ class StepBoundary(Callback):
     """Saves when a checkpoint is due, stops when asked to, and stops when a loss is not a finite number.
 
     SIGTERM, SIGHUP, or SIGINT once, makes all processes save at the same step and exit with status 143. A second
-    SIGINT, at least a second later, ends the process that receives it at once. A loss that is not finite makes all
-    processes exit with status 1, before anything is saved.
+    SIGINT, a second later or more, ends the process that gets it at once. A loss that is not finite ends all, unsaved.
 
     To agree takes an all-reduce, for which the host waits. It is done about every `agree_every_s` seconds, after a
-    number of steps that the processes also agree on, and when a checkpoint is due by its step, which all know. Until
-    then a process keeps its losses on its device.
+    number of steps that they agree on too, and when a checkpoint is due by its step. Else losses stay on the device.
 
     This callback must come before those that use the next batch, because it acts when that has been fetched.
 
@@ -275,7 +273,7 @@ class StepBoundary(Callback):
 
     def _check_weights(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop if a weight is not finite, which a step with a finite loss can cause, before that is saved."""
-        weights = [part for parameter in pl_module.parameters() if (part := local_part(parameter).detach()).numel()]
+        weights = [p for its in pl_module.parameters() if its.requires_grad and (p := local_part(its).detach()).numel()]
         largest = get_total_norm(weights, norm_type=math.inf)  # one number for all weights, over all processes
         bad = largest.isfinite().logical_not().to(self._device, torch.float64)
         if trainer.strategy.reduce(bad, group=group.WORLD, reduce_op="max").item():

@@ -6,7 +6,7 @@ What a file says is part of a command to paste only if it is a number or one of 
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ def check_shapes(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 def wrong_values(network: nn.Module, weights: Mapping[str, Tensor]) -> str:
     """In words, the first of the weights with nan, an infinite parameter or a negative variance."""
-    parameters = {name for name, _ in network.named_parameters()}
+    parameters = {name for name, its in network.named_parameters() if its.requires_grad}
     for name, tensor in weights.items():
         if name.endswith("running_var") and (tensor < 0).any():
             return f"the weights are negative variances: {name}"
@@ -138,7 +138,9 @@ def check_states(checkpoint: Mapping[str, Any], trainer: Trainer, optimizer: Opt
 def _check_callback(state: Any, callback: Callback) -> None:
     example: dict[str, Any] = {}
     with suppress(Exception):  # what is not set up yet may have no state
-        example = callback.state_dict() | (_OF_BEST if isinstance(callback, ModelCheckpoint) else {})
+        known = (its for its in type(callback).__mro__ if its.__module__.split(".")[0] in ("lightning", "lit_cifar"))
+        kind: Any = next(known)
+        example = kind.state_dict(callback) | (_OF_BEST if isinstance(callback, ModelCheckpoint) else {})
     name = type(callback).__name__
     check_content(state, example, f"callbacks.{name}", partly=True)
     if isinstance(callback, ModelCheckpoint):  # which removes the files in time
@@ -147,7 +149,7 @@ def _check_callback(state: Any, callback: Callback) -> None:
             raise CheckpointError(f"the files of {name} in it are outside of their folder")
     if isinstance(callback, ModelCheckpoint | EarlyStopping):
         with _trying(name):
-            deepcopy(callback).load_state_dict(deepcopy(state))
+            copy(callback).load_state_dict(deepcopy(state))
 
 
 def _check_state(found: dict[str, Any], optimizer: Optimizer, *, begun: bool) -> None:
@@ -158,6 +160,7 @@ def _check_state(found: dict[str, Any], optimizer: Optimizer, *, begun: bool) ->
         before, here = ([*map(len, numbers)] for numbers in (then, now))
         problem = f"its optimizer had groups of {before} parameters; this one has {here}, or numbers them otherwise"
         raise CheckpointError(problem, remedy=f"pass --model.fine_tuning.head_lr of its training, {_CONFIG}")
+    found = found | {"state": {number: its for number, its in found["state"].items() if not isinstance(number, str)}}
     check_content(found["state"], dict[int, dict[str, Any]], "optimizer_states.0.state")
     with _trying("the optimizer"):
         optimizer.load_state_dict(found)
@@ -198,6 +201,7 @@ def _after_a_step(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     with suppress(Exception):
         optimizer.step()
         made = optimizer.state_dict()["state"]
+        made = {number: state for number, state in made.items() if not isinstance(number, str)}
         states: dict[int, dict[str, Any]] = tree_map_only(Tensor, lambda it: torch.empty_like(it, device="cpu"), made)
         return states
     return {}

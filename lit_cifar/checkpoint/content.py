@@ -87,7 +87,8 @@ def _parts(value: Any, form: Any) -> Mapping[Any, Any]:
     if isinstance(form, Mapping):  # numbers are no names, such as the steps at which a schedule does something
         return {name: part for name, part in form.items() if isinstance(name, str)}
     if isinstance(form, list | tuple):
-        return {index: form[min(index, len(form) - 1)] for index in range(len(value)) if form}
+        known = [each for each in range(len(value)) if form and not (isinstance(form, tuple) and value[each] is None)]
+        return {index: form[min(index, len(form) - 1)] for index in known}
     if origin in (list, tuple):
         return dict.fromkeys(range(len(value)), arguments[0])
     return dict.fromkeys(value, arguments[1]) if origin is dict else {}

@@ -94,7 +94,7 @@ class Position:
         return cls(
             epoch=epochs.started if complete else max(epochs.started - 1, 0),
             step=0 if complete else batches // trainer.accumulate_grad_batches,
-            started=epochs.started > 0 and not complete,
+            started=epochs.started > 0 and not complete and batches > 0,
             global_step=trainer.global_step,
             rows=_num_rows(trainer),
             validates=validates or newest.completed < newest.processed,
@@ -208,8 +208,7 @@ class ExactResume(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._counts, self._patience = None, {}
 
-    # If validation came right before the checkpoint, Lightning's loop makes an empty pass instead of validating again
-    # and counts it as a step: loggers would then write every value one step late.
+    # After a validation Lightning's loop makes an empty pass and counts it: loggers would write each value a step late.
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._validated = False
@@ -282,7 +281,7 @@ def _settle_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
     buffers and gradients are restored. Virtual replicas have buckets of their own.
     """
     model: Any = trainer.strategy.model
-    is_ddp = isinstance(model, DistributedDataParallel) and model.process_group.size() != 2
+    is_ddp = isinstance(model, DistributedDataParallel) and model.process_group.size() > 2
     if not is_ddp or getattr(pl_module, "virtual_replicas", None) is not None:
         return
     buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}

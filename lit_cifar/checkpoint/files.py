@@ -117,7 +117,7 @@ class CheckpointFiles(CheckpointIO):
             with saving(path):
                 if folder not in self._folders:
                     make_folder(folder)
-                if path.name == LAST:
+                if path.name == LAST and folder.name == "checkpoints":
                     for table in (*folder.parent.glob("*.csv"), folder.parent):  # they belong to it
                         sync(table)
                     note_epoch(checkpoint, folder.parent)

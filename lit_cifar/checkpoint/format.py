@@ -35,8 +35,7 @@ class Header:
     stem: Stem | None  # stem of a ResNet
     num_classes: int  # size of the logits
     image_size: int = 32  # height and width of the training images, in pixels
-    # The class of the user's own network, such as "my_package.Net". It is compared, never imported: a checkpoint cannot
-    # choose which code is run.
+    # The class of the user's own network, such as "my_package.Net": compared, never imported, as that would run code.
     network: str | None = None
     format: int = _NUMBER
 
@@ -151,8 +150,7 @@ def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     If it is `mapped`, a tensor is read only where it is looked at; torch cannot do so with files of its first releases.
 
     Raises:
-        CheckpointError: There is none, its content does not match the checksums that it carries, or neither torch nor
-            this version can read it.
+        CheckpointError: There is none, it does not match its checksums, or neither torch nor this version reads it.
     """
     check_is_file(path)
     try:
@@ -178,7 +176,7 @@ def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"{path} is not a checkpoint: it holds a {type(checkpoint).__name__}")
     with naming(path):
-        _check_names(checkpoint)
+        _check_names(checkpoint, iter(range(2 * 10**6)))
         check_entries(checkpoint, "this file")
     return checkpoint
 
@@ -186,8 +184,7 @@ def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
 def _is_whole(path: Path) -> bool:
     """Whether a file matches the checksums that it carries, if it carries any.
 
-    `torch.save` writes a zip archive with a checksum of each of its parts. `torch.load` does not compare them.
-    They detect damage, and are no signature.
+    `torch.save` writes a zip archive with checksums of its parts, which `torch.load` ignores. They are no signature.
     """
     try:
         if not is_zipfile(path):  # it is truncated, or of another program
@@ -212,15 +209,15 @@ def check_entries(checkpoint: Mapping[str, Any], name: Path | str = "this checkp
         check_content(checkpoint, dict.fromkeys(others) if entry in checkpoint else {})
 
 
-def _check_names(content: Any, levels: int = 50) -> None:
+def _check_names(content: Any, left: Iterator[int], levels: int = 50) -> None:
     """Refuse names that a message cannot show, at any depth of a file of any program, and what contains itself."""
-    if not levels:
+    if not levels or next(left, None) is None:
         raise CheckpointError("it holds too many objects in one another", remedy=SAVE_ALONE)
     parts = dict(enumerate(content)) if isinstance(content, list | tuple) else content
     for name, value in parts.items() if isinstance(parts, dict) else ():
         if not str(name).isprintable():
             raise CheckpointError(f"it holds the name {described(name)}", remedy=SAVE_ALONE)
-        _check_names(value, levels - 1)
+        _check_names(value, left, levels - 1)
 
 
 def check_is_file(path: Path) -> None:

@@ -109,8 +109,8 @@ class Start:
         with naming(self._config.ckpt_path):
             self._compare(content, module, data, trainer)
 
-    def compare_images(self, data: CIFAR10DataModule) -> None:
-        """Refuse to go on with other images."""
+    def compare_images(self, data: CIFAR10DataModule, *, steps: int) -> None:
+        """Refuse to go on with other images, or within an epoch that has fewer `steps`."""
         if self._order is None:
             return
         from lit_cifar.data.changed_order import check_held_out, check_rest_of_epoch
@@ -120,8 +120,8 @@ class Start:
             check_content(self._order, now, "settings of the data", partly=True)
             if self._step:
                 check_rest_of_epoch(self._order, now)
-                if self._step > (most := data.train_sampler().num_batches):
-                    raise CheckpointError(f"its position is step {self._step} of an epoch, which has {most}")
+                if self._step > steps:
+                    raise CheckpointError(f"its position is step {self._step} of an epoch, which has {steps}")
             check_held_out(self._order, now)
 
     def _compare(self, content: dict[str, Any], module: LitResNet, data: CIFAR10DataModule, trainer: Trainer) -> None:

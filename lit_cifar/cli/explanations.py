@@ -36,8 +36,8 @@ _TYPES = {
 }
 # The last word of a flag of other programs, and of ours.
 _ELSEWHERE = dict.fromkeys(("gpu", "gpus", "num_gpus"), "devices") | dict.fromkeys(("fp16", "amp"), "precision")
-_ELSEWHERE |= dict.fromkeys(("output_dir", "save_dir", "log_dir"), "run_dir")
-_ELSEWHERE |= dict.fromkeys(("data_dir", "data_path", "path"), "root")
+_ELSEWHERE |= dict.fromkeys(("output_dir", "save_dir", "log_dir"), "run_dir") | {"learning_rate": "lr"}
+_ELSEWHERE |= dict.fromkeys(("data_dir", "data_path", "path"), "root") | {"num_epochs": "max_epochs"}
 _ELSEWHERE |= {"bs": "batch_size", "wd": "weight_decay", "scheduler": "lr_scheduler", "img_size": "image_size"}
 _ELSEWHERE |= {"pretrained": "weights", "checkpoint": "ckpt_path", "clip_grad": "gradient_clip_val"}
 
@@ -53,12 +53,11 @@ def explained(message: str, *, known: Iterable[str], program: str) -> tuple[str,
     # Flags once one of their group, or of the default optimizer, is given.
     settings = [f"--data.augment.{field.name}" for field in fields(Augment)]
     settings += [f"--model.optimizer.{name}" for name in ("lr", "momentum", "weight_decay")]
-    if found := re.match(r"unrecognized arguments: [-\u2010-\u2015]*([^\s=]+)", message):  # dashes of typesetters too
-        as_run = (
-            f"{program} {{}}" if program.endswith(("test", "validate", "predict")) else "--run_dir={} --resume=auto"
-        )
-        folder = os.path.lexists(found[1]) and Path(found[1]).is_dir() and as_run.format(shlex.quote(found[1]))
-        guess = folder or _meant(f"--{found[1]}", [*settings, *known])
+    if found := re.match(r"unrecognized arguments: ([-\u2010-\u2015]*)([^\s=]+)", message):  # typesetters' dashes too
+        evaluates = program.endswith(("test", "validate", "predict"))
+        as_run = f"{program} {{}}" if evaluates else "--run_dir={} --resume=auto"
+        is_folder = not found[1] and os.path.lexists(found[2]) and Path(found[2]).is_dir()
+        guess = as_run.format(shlex.quote(found[2])) if is_folder else _meant(f"--{found[2]}", [*settings, *known])
     if found := re.search(r"does not accept option '([\w.]+)'", message):  # of a file
         meant = _meant(f"--{found[1]}", [*settings, *known])
         guess = meant and meant.removeprefix("--")
@@ -75,7 +74,7 @@ def _meant(flag: str, known: Sequence[str]) -> str | None:
     groups = {other.partition(".")[0] for other in known if "." in other}
     single = [other for other in known if other not in groups]
     # Flags are long and begin alike, so the cutoff is higher than for single words.
-    near = within or get_close_matches(flag, single, n=1, cutoff=0.75) or same
+    near = within or (len(same) == 1 and same) or get_close_matches(flag, single, n=1, cutoff=0.75) or same
     return near[0] if near else None
 
 

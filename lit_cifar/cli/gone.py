@@ -11,19 +11,10 @@ from typing import Any
 
 from lit_cifar.errors import ConfigError
 
-# By command, by flag (which is a setting of a YAML file too, with all below it), by a command's own flag or one of its
-# values, or by class.
+# By command, by flag (which is a setting of a YAML file too, with all below it), or by a command's own flag or value.
 INSTEAD: dict[str, str] = {
-    # Checks.
-    "relations --only=autocast": "compare types and steps with and without it in a test of your own",
-    "relations --only=compile": "torch.testing.assert_close between a module and what torch.compile makes of it",
-    "relations --only=recomputation": "--same=ARGUMENTS that turn your checkpointing of activations off",
     "verify --module": "relations --module=CLASS --data=CLASS -- FLAGS",
     "--replica_audit.exclude": "nothing; what need not be equal is said once and ends no run",
-    "lit_cifar.Replay": "python -m lit_cifar relations train.py",
-    # Commands.
-    "lit_cifar.tools.bench.memory.TrainingMemory": "analysis.memory.TrainingMemory, with PYTHONPATH=notebooks",
-    "lit_cifar.tools.bench.timeline.Timeline": "analysis.timeline.Timeline, with PYTHONPATH=notebooks",
     "bench": "--trainer.profiler=simple, or benchmarks/scripts/overhead.py",
     "chaos": "kill ranks under torchrun --max-restarts=3 with --resume=auto, as tests/chaos does",
     "doctor --devices": "python -m lit_cifar verify --modes=ddp --devices=N trains on N devices",
@@ -31,12 +22,10 @@ INSTEAD: dict[str, str] = {
     "export": "torch.export and torch.onnx: docs/data-and-networks.md has the lines",
     "modes": "doctor, which lists them",
     "report": "tensorboard --logdir runs, or the notebooks",
-    # Data.
     "--data.pictures": "--data.memory_gb and --data.augment.transforms: docs/data-and-networks.md",
     "--data.shuffle": "--trainer.overfit_batches=N, which repeats the first batches in the order of the files",
     "--data.balanced": "--data.balance.draw_equally",
     "--data.frozen_order": "--data.order.frozen",
-    # Training, checkpoints and ranks.
     "--autotune": "leave it out, as a fit chooses so by itself; --trainer.precision=32-true chooses nothing",
     "--best_checkpoint.every_n_epochs": "--trainer.callbacks+=ModelCheckpoint, which has it",
     "--best_checkpoint.save_top_k": "--trainer.callbacks+=ModelCheckpoint, whose save_top_k is Lightning's",
@@ -44,13 +33,12 @@ INSTEAD: dict[str, str] = {
     "--last_checkpoint.sharded": "fsdp2 writes one file, which every mode reads",
     "--max_restarts": "torchrun --max-restarts=3 --nproc-per-node=2 -m lit_cifar fit --resume=auto --run_dir=FOLDER",
     "--model.lr_scaling": "--model.rate_scaling.rule",
-    "--figures.every_n_seconds": "--figures.every_n_epochs=1 to draw each, or leave it out: every 30 s at most",
     "--model.unfreeze_at": "a fit without freeze, --model.fine_tuning.weights=RUN/checkpoints/last.ckpt",
     "--trainer.strategy.data_parallel_size": "--trainer.strategy=fsdp2, over all processes",
     "--trainer.strategy.tensor_parallel_size": "--trainer.strategy=tp, over all processes",
     "--model.recompute": "--trainer.accumulate_grad_batches or --trainer.precision=bf16-mixed take less memory",
 }
-for _name in ("--also", "--only=effects", "--only=groups"):
+for _name in ("--also", *(f"--only={name}" for name in ("autocast", "compile", "effects", "groups", "recomputation"))):
     INSTEAD[f"relations {_name}"] = "--same=ARGUMENTS, for arguments of the script that should change nothing"
 # Augmentations of before, by what does the same in `torchvision.transforms.v2`.
 _TRANSFORMS = {"policy": "TrivialAugmentWide", "num_ops": "RandAugment", "magnitude": "RandAugment"}
@@ -66,8 +54,6 @@ def refuse_words(words: Sequence[str]) -> None:
         parts = flag.split(".")
         names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
         names += [f"{command} {name}" for name in names] + [f"{command} {flag}={one}" for one in value.split(",")]
-        if flag.removesuffix(".class_path") == "--trainer.callbacks":
-            names += [name for name in INSTEAD if "." in name and value in (name, name.rpartition(".")[2])]
         for name in names:
             if name in INSTEAD:
                 raise ConfigError(f"{name} has gone", remedy=f"instead: {INSTEAD[name]}")

@@ -17,21 +17,22 @@ from lit_cifar.cli.overview import SUBCOMMANDS, overview
 # The titles in the short help, and the flags below each.
 _RUN = ("config", "run_dir", "seed_everything")
 _WHERE = ("trainer.accelerator", "trainer.strategy", "trainer.devices", "trainer.num_nodes", "trainer.precision")
-_DATA = ("data.dataset", "data.root", "data.image_size", "data.batch_size")
+_DATA = ("data.dataset", "data.root", "data.image_size")
+_TESTED = (*_DATA, "data.eval_batch_size")
 _NETWORK = ("model.arch", "model.stem", "model.network")
 _OPTIMIZATION = ("model.optimizer", "model.lr_scheduler", "model.rate_scaling.rule")
-_EVALUATION = {"run": (*_RUN, "ckpt_path"), "network": _NETWORK, "data": (*_DATA, "data.val_size"), "devices": _WHERE}
+_EVALUATION = {"run": (*_RUN, "ckpt_path"), "network": _NETWORK, "data": (*_TESTED, "data.val_size"), "devices": _WHERE}
 COMMON: dict[str, dict[str, tuple[str, ...]]] = {
     "fit": {
         "run": (*_RUN, "resume", "ckpt_path"),
         "network": _NETWORK,
         "optimization": (*_OPTIMIZATION, "trainer.max_epochs", "trainer.accumulate_grad_batches"),
-        "data": _DATA,
+        "data": (*_DATA, "data.batch_size"),
         "devices": (*_WHERE, "trainer.sync_batchnorm", "virtual_replicas"),
     },
     "validate": _EVALUATION,
     "test": _EVALUATION,
-    "predict": _EVALUATION | {"data": (*_DATA, "data.predict_dir")},
+    "predict": _EVALUATION | {"data": (*_TESTED, "data.predict_dir")},
 }
 _TEXTS = {
     "config": "Read flags from a YAML file, as RUN_FOLDER/config.yaml. Later files and flags win over earlier ones.",
@@ -76,7 +77,8 @@ def short_help(parser: ArgumentParser, groups: Mapping[str, tuple[str, ...]]) ->
     formatter = _ShortFormatter(prog=parser.prog, width=100, max_help_position=34)  # type: ignore[no-untyped-call]
     program = parser.prog.replace(" [options]", "")
     with internals.parser_context(parent_parser=parser, defaults_cache=None):
-        formatter.add_usage(f"{program} [--config=FILE] [--FLAG=VALUE ...]", [], [])
+        folder = "" if program.endswith("fit") else "[RUN_FOLDER] "
+        formatter.add_usage(f"{program} {folder}[--config=FILE] [--FLAG=VALUE ...]", [], [])
         formatter.add_text(parser.description)
         for title, names in groups.items():
             formatter.start_section(title)

@@ -60,8 +60,7 @@ TOOLS = {"doctor": "doctor", "ray": "ray", "relations": "relations", "verify": "
 def main(args: Sequence[str] | None = None) -> None:
     """Run a subcommand; `args` are the words of a command line, by default the process's own.
 
-    An input that cannot work leaves by SystemExit, with status 2 and at most five lines on stderr; commands that are
-    not Lightning's, with their own status.
+    What cannot work leaves by SystemExit, with status 2 and at most five lines on stderr; other commands by their own.
     """
     words = sys.argv[1:] if args is None else list(args)
     if is_torchelastic_launched() or (process_rank() and startup.STARTED_BY_COPY):
@@ -160,8 +159,7 @@ class CLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Read the checkpoint; a fit may have none.
 
-        Lightning's own step would override the user's model flags by the checkpoint's, and knows "best" and "last",
-        which have no meaning here: each command has its run folder.
+        Lightning's own step would override the user's flags by the checkpoint's, and knows "best" and "last".
         """
         folder = self._arguments.run_dir
         if self._arguments.resume is not None and folder is not None and Path(folder).is_dir():
@@ -170,11 +168,12 @@ class CLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Refuse arguments that the Trainer accepts but a run folder cannot use; tell the model about the data."""
-        check_arguments(self._arguments.trainer, trains=self._subcommand == "fit")
+        check_arguments(self._arguments.trainer, stage=self._subcommand)
         model, data = self._arguments.model, self._arguments.data
         source = open_dataset(data.dataset, data.root, image_size=data.image_size)
         if self._subcommand == "predict":
             self._start.name_classes(source)
+            self._arguments.return_predictions = False  # nobody reads them: images times classes
         if model.network is None:
             model.arch = model.arch or DEFAULT_ARCH
         check_sizes(model, source)
@@ -256,8 +255,6 @@ class CLI(LightningCLI):
         if process_rank() == 0:
             start = {"folder": folder, "checkpoint": self._arguments.ckpt_path, "choice": self._choice}
             announce(self.trainer, self.model, self.datamodule, stage=subcommand, **start)
-        # Lightning converts after loading a checkpoint, when its float64 weights have already been rounded.
-        self.trainer.precision_plugin.convert_module(self.model)
         name_who_ends(self.trainer)
         if subcommand != "fit":  # Lightning's handler would end an evaluation with status 0
             self.trainer._signal_connector.register_signal_handlers = list  # type: ignore[assignment, method-assign]
@@ -299,6 +296,9 @@ class CLI(LightningCLI):
                 continue
             name = type(callback).__name__
             callback.dirpath = str(callback.dirpath or ours / name)
+            if "://" in callback.dirpath:
+                problem = f"{name} would write to {callback.dirpath}, and not into a folder of this machine"
+                raise ConfigError(problem, remedy="pass a folder, where the storage may be mounted")
             if Path(callback.dirpath, callback.filename or "x").parent.resolve() == ours.resolve():
                 problem = f"{name} would write into {ours}, where the run keeps what it resumes from"
                 raise ConfigError(problem, remedy="leave out its dirpath, and any folder in its filename")

@@ -25,7 +25,7 @@ _COMMANDS = {
         "doctor": "Which modes run on this machine, how to start them, and whether it is fit to.",
     },
 }
-_COUNTS = ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS"]
+_COUNTS = ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "SLURM_NTASKS"]
 _COUNTS += ["SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_NODEID"]
 _EXAMPLES = (
     "fit --data.root=data --trainer.strategy=ddp --trainer.devices=2",
@@ -49,7 +49,7 @@ def answer(words: Sequence[str]) -> None:
             _refuse(f"{name}={os.environ[name]!r} in the environment is not a {kind}", f"unset {name}")
     known = [name for group in _COMMANDS.values() for name in group]
     command = next((word for word in rest if word in known), "")
-    if command and re.match(r"--(?!config|help)", first):
+    if command and re.match(r"--(?!help)|-c", first):
         _refuse(f"{first} stands before the command", f"flags follow it: {PROGRAM} {command} --FLAG=VALUE ...")
     if first in known or first.startswith("-"):
         return

@@ -84,4 +84,4 @@ def check_run(
         check_monitors(trainer, map(str, module.val_metrics.scores), validates=validates)
         num_batches = check_intervals(trainer, data)
         check_schedule(scheduler, trainer, data, num_batches=num_batches)
-    start.compare_images(data)
+    start.compare_images(data, steps=-(-num_batches // trainer.accumulate_grad_batches) if trains else 0)

@@ -30,14 +30,14 @@ def check_bounds(arguments: Namespace) -> None:
             bounded(f"--{name}", value, least, most)
 
 
-def check_arguments(trainer: Namespace, *, trains: bool) -> None:
+def check_arguments(trainer: Namespace, *, stage: str) -> None:
     """Refuse arguments of the Trainer by which it would not train, log or save, or would write to another folder."""
-    for name, problem, remedy in _refused(trainer, trains=trains):
+    for name, problem, remedy in _refused(trainer, stage):
         given = str(trainer[name]).lower() if isinstance(trainer[name], bool) else trainer[name]
         raise ConfigError(f"--trainer.{name}={given}{problem}", remedy=remedy)
 
 
-def _refused(trainer: Namespace, *, trains: bool) -> Iterator[tuple[str, str, str]]:
+def _refused(trainer: Namespace, stage: str) -> Iterator[tuple[str, str, str]]:
     """The name of each, what is said behind its value, and a remedy."""
     if (folder := trainer.default_root_dir) is not None:
         remedy = "pass " + shlex.quote(f"--run_dir={folder}")
@@ -48,9 +48,10 @@ def _refused(trainer: Namespace, *, trains: bool) -> Iterator[tuple[str, str, st
     if str(trainer.devices) in ("0", "[]"):
         remedy = "pass a number, such as --trainer.devices=2; for no GPU pass --trainer.accelerator=cpu"
         yield "devices", " is no device to train on", remedy
-    for name in ("limit_train_batches", "max_epochs", "max_steps"):
-        if trains and trainer[name] == 0:
-            yield name, " would train nothing", f"leave it out, or pass another {name}"
+    trains, part = stage == "fit", "val" if stage == "validate" else stage
+    for name in ("limit_train_batches", "max_epochs", "max_steps") if trains else (f"limit_{part}_batches",):
+        if trainer[name] == 0:
+            yield name, f" would {'train' if trains else stage} nothing", f"pass another --trainer.{name}"
     if trainer.val_check_interval == 0:
         yield "val_check_interval", " is no interval", "pass --trainer.val_check_interval=1.0 for each epoch's end"
     if trains and not isinstance(trainer.val_check_interval, int | float | None):

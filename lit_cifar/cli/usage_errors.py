@@ -123,8 +123,7 @@ def as_config_error() -> Iterator[None]:
 def cli_exit() -> Iterator[None]:
     """End the program with the words of a `ConfigError`: with status 2, or 1 if a file could not be saved.
 
-    What Lightning refuses only after the run has begun ends it with status 2 too, and Ctrl-C with 130, because nothing
-    has failed.
+    What Lightning refuses after the run has begun ends it with status 2 too, and Ctrl-C with 130: nothing has failed.
     """
     try:
         yield

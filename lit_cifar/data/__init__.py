@@ -1,4 +1,4 @@
-"""Data sets as uint8 images, in memory or decoded when needed, and batches. Nothing here knows models or modes."""
+"""Data sets as uint8 images, in memory or decoded when needed, and batches. Nothing here knows models."""
 
 from lit_cifar.data.augment import Augment
 from lit_cifar.data.balance import Balance

@@ -24,11 +24,9 @@ class Augment:
     Args:
         padding: Pixels that are added on each side before a window of the image's size is cropped at random.
         reflect: Let the added pixels mirror those inside. With false they are black.
-        alternate_flips: Half of the images are mirrored left to right. Mirror a random half in the first epoch and the
-            other half in the second, and so on (Jordan, 2024, https://arxiv.org/abs/2404.00498). With false each epoch
-            draws a new half.
-        transforms: Modules that then change one image, by class: those of torchvision.transforms.v2, or your own. They
-            get a uint8 tensor (3, height, width) and return one.
+        alternate_flips: Mirror a random half of the images in the first epoch, the other half in the second, and so on
+            (Jordan, 2024, https://arxiv.org/abs/2404.00498). With false each epoch draws a new half.
+        transforms: Modules that then change an image, uint8 (3, height, width): torchvision.transforms.v2, or your own.
         cutout: Side of a random black square, in pixels. With 0 there is none.
     """
 
@@ -64,8 +62,7 @@ class Augmentation(Augment):
 
         Returns:
             A column for each sample, int64, (3, n): the first row and column of its window in the padded image, and
-            whether that is mirrored. With transforms one more: their seed. With cutout two more: the row and column of
-            the square's centre.
+            whether that is mirrored. With transforms one more: their seed. With cutout two more: the square's centre.
         """
 
         def pick(purpose: Purpose, bound: int, epoch: int = epoch) -> Tensor:

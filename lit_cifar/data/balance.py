@@ -17,8 +17,7 @@ class Balance:
     Args:
         class_weights: Factors of the losses by class, in the order of the classes, or "balanced": in inverse proportion
             to the number of training images. They are divided by their mean over the global batch.
-        draw_equally: Draw each class equally often in an epoch, which has as many samples as before: those of rare
-            classes several times, those of frequent ones not all.
+        draw_equally: Draw each class equally often in an epoch, of as many samples as before: rare ones repeat.
     """
 
     class_weights: Literal["balanced"] | list[float] | None = None

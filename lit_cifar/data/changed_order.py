@@ -53,8 +53,7 @@ def _changed(then: OrderSettings, now: OrderSettings) -> tuple[str, str]:
 def _mixed(then: OrderSettings, now: OrderSettings) -> list[str]:
     """The settings by which images that were trained on would be validated on.
 
-    A smaller `val_size` holds out a part of the same images. The user's folder to validate on may change, unless files
-    to train on are gone.
+    A smaller `val_size` holds out a part of the same images. A folder to validate on may change, not one to train on.
     """
     own, before = _VAL in now, then.get("val_size")
     names = _FILES if own else (*_FILES, "num_train", "seed", "val_size")

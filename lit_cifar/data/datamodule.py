@@ -33,14 +33,12 @@ class CIFAR10DataModule(L.LightningDataModule):
     Args:
         root: Folder of the data set. A download is stored here.
         dataset: Data set: "cifar10", "cifar100", "synthetic" (images drawn by code from `seed`, without files), or
-            "folder": your own pictures, in ROOT/CLASS or in ROOT/train/CLASS, with ROOT/val/CLASS and ROOT/test/CLASS
-            if there are such, or other usual names.
+            "folder": your own pictures, in ROOT/CLASS, or in ROOT/train/CLASS, ROOT/val/CLASS and ROOT/test/CLASS.
         image_size: Height and width to which the pictures of "folder" are resized, in pixels. The default is 32.
         batch_size: Global batch size: samples per optimizer step over all replicas and accumulation steps.
         eval_batch_size: Samples per evaluation step over all processes. It does not change any result.
         val_size: Number of training images held out for validation by a seeded split. With 0 the run trains on all
-            images and does not validate. The default is 5000, or a tenth of `num_train` if that is less; of "folder" a
-            tenth, and none where there is ROOT/val.
+            images, without validation. The default is 5000 or a tenth of `num_train`; of "folder" a tenth, or ROOT/val.
         num_train: Use only the first n training images, before the split. The synthetic data set draws n images.
         num_test: Use only the first n test images. The synthetic data set draws n images.
         augment: What training images go through: with true random crops after padding, and random flips; with false
@@ -49,8 +47,7 @@ class CIFAR10DataModule(L.LightningDataModule):
         balance: What is done for rare classes: `Balance`.
         order: In which order images are trained on, and which are left out or repeated: `Order`.
         num_workers: Number of worker processes, for each process that trains, that decode pictures which do not fit the
-            memory and apply the transforms of `augment`. With 0 it does so itself. The default is its share of the
-            cores to decode, and 0 otherwise.
+            memory and apply transforms of `augment`. With 0 it does so itself. By default its cores, if it decodes.
         download: Download the data set if it is missing.
         memory_gb: Largest size of the decoded pictures of a split of "folder", in GB, that each process keeps in its
             memory. Larger ones are decoded by worker processes in each epoch anew; all else is the same. The default is

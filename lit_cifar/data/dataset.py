@@ -27,8 +27,7 @@ DATASETS = {
 class Dataset(ABC):
     """Images in `root`, which are not read before `load` is called.
 
-    Call `prepare` once per node, then `load` in every process. `image_size` is the height and width in pixels for data
-    sets that can have any, `seed` that of images that are drawn.
+    Call `prepare` once per node, then `load` in every process. `image_size` is in pixels, `seed` that of drawn images.
     """
 
     title: ClassVar[str]  # name in logs and tables

@@ -66,8 +66,9 @@ class GhostBatches:
             step_of = torch.arange(num_samples) // self.data_parallel_size % self.accumulation
             steps = [(step_of == step).nonzero().flatten() for step in range(self.accumulation)]
             return [[step for step in steps if len(step)]]
+        batch = torch.arange(num_samples)
         replicas = [
-            list(self._of_replica(torch.arange(num_samples), rank, replica))
+            list(self._of_replica(batch, rank, replica))
             for rank in range(self.data_parallel_size)
             for replica in range(self.local_replicas)
         ]

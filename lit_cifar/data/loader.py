@@ -17,8 +17,7 @@ from lit_cifar.data.samplers import BatchIds, EvaluationSampler, TrainSampler
 from lit_cifar.data.workers import made_by_workers
 from lit_cifar.errors import CheckpointError
 
-# Number of 32 x 32 images that are made at a time; fewer if they are larger. On the host this is the fastest number of
-# those tried, and large enough that a GPU is rarely asked.
+# Number of 32 x 32 images made at a time, fewer if larger: the fastest tried on the host, and enough for a GPU.
 _BLOCK_ON_HOST, _BLOCK_ON_DEVICE = 1024, 16384
 
 

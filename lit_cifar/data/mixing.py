@@ -42,8 +42,7 @@ class Mixing:
     Args:
         mixup: Mix each training image with another one of its global batch (Zhang et al., 2018): the parameter of the
             Beta distribution of their shares. With 0 there is no mixup. A loss must then be taken with `Batch.targets`.
-        cutmix: Replace a rectangle of each training image by that of another one (Yun et al., 2019): the parameter, as
-            above. With 0 there is no CutMix.
+        cutmix: Replace a rectangle of each training image by another's (Yun et al., 2019): the parameter, as above.
     """
 
     mixup: float = 0.0
@@ -73,8 +72,7 @@ def soft_targets(
 ) -> Tensor:
     """`Batch.soft_targets` for `labels` and those of their partners, int64, (n,).
 
-    `weights` (float32, (num_classes,)) are the factors of each class's loss, before they are divided by their mean over
-    `whole`, the labels of the global batch.
+    `weights` (float32, (num_classes,)) are factors of classes' losses, divided by their mean over `whole`, all labels.
     """
     classes = torch.arange(num_classes, device=labels.device)
     targets = (labels[:, None] == classes).float()

@@ -20,8 +20,7 @@ from tqdm import tqdm
 
 from lit_cifar.errors import DataError, one_line, printable
 
-# The formats that are read, whatever a file is called. Pillow knows forty more, most of them old, and starts
-# Ghostscript for one.
+# The formats that are read, whatever a file is called. Pillow knows forty old ones, and starts Ghostscript for one.
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
 _OF_SYSTEMS = {"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found", "Thumbs.db"}
 _OF_SYSTEMS |= {"desktop.ini", "Icon\r"}
@@ -33,8 +32,7 @@ IMAGES_WANTED = "name a folder that holds images, e.g. PNG or JPEG files"
 def list_files(folder: Path, *, remedy: str = IMAGES_WANTED) -> dict[str, int]:
     """Regular files, relative to `folder`, with a number that links to one file have in common; 0 for a broken link.
 
-    They are sorted as strings, without hidden files and files that could block, such as a named pipe. Links to folders
-    are followed; one to a folder that it lies in is refused.
+    Sorted as strings, without hidden files and pipes. Links to folders are followed; one to its own folder is refused.
     """
     try:
         if not folder.is_dir():

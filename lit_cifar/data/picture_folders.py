@@ -36,8 +36,7 @@ class PictureFolders:
     """`root/train/CLASS/*` or `root/CLASS/*`, with `root/val/CLASS/*` and `root/test/CLASS/*` if there are such.
 
     Or other usual names of these. In the name of a class control characters and bytes that are not UTF-8 are escaped,
-    and letters with accents are composed (NFC). A folder that looks like a split and is not used is a `DataError`, as
-    it would be a class, or be missed.
+    and letters with accents are composed (NFC). A folder that looks like a split and is not used is a `DataError`.
 
     Attributes:
         splits: Folders in `root` that hold a split.
@@ -117,7 +116,7 @@ def _splits(root: Path) -> dict[Split, Path]:
             if len({each.resolve() for each in found.values()}) < len(found):
                 raise DataError(f"{folder} is a link to pictures of another split", remedy="remove it")
     flat = next((folder for folder in found.values() if not _folders(folder)), None)
-    if flat is not None and "train" not in found:
+    if flat is not None and found.get("train") in (None, flat):
         problem = f"{flat} has no folders of classes: it may be a class, or a split whose classes nobody knows"
         raise DataError(problem, remedy=f"if it is a class, move all of them into {root}/train/; if not, move it away")
     return found

@@ -26,8 +26,7 @@ class OwnPictures(Dataset):
     """Pictures of any size in folders named after their classes, as for torchvision's ImageFolder.
 
     `PictureFolders` says which. Without pictures to validate on some of those to train on are held out, of each class
-    alike. A file that is no picture is an error. Of a split there is one picture of each class in turn, so that the
-    first n are of all classes.
+    alike. A file that is no picture is an error. A split has a picture of each class in turn, so the first n have all.
     """
 
     title = "own pictures"
@@ -203,4 +202,4 @@ def read_folder(
     labels = torch.full((len(files),), -1)
     encoded = EncodedImages(torch.empty((0, *shape[1:]), dtype=torch.uint8), labels, classes, paths)
     found = ImageSet(images, labels, classes) if fits else encoded
-    return dict(zip(files, errors, strict=True)), found.subset(readable)
+    return dict(zip(files, errors, strict=True)), found if len(readable) == len(files) else found.subset(readable)

@@ -22,8 +22,7 @@ class Order:
     Args:
         frozen: Repeat the order of the first epoch in every epoch, as a forgotten `set_epoch` does. For study.
         drop_last: Leave out the last batch of an epoch if it is not full. With false it is weighted by its size.
-        pad_eval: Repeat samples until each process evaluates equally many, as torch's DistributedSampler does, and
-            count them twice. For study.
+        pad_eval: Repeat samples until processes evaluate equally many, as DistributedSampler does. They count twice.
     """
 
     frozen: bool = False

@@ -151,13 +151,11 @@ class EvaluationSampler:
     """Each sample once, rank `r` of `R` taking positions r, r + R, ...; every process makes equally many steps."""
 
     num_samples: int
-    # Samples per step over all ranks, rounded up to a multiple of their number. In the last step a rank may be left
-    # with none.
+    # Samples per step over all ranks, rounded up to a multiple of their number. A rank may have none of the last step.
     batch_size: int
     layout: Layout  # this process's part of a batch
     epoch: ClassVar[int] = 0  # every evaluation has the order of the ids
-    # Repeat the first samples until all ranks have equally many, as torch's DistributedSampler does. The counts are
-    # then too high; for study.
+    # Repeat the first samples until ranks have equally many, as DistributedSampler does. Counts are then too high.
     pad: bool = False
 
     def _ids(self) -> Tensor:

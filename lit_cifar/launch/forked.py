@@ -66,9 +66,8 @@ class ForkedRun:
     ) -> None:
         with _rank_environments(environment, num_ranks) as environments:
             others = (str(stdout), str(stderr), str(Path.cwd()))
-            self._processes = [
-                start_forked(_run, (module, list(words), own, *others), preload=preload) for own in environments
-            ]
+            run = (module, [*words])
+            self._processes = [start_forked(_run, (*run, own, *others), preload=preload) for own in environments]
 
     @property
     def pids(self) -> list[int]:
@@ -212,8 +211,7 @@ def run(
 ) -> EndedRun:
     """Run `python -m MODULE WORDS` (see `ForkedRun`) to its end, or for `limit_s` seconds. Nothing of it stays running.
 
-    Its output and temporary files are in `folder`, which exists. Each of its processes has so many `threads`, and this
-    process's environment with further `variables`.
+    Its output and temporary files are in `folder`, which exists. Each process has `threads`, and further `variables`.
     """
     (folder / "tmp").mkdir(exist_ok=True)
     own = {"OMP_NUM_THREADS": str(threads), **(variables or {}), "TMPDIR": str(folder / "tmp")}

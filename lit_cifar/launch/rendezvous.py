@@ -2,8 +2,7 @@
 
 A process group opens up to three kinds of ports: the store of rank 0, through which the processes find each other, and
 the listeners of gloo and NCCL. None of them asks who is calling, and torch opens the first on every interface. Here all
-ports are on the loopback interface if a run has one machine, and on the interface that the user names if it has
-several.
+ports are on the loopback interface if a run has one machine, and else on the interface that the user names.
 
 Lightning reads an environment's `main_address` and `main_port` in each process right before it calls
 `torch.distributed.init_process_group`. At that moment our environments open the store, or find it.

@@ -45,8 +45,7 @@ os.register_at_fork(after_in_child=note_parent)
 def open_closed_streams() -> None:
     """Open stdin, stdout and stderr at `/dev/null` where the caller has closed them.
 
-    Otherwise the next file to be opened would take their place, and get what libraries and processes print; and Python
-    has no stream where one is closed.
+    Otherwise the next file to be opened would take their place, and get what is printed; Python would lack a stream.
     """
     for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
         try:

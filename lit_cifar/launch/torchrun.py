@@ -83,8 +83,7 @@ class TorchrunEnvironment(TorchElasticEnvironment):
 
     torchrun would let them use its agent's store. That store survives a restart and then still holds the addresses of
     terminated processes; a process that reads one of those waits forever. Here the agent's store only serves to find
-    the new one. Under `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` there is no agent's store, and torchrun chooses a port for
-    each start.
+    the new one. With `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` there is none, and torchrun chooses a port each time.
     """
 
     def __init__(self) -> None:

@@ -28,13 +28,10 @@ class Layout:
     one; under `dp` one process holds several; under `pp` several processes hold one together.
 
     Attributes:
-        data_parallel_size: Number of parts into which processes divide a batch. It is 1 under `dp`, whose one process
-            reads every batch.
-        data_parallel_rank: Number of this process's part, from 0. Processes that hold one replica together have the
-            same.
+        data_parallel_size: Parts into which processes divide a batch: 1 under `dp`, whose one process reads all.
+        data_parallel_rank: This process's part, from 0: the same for processes that hold one replica together.
         model_parallel_size: Number of processes that hold one replica together. They are neighbours.
-        local_replicas: Number of replicas among which one process divides its part once more: more than 1 under `dp`
-            only.
+        local_replicas: Replicas among which one process divides its part once more: several under `dp` only.
         num_microbatches: Number of pieces in which a replica's layers see its part, one after the other.
     """
 
@@ -64,8 +61,7 @@ class NoRecorder:
 class Mode:
     """What a mode divides, and what its processes hold and compute.
 
-    The defaults are those of a mode that does as `ddp` or one device. Some answers are known only once the Trainer is
-    made or the processes have met; they say so.
+    The defaults are those of `ddp` or one device. Some answers are known only once processes have met; they say so.
     """
 
     is_own = True  # whether it is one of this package, whose page says what it does

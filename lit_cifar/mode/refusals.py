@@ -29,13 +29,9 @@ class Refusal:
 _SHARDED = ("fsdp2", "tp")
 TABLE = (
     Refusal(
-        option="--model.compile=true", modes=("dp",), problem="{option}: {mode} has copies of the network in threads"
-    ),
-    Refusal(
         option="--model.compile=true",
-        modes=("tp",),
-        problem="{option} cannot trace layers of {mode}, which exchange parameters and messages",
-        remedy="leave it out, or use --trainer.strategy=fsdp2",
+        modes=("dp", "tp"),
+        problem="{option} traces neither copies of a network in threads nor messages of its layers, as of {mode}",
     ),
     Refusal(
         option="--model.compile=cuda_graphs",

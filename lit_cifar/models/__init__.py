@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import nn
 
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, bounded
 from lit_cifar.models import resnet
 from lit_cifar.models.resnet import Stem, build_resnet
 from lit_cifar.models.whitening import Whitening
@@ -24,6 +24,7 @@ def build_network(
     if arch == "fast":
         from lit_cifar.models.fast import FastNetwork
 
+        bounded("--data.image_size", image_size, 9)
         return FastNetwork(num_classes=num_classes)
     if arch == "vit_micro" or arch == "vit_tiny":
         from lit_cifar.models.vit import VisionTransformer

@@ -7,8 +7,7 @@ trained in `dp`, `ddp`, `ddp_spawn` and `fsdp2`. It may tell more about itself:
   order; each takes what the one before returned, and all together are `forward`. An `nn.Sequential` needs no method.
 - `tp` splits the layers that a module of it names in an attribute `tensor_split`, as Megatron does (Shoeybi et al.
   2019, https://arxiv.org/abs/1909.08053): `{"conv1": "columns", "bn1": "channels", "conv2": "rows"}`. Where outputs
-    belong together, such as those of a head of attention, they must be consecutive, and `tensor_parts` is the number of
-    such groups.
+    belong together, such as those of an attention head, they must be consecutive: `tensor_parts` such groups.
 
 `verify` finds out whether a network tells the truth.
 """

@@ -20,8 +20,7 @@ class Compiled:
     A ragged last batch would be another compilation, minutes in the middle of an epoch, after which torch would take
     kernels for any size, slower ones, for all batches. Training and evaluation are compiled apart.
 
-    `call` is compiled in place of the module with its hooks. A `Compiled` is a plain callable, not an `nn.Module`, so
-    that a module that has it as an attribute gets no child.
+    `call` is compiled in place of the module with its hooks. A `Compiled` is no `nn.Module`: who has it gets no child.
 
     With `cuda_graphs` a whole forward or backward pass is started at once, as a CUDA graph. The output and the
     gradients then lie in memory that the next training batch overwrites: nothing may refer to them by then.

@@ -66,5 +66,5 @@ class Frozen:
             network.get_submodule(name).eval()
 
     def told(self, network: nn.Module) -> str:
-        share = f"{len(self.parameters)} of {len([*network.parameters()])} parameters"
+        share = f"{len({*map(network.get_parameter, self.parameters)})} of {len([*network.parameters()])} parameters"
         return f"not trained: {share}, and the statistics of {len(self.norms)} BatchNorm layers"

@@ -13,15 +13,14 @@ from lit_cifar.errors import ConfigError
 def matching(network: nn.Module, patterns: Sequence[str]) -> tuple[frozenset[str], tuple[str, ...]]:
     """The parameters whose names match a pattern of `fnmatch`, and the BatchNorm layers that have no others.
 
-    A layer without parameters is asked by the name of its `running_mean`. A `ConfigError` says that a pattern matches
-    nothing, or that all that could be trained is frozen.
+    A layer without parameters is named by its `running_mean`. A `ConfigError` says if nothing matches, or is trained.
     """
     norms = {
         name: [f"{name}.{key}" for key, _ in layer.named_parameters(recurse=False)] or [f"{name}.running_mean"]
         for name, layer in network.named_modules()
         if isinstance(layer, internals.BatchNorm)
     }
-    parameters = {name: tensor.requires_grad for name, tensor in network.named_parameters()}
+    parameters = dict(network.named_parameters(remove_duplicate=False))  # a tied weight has several names
     known = {*parameters}.union(*norms.values())
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):
@@ -30,17 +29,17 @@ def matching(network: nn.Module, patterns: Sequence[str]) -> tuple[frozenset[str
             problem = f"--model.fine_tuning.freeze={pattern} matches no parameter of {type(network).__name__}"
             raise ConfigError(problem, remedy=f"did you mean {' or '.join(near)}?")
     found = {name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns)}
-    if not any(trained for name, trained in parameters.items() if name not in found):
+    still = {parameters[name] for name in found & parameters.keys()}
+    if still.issuperset(its for its in parameters.values() if its.requires_grad):
         problem = f"--model.fine_tuning.freeze={' '.join(patterns)} leaves nothing of {type(network).__name__} to train"
         raise ConfigError(problem, remedy="name fewer: 'conv1.*', or ['conv1.*', 'layer1.*']")
-    still = tuple(name for name, own in norms.items() if found.issuperset(own))
-    return frozenset(found & parameters.keys()), still
+    return frozenset(found & parameters.keys()), tuple(name for name, own in norms.items() if found.issuperset(own))
 
 
 def head_of(network: nn.Module, num_classes: int) -> str:
     """The name of the classifier: the last layer with a row of weights for each class."""
     places = ((*name.rpartition("."), its.shape) for name, its in network.named_parameters(remove_duplicate=False))
-    found = [layer for layer, _, kind, shape in places if kind == "weight" and shape[:1] == (num_classes,)]
+    found = [layer for layer, _, kind, shape in places if kind == "weight" and shape[:1] == (num_classes,) != shape]
     if not found:
         lacks = f"{type(network).__name__} has no classifier of {num_classes} outputs"
         raise ConfigError(f"--model.fine_tuning.head_lr: {lacks}", remedy="leave it out")

@@ -46,7 +46,7 @@ def follow_parameters(optimizer: Optimizer) -> None:
     A checkpoint has it in torch's own order, and Lightning moves it to one device. "step" stays where it is.
     """
     for parameter, state in optimizer.state.items():
-        for name, value in state.items():
+        for name, value in state.items() if isinstance(parameter, Tensor) else ():  # it may hold more, by names
             if name == "step" or not isinstance(value, Tensor) or value.shape != parameter.shape:
                 continue
             if (value.device, value.stride()) != (parameter.device, parameter.stride()):

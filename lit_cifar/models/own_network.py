@@ -17,14 +17,17 @@ from lit_cifar.models.blocks import blocks_of
 def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes: int) -> None:
     """Refuse a network that does not return logits for two images of noise, or whose blocks compute something else."""
     name = type(network).__name__
+    if extra := [key for key in network.state_dict() if key.endswith("_extra_state")]:
+        problem = f"{name} has {extra[0]}, and a checkpoint holds weights as tensors alone"
+        raise ConfigError(problem, remedy="make it a buffer: register_buffer")
     lazy = [key for key, tensor in network.named_parameters() if is_lazy(tensor)]
     images = torch.randn(2, *image_shape, generator=torch.Generator().manual_seed(0))
     for training in (True, False):
         mode = "training" if training else "evaluation"
         try:
             with isolate_rng(include_cuda=False):
-                logits = deepcopy(network).train(training)(images)
-            outputs, alone = images, deepcopy(network).train(training)
+                logits = _copied(network).train(training)(images)
+            outputs, alone = images, _copied(network).train(training)
             with isolate_rng(include_cuda=False):  # layers draw the same again
                 for block in (blocks_of(alone) or {"forward": alone}).values():
                     outputs = block(outputs)
@@ -40,7 +43,7 @@ def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes
             found = f"{shape or type(logits).__name__} for 2 images in {mode}"
             remedy = f"pass --model.network.num_classes={num_classes}, if it has such"
             raise ConfigError(f"{name} returns {found}, not logits of {num_classes} classes", remedy=remedy)
-        if not torch.equal(logits, outputs):
+        if not torch.allclose(logits, outputs, rtol=0, atol=0, equal_nan=True):
             remedy = "let blocks() return all of them in order, with what happens between them"
             problem = f"in {mode} the blocks of {name}, one after the other, do not compute its forward()"
             raise ConfigError(problem, remedy=remedy)
@@ -48,7 +51,7 @@ def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes
 
 def unreached_parameters(network: nn.Module, image_shape: Sequence[int]) -> tuple[list[str], list[str]]:
     """Names of parameters that get no gradient from the logits of 2 images of noise: never, and in some of 8 draws."""
-    alone = deepcopy(network).train()
+    alone = _copied(network).train()
     trained = {name: parameter for name, parameter in alone.named_parameters() if parameter.requires_grad}
     counts = Counter[str]()
     with isolate_rng(include_cuda=False), torch.enable_grad():
@@ -60,3 +63,9 @@ def unreached_parameters(network: nn.Module, image_shape: Sequence[int]) -> tupl
             counts.update(name for name, parameter in trained.items() if parameter.grad is None)
     never = [name for name in trained if counts[name] == draw]
     return never, [name for name in trained if 0 < counts[name] < draw]
+
+
+def _copied(network: nn.Module) -> nn.Module:
+    """A copy; `deepcopy` takes no weight that torch's `weight_norm` or `prune` computes before each pass."""
+    held = [each for module in network.modules() for each in vars(module).values() if isinstance(each, torch.Tensor)]
+    return deepcopy(network, {id(each): each.detach().clone() for each in held})

@@ -21,8 +21,7 @@ class Block:
     """A piece of a network that is not cut further: in a ResNet a residual block, the stem, or the head."""
 
     name: str  # its name in the network
-    # Floating-point operations of one image's forward pass, counted by torch's flop counter. Backward takes twice as
-    # many, so that shares are the same.
+    # Floating-point operations of one image's forward pass, by torch's counter. Backward has twice as many.
     flop: int
     num_parameters: int
     output_shape: tuple[int, ...]  # shape for one image, without the batch axis

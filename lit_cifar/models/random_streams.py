@@ -78,8 +78,7 @@ class RandomStreams(Callback):
 def draw_for_part(place: int = 0, *, device: torch.device | None = None) -> None:
     """Draw for part `place` of this process's parts from now on; do nothing outside of a training.
 
-    Processes that hold a replica together draw the same. With `device`, the generators of other devices stay as they
-    are.
+    Processes that hold a replica together draw the same. With `device`, generators of other devices stay as they are.
     """
     if _now.step is not None:
         _now.part, _now.calls = key_of(_now.step, place * _now.distance + _now.first), Counter()

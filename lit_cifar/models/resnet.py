@@ -94,8 +94,7 @@ def build_resnet(
     The stem "imagenet" is torchvision's own: 7x7 convolution of stride 2, then max-pooling, so that the blocks see
     8 x 8 pixels of a 32 x 32 image. "cifar" is a 3x3 convolution of stride 1 and no pooling, which keeps all 32 x 32,
     at 16 times the arithmetic; "strided" is the same with stride 2, 16 x 16 at 4 times, and the stem of Anthony Peng's
-    articles. With `zero_init_residual` the last BatchNorm layer of each block begins with a weight of 0, and the block
-    as the identity (Goyal et al., 2017).
+    articles. With `zero_init_residual` a block's last BatchNorm weight is 0: the identity (Goyal et al., 2017).
     """
     shape = SHAPES[arch]
     network_class = TinyResNet if shape.width < 64 else ResNet

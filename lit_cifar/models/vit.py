@@ -1,8 +1,7 @@
 """A small Vision Transformer: a chain of encoder blocks over patches of the image.
 
 Dosovitskiy et al. 2021, "An image is worth 16x16 words" (https://arxiv.org/abs/2010.11929), with the mean over all
-patches in place of a class token (Beyer et al. 2022, https://arxiv.org/abs/2205.01580). There is no dropout: every mode
-then computes the same.
+patches in place of a class token (Beyer et al. 2022, https://arxiv.org/abs/2205.01580). There is no dropout.
 """
 
 from collections import OrderedDict
@@ -70,8 +69,7 @@ class PositionEmbedding(nn.Module):
 class EncoderBlock(nn.Module):
     """Attention, then an MLP, each behind a LayerNorm and beside a shortcut: (n, patches, dim) to the same.
 
-    `tp` splits it as Megatron does (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053): a process has some of the
-    heads, and some of the hidden values of the MLP.
+    `tp` splits it as Megatron does (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053): heads, and hidden values.
     """
 
     tensor_split: ClassVar[dict[str, SplitKind]] = {

@@ -26,11 +26,10 @@ class Whitening(nn.Module):
         """Set the filters to the principal components of the patches of `images` (n, 3, height, width), and to their
         negatives, each divided by its standard deviation.
 
-        Pixels are rounded to multiples of 1/1024. Their products are then added without rounding, so that the number of
-        threads changes no bit.
+        Pixels are rounded to multiples of 1/1024: sums of products are exact, and the number of threads changes no bit.
         """
         products, num_patches = torch.zeros(12, 12, dtype=torch.float64), 0
-        for part in torch.split(images, 500):
+        for part in torch.split(images, max(1, 500 * 32**2 // images[0, 0].numel())):
             patches = F.unfold((1024 * part.double()).round_(), kernel_size=2)  # (n, 12, places)
             products += torch.einsum("nip,njp->ij", patches, patches)
             num_patches += len(patches) * patches.shape[2]

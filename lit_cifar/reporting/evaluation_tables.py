@@ -26,12 +26,10 @@ class EvaluationTables(Callback):
 
     A rank is a process; if one process holds several replicas (`dp`) a rank is a replica. The counts go to
     `per_rank.csv` in the run folder, and the accuracies to TensorBoard as `val/acc_rank0` and so on; those of classes
-    to `confusion.csv`. `validate` and `test` print a table, in which a rank that differs from the others beyond chance
-    is flagged (see `deviates`).
+    to `confusion.csv`. `validate` and `test` print a table, in which ranks that differ beyond chance are flagged.
 
     Expects one loader for each split, logits (n, C) as the step's output, a `Batch`, n may be 0, a model whose
-    `confusion_matrix(split)` is a metric that computes what `ConfusionMatrix` does, and a data module with `classes`, C
-    names.
+    `confusion_matrix(split)` computes what `ConfusionMatrix` does, and a data module with `classes`, C names.
     """
 
     def __init__(self) -> None:

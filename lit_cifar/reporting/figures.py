@@ -54,8 +54,7 @@ class EvaluationFigures(Callback):
     waits for that thread. A run that is stopped may lack its latest figures. What cannot be drawn is a warning.
 
     Tags, with `test` in place of `val` for a test: `val/acc_class/NAME`, the accuracy of a class, left out if it has
-    no samples; `val/confusion`; `val/wrong`, the misclassified images with the highest confidence. More than 200
-    classes have only the last.
+    no samples; `val/confusion`; `val/wrong`, the most confident mistakes: of more than 200 classes only that.
 
     Args:
         every_n_epochs: Draw every n-th epoch of a fit, and its last and its most accurate one when it ends. With null
@@ -181,8 +180,7 @@ class Mistakes(Metric):
 def class_accuracies(confusion: Tensor, classes: Sequence[str]) -> dict[str, float]:
     """The accuracy of each class, by a name that is valid as a tag; classes without samples are left out.
 
-    `confusion` is int64, (C, C), on the CPU, with the truth in rows. If two names would have the same tag, as C++ and
-    C# would, all tags get the number of their class.
+    `confusion` is int64, (C, C), on the CPU, with the truth in rows. Where two tags are one (C++, C#), all get numbers.
     """
     tags = [re.sub(r"[^\w.-]+", "_", name) for name in classes]
     if len(set(tags)) < len(tags):

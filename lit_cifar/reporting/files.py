@@ -7,7 +7,7 @@ import csv
 import errno
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,8 +30,9 @@ def make_folder(folder: Path) -> None:
     """Make a folder and its parents, as far as they are missing."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for path in made:
-        sync(path.parent)
+    with suppress(PermissionError):  # who may not list a folder cannot sync it
+        for path in made:
+            sync(path.parent)
 
 
 def sync(path: Path) -> None:

@@ -23,8 +23,7 @@ def run_loggers(folder: Path, *, kept_rows: int = 0, first_step: int | None = No
     """TensorBoard events, `metrics.csv` and `hparams.yaml`, all in `folder` itself.
 
     A resumed run keeps `kept_rows` lines of `metrics.csv`, those before its checkpoint, and writes the later ones
-    again. It does so from `first_step` on, 0 without a checkpoint: TensorBoard hides earlier events of these steps.
-    None means a new run.
+    again, from `first_step` on (0 without a checkpoint, None in a new run): TensorBoard hides earlier events of them.
     """
     csv_logger = CSVLogger(save_dir=str(folder), name="", version="")
     if process_rank() == 0:

@@ -25,8 +25,7 @@ class PredictionWriter(Callback):
     _table: Tensor
 
     def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # One row for each readable image: class, counted from 1, and confidence. A row stays zero except on the replica
-        # that classifies the image, so that the sum over replicas is the whole table.
+        # A row for each readable image: class, from 1, and confidence; zeros on other replicas: the sum is the table.
         num_images = len(datamodule_of(trainer).sets["predict"])
         self._table = torch.zeros(num_images, 2, dtype=torch.float64, device=trainer.strategy.root_device)
 

@@ -104,7 +104,7 @@ class EpochLines(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the time of an epoch that is resumed in the middle, too."""
         self._started_at = self._printed_at = perf_counter()
-        self._is_validated = False
+        self._is_validated, self._began = False, trainer.global_step
 
     on_train_epoch_start = on_train_start
 
@@ -123,8 +123,10 @@ class EpochLines(Callback):
         done = (trainer.fit_loop.epoch_loop.batch_idx + 1) / trainer.num_training_batches
         parts = [f"epoch {epoch}" + (f"/{trainer.max_epochs}" if (trainer.max_epochs or 0) > 0 else "")]
         parts.append("done" if done >= 1 and logged else f"{done:4.0%}")
+        every = max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]  # Lightning's own omission
+        is_new = {"val/acc": self._is_validated, METRIC: trainer.global_step // every > self._began // every}
         for name, shown in _SHOWN.items():
-            if name in logged and (self._is_validated or name != "val/acc"):  # else it is of an epoch before
+            if name in logged and is_new.get(name, True):  # else it is of an epoch before
                 parts.append(shown.format(float(logged[name])))
         parts.append(f"{self._printed_at - self._started_at:.0f} s")
         pl_module.print("  ".join(parts))  # above a bar, if there is one

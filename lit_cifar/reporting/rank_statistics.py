@@ -51,8 +51,7 @@ def deviates(counts: Sequence[AccuracyCount], *, level: float = 0.01) -> list[bo
     Each rank is tested at `level / len(counts)` (Bonferroni). So equally good ranks raise a flag in at most a share
     `level` of all evaluations, however many ranks there are. The most extreme rank is flagged first, and the remaining
     ones are tested again without it: otherwise one bad rank would make the others look too good. Of two ranks both or
-    none are flagged, because each is the other's only comparison. Ranks without samples are never flagged, nor ranks
-    that are all right or all wrong together.
+    none are flagged, as each is the other's only comparison; never ranks without samples, or all right or all wrong.
     """
     remaining = dict(enumerate(counts))
     while remaining:

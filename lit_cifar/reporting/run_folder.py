@@ -43,6 +43,9 @@ class RunLock:
         with _refusing(folder):
             _check_links(folder)
             path = folder / LOCK
+            if (folder / CONFIG).exists() and not path.exists() and not (folder / "checkpoints").exists():
+                problem = f"{folder} is no run folder, and a run would replace its {CONFIG}"
+                raise ConfigError(problem, remedy="pass another --run_dir")
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,8 +90,9 @@ def create_run_folder(run_dir: str | None, *, label: str, lock: RunLock, resume:
     if process_rank() != 0:
         return folder
     with _refusing(folder):
-        if not str(folder).isprintable():  # checkpoints hold it
-            raise ConfigError(f"--run_dir={folder} has characters that cannot be printed", remedy="pass another")
+        if not str(folder).isprintable() or "://" in str(run_dir):  # checkpoints hold it
+            problem = f"--run_dir={run_dir} is an address, or has characters that cannot be printed"
+            raise ConfigError(problem, remedy="pass a folder of this machine")
         if run_dir is None:
             folder = _unused(folder)
             make_folder(folder.parent)
@@ -131,15 +135,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def of_checkpoint(path: Path) -> Path | None:
     """The run folder in which a checkpoint lies, if it has the settings of its run."""
-    folder = path.parent.parent
-    return folder if path.parent.name == "checkpoints" and (folder / CONFIG).exists() else None
+    folder = path.absolute().parents[1]
+    return folder if path.absolute().parent.name == "checkpoints" and (folder / CONFIG).exists() else None
 
 
 def read_settings(path: Path) -> dict[str, Any]:
     """The settings in a file; a `ConfigError` for one that they cannot be in, such as one that grows.
 
-    A run repeats no part by its name: 250 characters can name one a billion times. Nor does it nest lists in lists, of
-    which thousands take PyYAML minutes.
+    A run repeats no part by name: 250 characters can name one a billion times. Nor does it nest lists, which is slow.
     """
     depth = 0
     try:
@@ -170,8 +173,7 @@ def _unused(folder: Path) -> Path:
 class SavedConfig(SaveConfigCallback):
     """Saves the resolved configuration, without the flags that tie it to this run.
 
-    These are `run_dir`, `resume`, and of a fit `ckpt_path`. A resumed run replaces the file at its first step, so that
-    one that is refused or has no step left does not.
+    These are `run_dir`, `resume`, and of a fit `ckpt_path`. A resumed run replaces the file at its first step alone.
     """
 
     def __init__(

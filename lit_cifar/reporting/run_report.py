@@ -24,8 +24,7 @@ FILE_NAME = "environment.json"
 class RunReport(Callback):
     """Writes `environment.json`, and prints on rank 0 a summary after a run.
 
-    It is the result, the run folder, and the commands to look at it and to test its checkpoint. A run that fails prints
-    none.
+    It is the result, the run folder, and commands to look at it and to test its checkpoint. A failed run prints none.
     """
 
     def __init__(self) -> None:
@@ -69,7 +68,8 @@ class RunReport(Callback):
         if data.name == "synthetic" and stage != "predict":  # as `Synthetic` is called
             lines.append(_line("note", "these images are synthetic: the accuracy says nothing about real ones"))
         if self._folder is not None:
-            lines += next_steps(self._folder, stage, tests=stage == "fit" and data.source.has_test)
+            tests = stage == "fit" and data.source.has_test and (self._folder / "checkpoints").exists()
+            lines += next_steps(self._folder, stage, tests=tests)
         if stage == "predict":
             lines += _unread(data)
         print(*map(printable, lines), sep="\n", flush=True)
@@ -101,8 +101,7 @@ def announce(
 def opening_lines(trainer: Trainer, pl_module: LightningModule, datamodule: Any) -> list[str]:
     """Model, data, global batch, mode and length of a fit, a line each, and the lines of `Mode.split_lines()`.
 
-    This is called on rank 0 alone and before `Strategy.setup`, so `split_lines()` must neither communicate nor need
-    what `setup` makes.
+    This is called on rank 0 alone, before `Strategy.setup`: `split_lines()` may not communicate, or need what it makes.
     """
     header: Any = pl_module.header
     model = header.name + (f", {header.stem} stem" if header.stem else "")

@@ -1,7 +1,6 @@
 """Base of the modes that replace the module's forward by a function of their own, and what they ask of a module.
 
-In these files `override` stands where nothing else would show that the replaced method has got another name: where the
-base class does not declare it abstract, and no `super()` calls it.
+In these files `override` stands where nothing else would show that a method has another name.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +17,7 @@ from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy,
 from torch import Tensor, nn
 
 from lit_cifar import internals
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, one_line
 from lit_cifar.mode import ForwardFn, Mode, NoRecorder
 from lit_cifar.mode.refusals import refuse
 from lit_cifar.models.blocks import blocks_of
@@ -166,7 +165,11 @@ class CutStrategy(CustomForwardStrategy, ABC):
             problem = f"{mode} cuts a network between its blocks, and {kind} does not say which it has"
             remedy = "make it an nn.Sequential, give it blocks() (lit_cifar.models.blocks)"
             raise ConfigError(problem, remedy=f"{remedy}, or pass --trainer.strategy=ddp")
-        self.partition = Partition.cut(network, self.module.image_shape, num_stages=num_stages)
+        try:
+            self.partition = Partition.cut(network, self.module.image_shape, num_stages=num_stages)
+        except (AttributeError, RuntimeError, TypeError) as error:  # the blocks are the user's own code
+            problem = f"the blocks of {type(network).__name__} do not pass one tensor on, or not on the meta device"
+            raise ConfigError(f"{problem}: {one_line(error)}", remedy="pass --trainer.strategy=ddp") from error
         stages = self.partition.modules(network)
         check_untied(network, (stage.modules() for stage in stages), strategy=self.strategy_name)
 

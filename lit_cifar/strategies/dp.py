@@ -74,8 +74,7 @@ def in_context_of_caller(call: Callable[..., Any], *, device_type: str = "cuda")
 class DataParallelStrategy(SingleProcessStrategy):
     """One process, one replica of the network per local device, each with its chunk of every batch.
 
-    It equals one device that normalises each chunk separately: BatchNorm sees a replica's samples, and the running
-    statistics are those of replica 0.
+    It equals one device that normalises each chunk by itself; running statistics are those of replica 0.
 
     Args:
         num_replicas: Number of replicas, a multiple of the number of devices; by default one for each device.

@@ -2,8 +2,7 @@
 
 FSDP2, `torch.distributed.fsdp.fully_shard`, divides them along the mesh's "data" axis: a block's parameters are
 gathered before it is used and dropped afterwards, and gradients arrive summed over the replicas and divided again.
-Tensor parallelism, see `tp.py`, divides them along the "model" axis: a block is computed in parts, and its parameters
-are never gathered.
+Tensor parallelism (`tp.py`) divides them along the "model" axis: a block is computed in parts, and never gathered.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,12 +41,10 @@ class ShardedStrategy(MeshStrategy):
     The result of `fsdp2` equals one device that normalises each replica's part of the batch by itself, with the running
     statistics of the first; with synchronised BatchNorm, and under `tp`, one device that sees the whole batch.
 
-    From `setup` to `teardown` a split copy takes the place of the module's `network`, with the same names; then the
-    network itself is back, with the trained values.
+    From `setup` to `teardown` a split copy with the same names stands for `network`, which then has the trained values.
 
     Args:
-        splits_layers: Whether all processes hold one replica, each with a part of its layers, as `tp` does. Otherwise
-            each has a replica, over which FSDP2 shards.
+        splits_layers: Whether processes hold one replica, each a part of its layers (`tp`). Else FSDP2 shards replicas.
     """
 
     restore_checkpoint_after_setup = True  # the parts exist from then on
@@ -74,6 +71,9 @@ class ShardedStrategy(MeshStrategy):
             blocks = [{*block.modules()} for block in (blocks_of(network) or {}).values()]
             others = {*network.modules()}.difference(*blocks)
             check_untied(network, [*blocks, others], strategy=self.strategy_name)
+            if numbers := [name for name, its in network.named_parameters() if not its.ndim]:
+                problem = f"{numbers[0]} is one number without a dimension, and --trainer.strategy=fsdp2 divides rows"
+                raise ConfigError(problem, remedy="give it the shape (1,), or pass --trainer.strategy=ddp")
 
     def use_virtual_parts(self, parts: VirtualParts) -> None:
         super().use_virtual_parts(parts)

@@ -1,8 +1,7 @@
 """gloo for tensors on a GPU that several processes share: each message goes through the memory of the host.
 
 NCCL refuses two processes on one GPU. gloo takes tensors of a GPU for some messages alone: it neither sends them from
-one process to another, which `pp` needs, nor scatters their sums, which `fsdp2` needs. This is for `verify` on a
-machine with one GPU, not for speed.
+one process to another (`pp`), nor scatters their sums (`fsdp2`). This is for `verify` on one GPU, not for speed.
 """
 
 from collections import deque

@@ -8,6 +8,7 @@ read the same samples: collectives that count or average samples run along "data
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, cast
 
 import lightning as L
@@ -120,6 +121,7 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
             self.precision_plugin.scaler.__class__ = AgreedGradScaler
         # Lightning leaves clipping to the precision plugin, which sees this process's gradients only.
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        self.precision_plugin.clip_grad_by_value = _clip_grad_by_value  # type: ignore[method-assign]
 
     def model_to_device(self) -> None:
         """Move the module, and take the values of the first process."""
@@ -133,6 +135,18 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         self.use_first_buffers()
 
     on_test_start = on_predict_start = on_validation_start
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Begin a step with the first replica's buffers, as `ddp` does: layers may use them, and BatchNorm does not."""
+        trainer: Any = self.lightning_module and self.lightning_module.trainer
+        if self._has_own_buffers and batch_idx % trainer.accumulate_grad_batches == 0:
+            self.use_first_buffers()
+
+    @cached_property
+    def _has_own_buffers(self) -> bool:
+        layers = self.module.network.modules()
+        return any(layer._buffers and not isinstance(layer, internals.BatchNorm) for layer in layers)
 
     def use_first_buffers(self) -> None:
         """Take the running statistics of the first replica; every process must call this."""
@@ -222,8 +236,7 @@ def make_mesh(device_type: str, *, model_size: int, timeout: timedelta | None) -
     world = cast(dist.ProcessGroup, dist.group.WORLD)
     ranks = torch.arange(dist.get_world_size()).view(-1, model_size)
     data, model = divmod(dist.get_rank(), model_size)
-    # Lightning binds the group of all processes to the GPU. Then every process would have to take part in making each
-    # group, by a call that only NCCL has.
+    # Lightning binds the group of all to the GPU: each would have to take part in making each group, by a call of NCCL.
     bound, world.bound_device_id = world.bound_device_id, None
     groups: list[Any] = [
         # The group of all processes exists already. Each of the others is made by its own processes alone.
@@ -248,7 +261,7 @@ def send_as_one(send: Callable[[Tensor], object], tensors: Sequence[Tensor]) -> 
 def move_and_broadcast(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Move `tensors` to `device`, in place, with the values of the first process; every process must call this."""
     for tensor in tensors:
-        tensor.data = tensor.detach().to(device, memory_format=torch.contiguous_format)
+        tensor.data = tensor.detach().to(device).contiguous()
         dist.broadcast(tensor.detach(), src=0)
 
 
@@ -280,6 +293,13 @@ def _norm(values: Tensor | None) -> Tensor:
     whole = values.full_tensor() if isinstance(values, DTensor) else values
     norm: Tensor = torch.linalg.vector_norm(whole.contiguous(), dtype=torch.float64)
     return norm
+
+
+def _clip_grad_by_value(optimizer: Optimizer, clip_val: float) -> None:
+    """`torch.nn.utils.clip_grad_value_`, which fails where a process has no gradient, as all of its stage is frozen."""
+    for parameter in parameters_of(optimizer):
+        if parameter.grad is not None:
+            local_part(parameter.grad).clamp_(-clip_val, clip_val)
 
 
 class AgreedGradScaler(GradScaler):

@@ -164,8 +164,7 @@ def device_names(devices: Sequence[torch.device]) -> list[str]:
 class LayerParallelStrategy(StagedStrategy, SingleProcessStrategy):
     """Runs consecutive layers of the network on each device of one process.
 
-    The result equals one device; with several microbatches, one device that normalises each by itself and moves the
-    running statistics once for each.
+    The result equals one device; with microbatches, one that normalises each and moves running statistics for each.
     """
 
     strategy_name = "mp"

@@ -1,7 +1,6 @@
 """The parts of a batch, which pass one by one; their gradients and running statistics are summed in a tree.
 
-Part v of V has the positions v, v + V, ... of a global batch. Process r of R reads the positions r, r + R, ... and so
-holds the parts r, r + R, ..., which are a subtree.
+Part v of V has the positions v, v + V, ... of a global batch. Process r of R holds parts r, r + R, ..., a subtree.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

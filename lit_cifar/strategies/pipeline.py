@@ -1,8 +1,7 @@
 """A step of `pp`: one replica of a network as a pipeline of processes, from a batch to gradients for Lightning.
 
 `Pipeline.training_step` is the step from top to bottom. Microbatches of one size are trained by torch's schedules,
-whose messages have a fixed size. Others, of a last batch that is not full, are passed from stage to stage here, and so
-is every batch of an evaluation.
+whose messages have a fixed size. Others, of a last batch that is not full and of evaluations, are passed on here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -106,8 +105,7 @@ class Pipeline:
     ) -> Tensor:
         """Run forward and backward of all microbatches, then the module's `own_step` on their logits; return its loss.
 
-        The backward of that gives Lightning the gradients. Those of earlier batches, of the `num_accumulated` that make
-        an optimizer step, stay as they are.
+        The backward of that gives Lightning the gradients. Those of earlier batches of a step (`num_accumulated`) stay.
 
         Raises:
             ConfigError: With `checks_loss`, that loss is not the one by which the pipeline has trained.

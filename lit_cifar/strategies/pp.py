@@ -26,17 +26,14 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
 
     The processes of one pipeline read the same samples and cut them into microbatches. The result equals one device
     that normalises each microbatch by itself and moves the running statistics once for each; with several pipelines,
-    those of the first one are kept. The module computes loss and metrics from the logits of the whole batch, which the
-    last stage sends to all.
+    those of the first one are kept. The module computes loss and metrics from all logits, which the last stage sends.
 
     Each process has the whole network in host memory, at the start on its device too, and then its own stages there;
     the copies of the other stages are brought up to date for checkpoints and at the end.
 
     Args:
-        num_stages: Number of stages of a pipeline; by default so many that there is one pipeline. A process holds one,
-            or two under "Interleaved1F1B".
-        num_microbatches: Number of pieces into which a pipeline cuts its part of the batch; by default 4, or the least
-            that the schedule needs.
+        num_stages: Stages of a pipeline; by default one for each process, or two under "Interleaved1F1B".
+        num_microbatches: Pieces of a pipeline's part of the batch; by default 4, or the least that the schedule needs.
         schedule: The order of work: "GPipe" (Huang et al. 2019), "1F1B" (Narayanan et al. 2019), "Interleaved1F1B"
             (Narayanan et al. 2021). All compute the same.
     """

@@ -1,8 +1,7 @@
 """State dicts of a network that is divided over processes: the whole from the parts, and the parts from the whole.
 
 A checkpoint holds what one device would write: plain tensors on the CPU, optimizer states by the number of their
-parameter. `torch.distributed.checkpoint.state_dict` does the same in a structure of its own. Every process must call
-what gathers.
+parameter. `torch.distributed.checkpoint.state_dict` has a structure of its own. Every process must call what gathers.
 """
 
 from typing import Any

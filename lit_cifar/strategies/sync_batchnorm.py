@@ -21,8 +21,7 @@ from lit_cifar.strategies.tp import summed
 class ProcessSyncBatchNorm(TorchSyncBatchNorm):
     """Lightning's layer-sync plugin for every device: `nn.SyncBatchNorm` on CUDA, this file's layers on the CPU.
 
-    On the CPU only the class of each layer is swapped, until `revert`: parameters, buffers and names stay. A Trainer
-    given this plugin synchronises, whatever its `sync_batchnorm` says.
+    On the CPU only the class of layers is swapped, until `revert`. A Trainer with it synchronises without the flag.
     """
 
     def apply(self, model: nn.Module) -> nn.Module:

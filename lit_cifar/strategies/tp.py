@@ -6,8 +6,7 @@ input channel, so that every process computes a summand of the output, and one a
 this, with one all-reduce of the gradient of the first layer's input. Which layers these are, the network says (see
 `models.blocks`). All others are computed by every process; the classifier is split by torch's own `RowwiseParallel`.
 
-Each parameter and buffer becomes a DTensor. The layers compute with its local part. The strategy is
-`ShardedStrategy` (`fsdp2.py`).
+Parameters and buffers become DTensors; layers compute with local parts. It is `fsdp2.py`'s `ShardedStrategy`.
 """
 
 from itertools import chain

@@ -45,8 +45,8 @@ ORDER = (
     "StepBoundary",  # acts when the next batch has been fetched, and before anybody uses it
     "Watchdog",  # watches the next callbacks too, which may hang
     "EpochMeans",  # computes the means that others read
+    "VirtualReplicas",  # gives parameters their gradients, which the next may change
     "",  # the user's callbacks, unless they are of a kind below
-    "VirtualReplicas",
     "ProgressBar",
     "EpochLines",
     "EvaluationFigures",
@@ -76,8 +76,7 @@ def place(callback: Callback) -> int:
 def skip_idle_hooks(callbacks: Iterable[Callback]) -> None:
     """Let Lightning pass over a step's hooks that `callbacks` inherit and that do nothing.
 
-    Lightning would call some 90 in every step, each within a context of its profiler. It skips a hook that is not
-    callable.
+    Lightning would call some 90 a step, each within a context of its profiler. It skips a hook that is not callable.
     """
     for callback in callbacks:
         for hook in _IN_EVERY_STEP:

@@ -1,8 +1,7 @@
 """Metrics of training and evaluation: integer counts on the device, for which the host never waits.
 
 torchmetrics' own updates count with `torch.bincount`, which reads the largest number of its argument, or with vectors
-of zeros and ones, some dozens of operators. Results of the metrics here are the same. No state has the size of all
-pairs of classes.
+of zeros and ones, some dozens of operators. Results here are the same. No state has the size of all pairs of classes.
 """
 
 from typing import Literal

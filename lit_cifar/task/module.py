@@ -57,10 +57,8 @@ class LitResNet(L.LightningModule):
             "wide_resnet50_2", "wide_resnet101_2", "vit_tiny", or "fast", which two CPU cores can train. There are small
             ones for tests: "tiny", "tiny_bottleneck", "resnet10" and "vit_micro".
         stem: First layers of a ResNet. With "cifar", the default, they keep the full 32 x 32 resolution. With "strided"
-            they halve it, which makes the network 4 times cheaper; with torchvision's own, "imagenet", it is 16 times
-            cheaper.
-        zero_init_residual: Start a ResNet with blocks that are the identity: the weight of the last BatchNorm layer of
-            each is 0 (Goyal et al., 2017).
+            they halve it, which makes the network 4 times cheaper; torchvision's own, "imagenet", 16 times.
+        zero_init_residual: Start a ResNet's blocks as the identity: their last BatchNorm weight is 0 (Goyal, 2017).
         network: A network of your own in place of `arch`, from images (n, 3, image_size, image_size) to logits. On the
             command line a class, or a function that says what it returns, with its arguments:
             --model.network=my_package.Net --model.network.width=64, or --model.network=torchvision.models.resnet18.
@@ -71,8 +69,7 @@ class LitResNet(L.LightningModule):
         ghost_batchnorm: Ghost batch normalisation on one device: BatchNorm normalises each of these parts of a batch
             on its own. This equals a mode whose replicas or microbatches are normalised separately.
         channels_last: Keep images, activations and weights in the channels-last memory format, which convolutions on
-            recent GPUs prefer. Checkpoints keep torch's default format. The default is false, and on the
-            command line what `fit` chooses.
+            recent GPUs prefer. Checkpoints keep torch's own. The default is false; on the command line `fit` chooses.
         compile: Compile the network with torch.compile, which takes a minute or more at the first step. Batches
             smaller than the largest so far run uncompiled. With "cuda_graphs", for one device and `ddp`, a GPU gets all
             kernels of a forward or backward pass at once, so that it does not wait for the host.
@@ -81,8 +78,7 @@ class LitResNet(L.LightningModule):
             `CyclicLR` step after every optimizer step, all others after every epoch.
         test_views: With 2, evaluate each image and its mirror image, and take the mean of their logits. That is
             test-time augmentation: say so beside an accuracy.
-        label_smoothing: Share of the target that is spread over all classes (Szegedy et al., 2016). The reported losses
-            include it.
+        label_smoothing: Share of the target that is spread over all classes (Szegedy et al., 2016), in the losses too.
         rate_scaling: Scaling of the learning rate with the global batch: `RateScaling`.
     """
 
@@ -183,6 +179,8 @@ class LitResNet(L.LightningModule):
         A spawned process receives the metrics in memory shared with all others. Lightning copies only parameters and
         buffers, so without a reset all processes would add to the same sums, and none would count in its own memory.
         """
+        # Lightning converts after loading a checkpoint, when its float64 weights have already been rounded.
+        self.trainer.precision_plugin.convert_module(self)
         if stage == "fit":
             self.start_from_weights()
         for layer in self.network.modules():
@@ -205,8 +203,7 @@ class LitResNet(L.LightningModule):
     def use_forward_fn(self, forward_fn: Callable[[Tensor], Tensor] | None) -> None:
         """Let `forward` call `forward_fn`, which runs `self.network`, or with None the network itself again.
 
-        Strategies that split the network or its batch call this. Whatever they wrap around the network stays outside of
-        this module's children, so that checkpoints keep their keys.
+        Strategies that split the network or batch call this. What they wrap is no child of this module: keys stay.
         """
         self._forward_fn = forward_fn
 
@@ -241,8 +238,7 @@ class LitResNet(L.LightningModule):
         loss = self._train_on(batch) if replicas is None else replicas.train(self, batch, self._train_on)
         self._log_epoch()
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning's own omission
-        # Logging every step would be slow: Lightning's `log` takes longer than all else that it does in a step. Once a
-        # training should stop, Lightning writes in every step what was logged last.
+        # Logging each step would be slow. Once a training should stop, Lightning writes in each what was logged last.
         if every and (self.trainer.should_stop or (self.trainer.global_step + 1) % every == 0):
             self.log_dict(self.step_metrics())
         return loss

@@ -25,8 +25,7 @@ class MuonSGD(Optimizer):
         params: All parameters of a network.
         lr: Learning rate of the filters.
         lr_others: Learning rate of all other parameters.
-        lr_biases: A separate learning rate of parameters with one dim. Weight decay still shrinks them as fast as the
-            others.
+        lr_biases: A separate rate of parameters with one dim. Weight decay still shrinks them as fast as the others.
         momentum: Momentum of the filters.
         weight_decay: Weight decay of all other parameters.
         iterations: Number of Newton-Schulz iterations that make a matrix orthogonal. They are computed in bfloat16 on a
@@ -54,7 +53,7 @@ class MuonSGD(Optimizer):
         if lr_biases is not None:
             groups[1]["params"] = [parameter for parameter in others if parameter.ndim != 1]
             biases = [parameter for parameter in others if parameter.ndim == 1]
-            decay = weight_decay * lr_others / lr_biases
+            decay = weight_decay * lr_others / lr_biases if lr_biases else 0.0
             groups.append({"params": biases, "lr": lr_biases, "momentum": 0.9, "weight_decay": decay})
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0, "iterations": 0})
 
@@ -118,8 +117,7 @@ def _ordered(filters: Tensor, *, as_in: Tensor) -> Tensor:
 def orthogonal(matrices: Tensor, *, iterations: int) -> Tensor:
     """Matrices (n, rows, columns) with their singular values brought near 1, between 0.5 and 1.5 after five iterations.
 
-    They are computed in bfloat16 on a GPU unless `matrices` are float64, because rounding matters little here. The
-    result has the type of `matrices`.
+    On a GPU in bfloat16 unless `matrices` are float64, as rounding matters little here. The result has their type.
     """
     half = matrices.is_cuda and matrices.dtype == torch.float32
     found = matrices.to(torch.bfloat16) if half else matrices

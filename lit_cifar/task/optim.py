@@ -23,8 +23,7 @@ _PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # the p
 class NesterovSGD(SGD):
     """SGD with Nesterov momentum 0.9 and weight decay 2e-3, after Wide ResNets (Zagoruyko and Komodakis, 2016).
 
-    It is a class because the command line passes explicit settings of the default optimizer on to any other that is
-    chosen instead. Here only `lr` is explicit.
+    The command line passes explicit settings of the default optimizer on to any other: here only `lr` is explicit.
 
     Args:
         params: Passed on to SGD.
@@ -42,8 +41,7 @@ class WarmupDecay(LRScheduler):
     """Raises the learning rate linearly to the optimizer's, then decays it towards zero, which a next step would have.
 
     It steps once per batch. `LitResNet` calls `set_total_steps` with the number of optimizer steps of the run.
-    Linear warm-up as in Goyal et al., "Accurate, large minibatch SGD", 2017; cosine decay as in Loshchilov and Hutter,
-    "SGDR", 2017.
+    Linear warm-up: Goyal et al., "Accurate, large minibatch SGD", 2017. Cosine: Loshchilov and Hutter, "SGDR", 2017.
 
     Args:
         optimizer: Its learning rates are the peak.
@@ -104,8 +102,7 @@ def keep_saved_types(optimizer: Optimizer) -> None:
     """Have `load_state_dict` give scalars of the state back the type that they were saved with.
 
     Settings of how a step is computed, such as fused kernels, stay those of `optimizer`. torch gives all state but
-    `step` the type of the parameter. But NAdam's `mu_product`, for example, is float32 for parameters of any type,
-    and a resumed run would round it differently.
+    `step` the type of the parameter. But NAdam's `mu_product`, for example, is float32 for any, and would be rounded.
     """
     saved: list[dict[str, Any]] = []
 
@@ -133,8 +130,7 @@ class Recipe:
     """The settings of a loss, an optimizer and its schedule before the first step; no reference to these is kept.
 
     What a schedule replaces, as OneCycleLR the optimizer's rate, is none. A checkpoint brings the settings of the
-    training before in the states of both. A resumed run has its own: those that its user has typed and that its
-    `config.yaml` holds.
+    training before in the states of both. A resumed run has its own, as typed and in its `config.yaml`.
     """
 
     def __init__(self, optimizer: Optimizer, scheduler: Any, *, label_smoothing: float = 0.0) -> None:
@@ -149,7 +145,7 @@ class Recipe:
             label = f"optimizer[{number}]" if number else "optimizer"
             found |= {f"{label}.{name}": value for name, value in group.items() if name not in (*_HOW, "initial_lr")}
             found[f"{label}.lr"] = group.get("initial_lr", group["lr"])  # the other is that of the first step
-        return found
+        return {name: _plain(it) for name, it in found.items()}
 
     def resume(
         self, optimizer: Optimizer, scheduler: Any, *, before: Mapping[str, Any] | None, step: int, taken: int | None
@@ -162,15 +158,15 @@ class Recipe:
         own, known = self.settings(), before or {}
         changed = [] if before is None else [name for name in own if known.get(name) != own[name]]
         loaded = scheduler.state_dict()
-        is_elsewhere = taken not in (None, loaded["last_epoch"])
+        behind = (loaded if "last_epoch" in loaded else loaded["_schedulers"][0])["last_epoch"]
+        is_elsewhere = taken not in (None, behind)
         if before is not None and not changed and not is_elsewhere:
             return
         if is_elsewhere:
-            rank_zero_warn(f"the schedule goes on behind {taken} steps of this run, not {loaded['last_epoch']}")
+            rank_zero_warn(f"the schedule goes on behind {taken} steps of this run, not {behind}")
         if changed:
-            then, now = (
-                printable(", ".join(f"{one}={str(of.get(one))[:80]}" for one in changed)) for of in (known, own)
-            )
+            both = [", ".join(f"{one}={str(of.get(one))[:80]}" for one in changed) for of in (known, own)]
+            then, now = map(printable, both)
             rank_zero_warn(f"the training before had {then}; from optimizer step {step} on it has {now}")
         rates = [group["lr"] for group in optimizer.param_groups]
         for group, fresh in zip(optimizer.param_groups, self._groups, strict=True):
@@ -187,5 +183,10 @@ class Recipe:
         scheduler.load_state_dict(deepcopy(self._schedule))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the optimizer takes no steps here
-            for _ in range(loaded["last_epoch"] if taken is None else taken):
+            for _ in range(behind if taken is None else taken):
                 scheduler.step()
+
+
+def _plain(value: Any) -> Any:
+    kept = isinstance(value, bool | float | int | str | list | tuple | dict | None) or getattr(value, "ndim", 1) == 0
+    return value if kept else printable(str(value))  # a checkpoint takes no others

@@ -149,9 +149,9 @@ class Optimization:
 
     def save(self, checkpoint: dict[str, Any], trainer: Any) -> None:
         """Name the states of optimizer and schedule in a checkpoint, and add the settings that they were made with."""
-        scheduler = trainer.lr_scheduler_configs[0].scheduler
-        checkpoint |= {OPTIMIZER: class_path(trainer.optimizers[0]), SCHEDULE: class_path(scheduler)}
-        if self._recipe is not None:
+        if self._recipe is not None:  # otherwise a subclass has made them
+            scheduler = trainer.lr_scheduler_configs[0].scheduler
+            checkpoint |= {OPTIMIZER: class_path(trainer.optimizers[0]), SCHEDULE: class_path(scheduler)}
             checkpoint[SETTINGS] = self._recipe.settings()
 
     def load(self, checkpoint: dict[str, Any]) -> None:

@@ -15,9 +15,9 @@ from lit_cifar.task.metrics import STEP_METRICS
 _OURS = ("train/loss", "train/acc", "train/images_per_s", "val/loss", "val/acc")  # how names of our metrics begin
 # Each callback, why it cannot work, and what to do instead.
 REFUSED: dict[type[Callback], tuple[str, str]] = {
-    callbacks.BackboneFinetuning: (
-        "needs a module with a `backbone`, and the network is not divided into one and a head",
-        "pass --model.fine_tuning.freeze=PATTERN, or derive from BaseFinetuning",
+    callbacks.BaseFinetuning: (
+        "frees parameters while it trains, of which ddp and a run that is resumed within an epoch are not told",
+        "pass --model.fine_tuning.freeze=PATTERN, and resume with another PATTERN",
     ),
     callbacks.BatchSizeFinder: ("changes the batch size when the run is planned", "pass --data.batch_size=N"),
     callbacks.GradientAccumulationScheduler: ("cuts batches anew", "pass --trainer.accumulate_grad_batches=N"),

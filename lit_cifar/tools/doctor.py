@@ -81,9 +81,8 @@ def print_page(faults: Sequence[Fault], out: Console, *, num_gpus: int) -> None:
     here = {mode: mode_here(mode, num_gpus) for mode in MODES}
     for mode, (verdict, _) in here.items():
         numbers = ", ".join(str(number) for number, fault in enumerate(faults, start=1) if mode.name in fault.modes)
-        table.add_row(
-            mode.name, mode.splits, mode.processes, f"[red]no, see {numbers}" if numbers else f"[green]{verdict}"
-        )
+        shown = f"[red]no, see {numbers}" if numbers else f"[green]{verdict}"
+        table.add_row(mode.name, mode.splits, mode.processes, shown)
     out.print(table)
     out.print("N: --trainer.devices; S: stages of the network, 2 by default. To run one:\n")
     for _, flags in here.values():

@@ -17,7 +17,7 @@ from lit_cifar.checks.relations.own_files import has_landlock
 from lit_cifar.checks.relations.own_resume import resumed
 from lit_cifar.checks.relations.plan import LIMIT_S, Limits, Target
 from lit_cifar.checks.verdict import NO_VERDICT, Verdict, exit_status, summary
-from lit_cifar.errors import ConfigError, nearest
+from lit_cifar.errors import ConfigError, bounded, nearest
 from lit_cifar.tools.terminal import (
     CommandParser,
     about,
@@ -58,7 +58,8 @@ def main(args: list[str]) -> int:
     target = _target(options, arguments)
     evaluated = dict.fromkeys(("evaluated", "undivided"), -(-options.batches // _RANKS) * _RANKS)
     limits = Limits(batches=options.batches, epochs=options.epochs, steps=options.steps, **evaluated)
-    how = {"limit_s": options.limit, "made_data": options.fake_data, "on_own_devices": options.gpu}
+    limit_s = bounded("--limit", options.limit, 1, 10**6)
+    how = {"limit_s": limit_s, "made_data": options.fake_data, "on_own_devices": options.gpu}
     chosen, verdicts = _chosen(options), []
     for verdict in judged(target, chosen, limits=limits, **how):
         verdicts.append(verdict)

@@ -23,6 +23,6 @@ def epoch_means(run: str | Path) -> pd.DataFrame:
     metrics = read_metrics(run)
     if "train/loss" not in metrics or metrics["train/loss"].dropna().empty:
         raise ConfigError(f"no epoch is complete in {run}", remedy="wait for the end of its first epoch")
-    means = metrics.dropna(subset=["train/loss"]).reset_index(drop=True)
+    means = metrics.dropna(subset=["train/loss"]).drop_duplicates("epoch", keep="last")
     means.index = pd.RangeIndex(1, len(means) + 1, name="epoch")
     return means[["train/loss", "train/acc"]].set_axis(["loss", "accuracy"], axis="columns")

@@ -140,7 +140,7 @@ def read_step_log(folder: str | Path) -> pd.DataFrame:
     Raises:
         ConfigError: If the folder has no `steps_rank*.csv`.
     """
-    paths = sorted(Path(folder).glob("steps_rank*.csv"))
+    paths = sorted(Path(folder).glob("steps_rank*.csv"), key=lambda path: (len(path.name), path.name))
     if not paths:
         raise ConfigError(f"no steps_rank*.csv in {folder}", remedy="run the loop that writes them into it")
     ranks = [pd.read_csv(path).assign(rank=rank) for rank, path in enumerate(paths)]

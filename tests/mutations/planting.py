@@ -82,8 +82,7 @@ def planted(
 
     The function is given the site. With an `owner`, a class, a module or the path of one of the site's own objects, it
     is itself the wrong code in place of the owner's `method`, and is also given the original and what that would be
-    given. With `at` it runs when Lightning calls that hook. If `last`, only the process of the last rank makes the
-    mistake.
+    given. With `at` it runs when Lightning calls that hook. If `last`, only the last rank's process does it.
     """
 
     def add(wrong: Wrong) -> Wrong:

@@ -1,7 +1,6 @@
 """Relations between two runs of anyone's training that must train the same model.
 
-Here is what a training script may ask. Outside of `python -m lit_cifar relations` each call gives the own value. A
-Lightning script needs no call.
+Here is what a training script may ask; Lightning's need none. Outside of `relations` each call gives the own value.
 """
 
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,8 +18,7 @@ def knob(name: str, own: T) -> T:
 
     Five names have relations of their own: `accumulate`, the number of microbatches of a step; `batch_size`, the number
     of samples of a microbatch; `evaluation_batch`, the number of samples that are evaluated at once; `validate_every`,
-    the number of steps or epochs between two evaluations; `loss_scale`, a factor that is taken out of gradients again.
-    Any other gives the own value.
+    the steps or epochs between evaluations; `loss_scale`, a factor taken out of gradients again. Others do nothing.
     """
     value: T = own if session is None else session.knob(name, own)
     return value
@@ -39,8 +37,7 @@ def save() -> str | None:
 def report(**values: Any) -> None:
     """Tell values to compare beside those that are found without it: numbers, tensors, modules such as averages.
 
-    Results of an evaluation are told before the next step, or their names begin with `val`. A `score` that was kept for
-    a checkpoint and a `rescored` of the same checkpoint must be equal.
+    Results of an evaluation are told before the next step, or named `val...`. A file's `score` equals its `rescored`.
     """
     if session is not None:
         session.report(values)

@@ -41,8 +41,7 @@ def _closed(kind: type[Any], values: Sequence[Any], names: Sequence[Any]) -> Any
 def with_sample_lists(batch: Any, size: int, like: Any = None) -> Any:
     """A batch of `size` samples in which lists of so many are leaves, such as those of `tuple(zip(*samples))`.
 
-    It stays as it is where all are rows of tensors, and where the size does not tell lists of samples from other lists,
-    unless `like` is an earlier batch of the same loader.
+    It stays where all are rows of tensors, or the size tells no lists of samples, unless `like`, one before, does.
     """
     if isinstance(like, Samples):
         return type(like)(batch)

@@ -133,6 +133,9 @@ def _join(watched: Watched) -> None:
         """Every process of the run is one of those that the script would start."""
         watched.trace.script.ranks = nprocs
         is_told = bool(args) and type(args[0]) is int and args[0] == nprocs  # as by custom the first says how many
+        for options in args:
+            if getattr(options, "world_size", None) == nprocs:
+                options.world_size = ranks
         fn(watched.rank, *((ranks, *args[1:]) if is_told else args))
 
     def leave(*_: Any, **__: Any) -> None:

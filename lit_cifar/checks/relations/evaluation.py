@@ -42,6 +42,7 @@ class Evaluations:
     failed: dict[str, str] = field(default_factory=dict)  # errors of ways to validate
     has_loader: bool = False  # a loader was read where no gradient is made
     calls: int = 0  # of models, to evaluate
+    rest: int = 0  # samples of a last batch of fewer
     left_out: int = 0  # samples that no batch of an evaluation on one process had
     cut: str = ""  # how much of an evaluation was read, if it had more batches
 
@@ -89,6 +90,8 @@ def evaluation(runs: Runs) -> Iterator[Verdict]:
         judged.append(way)
         found += [_in_words(each, f"evaluated {way}") for each in _unlike(runs, own, other)[:1]]
     counts = "most other batches end it by an error, so that it may count on their size" * (len(failed) > len(judged))
+    if not own.part(Evaluations).rest and all(text.endswith(" of 7") for text in found):
+        counts = counts or "each batch has as many samples, which it may count on"
     verdict, *of_samples = _judged(own, found, f"{_names(runs, own)}: {', '.join(judged)}")
     yield from (unused(verdict, counts), *of_samples, *failed)
 
@@ -158,7 +161,7 @@ def _judged(trace: Trace, found: list[str], looked_at: str) -> Iterator[Verdict]
     drawn = {remarks.IN_EVALUATION, *([] if seen.has_loader else [remarks.BESIDE_EVALUATION])}
     if remarks.IN_MODEL in trace.remarks:
         verdict = replace(verdict, outcome="note", text=": ".join(filter(None, (remarks.IN_MODEL, verdict.text))))
-    elif found and (reasons := trace.remarks & {*drawn, remarks.REFRESHED, remarks.FIRST_BATCHES}):
+    elif found and (reasons := trace.remarks & {*drawn, remarks.REFRESHED, remarks.FIRST_BATCHES, remarks.ONE_SAMPLE}):
         why = "; ".join(sorted(reasons - {remarks.BESIDE_EVALUATION} or {remarks.IN_EVALUATION}))
         verdict = replace(verdict, outcome="note", text=f"{why}: {verdict.text}")
     yield verdict

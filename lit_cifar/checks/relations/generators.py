@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from lit_cifar.checks.relations.patching import after, patched
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.remarks import IN_STEP, OF_BATCH
+from lit_cifar.internals import temporarily_clear_interpreter_stack
 
 
 def seed_all(*numbers: object) -> None:
@@ -28,14 +29,12 @@ def seed_all(*numbers: object) -> None:
 
 def states() -> tuple[Any, ...]:
     """The states of the generators of torch, NumPy and Python, which tell whether numbers were drawn."""
-    of_numpy = np.random.get_state()
+    of_numpy: Any = np.random.get_state()
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return (
-        torch.get_rng_state().numpy().tobytes(),
-        (of_numpy[1].tobytes(), of_numpy[2]),  # type: ignore[index]
-        random.getstate(),
-        torch.cuda.get_rng_state().numpy().tobytes() if is_used else b"",
-    )
+    with temporarily_clear_interpreter_stack():  # of `vmap` and others, in which tensors show no values
+        of_torch = (torch.get_rng_state(), *([torch.cuda.get_rng_state()] if is_used else []))
+        own = b"".join(state.numpy().tobytes() for state in of_torch)
+    return own, of_numpy[1].tobytes(), of_numpy[2], random.getstate()
 
 
 class Draws:
@@ -45,22 +44,30 @@ class Draws:
         self._trace = trace
         self._before: tuple[Any, ...] | None = None  # states of generators
         self._samples: list[int] | None = None  # digests of those of the batch
-        self._count = 0  # of draws for these samples
+        self._count, self._is_before_step = 0, False  # draws for these samples; whether their step is to come
 
     def follow_batch(self, samples: list[int] | None) -> None:
         """From now on a batch is trained; its `samples` are given if draws should follow them."""
-        self._before, self._samples, self._count = states(), samples, 0
+        self._before, self._samples, self._count, self._is_before_step = states(), samples, 0, True
 
     def follow_call(self) -> None:
         """From now on a module is trained, perhaps without a batch of a loader."""
         self._before = self._before or states()
 
     def stop(self) -> None:
-        self._before = self._samples = None
+        self._before, self._samples, self._is_before_step = None, None, False
+
+    def pause(self) -> None:
+        """Up to `go_on` others draw: a module that is called without a gradient."""
+        if self._is_before_step:
+            self.note()
+
+    def go_on(self) -> None:
+        self._before = states() if self._is_before_step else None
 
     def follow_step(self, *, is_in_batch: bool) -> None:
         """From now on the step after one of the optimizer is trained."""
-        self._before = states() if is_in_batch else None
+        self._before, self._is_before_step = states() if is_in_batch else None, False
 
     def note(self) -> None:
         """Note whether numbers were drawn since the beginning."""
@@ -72,8 +79,7 @@ class Draws:
     def patch(self, remark: Callable[[], None]) -> None:
         """Let what torch draws for the samples of a batch be a function of each sample, however batches are divided.
 
-        Where samples are not given, or dimension 0 has another length, a draw stays as it is; `remark` is called if its
-        generator is the script's own.
+        Without samples, or with another length, a draw stays as it is; `remark` is called if the generator is its own.
         """
 
         def drawn(draw: Any, *args: Any, **settings: Any) -> Any:
@@ -128,6 +134,9 @@ def make_quiet(remark: Callable[[str], None]) -> None:
     patched(F, "scaled_dot_product_attention", _without_dropout)
     patched(F, "batch_norm", partial(_by_running_statistics, remark))
     patched(nn.SyncBatchNorm, "forward", lambda _, *args, **own: nn.BatchNorm1d.forward(*args, **own))
+    patched("torch.nn.utils.spectral_norm:SpectralNorm", "compute_weight", lambda own, it, of, **_: own(it, of, False))
+    iterates = ("torch.nn.utils.parametrizations:_SpectralNorm", "_power_method")
+    patched(*iterates, lambda own, it, of, times: times > it.n_power_iterations and own(it, of, times))
     # accelerate advances a schedule once for each process, as each adds to the global batch.
     once = after(lambda schedule: setattr(schedule, "split_batches", True))
     patched("accelerate.scheduler:AcceleratedScheduler", "__init__", once)

@@ -152,7 +152,7 @@ class Interruption:
         try:
             as_it_is = self._judged()
         except RunError as error:
-            if error.end.is_late:
+            if error.end.is_late or error.end.outside:  # as by an absolute path that it has kept
                 raise
             return Verdict(self.name, "fail", f"the resumed training: {error}")
         if as_it_is.outcome != "fail":

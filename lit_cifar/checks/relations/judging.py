@@ -38,8 +38,7 @@ RELATIONS: dict[str, Relation] = {
     "trained": trained.trained,
 }
 
-# Ways to run a training, of which the first that ends without an error is taken: on so many processes, with torchrun's
-# variables on one too, and in float64.
+# Ways to run a training, of which the first without an error is taken: processes, torchrun's variables on one, float64.
 _WAYS = [(*way, double) for way in ((1, False), (1, True), (2, False)) for double in (True, False)]
 _FEWEST_STEPS = 4  # of an epoch, unless limits are set; in the first few clipping may hide a factor
 _QUICK_S = 15.0  # of a script that does not train: it is tried in other ways

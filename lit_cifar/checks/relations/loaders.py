@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from lightning.fabric.utilities.data import sized_len
+from torch import Tensor
 from torch.utils import data
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -32,8 +33,10 @@ from lit_cifar.checks.relations.mirror import MIRROR
 from lit_cifar.checks.relations.patching import before, patched
 from lit_cifar.checks.relations.plan import Imposed
 from lit_cifar.checks.relations.purposes import Purposes, place_in
+from lit_cifar.checks.relations.switches import in_double
 from lit_cifar.checks.relations.watching import Watched
 from lit_cifar.checks.relations.workers import Order, Read, read_with_workers
+from lit_cifar.internals import tree_leaves
 
 _DRAWN = (data.RandomSampler, data.WeightedRandomSampler, data.DistributedSampler)
 _FEW = 4  # tensors of a batch; more may be its samples
@@ -72,6 +75,7 @@ class Loaders:
         make(loader, *args, **settings)
         if not self._is_read_again:  # workers have random numbers of their own
             self._trace.script.has_workers |= loader.num_workers > 0
+            loader.lives_on = loader.persistent_workers  # what they are, not what they are here
             # Lightning makes a loader once more by these, and torch refuses what only workers need.
             alone = {"num_workers": 0, "timeout": 0, "prefetch_factor": None, "persistent_workers": False}
             vars(loader).update(alone)
@@ -123,6 +127,7 @@ class Loaders:
         like = None
         for batch in batches:
             open_mappings(batch)
+            batch = in_double(batch) if self._plan.double else batch  # a loss may compare it with what a model gives
             marked = batch if self._asked is None else with_sample_lists(batch, self._asked, like)
             like = marked if like is None else like
             yield marked
@@ -187,7 +192,8 @@ class Loaders:
         return self._followed(loader, len(reading.epochs) - 1, self._fetched(islice(batches, most)), is_known)
 
     def _followed(self, loader: Any, epoch: int, batches: Iterator[Any], is_known: bool) -> Iterator[Any]:
-        imposed = self._plan.imposed
+        imposed, samples = self._plan.imposed, list[int]()
+        is_ahead = False  # it fetches the next batch before it trains one, as accelerate does
         self._watched.seed("fetch 0")  # as those that follow
         for number, batch in enumerate(imposed_batches(imposed, epoch, self._watched.rank) if imposed else batches):
             if self._watched.is_over():
@@ -200,13 +206,19 @@ class Loaders:
                 folder.mkdir(parents=True, exist_ok=True)
                 torch.save(batch, folder / f"{number:06d}.pt")
             self._trace.reading.epochs[epoch] += 1
-            divides = remarks.UNDIVIDED not in self._trace.remarks
-            self._watched.begins_batch(sample_digests(batch), is_divided=divides, is_known=is_known)
+            before, samples = samples, sample_digests(batch)
+            self._watched.begins_batch(samples, is_known=is_known)
+            self._watched.follow_draws(before if is_ahead else samples)
+            calls = self._trace.steps, self._watched.calls_of_step
             yield batch
+            is_ahead |= not number and calls == (self._trace.steps, self._watched.calls_of_step)
             self._watched.fetches_batch()
+        if is_ahead:
+            self._watched.follow_draws(samples)
 
     def _evaluated(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         self._watched.is_evaluating = True
+        self._watched.draws.stop()
         own = [*self._fetched(islice(batches, self._most_evaluated))]
         size, asked, seen = self._watched.evaluation_batch, self._asked, self._trace.part(Evaluations)
         is_cut = len(own) == self._most_evaluated and next(batches, None) is not None
@@ -214,6 +226,9 @@ class Loaders:
             is_stream = isinstance(loader.dataset, IterableDataset)
             seen.cut = f"{len(own)} of {'more' if is_stream else self._length_of(loader)} batches of an evaluation"
         seen.has_loader |= bool(own)
+        with suppress(TypeError):  # a loader without a size of batches, or a sampler without a length
+            seen.rest += 0 if loader.drop_last else len(loader.sampler) % loader.batch_size
+        self._trace.remarks |= {remarks.ONE_SAMPLE} if loader.batch_size == 1 else set()
         if own and not is_divided(own[-1], asked):
             self._trace.remarks.add(remarks.UNDIVIDED_EVALUATION)
         elif own and not is_cut and loader.batch_sampler is not None and self._plan.ranks == 1:
@@ -258,6 +273,9 @@ def is_divided(batch: Any, asked: int | None) -> bool:
     try:
         size = num_samples(batch)
     except ValueError:
+        return False
+    counts = [its for its in tree_leaves(batch) if type(its) is int or (isinstance(its, Tensor) and not its.dim())]
+    if any(count >= size for count in counts):  # such as of the samples or tokens of this batch
         return False
     if asked is None:
         return len(tensors_in(batch)) <= _FEW

@@ -1,8 +1,7 @@
 """The user's files as a run sees them: where it may write, files are links and folders are made anew.
 
 A path has the same place in the mirror as on the disk, so that whatever is found from a script's own path, or its
-working folder, is found there too. What may be written begins at the root of the git tree or package; folders above and
-beside it are links.
+working folder, is found there too. What may be written begins at the root of the git tree or package; others are links.
 """
 
 import os
@@ -18,8 +17,8 @@ from lit_cifar.checks.relations.plan import Target
 
 MIRROR = "mirror"  # in the folder of a run
 _MOST = 5000  # files and folders; a folder for which no place is left is a link, and what is in it cannot be written
-_LEFT_OUT = {".git", "__pycache__"}
-_LINKED = {"node_modules", "site-packages"}
+_LEFT_OUT = {"__pycache__"}
+_LINKED = {".git", "node_modules", "site-packages"}
 
 
 def mirror(place: Path, folders: Sequence[Path]) -> None:

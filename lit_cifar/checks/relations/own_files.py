@@ -33,8 +33,7 @@ _WRITES = {"os.truncate", "os.chmod", "os.chown", "os.utime", "os.setxattr", "os
 _LARGEST_COPY = 2**30  # bytes
 # Of Landlock, a part of Linux.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # numbers of system calls, the same on all processors
-_VERSION, _BENEATH = 1, 1
-_LEAST = 3  # version that knows of truncating
+_VERSION, _BENEATH, _LEAST = 1, 1, 3  # the last: the version that knows of truncating
 _PR_SET_NO_NEW_PRIVS = 38
 _RIGHTS = sum(1 << bit for bit in (1, *range(4, 15)))  # to write, remove, make, move and truncate; not to read
 

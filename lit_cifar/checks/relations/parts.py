@@ -43,7 +43,8 @@ class TrainedParts:
         self._checkpoint, self.to_spoil = checkpoint, {*to_spoil}
 
     def patch(self) -> None:
-        patched(Optimizer, "__init__", after(self.optimizers.append))
+        for made in ("__init__", "__setstate__"):  # of one that is read as a whole
+            patched(Optimizer, made, after(self._keep_optimizer))
         for kind in (LRScheduler, ReduceLROnPlateau):  # which does not call the constructor of the other
             patched(kind, "__init__", after(self.schedules.append))
         patched(GradScaler, "__init__", after(self._keep_scaler))
@@ -76,6 +77,10 @@ class TrainedParts:
     def keep_beside(self, module: nn.Module) -> None:
         self._beside[module] = None
         self.late.add(module)
+
+    def _keep_optimizer(self, optimizer: Optimizer) -> None:
+        if all(optimizer is not own for own in self.optimizers):
+            self.optimizers.append(optimizer)
 
     def _keep_scaler(self, scaler: GradScaler) -> None:
         self.kept[f"scaler {sum(name.startswith('scaler ') for name in self.kept)}"] = scaler

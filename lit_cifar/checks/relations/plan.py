@@ -1,7 +1,6 @@
 """What a process of a run is told, and what it writes down. Both are pickled.
 
-A relation that asks for more has a constant or a dataclass in its own file, which a plan holds as `asks`; what the
-process writes down for it is another class, which a trace gives by `part`.
+A relation that asks for more has a constant or dataclass in its file, held as `asks`; what is noted, a trace's `part`.
 """
 
 from dataclasses import dataclass, field
@@ -42,8 +41,7 @@ class Imposed:
     """Batches of an earlier run in place of those that the loaders read.
 
     The batches of `ranks` ranks are joined to one; with 0, each rank has its own. Then `window` of them that follow one
-    another are joined, and the result is divided into `parts`. A run that goes on from a checkpoint begins with batch
-    `skip` of epoch `first_epoch`.
+    another are joined, and the result is divided into `parts`. A resumed run begins with batch `skip` of `first_epoch`.
     """
 
     folder: str

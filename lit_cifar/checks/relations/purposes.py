@@ -1,7 +1,6 @@
 """What the batches of a plain loop are for, learnt from the calls that follow them, where its model does not tell.
 
-A library may begin to read data before it sets the mode of a model: with ignite, the second epoch of training begins
-while the model is in eval mode.
+A library may read data before it sets the mode of a model: ignite begins a second epoch of training in eval mode.
 """
 
 from collections.abc import Collection, Iterator

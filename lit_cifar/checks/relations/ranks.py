@@ -1,13 +1,14 @@
 """Two processes with half of a batch each train what one process trains with all of it."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from lit_cifar.checks.compare import differences
 from lit_cifar.checks.relations import remarks
 from lit_cifar.checks.relations.evaluation import on_two_ranks
 from lit_cifar.checks.relations.plan import Trace
-from lit_cifar.checks.relations.runs import NotJudgedError, Runs, are_same_samples, unused
+from lit_cifar.checks.relations.runs import NotJudgedError, RunError, Runs, are_same_samples, unused
 from lit_cifar.checks.relations.trained import Observed
 from lit_cifar.checks.relations.workers import same_orders
 from lit_cifar.checks.verdict import Verdict
@@ -68,8 +69,14 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
     both_of = replace(two[0], state=of_other | two[0].state)
     verdict = runs.judge("ranks", one, both_of, leave_out=LEFT_OUT, samples=False, said="2 processes: ")
     rates, of_two = (trace.part(Observed).rates for trace in (one, two[0]))
-    if verdict.outcome == "fail" and of_two == {2 * rate for rate in rates} != {0.0}:
-        verdict = unused(verdict, "the learning rate is twice as high with two processes")
+    if verdict.outcome == "fail" and "batch_size" in script.knobs:  # the rate, or the last step, may follow from it
+        sized = alone.planned(knobs=(("batch_size", 2 * int(script.knobs["batch_size"])),))
+        with suppress(RunError):
+            other = runs.judge("ranks", sized.own(), both_of, leave_out=LEFT_OUT, samples=False, said="2 processes: ")
+            if other.outcome == "pass" or sized.own().part(Observed).rates == of_two != rates:
+                verdict, alone, one, rates = other, sized, sized.own(), of_two
+    if verdict.outcome == "fail" and (peak := max(rates, default=0.0)) < max(of_two, default=0.0) <= 2 * peak:
+        verdict = unused(verdict, "the learning rate is higher with two processes")
     yield weighed(replace(verdict, looked_at=verdict.looked_at + shared), [*two, one], why)
     if verdict.outcome == "pass" and not script.is_lightning:
         yield from (unused(verdict, why) for verdict in on_two_ranks(alone, two[0]))

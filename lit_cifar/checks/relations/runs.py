@@ -36,7 +36,7 @@ TRAINED = _KINDS[:3]
 METRIC = "kept/metric."  # begins the names of Lightning's
 # What a process of a run imports before the script.
 _PRELOAD = ("lit_cifar.checks.relations.in_lightning", "lit_cifar.checks.relations.loaders")
-State: TypeAlias = dict[str, Any]  # tensors and numbers by name
+State: TypeAlias = Mapping[Any, Any]  # tensors and numbers by name
 
 
 class NotJudgedError(Exception):
@@ -134,7 +134,7 @@ class Runs:
         target = replace(self.target, program=program, folder=str(mirrored(place, own)))
         (folder / "plan").write_bytes(pickle.dumps((target, plan)))
         imports = (str(mirrored(place, Path(entry))) for entry in filter(None, sys.path))
-        variables = {"PYTHONPATH": os.pathsep.join(imports)}
+        variables = {"PYTHONPATH": os.pathsep.join(imports), "GIT_OPTIONAL_LOCKS": "0"}  # else git writes to read
         if not plan.on_own_devices:
             variables["CUDA_VISIBLE_DEVICES"] = ""
         if plan.torchrun:
@@ -166,7 +166,6 @@ class Runs:
         trace.folder = folder
         return trace
 
-    # Comparisons
     @property
     def limit(self) -> float:
         """The largest difference between two ways to make one training, relative to the largest value of a tensor."""
@@ -177,9 +176,7 @@ class Runs:
         spread = self.spread.get(name, 0.0)
         return math.inf if spread > LARGEST else max(self.limit, _FACTOR * spread)
 
-    def apart(
-        self, one: Mapping[Any, Any], other: Mapping[Any, Any], names: Iterable[Any], *, least: float = 0.0
-    ) -> list[Difference]:
+    def apart(self, one: State, other: State, names: Iterable[Any], *, least: float = 0.0) -> list[Difference]:
         """Differences above their limits, and the `least` of all, of what has these names; the largest first."""
         found = differences(one, other, names=names)
         return [each for each in found if each.size > max(least, self.limit_of(each.name))]

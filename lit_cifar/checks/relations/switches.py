@@ -1,6 +1,7 @@
 """What a run turns on or off in torch: CUDA, precision, compilation, the scale of the loss, seeds."""
 
 from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,15 +21,16 @@ from lit_cifar.checks.relations.plan import RunPlan, Trace
 from lit_cifar.checks.relations.remarks import ROUNDED
 from lit_cifar.internals import tree_map
 
-_CPU = torch.device("cpu")
+_CPU, _BYTES = torch.device("cpu"), 2**34  # in place of a GPU, and of its memory
 _IDLE = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats")
+_EMPTY = ("current_device", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 
 
 def set_switches(plan: RunPlan, trace: Trace) -> None:
     """Do as the plan says, and note in the trace what the script has."""
 
     def make_scaler(
-        make: Any, scaler: GradScaler, device: str = "cuda", init_scale: float = 2.0**16, *args: Any, **own: Any
+        make: Any, scaler: Any, device: str = "cuda", init_scale: float = 2.0**16, *args: Any, **own: Any
     ) -> None:
         device = device if plan.on_own_devices else "cpu"
         make(scaler, device, dict(plan.knobs).get("loss_scale", init_scale), *args, **own)
@@ -44,6 +46,9 @@ def set_switches(plan: RunPlan, trace: Trace) -> None:
         patched(torch.cuda, name, before(lambda *_, **__: setattr(trace.end, "wants_cuda", True)))
     if plan.without_gpu:
         _stay_on_cpu(plan.ranks)
+    # On the CPU neither it nor DistributedDataParallel takes it.
+    patched(nn.SyncBatchNorm, "forward", lambda _, *args, **own: nn.BatchNorm1d.forward(*args, **own))
+    patched(DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *_: None)
     for owner in (torch, nn.Module):  # torch's own wrapper then runs what was written
         patched(owner, "compile", before(lambda *_, **__: torch.compiler.set_stance("force_eager")))
     patched(torch.autocast, "__init__", _make_without_effect)
@@ -132,14 +137,21 @@ class _Idle:
 def _stay_on_cpu(ranks: int) -> None:
     """Let a device of CUDA be there for each rank, which is the CPU."""
     ExitStack().enter_context(_OnCpu())  # up to the end of the process
-    answers: dict[str, Any] = {"is_available": True, "device_count": ranks, "current_device": 0, "memory_allocated": 0}
-    answers |= dict.fromkeys(_IDLE) | {"max_memory_allocated": 0, "get_device_name": "the CPU"}
+    answers: dict[str, Any] = {"is_available": True, "device_count": ranks, "get_device_name": "the CPU"}
+    answers |= dict.fromkeys(_IDLE) | dict.fromkeys(_EMPTY, 0)
     answers |= dict.fromkeys(("Event", "Stream", "current_stream"), _Idle()) | {"stream": nullcontext()}
+    answers |= {"is_bf16_supported": True, "get_device_capability": (8, 0), "mem_get_info": (_BYTES, _BYTES)}
+    answers["get_device_properties"] = SimpleNamespace(name="the CPU", total_memory=_BYTES, major=8, minor=0)
     general = {"device_count": ranks, "current_device_index": 0, "current_stream": _Idle()}  # Adam asks
     general |= dict.fromkeys(("set_device_index", "synchronize"))
     for owner, own in ((torch.cuda, answers), (torch.accelerator, general)):
         for name, answer in own.items():
             patched(owner, name, lambda *_, answer=answer, **__: answer)
+    patched(torch.random, "fork_rng", lambda fork, *_, **own: fork(**own | {"devices": ()}))
+    patched(torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state())
+    patched(torch.cuda, "set_rng_state", lambda _, new_state, *__, **___: torch.set_rng_state(new_state))
+    patched(torch.cuda, "get_rng_state_all", lambda _: [torch.get_rng_state()] * ranks)
+    patched(torch.cuda, "set_rng_state_all", lambda _, new_states: torch.set_rng_state(new_states[0]))
     patched(torch, "load", lambda load, f, *_, **own: load(f, **own | {"map_location": "cpu"}))
     patched(DistributedDataParallel, "__init__", _make_without_devices)
     patched(nn.DataParallel, "__init__", _make_on_one_device)

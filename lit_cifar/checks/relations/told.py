@@ -24,8 +24,7 @@ _METHODS = {
     ("transformers.trainer", "Trainer"): ("log",),
     ("accelerate.accelerator", "Accelerator"): ("log",),
 }
-# Printed numbers that count: those with decimals, or in percent, and outside of lists. Others may count batches, or be
-# of the samples of one.
+# Printed numbers that count: those with decimals or in percent, outside of lists. Others may be of batches or samples.
 _NUMBER = re.compile(r"(?<![\w.])(?<!\d:)[-+]?\d+(?:\.(\d+))?(?:e([-+]?\d{1,3}))?(?!\.?\w)(\s?%)?", re.IGNORECASE)
 _LIST = re.compile(r"\[[^][]*\d[,\s]+[-+\d][^][]*\]")
 _LONGEST, _MOST = 5, 2000  # words of a name, and characters of a text: a longer one is no result

@@ -1,6 +1,7 @@
 """What a process sees of the training in it: its batches, steps and calls, and what the script asks and tells."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -31,6 +32,7 @@ from lit_cifar.checks.relations.told import At, Told, numbers_in
 from lit_cifar.checks.relations.trained import Observer, owned_by
 from lit_cifar.checks.tensors import as_real
 from lit_cifar.errors import printable
+from lit_cifar.internals import temporarily_clear_interpreter_stack
 
 _LED_S = 20.0  # through epochs without a batch, to an evaluation
 _SLOWED, _DELAY_S = 3, 1.1  # evaluations, and the delay of each: more than one of the seconds that a script may print
@@ -61,7 +63,7 @@ class Watched:
         self._has_evaluated = False  # since the last step
         self._refreshed = WeakSet[nn.Module]()  # called in train mode without gradients, since the last step
         self._to_slow = _SLOWED if plan.asks == EVALUATE_SLOWLY else 0  # evaluations
-        self._calls_of_step, self._began = 0, perf_counter()
+        self.calls_of_step, self._began = 0, perf_counter()
 
     def _own_phase(self) -> str:
         """Of a plain loop: it evaluates without gradients, or with a model in eval mode that is else trained.
@@ -69,10 +71,10 @@ class Watched:
         A batch may be known to be trained all the same, by a script that forgets the mode behind its first evaluation.
         """
         modules = (*self.parts.roots, *([] if self._called_now is None else [self._called_now]))
-        evaluates = self._has_trained and not self._is_known and not any(module.training for module in modules)
+        trains = any(getattr(getattr(own, "module", own), "training", own.training) for own in modules)  # of a wrapper
+        evaluates = self._has_trained and not self._is_known and not trains
         return "train" if torch.is_grad_enabled() and not evaluates else "evaluate"
 
-    # What the script asks
     def knob(self, name: str, own: Any) -> Any:
         self.trace.script.calls[name] = own
         return dict(self.plan.knobs).get(name, own)
@@ -122,7 +124,6 @@ class Watched:
             told.digits[key] = digit
             self.hear("printed", {name: value})
 
-    # What torch does
     def patch(self) -> None:
         self.parts.patch()
         self._writes.patch()
@@ -148,7 +149,7 @@ class Watched:
         self.trace.part(Purposes).note("train")
         self.draws.note()
         self.trace.steps += 1
-        self._calls_of_step = 0
+        self.calls_of_step = 0
         self._has_evaluated = False
         self._refreshed.clear()
         self.parts.late.clear()
@@ -165,14 +166,17 @@ class Watched:
             self.trace.remarks.add(remarks.BY_HAND)
             self._count_step([parameter for parameter in self.parts.made if parameter is not None])
 
-    def begins_batch(self, samples: list[int], *, is_divided: bool, is_known: bool) -> None:
+    def begins_batch(self, samples: list[int], *, is_known: bool) -> None:
         """Called after a batch of training was fetched, with digests of its samples, if they can be told apart."""
         if not self.trace.script.is_lightning:
             self.note_samples(samples)
         self._is_in_batch, self._is_known = True, is_known
-        follows = self.plan.quiet and is_divided
-        self.draws.follow_batch(samples if follows else None)  # whatever the data set has drawn
-        self.seed(f"batch {self._calls_of_step}")
+        self.seed(f"batch {self.calls_of_step}")
+
+    def follow_draws(self, samples: list[int]) -> None:
+        """Called before a batch of these samples is trained, and after its data set has drawn."""
+        follows = self.plan.quiet and remarks.UNDIVIDED not in self.trace.remarks
+        self.draws.follow_batch(samples if follows else None)
 
     def fetches_batch(self) -> None:
         """Called before a batch of training is fetched, but for the first of a loader."""
@@ -180,7 +184,7 @@ class Watched:
         self.draws.note()
         self.draws.stop()
         self._is_in_batch = self._is_known = False
-        self.seed(f"fetch {self._calls_of_step}")
+        self.seed(f"fetch {self.calls_of_step}")
 
     def seed(self, what: str) -> None:
         """If generators follow the step, seed them by the steps before, also of the run that this one goes on from."""
@@ -190,8 +194,10 @@ class Watched:
     def _called(self, call: Any, module: nn.Module, /, *args: Any, **settings: Any) -> Any:
         is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         is_outermost = self._depth == 0 and not is_traced  # a trace would follow what we compute too
-        if is_outermost and next(module.parameters(), None) is not None:
-            self._before_call(module, (args, settings))
+        has_weights = is_outermost and next(module.parameters(), None) is not None
+        if has_weights:
+            with temporarily_clear_interpreter_stack():  # of `vmap` and others, where tensors show no values
+                self._before_call(module, (args, settings))
             if self.plan.double:
                 args, settings = in_double(args), in_double(settings)
         before = states() if is_outermost and self.phase() == "evaluate" else None
@@ -202,8 +208,10 @@ class Watched:
             self._depth -= 1
             if is_outermost and self.phase() == "train":
                 self.draws.note()
-            elif is_outermost and before != states() and next(module.parameters(), None) is not None:
-                self.trace.remarks.add(remarks.IN_MODEL)
+            elif has_weights:
+                self.draws.go_on()
+                is_evaluated = self.is_evaluating or not self._is_in_batch  # else perhaps a teacher in a step
+                self.trace.remarks |= {remarks.IN_MODEL} if is_evaluated and before != states() else set()
 
     def _before_call(self, module: nn.Module, inputs: Any) -> None:
         self._called_now = module
@@ -217,7 +225,7 @@ class Watched:
                 sleep(_DELAY_S)
             self._has_evaluated = True
             self.trace.part(Evaluations).calls += 1
-            self.draws.stop()
+            self.draws.pause()
             if module.training:
                 self._refreshed.add(module)
             elif module in self._refreshed:
@@ -225,7 +233,7 @@ class Watched:
             self.parts.keep_beside(module)
             return
         self._has_trained |= module.training
-        self._calls_of_step += 1  # not the batches, of which a resumed training may skip some
+        self.calls_of_step += 1  # not the batches, of which a resumed training may skip some
         is_lightning = self.trace.script.is_lightning
         if not is_lightning:  # where a rank may call other modules than the other, or none
             self.continues()
@@ -236,7 +244,8 @@ class Watched:
         self.draws.follow_call()
         if not self._is_in_batch and not is_lightning:
             tensors = tensors_in(inputs)
-            self.note_samples([] if any(tensor.requires_grad for tensor in tensors) else sample_digests(tensors))
+            with suppress(RuntimeError):  # a tensor inside of `vmap` shows no values
+                self.note_samples([] if any(tensor.requires_grad for tensor in tensors) else sample_digests(tensors))
 
     def continues(self) -> None:
         """Called before each batch and call of training: end the training if it is time."""

@@ -100,6 +100,7 @@ def read_with_workers(loader: Any, seen: Read) -> None:
         alone, two = (Counter(value for batch in each for value in sample_digests(batch)) for each in batches)
         seen.streams.append((alone, two))
         return
-    again = [DataLoader(**own, num_workers=number, batch_size=1, sampler=[0] * _PROBES) for number in (0, 2)]
+    own |= {"batch_size": 1, "sampler": [0] * _PROBES}
+    again = [DataLoader(**own), DataLoader(**own, num_workers=2, persistent_workers=loader.lives_on)]
     drawn, by_two = ([[hash(tuple(sample_digests(batch))) for batch in one] for _ in range(2)] for one in again)
     seen.samples.append((drawn, by_two))

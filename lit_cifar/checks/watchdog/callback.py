@@ -30,16 +30,14 @@ class Watchdog(Callback):
     """Watches the processes of a run with several, from a thread in each.
 
     It reports a process that has died, is stopped or unreachable, or has raised an exception, with its pid, step, and
-    signal or traceback, and where ranks stand that do not get on. Then all processes exit with status 1. See
-    `lit_cifar.checks.watchdog`.
+    signal or traceback, and where ranks stand that do not get on. Then all processes exit with status 1.
 
     Args:
         timeout_s: Seconds without a heartbeat after which a process counts as dead, unless it is seen to run. The least
             value is 5; with 0 there is no watchdog, as a debugger needs.
         hang_timeout_s: Seconds after which the run is ended in which no rank has got on: none has begun or ended a
             batch, or come to another line of Python: more than the longest call takes, such as to compile. By default
-            only torch gives up, when a collective operation has waited for as long as the strategy's `timeout`, which
-            is half an hour.
+            only torch gives up, when a collective operation has waited for the strategy's `timeout`, half an hour.
     """
 
     def __init__(self, timeout_s: float = 20.0, hang_timeout_s: float | None = None) -> None:

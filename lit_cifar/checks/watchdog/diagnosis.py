@@ -36,8 +36,7 @@ class Peer:
     beat: Heartbeat
     # State of the process. If it is gone this was observed before its latest heartbeat was read, so that is its last.
     sight: Sight
-    # Time when `beat` was new, as `listened_s` of this process's `Monitor`: clocks of machines are never compared. The
-    # heartbeats of a process that has finished bring nothing new.
+    # Time when `beat` was new, as `listened_s` of this process's `Monitor`: clocks of machines are never compared.
     heard_at: float = 0.0
     answered: bool = False  # whether a heartbeat was received after a failure or an exit became known
 

@@ -10,7 +10,7 @@ import torch
 from rich.table import Column, Table
 
 from lit_cifar.checks.verdict import Outcome, at_most, exit_status
-from lit_cifar.errors import ConfigError
+from lit_cifar.errors import ConfigError, printable
 from lit_cifar.launch.signals import EXIT_REFUSED
 from lit_cifar.reporting.output import without_banners
 from lit_cifar.tools import terminal
@@ -63,7 +63,7 @@ def main(args: list[str]) -> int:
     out.print(verdict_table(rows, title=f"{options.steps} steps, compared one by one"))
     for row in rows:
         for line in at_most(5, row.problems, more="{} more findings: see --json FILE"):
-            out.print(f"{row.mode}: {line}", markup=False)
+            out.print(f"{row.mode}: {printable(line, lines=True)}", markup=False)
     status = exit_status(row.outcome for row in rows)
     found = {"rows": [*map(asdict, rows)], "passed": not status, "exit_status": status}
     terminal.write_json(target, record | sizes | found)
@@ -103,8 +103,7 @@ def verify(names: Sequence[str], *, devices: int = 2, steps: int = 4, args: Sequ
     """Compare modes, "all" for every one, with one device: a row for each.
 
     A mode has so many `devices`: GPUs, or on the CPU processes or virtual devices of one process. `args` are flags of
-    `fit`; by default it is `tiny` on synthetic images. A mode called by its name that cannot run so is a `ConfigError`;
-    "all" leaves it out.
+    `fit`; by default it is `tiny` on synthetic images. A named mode that cannot run so is a `ConfigError`.
     """
     if steps < 2:
         raise ConfigError(f"--steps={steps} leaves no step before a resume", remedy="pass --steps 2 or more")

@@ -179,8 +179,7 @@ class Evaluated:
     def gaps(self, wanted: "Evaluated") -> list[tuple[int, float]]:
         """Each sample with the difference of its logits from those of `wanted`, relative to the largest of all samples.
 
-        With a different label it is infinite. Samples that `wanted` lacks are left out: `sample_problems` reports their
-        ids.
+        With a different label it is infinite. Those that `wanted` lacks are left out: see `sample_problems`.
         """
         of_wanted = {sample: row for row, sample in enumerate(wanted.ids.tolist())}
         scale = max(1.0, float(wanted.logits.nan_to_num(0.0, 0.0, 0.0).abs().max()))

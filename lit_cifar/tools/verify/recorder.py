@@ -126,8 +126,7 @@ class Trace(L.Callback):
     def _shares_statistics(self) -> bool:
         """Whether all replicas have the same running statistics, such as in an evaluation.
 
-        After a training step each has those of its own samples, unless BatchNorm is synchronised; the first one's
-        replace them before anybody uses them.
+        After a step each has those of its own samples, unless synchronised; the first one's replace them before use.
         """
         mode = mode_of(self._trainer.strategy)
         return self._one_model or mode.synchronises_batchnorm or mode.layout.data_parallel_size == 1

@@ -55,7 +55,7 @@ class Verifier:
         flags = self.settings.length_flags(steps=self.steps, accumulation=self.settings.accumulation)
         flags += [*mode.flags, f"--trainer.sync_batchnorm={str(mode.sync_batchnorm).lower()}", *more]
         first = self._fit(title, folder, flags, mode)
-        if first.status != 0:
+        if first.status != 0 or not Record(folder).run.exists():  # as with --trainer.fast_dev_run
             return first
         record = Record(folder)
         # The run folder is as before the last step, except for the logs.
@@ -101,17 +101,16 @@ class Verifier:
         # Bits depend on the threads, so that with virtual replicas all modes have as many.
         at_once = self.settings.num_at_once * (self.settings.num_parts or mode.num_processes)
         threads = max(1, len(os.sched_getaffinity(0)) // at_once)
-        say(f"running  {title}")
+        say(f"running  {title}\n", end="")
         words = ["fit", *self.settings.flags, *flags, *own]
         ended = run(words, num_ranks=mode.num_ranks, folder=folder, limit_s=LIMIT_S, threads=threads)
-        say(f"{ended.seconds:5.0f} s  {title}")
+        say(f"{ended.seconds:5.0f} s  {title}\n", end="")
         return ended
 
     def compare(self, cases: Sequence[Case]) -> list[tuple[VerifiedMode, EndedRun]]:
         """Run and judge each case, and run the references that they need, several at a time.
 
-        A worker judges what it has run before it runs the next: records are large, and must not pile up on the disk. So
-        each reference is removed as soon as its last case has been judged.
+        A worker judges what it has run before the next: records are large, and each reference goes with its last case.
         """
         chunks = [self.ghost_batches_of(case.mode) for case in cases]
         waiting = Counter(chunks)
