@@ -401,7 +401,7 @@ def test_settings_that_have_had_no_effect_are_not_written_down(undisturbed: Path
     assert written(run) == before
 
     done = shutil.copytree(undisturbed, tmp_path / "done")
-    fit(done, EVERY_STEP, "--resume=auto", "--model.label_smoothing=0.1", "--data.eval_batch_size=7")
+    fit(done, EVERY_STEP, "--resume=auto", "--model.label_smoothing=0.2", "--data.eval_batch_size=7")
     assert_same_end(done, undisturbed)
     assert (done / "config.yaml").read_bytes() == (undisturbed / "config.yaml").read_bytes()
 
@@ -555,15 +555,15 @@ def test_a_schedule_counts_the_steps_of_this_run_where_batches_are_others_from_a
     run = tmp_path / "run"
     fit(run, "--trainer.max_epochs=1", "--trainer.max_steps=1000")
     more = ["--trainer.max_epochs=3", "--trainer.max_steps=1000", "--data.batch_size=40", "--resume=auto"]
-    more += ["--data.augment.cutout=4", "--model.label_smoothing=0.1"]
+    more += ["--data.augment.cutout=4", "--model.label_smoothing=0.2"]
     data = "--data.batch_size=16 --data.augment.cutout=0; it goes on with --data.batch_size=40 --data.augment.cutout=4"
-    rest = "label_smoothing=0.0, lr_scheduler.total_steps=5; from optimizer step 5 on it has label_smoothing=0.1"
+    rest = "label_smoothing=0.1, lr_scheduler.total_steps=5; from optimizer step 5 on it has label_smoothing=0.2"
     with pytest.warns(match=data), pytest.warns(match=rest), pytest.warns(match="behind 2 steps of this run, not 5"):
         fit(run, *more)
     schedule = last_checkpoint(run)["lr_schedulers"][0]
     assert (schedule["total_steps"], schedule["last_epoch"], schedule["_last_lr"]) == (6, 6, [0.0])
     rates = [float(row["lr-NesterovSGD"]) for row in metrics(run) if "lr-NesterovSGD" in row]
-    assert rates[5:] == pytest.approx([0.08, 0.06, 0.04, 0.02])  # after a step of warm-up
+    assert rates[5:] == pytest.approx([0.16, 0.12, 0.08, 0.04])  # after a step of warm-up
 
 
 @short

@@ -69,7 +69,7 @@ def test_the_beginning_divides_the_global_batch_and_says_what_the_mode_splits(
     assert len(split) == (2 if strategy == "pp" else 0)
     labels = ["model", "data", "batch", "mode", *["split", ""][: len(split)], "length"]
     said = ["resnet10, imagenet stem, 4.91 M parameters", "synthetic: 50 images to train on", *lines, *split]
-    expected = zip(labels, [*said, "24 epochs, data seed 3"], strict=True)
+    expected = zip(labels, [*said, "15 epochs, data seed 3"], strict=True)
     found = opening_lines(trainer, module, data)
     assert found == [f"{label:<12}{words}" for label, words in expected]
     assert max(len(line) for line in found) <= 120
