@@ -27,7 +27,7 @@ def digest(tensor: Tensor) -> str:
     ("settings", "expected"), [({}, "44edf9e5b545b3ce"), ({"cutout": 16, "padding": 2}, "74cd95c8dc744600")]
 )
 def test_the_bytes_of_every_version_are_the_same(settings: dict[str, int], expected: str) -> None:
-    """Digests of 0.1.0: who goes on with a run of then goes on with its images."""
+    """Digests of 0.1.0: who goes on with a run of then and its settings has its images."""
     images = (torch.arange(64 * 3 * 32 * 32) * 2654435761 >> 7 & 255).to(torch.uint8).reshape(64, 3, 32, 32)
     augmentation = Augmentation(seed=5, reflect=False, alternate_flips=False, **settings)
     found = augmentation(images, augmentation.draw(torch.arange(1000, 1064), (32, 32), epoch=2))

@@ -1,9 +1,10 @@
 """Take README's pictures of TensorBoard and of a test's screen from a run: `screens.py RUNS PRINTED`.
 
-TensorBoard's run was `fit --config configs/quickstart.yaml --data.dataset=cifar10 --data.num_train=10000
---trainer.max_epochs=8 --trainer.strategy=ddp --trainer.devices=2 --run_dir=RUNS/first`, interrupted in its last epoch;
-the test's screen is of a run of `--model.arch=tiny --model.stem=strided --data.num_train=20000 --data.val_size=2000`,
-then `test RUNS/first --trainer.strategy=ddp --trainer.devices=2 > PRINTED`.
+TensorBoard's run was, with the defaults before d0eb74b, `fit --config configs/quickstart.yaml --data.dataset=cifar10
+--data.num_train=10000 --trainer.max_epochs=8 --trainer.strategy=ddp --trainer.devices=2 --run_dir=RUNS/first`,
+interrupted in its last epoch; the test's screen is of a run of `--model.arch=tiny --model.stem=strided
+--data.num_train=20000 --data.val_size=2000`, then `test RUNS/first --trainer.strategy=ddp --trainer.devices=2 >
+PRINTED`.
 """
 
 import argparse

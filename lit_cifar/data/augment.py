@@ -1,8 +1,8 @@
 """Crops, flips and cutout of many uint8 images at once, and between them the transforms that a user names.
 
 What happens to a sample is a function of (seed, epoch, key) alone, never of its rank, batch or device. Its key is its
-id, or another number where an epoch uses it again (`TrainSampler.keys`). Without transforms it is integer work
-throughout: the CPU and the GPU give the same bytes, and the host waits for nothing.
+id, or another number where an epoch uses it again (`TrainSampler.keys`). Without transforms all values are
+whole numbers: the CPU and the GPU give the same bytes, and the host waits for nothing.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class Augment:
         bounded("--data.augment.padding", self.padding, 0, needed=True)
         bounded("--data.augment.cutout", self.cutout, 0, needed=True)
         if self.reflect and self.padding >= size:
-            remedy = "lower --data.augment.padding"
+            remedy = "lower --data.augment.padding, or pass --data.augment.reflect=false"
             raise ConfigError("--data.augment.reflect=true has too few pixels to mirror", remedy=remedy)
         if self.transforms:
             check_transforms(self.transforms, size)
@@ -50,7 +50,7 @@ class Augment:
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation(Augment):
-    """The CIFAR recipe of He et al., "Deep residual learning", 2016, section 4.2, with what `Augment` adds to it.
+    """The crops and flips of He et al., "Deep residual learning", 2016, section 4.2, as `Augment` changes them.
 
     Cutout is by DeVries and Taylor, 2017.
     """

@@ -41,8 +41,8 @@ class CIFAR10DataModule(L.LightningDataModule):
             images, without validation. The default is 5000 or a tenth of `num_train`; of "folder" a tenth, or ROOT/val.
         num_train: Use only the first n training images, before the split. The synthetic data set draws n images.
         num_test: Use only the first n test images. The synthetic data set draws n images.
-        augment: What training images go through: with true random crops after padding, and random flips; with false
-            nothing. Or `Augment`, its settings: --data.augment.cutout=8 adds cutout to these.
+        augment: What training images go through: with true random crops after padding, and alternating flips; with
+            false nothing. Or `Augment`, its settings: --data.augment.cutout=8 adds cutout to these.
         mixing: Mixup and CutMix of training images: `Mixing`.
         balance: What is done for rare classes: `Balance`.
         order: In which order images are trained on, and which are left out or repeated: `Order`.

@@ -21,7 +21,7 @@ _PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # the p
 
 
 class NesterovSGD(SGD):
-    """SGD with Nesterov momentum 0.9 and weight decay 2e-3, after Wide ResNets (Zagoruyko and Komodakis, 2016).
+    """SGD with Nesterov momentum 0.9, as for Wide ResNets (Zagoruyko and Komodakis, 2016), and weight decay 2e-3.
 
     The command line passes explicit settings of the default optimizer on to any other: here only `lr` is explicit.
 

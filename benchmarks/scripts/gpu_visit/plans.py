@@ -14,7 +14,7 @@ from gpu_visit.step import FailedError, Step
 _ON_CPU = "--trainer.accelerator=cpu"
 _TINY = ["--model.stem=imagenet", "--data.dataset=synthetic", "--data.num_train=96", "--data.num_test=100"]
 _TINY += ["--data.val_size=16", "--data.batch_size=16", "--trainer.max_epochs=1", "--trainer.log_every_n_steps=1"]
-_TINY += ["--trainer.enable_progress_bar=false", "--figures.every_n_epochs=0"]
+_TINY += ["--trainer.enable_progress_bar=false", "--figures.every_n_epochs=0", "--model.optimizer.lr=0.1"]
 _EXACT = [*_TINY, "--trainer.precision=64-true", "--model.optimizer.lr=1e-3"]
 _TWO_EPOCHS = [*_EXACT, "--trainer.max_epochs=2"]
 _STOP = ("--trainer.callbacks+=gpu_visit.callbacks.Terminate", "--trainer.callbacks.step=3")

@@ -34,7 +34,7 @@ has V parts in every mode."""
 _EPILOG = """\
 examples:
   python -m lit_cifar verify --modes=ddp,pp,tp
-  python -m lit_cifar verify --modes=fsdp2 --devices=4 --config=RUN_FOLDER/config.yaml
+  python -m lit_cifar verify --modes=fsdp2 --devices=4 --config=RUN_FOLDER/config.yaml --data.batch_size=64
 
 exit status:
   0  at least one mode was compared, and all that were have passed
