@@ -207,6 +207,7 @@ for epoch in range(2):
         at = torch.randint(0, 10, (len(x),))
         noisy = x + 0.1 * torch.randn_like(x) + 0.1 * torch.rand(len(x), 6) + 0.01 * at[:, None]
         noisy = noisy + 0.1 * torch.normal(0.0, 1.0, x.shape) + torch.empty_like(x).uniform_(-0.1, 0.1)
+        noisy = noisy * torch.empty(len(x), 1).bernoulli_(0.8)
         if BUG == "one number for all":
             noisy = noisy * torch.rand(())
         with torch.autocast("cuda", dtype=torch.float16):
