@@ -648,6 +648,7 @@ SLOW = [
     ("PLAIN", "cannot resume", "resume", resumed({2: "fail", 4: "fail"})),
     ("PLAIN", "no bug, but microbatches of each batch", "accumulation", {"accumulation": "pass"}),
     ("NOISY", "one number for all", "accumulation", {"accumulation": "abstain"}),
+    ("NOISY", "no bug, but three are read before", "accumulation", {"accumulation": "pass"}),
     ("NOISY", "clipped while scaled", "scale", {"scale of the loss": "fail"}),
     ("NOISY", "last samples left out", "evaluation", {"evaluation": "pass", "samples of evaluation": "note"}),
     ("NOISY", "needs two processes", "scale", {"scale of the loss": "pass"}),
