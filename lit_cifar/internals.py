@@ -24,9 +24,8 @@ NAMES = {
         lightning.pytorch.Trainer._signal_connector
         lightning.pytorch.callbacks.ModelCheckpoint._save_checkpoint ._save_topk_checkpoint
         lightning.pytorch.callbacks.WeightAveraging._copy_average_to_current ._swap_models
-        lightning.pytorch.cli.LightningCLI._get ._instantiate_trainer ._parse_ckpt_path
-        ._prepare_subcommand_kwargs ._prepare_subcommand_parser ._run_subcommand
-        lightning.pytorch.loggers.CSVLogger._experiment
+        lightning.pytorch.cli.LightningCLI._get ._instantiate_trainer ._parse_ckpt_path ._prepare_subcommand_parser
+        ._run_subcommand lightning.pytorch.loggers.CSVLogger._experiment
         lightning.pytorch.loggers.csv_logs.ExperimentWriter._check_log_dir_exists
         lightning.pytorch.loops.evaluation_loop._EvaluationLoop._has_run
         lightning.pytorch.loops.fit_loop._FitLoop._restarting

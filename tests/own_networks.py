@@ -28,15 +28,6 @@ class Chain(nn.Sequential):
         )
 
 
-class Scaled(Chain):
-    """Each of its two ends has a constant buffer."""
-
-    def __init__(self) -> None:
-        super().__init__(num_classes=10)
-        for end in (self[0], self[-1]):
-            end.register_buffer("scale", torch.ones(3))
-
-
 class Widening(nn.Module):
     """A block that `tp` can split."""
 

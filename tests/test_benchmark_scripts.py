@@ -46,17 +46,10 @@ def test_a_record_is_continued_with_the_cases_that_it_lacks(tmp_path: Path) -> N
         run_record.complete(output, [1, 2], train, settings={"flags": ["--x"]}, tell=print)
 
 
-class Small(nn.Sequential):
-    """A network that takes so little time that a step is all bookkeeping."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(192, 10))
-
-
 @short
 def test_the_plain_loop_computes_what_fit_computes(tmp_path: Path) -> None:
     """Else it would be no measure: the same weights, bit for bit, and the same mean loss."""
-    network, twin = Small(), Small()
+    network, twin = (nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(192, 10)) for _ in range(2))
     twin.load_state_dict(network.state_dict())
     schedule = {"lr_scheduler": lambda optimizer: StepLR(optimizer, 1000)}
     module = LitResNet(network=network, optimizer=lambda params: SGD(params, lr=0.1), label_smoothing=0.2, **schedule)

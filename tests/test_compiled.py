@@ -145,6 +145,7 @@ def test_checkpoints_lie_in_the_usual_order_and_are_read_into_the_one_asked_for(
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     found, (optimizer,) = read_checkpoint(tmp_path / "a.ckpt"), trainer.optimizers
     momentum = [entry["momentum_buffer"] for entry in found["optimizer_states"][0]["state"].values()]
+    assert momentum
     assert all(tensor.is_contiguous() for tensor in (*found["state_dict"].values(), *momentum))
     optimizer.load_state_dict(found["optimizer_states"][0])
     assert all(state["momentum_buffer"].stride() == p.stride() for p, state in optimizer.state.items())

@@ -93,7 +93,7 @@ def assert_same_end(run: Path, undisturbed: Path) -> None:
     found, expected = map(last_checkpoint, (run, undisturbed))
     assert_same_checkpoint(found, expected, tolerance=0)
     for key in ("lr_schedulers", "position", "sample_audit", "loops"):
-        assert found.get(key) == expected.get(key), key
+        assert found[key] == expected[key], key
     for key in ("metrics", "current_model_state", "averaging_state"):  # the last two of averaged weights
         torch.testing.assert_close(found.get(key), expected.get(key), rtol=0, atol=0)
     assert metrics(run) == metrics(undisturbed)

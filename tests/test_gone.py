@@ -44,15 +44,9 @@ def test_words_that_only_look_so_are_left_alone(words: list[str]) -> None:
     gone.refuse_words(words)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("model: {wings: 2}", "--model.wings"),
-        ("fit: {model: {wings: {left: 2}}}", "--model.wings"),
-    ],
-)
-def test_keys_of_a_file_that_have_gone(text: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["model: {wings: 2}", "fit: {model: {wings: {left: 2}}}"])
+def test_keys_of_a_file_that_have_gone(text: str, tmp_path: Path) -> None:
     (tmp_path / "old.yaml").write_text(text)
     message = refused("fit", f"--config={tmp_path / 'old.yaml'}", f"--run_dir={tmp_path / 'run'}")
-    assert f"{said} has gone" in message
+    assert "--model.wings has gone" in message
     assert not (tmp_path / "run").exists()

@@ -11,13 +11,6 @@ from tests.mutations.catalogue import BY_NAME, OF_FILES, OF_MODES, OF_PARTS, on_
 from tests.mutations.planting import Mutation
 from tests.mutations.self_test import Finding, findings_table, self_test
 
-
-@pytest.fixture
-def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the processes of a run to find `tests.mutations`."""
-    monkeypatch.setenv("PYTHONPATH", on_python_path())
-
-
 SCALED = BY_NAME["scaled-loss"]
 
 
@@ -57,7 +50,6 @@ def of_each_mode(mutations: list[Mutation], with_parts: bool, which: str, mark: 
         yield pytest.param(own, with_parts, marks=mark, id=f"{which}, {mode}")
 
 
-@pytest.mark.usefixtures("on_path")
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
     ("planted", "with_parts"),
@@ -67,7 +59,8 @@ def of_each_mode(mutations: list[Mutation], with_parts: bool, which: str, mark: 
         *of_each_mode(OF_FILES, False, "of files", pytest.mark.slow),
     ],
 )
-def test_the_whole_self_test(planted: list[Mutation], with_parts: bool) -> None:
+def test_the_whole_self_test(planted: list[Mutation], with_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", on_python_path())  # for the processes of a run to find `tests.mutations`
     findings = self_test(planted, with_parts=with_parts)
     assert [(f.mode, f.mutation and f.mutation.name, f.problems[:1]) for f in findings if not f.right] == []
     assert {f.mutation for f in findings} - {None} == {*planted}

@@ -297,12 +297,7 @@ def test_only_regular_files_are_read_wherever_a_script_is(tmp_path: Path, monkey
     writes = Writes(RunPlan(), Trace(), TrainedParts(None, ()), list)
     os.mkfifo("pipe")
     torch.save({}, "last.pt")
-    assert [_holds_tensors(tmp_path / name) for name in ("pipe", "last.pt", "nothing", "a\0b")] == [
-        False,
-        True,
-        False,
-        False,
-    ]
+    assert [name for name in ("pipe", "last.pt", "nothing", "a\0b") if _holds_tensors(tmp_path / name)] == ["last.pt"]
     (tmp_path / "below").mkdir()
     monkeypatch.chdir("below")
     (tmp_path / "below").rmdir()
@@ -590,7 +585,7 @@ def test_what_is_told_to_loggers_is_heard_and_sent_nowhere(monkeypatch: pytest.M
     ("line", "expected"),
     [
         ("Test: Loss: 0.50, Accuracy: 9/12 (75%)", {"Test: Loss": (0.5, 0.01), "Loss: #, Accuracy: #/#": (75.0, 1.0)}),
-        ("{'loss': 1.5e-3}", {"loss": (0.0015, 1e-4)}),
+        ("{'loss': \x1b[36m1.5e-3\x1b[0m}", {"loss": (0.0015, 1e-4)}),
         ("epoch 3 of 12, commit 7e12345, 12:30:05.5, v1.2.3, 0.5s, tensor([[0.5, -0.5],\n[1.5, 2.5]])", {}),
     ],
 )
@@ -617,7 +612,7 @@ def test_ranks_may_divide_the_microbatches_of_a_step(verdicts: Verdicts) -> None
 @pytest.mark.slow
 def test_numbers_of_the_training_are_no_results_of_ranks(verdicts: Verdicts) -> None:
     *found, last = verdicts(UNEDITED, only="evaluation,ranks")
-    assert [verdict.outcome for verdict in found] == ["pass"] * (len(found))
+    assert {verdict.outcome for verdict in found} == {"pass"}
     assert (last.relation, last.outcome) == ("evaluation on 2 ranks", "note")  # the loss of a batch of rank 0
     assert "epoch/train after" in last.text
 
@@ -653,6 +648,7 @@ SLOW = [
     ("PLAIN", "cannot resume", "resume", resumed({2: "fail", 4: "fail"})),
     ("PLAIN", "no bug, but microbatches of each batch", "accumulation", {"accumulation": "pass"}),
     ("NOISY", "one number for all", "accumulation", {"accumulation": "abstain"}),
+    ("NOISY", "no bug, but three are read before", "accumulation", {"accumulation": "pass"}),
     ("NOISY", "clipped while scaled", "scale", {"scale of the loss": "fail"}),
     ("NOISY", "last samples left out", "evaluation", {"evaluation": "pass", "samples of evaluation": "note"}),
     ("NOISY", "needs two processes", "scale", {"scale of the loss": "pass"}),

@@ -115,6 +115,12 @@ def test_a_training_is_taken_as_it_is_started(kind: str, home: Path, monkeypatch
     assert re.search(r"^PASS    run .*6 steps.*twice the same$", output, flags=re.M), output
 
 
+def test_what_an_earlier_training_may_have_left_is_named(home: Path) -> None:
+    Path("train.py").write_text("open('model.safetensors')")
+    output = said(home, "train.py")
+    assert re.search("^NOT JUDGED.*\n +run +no step .* was seen .it reads model.safetensors: move", output, flags=re.M)
+
+
 def test_what_is_no_notebook_or_python_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("x.ipynb").write_text("{}")
     refused("relations", "x.ipynb", says=["x.ipynb is no notebook of format 4", "save it"])

@@ -25,6 +25,7 @@ from lit_cifar.strategies import PipelineStrategy
 from lit_cifar.tools.modes import SILENT
 
 NUM_RANKS = [1, 2, 3, 4, 7]
+SECOND = Layout(data_parallel_size=2, data_parallel_rank=1)
 
 
 @pytest.mark.parametrize(
@@ -176,13 +177,7 @@ def images_of(num: int, size: int = 1) -> ImageSet:
 @pytest.mark.parametrize(
     "sampler",
     [
-        TrainSampler(
-            num_samples=50,
-            batch_size=12,
-            accumulation=2,
-            layout=Layout(data_parallel_size=2, data_parallel_rank=1),
-            epoch=3,
-        ),
+        TrainSampler(num_samples=50, batch_size=12, accumulation=2, layout=SECOND, epoch=3),
         TrainSampler(num_samples=50, batch_size=12, layout=Layout(), drop_last=True),
         EvaluationSampler(num_samples=50, batch_size=12, layout=Layout(data_parallel_size=3, data_parallel_rank=2)),
         # Nothing here.

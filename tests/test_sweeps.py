@@ -37,13 +37,8 @@ class Sweep:
     folder: Path
     num_trials: int = 3
 
-    @property
-    def sweep(self) -> Path:
-        return self.folder / "sweep"
-
-    @property
-    def log(self) -> Path:
-        return self.folder / "log"
+    def __post_init__(self) -> None:
+        self.sweep, self.log = self.folder / "sweep", self.folder / "log"
 
     def start(self) -> subprocess.Popen[bytes]:
         self.folder.mkdir(exist_ok=True)

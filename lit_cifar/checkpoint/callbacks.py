@@ -192,7 +192,7 @@ class StepBoundary(Callback):
     """Saves when a checkpoint is due, stops when asked to, and stops when a loss is not a finite number.
 
     SIGTERM, SIGHUP, or SIGINT once, makes all processes save at the same step and exit with status 143. A second
-    SIGINT, a second later or more, ends the process that gets it at once. A loss that is not finite ends all, unsaved.
+    SIGINT, a second later or more, ends the process that gets it at once. A non-finite loss ends all with 1, unsaved.
 
     To agree takes an all-reduce, for which the host waits. It is done about every `agree_every_s` seconds, after a
     number of steps that they agree on too, and when a checkpoint is due by its step. Else losses stay on the device.

@@ -10,10 +10,7 @@ from torch.distributed.tensor import DTensor
 
 def whole(tensor: Tensor) -> Tensor:
     """Gather a tensor that is divided over ranks, all of which must call this; return any other tensor as it is."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.full_tensor()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -34,7 +31,7 @@ def digest(value: Any) -> int:
     """
     if not isinstance(value, Tensor):
         return zlib.crc32(repr(value).encode())
-    plain = as_real(dense(whole(value).detach())).contiguous()
+    plain = as_real(dense(whole(value.detach()))).contiguous()
     if plain.is_floating_point():
         plain = plain + 0.0
     bits = zlib.crc32(plain.cpu().reshape(-1).view(torch.uint8).numpy().data)

@@ -68,8 +68,8 @@ def _given(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         flag, has_value, value = word.partition("=")
         yield flag.rstrip("+"), value
         file = Path(value if has_value else following)
-        if flag in ("--config", "-c") and file.is_file():
-            with suppress(ConfigError):  # the parser says it
+        with suppress(ConfigError, OSError):  # the parser says it; settings in line are too long for a name
+            if flag in ("--config", "-c") and file.is_file():
                 settings = read_settings(file)
                 yield from _settings(settings.get(words[0], settings), "--")
 

@@ -70,11 +70,8 @@ def _refuse(problem: str, remedy: str) -> None:
 
 def overview(program: str) -> str:
     """All commands of `program`, in groups, and examples."""
-    lines = [
-        f"usage: {program} COMMAND [--FLAG=VALUE ...]",
-        "",
-        "Train image classifiers in ten modes of parallelism, and check that all train the same model.",
-    ]
+    about = "Train image classifiers in ten modes of parallelism, and check that all train the same model."
+    lines = [f"usage: {program} COMMAND [--FLAG=VALUE ...]", "", about]
     for group, commands in _COMMANDS.items():
         lines += ["", group, *(f"  {name:<10}{text}" for name, text in commands.items())]
     lines += ["", "examples", *(f"  {program} {example}" for example in _EXAMPLES)]

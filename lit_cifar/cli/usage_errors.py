@@ -68,25 +68,20 @@ class Parser(LightningArgumentParser):
             raise ConfigError(f"--config={path} is not text: {error}", remedy="pass a YAML file") from error
 
     def parse_string(self, content: str, path: Any = "", *args: Any, **kwargs: Any) -> Any:
-        """Parse settings like jsonargparse, which does not see names that are there twice."""
+        """Parse settings like jsonargparse; a `ConfigError` if they are no YAML, there are none, or one is there twice.
+
+        Of two the first would not count. Each section must have settings, which all lines that are comments are not.
+        """
+        try:
+            root = yaml.compose(content, Loader=yaml.SafeLoader)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--config={path}: {one_line(error)}", remedy=_SETTINGS_REMEDY) from error
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError(f"--config={path} holds no settings", remedy=_SETTINGS_REMEDY)
         names = [action.dest.split(".") for action in self._actions if not action.dest.endswith(".help")]
         sections = {".".join(name[:depth]) for name in names for depth in range(1, len(name))}
-        _check_text(content, file=path, sections=sections)
+        _check(root, "", sections, path)
         return super().parse_string(content, path, *args, **kwargs)
-
-
-def _check_text(text: str, *, file: str, sections: Set[str]) -> None:
-    """Raise a `ConfigError` for a text that is no YAML, holds no settings, or holds one twice.
-
-    Of two the first would not count. Each of `sections` must have settings, which all lines that are comments are not.
-    """
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config={file}: {one_line(error)}", remedy=_SETTINGS_REMEDY) from error
-    if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"--config={file} holds no settings", remedy=_SETTINGS_REMEDY)
-    _check(root, "", sections, file)
 
 
 def _check(mapping: yaml.MappingNode, prefix: str, sections: Set[str], file: str) -> None:

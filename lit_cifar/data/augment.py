@@ -89,9 +89,7 @@ class Augmentation(Augment):
         return made
 
 
-def crop(
-    images: Tensor, rows: Tensor, columns: Tensor, mirrored: Tensor, *, padding: int, reflect: bool = False
-) -> Tensor:
+def crop(images: Tensor, rows: Tensor, columns: Tensor, mirrored: Tensor, *, padding: int, reflect: bool) -> Tensor:
     """A window of each of the padded `images`, uint8, (n, C, H, W), which begins at `rows` and `columns`, int64, (n,).
 
     `mirrored`, bool, (n,), is whether it is mirrored left to right.

@@ -58,11 +58,9 @@ class Cifar10(Dataset):
 
     def prepare(self, *, download: bool) -> None:
         if not os.path.lexists(self.root / self.folder):
-            if os.path.lexists(self.root / self.python_edition.base_folder):
+            if not download or os.path.lexists(self.root / self.python_edition.base_folder):
                 self._open_python_edition("test")  # torchvision checks the files of both splits
                 return
-            if not download:
-                raise DataError(f"there is no {self.title} in {self.root}", remedy=self._remedies())
             with installing(self.root / self.folder, self.title, remedy=self._remedies(tried=True)) as scratch:
                 download_url(self.url, scratch, "archive", self.md5)
                 with tarfile.open(scratch / "archive") as tar:
@@ -75,11 +73,9 @@ class Cifar10(Dataset):
             records = self._records(split)
             labels = np.concatenate([part[:, -IMAGE_BYTES - 1] for part in records])
             images = np.concatenate([part[:, -IMAGE_BYTES:] for part in records]).reshape(-1, 3, 32, 32)
-        elif os.path.lexists(self.root / self.python_edition.base_folder):
+        else:
             dataset = self._open_python_edition(split)
             labels, images = np.asarray(dataset.targets), np.ascontiguousarray(dataset.data.transpose(0, 3, 1, 2))
-        else:
-            raise DataError(f"there is no {self.title} in {self.root}", remedy=self._remedies())
         return self.first(torch.from_numpy(images), torch.from_numpy(labels.astype(np.int64)), split, num_images)
 
     def _remedies(self, *, tried: bool = False) -> str:
@@ -108,10 +104,12 @@ class Cifar10(Dataset):
 
     def _open_python_edition(self, split: Split) -> Any:
         """The edition of torchvision, which compares all md5 before it unpickles a file: a pickle can run code."""
+        folder = self.root / self.python_edition.base_folder
+        if not os.path.lexists(folder):
+            raise DataError(f"there is no {self.title} in {self.root}", remedy=self._remedies())
         try:
             return self.python_edition(self.root, train=split == "train", download=False)
         except (RuntimeError, OSError) as error:
-            folder = self.root / self.python_edition.base_folder
             problem = f"{folder} is incomplete, or differs from the official files by md5 ({error})"
             raise DataError(problem, remedy=replacing(folder)) from error
 

@@ -43,14 +43,13 @@ def installing(target: Path, title: str, *, remedy: str) -> Iterator[Path]:
         if isinstance(error, HTTPError):
             error.close()  # the error is also the response, with an open connection
         if not target.is_dir():
-            shutil.rmtree(scratch, ignore_errors=True)
-            with suppress(OSError):  # another process may have put something into one of them
-                for folder in made:
-                    folder.rmdir()
             raise DataError(f"{title} cannot be put into {root}: {one_line(error)}", remedy=remedy) from error
     finally:
         socket.setdefaulttimeout(before)
         shutil.rmtree(scratch, ignore_errors=True)
+        with suppress(OSError):  # the data set is in them, or what another process has put there
+            for folder in made:
+                folder.rmdir()
 
 
 def replacing(folder: Path) -> str:

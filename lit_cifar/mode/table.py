@@ -12,10 +12,6 @@ class Row:
     processes: str  # number of processes, from N devices and S stages
     min_devices: int = 2  # the smallest number of devices among which the mode divides the work
 
-    @property
-    def has_processes(self) -> bool:
-        return self.processes != "1"
-
     def flags(self, num_devices: int) -> list[str]:
         strategy = [] if self.name == "single" else [f"--trainer.strategy={self.name}"]
         return [*strategy, f"--trainer.devices={num_devices}"]

@@ -38,12 +38,10 @@ class PredictionWriter(Callback):
         table = trainer.strategy.reduce(self._table, reduce_op="sum")
         if (folder := run_folder(trainer)) is not None and trainer.is_global_zero:
             results = _predicted(table.cpu(), datamodule_of(trainer).classes)
-            files = datamodule_of(trainer).files.items()
-            rows = [
-                (file.replace("\r", "\\r"), *(next(results) if error is None else ("", "", error)))
-                for file, error in files
-            ]
-            replace_csv(folder / PREDICTIONS, [_COLUMNS, *rows])
+            rows = [_COLUMNS]
+            for file, error in datamodule_of(trainer).files.items():
+                rows.append((file.replace("\r", "\\r"), *(next(results) if error is None else ("", "", error))))
+            replace_csv(folder / PREDICTIONS, rows)
 
 
 def _predicted(table: Tensor, classes: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:

@@ -29,7 +29,6 @@ class Throughput(Callback):
 
     def __init__(self, *, warmup_steps: int = 2) -> None:
         self.warmup_steps = self._warmup_left = warmup_steps
-        self._num_ranks, self._num_images, self._elapsed_s, self._logged_step = 1, 0, 0.0, 0
         self._started_at: float | None = None  # None while the clock stands still
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -37,11 +36,12 @@ class Throughput(Callback):
         self._num_ranks = mode_of(trainer.strategy).layout.data_parallel_size
         self._num_images, self._elapsed_s, self._started_at = 0, 0.0, None
 
-    def on_train_epoch_start(self, *_: Any, **__: Any) -> None:
+    def _start(self, *_: Any, **__: Any) -> None:
         """Start before the epoch's first batch is fetched, and again after a validation in the middle of an epoch."""
-        self._start()
+        if self._started_at is None and self._warmup_left == 0:
+            self._started_at = perf_counter()
 
-    on_train_batch_start = on_train_epoch_start
+    on_train_epoch_start = on_train_batch_start = _start
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Batch, *_: Any) -> None:
         if self._warmup_left > 0:
@@ -55,29 +55,19 @@ class Throughput(Callback):
         step, every = trainer.global_step, trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (trainer.should_stop or step % every == 0) and step != self._logged_step:
             self._logged_step = step
-            self._log(pl_module)
+            self._stop(trainer, pl_module)
+            if self._elapsed_s > 0:
+                pl_module.log(METRIC, self._num_images / self._elapsed_s, on_step=True, on_epoch=False, batch_size=1)
+            self._num_images, self._elapsed_s = 0, 0.0
+            self._start()
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop(pl_module)
-
-    on_train_epoch_end = on_validation_start
-
-    def _log(self, pl_module: LightningModule) -> None:
-        self._stop(pl_module)
-        if self._elapsed_s > 0:
-            pl_module.log(METRIC, self._num_images / self._elapsed_s, on_step=True, on_epoch=False, batch_size=1)
-        self._num_images, self._elapsed_s = 0, 0.0
-        self._start()
-
-    def _start(self) -> None:
-        if self._started_at is None and self._warmup_left == 0:
-            self._started_at = perf_counter()
-
-    def _stop(self, pl_module: LightningModule) -> None:
+    def _stop(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._started_at is not None:
             _finish_queued_work(pl_module)
             self._elapsed_s += perf_counter() - self._started_at
             self._started_at = None
+
+    on_validation_start = on_train_epoch_end = _stop
 
 
 def _finish_queued_work(pl_module: LightningModule) -> None:
@@ -97,9 +87,6 @@ class EpochLines(Callback):
 
     A log file also gets a line each minute, as an epoch may take an hour.
     """
-
-    def __init__(self) -> None:
-        self._started_at = self._printed_at = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the time of an epoch that is resumed in the middle, too."""

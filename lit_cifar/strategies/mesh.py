@@ -128,14 +128,6 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         super().model_to_device()
         internals.sync_module_states(self.model)
 
-    # Each replica updates its own running statistics. When evaluation starts, all replicas take those of the first one.
-
-    @override
-    def on_validation_start(self) -> None:
-        self.use_first_buffers()
-
-    on_test_start = on_predict_start = on_validation_start
-
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Begin a step with the first replica's buffers, as `ddp` does: layers may use them, and BatchNorm does not."""
@@ -152,6 +144,9 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         """Take the running statistics of the first replica; every process must call this."""
         for buffer in self.local_buffers():
             dist.broadcast(buffer, group=self.data_group, group_src=0)
+
+    # Each replica updates its own running statistics. When evaluation starts, all replicas take those of the first one.
+    on_validation_start = on_test_start = on_predict_start = use_first_buffers
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = map(self.part_of_state, checkpoint["optimizer_states"], self.optimizers)

@@ -171,9 +171,7 @@ class Pipeline:
         one_or_all = stages if len(stages) > 1 else stages[0]
         return kind(one_or_all, self.microbatches.count, loss_fn=self._scaled_loss, scale_grads=False)
 
-    def _train_unequal(
-        self, images: Sequence[Tensor], labels: Sequence[Tensor], weights: Sequence[float]
-    ) -> Tensor | None:
+    def _train_unequal(self, images: Sequence[Tensor], labels: Sequence[Tensor], weights: list[float]) -> Tensor | None:
         """Run forward of all, then backward of all, as in GPipe; return the logits if the last stage is here."""
         passed = [self._forward(piece, number, trains=True) for number, piece in enumerate(images)]
         for number, weight in enumerate(weights):

@@ -9,7 +9,6 @@ this, with one all-reduce of the gradient of the first layer's input. Which laye
 Parameters and buffers become DTensors; layers compute with local parts. It is `fsdp2.py`'s `ShardedStrategy`.
 """
 
-from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -45,7 +44,7 @@ def check_divisible(network: nn.Module, layout: Layout, *, strategy: str) -> Non
 
 def split_tensors(network: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
     """Leave this process its part of every parameter and buffer of the first process, in place, on `device`."""
-    placed, split = placements(network), tensor_split_of(network)
+    split = tensor_split_of(network)
     for name, split_as in split.items():
         target: Any = network.get_submodule(name)
         if split_as in _SENDING:
@@ -53,29 +52,21 @@ def split_tensors(network: nn.Module, mesh: DeviceMesh, device: torch.device) ->
             target.group = mesh.get_group()
     for name, layer in list(network.named_modules()):
         own = dict(layer.named_parameters(recurse=False)) | dict(layer.named_buffers(recurse=False))
+        kind = split.get(name)
         for key, tensor in own.items():
             move_and_broadcast([tensor], device)
+            place: list[Placement] = [Shard(dim) if kind and (dim := _SPLIT_DIM[kind]) < tensor.ndim else Replicate()]
             # Without a source rank each process cuts its part from its own, equal tensor.
-            placement = [placed[f"{name}.{key}".lstrip(".")]]
-            part: Tensor = distribute_tensor(tensor.detach(), mesh, placement, src_data_rank=None)
+            part: Tensor = distribute_tensor(tensor.detach(), mesh, place, src_data_rank=None)
             if isinstance(tensor, nn.Parameter):
                 part = nn.Parameter(part, requires_grad=tensor.requires_grad)
             setattr(layer, key, part)
-        if split.get(name) == "head":
+        if kind == "head":
             parallelize_module(layer, mesh, RowwiseParallel(input_layouts=Replicate()))
             # The layer returns a view of a sum that may still be on its way: nobody could detach it in an evaluation.
             layer.register_forward_hook(lambda layer, inputs, output: output.clone())
         elif own:
             _derive(layer, _ComputesLocally)
-
-
-def placements(network: nn.Module) -> dict[str, Placement]:
-    split = tensor_split_of(network)
-    placed: dict[str, Placement] = {}
-    for name, tensor in chain(network.named_parameters(), network.named_buffers()):
-        part = split.get(name.rpartition(".")[0])
-        placed[name] = Shard(dim) if part and (dim := _SPLIT_DIM[part]) < tensor.ndim else Replicate()
-    return placed
 
 
 def _derive(layer: nn.Module, kind: type[nn.Module]) -> None:

@@ -261,9 +261,7 @@ class LitResNet(L.LightningModule):
             self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
             self.log("train/acc", self.train_acc, on_step=False, on_epoch=True)
 
-    def on_train_epoch_end(self) -> None:
-        """Log the means of an epoch that is resumed after its last batch, too."""
-        self._log_epoch()
+    on_train_epoch_end = _log_epoch  # of an epoch that is resumed after its last batch, too
 
     def step_metrics(self) -> dict[str, Tensor]:
         """Loss and accuracy of this process's newest training batch, without communication; none before the first."""

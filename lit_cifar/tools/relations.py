@@ -18,15 +18,8 @@ from lit_cifar.checks.relations.own_resume import resumed
 from lit_cifar.checks.relations.plan import LIMIT_S, Limits, Target
 from lit_cifar.checks.verdict import NO_VERDICT, Verdict, exit_status, summary
 from lit_cifar.errors import ConfigError, bounded, nearest
-from lit_cifar.tools.terminal import (
-    CommandParser,
-    about,
-    exit_orderly_when_terminated,
-    positive,
-    say,
-    writable,
-    write_json,
-)
+from lit_cifar.reporting.environment import about
+from lit_cifar.tools.terminal import CommandParser, exit_orderly_when_terminated, positive, say, writable, write_json
 
 _DESCRIPTION = """\
 Run your own training script in pairs that must train the same model: resumed or not, on one process or two, with one

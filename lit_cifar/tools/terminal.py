@@ -89,4 +89,5 @@ def writable(name: str | None) -> Path | None:
 
 def write_json(file: Path | None, content: dict[str, Any]) -> None:
     if file is not None:
-        file.write_text(json.dumps(content, indent=2) + "\n")
+        valid = json.loads(json.dumps(content), parse_constant=str)  # JSON has "Infinity" as text alone
+        file.write_text(json.dumps(valid, indent=2) + "\n")

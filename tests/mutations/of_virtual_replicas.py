@@ -38,14 +38,7 @@ def _no_exchange(site: Site) -> None:
 
 @mutation("each part is summed over the processes", "fsdp2", TreeReduceScatter, "__call__")
 def _exchange_of_every_part(
-    site: Site,
-    sums: Any,
-    own: TreeReduceScatter,
-    *,
-    output_tensor: Tensor,
-    input_tensor: Tensor,
-    group: Any,
-    **kwargs: Any,
+    site: Site, sums: Any, own: TreeReduceScatter, *, output_tensor: Tensor, input_tensor: Tensor, group: Any, **_: Any
 ) -> None:
     output_tensor.zero_()
     own._total.push(tree_reduce_scatter(input_tensor, group=group))

@@ -18,7 +18,7 @@ def knob(name: str, own: T) -> T:
 
     Five names have relations of their own: `accumulate`, the number of microbatches of a step; `batch_size`, the number
     of samples of a microbatch; `evaluation_batch`, the number of samples that are evaluated at once; `validate_every`,
-    the steps or epochs between evaluations; `loss_scale`, a factor taken out of gradients again. Others do nothing.
+    the steps or epochs between evaluations; `loss_scale`, a factor taken out of gradients again.
     """
     value: T = own if session is None else session.knob(name, own)
     return value

@@ -115,8 +115,7 @@ class _Pair:
             return self._run(1, imposed=same), self._run(number, imposed=same)
         if self.micro > 1:
             joined = quiet.imposed(window=self.micro)
-            whole = self._run(1, -(-batches // self.micro), size * self.micro, imposed=joined)
-            return whole, quiet.own(record=True)
+            return self._run(1, -(-batches // self.micro), size * self.micro, imposed=joined), quiet.own(record=True)
         halves = quiet.imposed(parts=2, multiple=2)
         whole = quiet.own(imposed=replace(halves, parts=1))
         return whole, self._run(2, 2 * batches, -(-size // 2), imposed=halves)
@@ -125,8 +124,7 @@ class _Pair:
         """One batch to a step, of `size` samples if it is given; and microbatches, fewer in a last step."""
         number = max(self.micro, 2)
         windows = -(-self.runs.plan.limits.batches // number)
-        whole, divided = (self._run(parts, windows * parts, size // parts) for parts in (1, number))
-        return whole, divided
+        return self._run(1, windows, size), self._run(number, windows * number, size // number)
 
     def _run(self, number: int, batches: int = 0, size: int = 0, **changes: Any) -> Trace:
         """A run in which `number` batches make a step, of so many samples if it is said; an epoch has `batches`."""

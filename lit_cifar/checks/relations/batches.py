@@ -104,10 +104,8 @@ def _of_equal_length(batches: Sequence[Any]) -> list[Any]:
         is_of_tokens = name in _PADDING and isinstance(value, Tensor) and value.shape[1:] == (length,)
         return pad(value, (0, max(lengths) - length), value=_PADDING[name]) if is_of_tokens else value
 
-    return [
-        type(batch)({name: padded(name, value, length) for name, value in batch.items()})
-        for batch, length in zip(batches, lengths, strict=True)
-    ]
+    pairs = zip(batches, lengths, strict=True)
+    return [type(own)({name: padded(name, value, size) for name, value in own.items()}) for own, size in pairs]
 
 
 def num_samples(batch: Any) -> int:

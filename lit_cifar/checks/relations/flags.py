@@ -19,6 +19,7 @@ KNOBS = {
     "accumulate": (
         *("gradient_accumulation_steps", "grad_accumulation_steps", "grad_accum_steps", "grad_accum", "accum_iter"),
         *("accumulate_grad_batches", "accumulation_steps", "accum_steps", "gradient_accumulation", "accumulate"),
+        *("accum", "grad_acc_steps", "gradient_accumulate_every"),
     ),
     "evaluation_batch": (
         *("eval_batch_size", "per_device_eval_batch_size", "val_batch_size", "valid_batch_size", "test_batch_size"),
@@ -55,7 +56,7 @@ def by_knob(flags: Mapping[str, Flag], said: Mapping[str, str]) -> dict[str, Fla
     """The flags that mean a knob, by its name: those that the reader has `said`, else those with its names and type."""
     found = {}
     for knob, names in KNOBS.items():
-        wanted = (said[knob].strip("-=").replace("-", "_").lower(),) if knob in said else names
+        wanted = Flag((said[knob],), None, "").names if knob in said else names
         fitting = [flag for name in wanted for flag in flags.values() if name in flag.names and _fits(knob, flag)]
         if fitting:
             found[knob] = fitting[0]

@@ -111,7 +111,7 @@ class Draws:
             patched(torch, name, of_sizes)
         for name in ("rand_like", "randn_like", "randint", "normal", "bernoulli"):
             patched(torch, name, drawn)
-        for name in ("normal_", "uniform_"):
+        for name in ("normal_", "uniform_", "bernoulli_", "exponential_", "random_"):
             patched(Tensor, name, drawn)
 
 

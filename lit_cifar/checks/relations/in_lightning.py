@@ -29,7 +29,7 @@ _OWN = ("_", "trainer", "training", "fabric", "prepare_data_per_node", "allow_ze
 _DDP = "ddp_find_unused_parameters_true"  # of a script that names no strategy, such as one with two models
 _STARTED = re.compile("_(spawn|fork|notebook)")  # ways to start the processes, which a run has already
 _INSIDE = ("every_n_train_steps", "train_time_interval", "save_on_exception")  # what lets a `ModelCheckpoint` save so
-_IN_ONE_PROCESS = {row.name for row in MODES if not row.has_processes}  # strategies with all devices in it
+_IN_ONE_PROCESS = {row.name for row in MODES if row.processes == "1"}  # strategies with all devices in it
 
 
 class _Logger(DummyLogger):

@@ -9,6 +9,7 @@ from lit_cifar.checks.compare import Difference
 from lit_cifar.checks.relations.plan import GoOn, Imposed, Trace
 from lit_cifar.checks.relations.runs import NotJudgedError, RunError, Runs, unused
 from lit_cifar.checks.verdict import Verdict
+from lit_cifar.errors import printable
 
 NAME = "resume"
 CHECKPOINT = "checkpoint"  # in the folder of the run, for all ranks; a script may add to the name
@@ -50,6 +51,12 @@ class Checkpoints:
     models: int = 0  # that are trained
     written: list[Written] = field(default_factory=list)
     read: bool = False  # a file of the checkpoint, before the first step
+    earlier: str = ""  # the first file like a checkpoint that was read by then, and there before the run
+
+    def say_earlier(self) -> str:
+        """For whoever finds no checkpoint that is read, or no step that is made."""
+        text = f" (it reads {printable(self.earlier)}: move that away if an earlier training has left it)"
+        return text if self.earlier else ""
 
 
 def resumed(runs: Runs) -> Iterator[Verdict]:

@@ -192,8 +192,9 @@ class Loaders:
         return self._followed(loader, len(reading.epochs) - 1, self._fetched(islice(batches, most)), is_known)
 
     def _followed(self, loader: Any, epoch: int, batches: Iterator[Any], is_known: bool) -> Iterator[Any]:
-        imposed, samples = self._plan.imposed, list[int]()
-        is_ahead = False  # it fetches the next batch before it trains one, as accelerate does
+        imposed, samples, waiting = self._plan.imposed, list[int](), self._watched.waiting
+        is_ahead = is_window = False  # it fetches the next batch before it trains one, as accelerate does; or several
+        waiting.clear()
         self._watched.seed("fetch 0")  # as those that follow
         for number, batch in enumerate(imposed_batches(imposed, epoch, self._watched.rank) if imposed else batches):
             if self._watched.is_over():
@@ -208,13 +209,18 @@ class Loaders:
             self._trace.reading.epochs[epoch] += 1
             before, samples = samples, sample_digests(batch)
             self._watched.begins_batch(samples, is_known=is_known)
-            self._watched.follow_draws(before if is_ahead else samples)
+            waiting.extend([samples] if is_window else [])
+            self._watched.follow_draws(waiting[0] if is_window else before if is_ahead else samples)
             calls = self._trace.steps, self._watched.calls_of_step
             yield batch
-            is_ahead |= not number and calls == (self._trace.steps, self._watched.calls_of_step)
+            is_untrained = calls == (self._trace.steps, self._watched.calls_of_step)
+            is_ahead |= is_untrained and number == 0
+            if is_ahead and is_untrained and number == 1:  # transformers reads all batches of a step before it
+                is_window = True
+                waiting.extend([before, samples])
             self._watched.fetches_batch()
         if is_ahead:
-            self._watched.follow_draws(samples)
+            self._watched.follow_draws(waiting[0] if waiting else samples)
 
     def _evaluated(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         self._watched.is_evaluating = True

@@ -28,8 +28,7 @@ def validated_more_often(runs: Runs) -> Iterator[Verdict]:
     trainer = (("val_check_interval", 0.5), ("check_val_every_n_epoch", 1), ("log_every_n_steps", 1))
     verdict = runs.judge(name, own, runs.own(trainer=trainer), kinds=TRAINED)
     if verdict.outcome == "fail":
-        without = runs.own(trainer=(("limit_val_batches", 0),))
-        own_places = runs.judge(name, own, without, kinds=TRAINED)
+        own_places = runs.judge(name, own, runs.own(trainer=(("limit_val_batches", 0),)), kinds=TRAINED)
         verdict = unused(verdict, "" if own_places.outcome == "fail" else "where the script validates, nothing changes")
     yield verdict
 

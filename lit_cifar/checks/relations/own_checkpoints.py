@@ -20,6 +20,7 @@ from lit_cifar.checks.relations.plan import GoOn, RunPlan, Trace
 from lit_cifar.checks.relations.trained import digest_of, owned_by
 
 _ENOUGH = 0.5  # of the weights that are trained; fewer may be a part that is kept for another use
+_SUFFIXES = (".pt", ".pth", ".ckpt", ".safetensors", ".tar")  # as checkpoints of earlier trainings have
 _OF_TORCH = (b"PK\x03\x04", b"\x80")  # how its files begin, and pickled ones
 
 
@@ -69,7 +70,7 @@ class Writes:
         """Note what an object holds that is about to be written, to the file behind it or one that is opened later."""
         if not self._trace.steps or self._trace.script.is_lightning:
             return
-        obj, file, *_ = *args, *settings.values()
+        obj, file, *_ = *args, *(settings[name] for name in ("obj", "tensors", "f", "filename") if name in settings)
         place = (self._trace.steps, self._trace.reading.batches)
         if self._now is None:
             self._now = Written(*place)
@@ -97,6 +98,10 @@ class Writes:
             elif self._awaited and not self._trace.steps and os.path.realpath(args[0]) in self._awaited:
                 self._noted.read = True
                 self._parts.spoil_all()
+            elif not self._trace.steps and os.fsdecode(args[0]).endswith(_SUFFIXES) and not self._noted.earlier:
+                path = self._place_of(args[0])
+                is_of_user = path.is_symlink()  # in the run's folder their files are
+                self._noted.earlier = os.path.relpath(path, self._folder) if is_of_user else ""
         elif event == "os.rename" and self._place_of(args[0]) in self._opened:
             self._opened[self._place_of(args[1])] = None
 

@@ -90,8 +90,7 @@ def measure(runs: Runs) -> str:
         text = f"{lost} of {len(weights)} weights of equal runs differ by more than {LARGEST}, in which a mistake"
         raise NotJudgedError(f"{text} could hide: pass fewer --steps than {equal[0].steps}")
     of_equal = f"{max(kept, default=0.0):.1g}" + (f", {lost} that differ more are left out" if lost else "")
-    on = ", ".join(sorted(seen.names))
-    return f"on {on} in its own precision, where weights of equal runs differ by {of_equal}"
+    return f"on {', '.join(sorted(seen.names))} in its own precision, where weights of equal runs differ by {of_equal}"
 
 
 def of_trainer(plan: RunPlan, own: dict[str, Any]) -> dict[str, Any]:

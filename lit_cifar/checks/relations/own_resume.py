@@ -17,6 +17,7 @@ from lit_cifar.checks.verdict import Verdict
 from lit_cifar.errors import printable
 
 CHECKPOINT = "{checkpoint}"  # stands for it in a command
+_LONGEST = 200  # characters of an error
 _MEANS_RESUMING, _MAY_MEAN_IT = {"resume", "restore", "continue"}, {"checkpoint", "ckpt", "load"}
 _BESIDE = {"auto", "checkpoint", "ckpt", "dir", "file", "folder", "from", "last", "latest", "path", "state", "training"}
 
@@ -49,7 +50,11 @@ def resumed(runs: Runs, by: str = "") -> Iterator[Verdict]:
         return
     if lacks := places[-1].lacks:
         yield Verdict("checkpoint", "note", f"{lacks}: a training that goes on from it would begin them anew")
-    text = f"its checkpoint {printable(_names(first.written)[0])} is not read by a new process"
+    ended = [replace(first, way=way)._as_they_ended()[1] for way in ways]
+    reasons = [trace.part(Checkpoints).say_earlier() for trace in ended]
+    reasons += [f" ({printable(trace.end.error)[:_LONGEST]})" for trace in ended if trace.end.error]
+    reason = next(filter(None, reasons), "")
+    text = f"its checkpoint {printable(_names(first.written)[0])} is not read by a new process{reason}"
     raise NotJudgedError(f"{text}: say how it resumes, such as --resume-by='--resume {CHECKPOINT}'")
 
 

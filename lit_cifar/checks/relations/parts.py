@@ -103,16 +103,18 @@ class TrainedParts:
     def snapshot(self) -> dict[str, Any]:
         """Copies of all tensors and numbers by name. All ranks must call this, as they may divide a tensor."""
         places = {id(one): place for place, one in enumerate(self.made)}
-        roots = sorted(self.roots, key=lambda root: min(places.get(id(p), len(places)) for p in root.parameters()))
+
+        def first(root: nn.Module) -> int:
+            return min((places.get(id(one), len(places)) for one in root.parameters()), default=len(places))
+
+        roots = sorted(self.roots, key=first)
         found: dict[str, Any] = {}
         names: dict[int, str] = {}  # of trained parameters
         for prefix, root in _numbered(outermost(roots)):
             for name, parameter in root.named_parameters():
                 names[id(parameter)] = prefix + _plain(name)
                 _add(found, f"weights/{prefix}{_plain(name)}", parameter)
-            unsaved = {
-                id(module._buffers[name]) for module in root.modules() for name in module._non_persistent_buffers_set
-            }
+            unsaved = {id(own._buffers[name]) for own in root.modules() for name in own._non_persistent_buffers_set}
             for name, buffer in root.named_buffers():
                 _add(found, f"{UNSAVED if id(buffer) in unsaved else 'buffers/'}{prefix}{_plain(name)}", buffer)
         for prefix, optimizer in _numbered(self.optimizers):

@@ -42,8 +42,9 @@ def ranks(runs: Runs) -> Iterator[Verdict]:
     yield unused(_replicas(two), why)
     if script.ranks == 1:  # otherwise `epochs` looks at it
         yield from (unused(verdict, why) for verdict in same_orders(two[0]))
-    if is_used:
-        yield from _draws(runs)
+    if is_used and set.intersection(*(trace.drawn for trace in runs.run(ranks=2))):
+        text = "both ranks draw the same random numbers in a step: seed each by its rank"
+        yield Verdict("draws of ranks", "note", text)
     shares = "share" in two[0].script.calls
     if not shares and (verdict := data_of_ranks(own, two)):
         yield unused(verdict, why)
@@ -114,14 +115,6 @@ def _replicas(two: list[Trace]) -> Verdict:
     names = [name for name in names if name in two[1].state or not name.startswith("optimizer/")]  # ZeRO divides them
     found = [f"{each} between both ranks" for each in differences(two[0].state, two[1].state, names=names)]
     return Verdict.by_findings("replicas", found, f"{len(names)} tensors of 2 ranks")
-
-
-def _draws(runs: Runs) -> Iterator[Verdict]:
-    """Both ranks draw other numbers, such as for dropout or noise."""
-    first, second = (trace.drawn for trace in runs.run(ranks=2))
-    if first & second:
-        text = "both ranks draw the same random numbers in a step: seed each by its rank"
-        yield Verdict("draws of ranks", "note", text)
 
 
 def data_of_ranks(one: Trace, two: list[Trace]) -> Verdict | None:

@@ -26,6 +26,7 @@ _METHODS = {
 }
 # Printed numbers that count: those with decimals or in percent, outside of lists. Others may be of batches or samples.
 _NUMBER = re.compile(r"(?<![\w.])(?<!\d:)[-+]?\d+(?:\.(\d+))?(?:e([-+]?\d{1,3}))?(?!\.?\w)(\s?%)?", re.IGNORECASE)
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")  # of a terminal
 _LIST = re.compile(r"\[[^][]*\d[,\s]+[-+\d][^][]*\]")
 _LONGEST, _MOST = 5, 2000  # words of a name, and characters of a text: a longer one is no result
 
@@ -93,7 +94,7 @@ def numbers_in(text: str) -> dict[str, tuple[float, float]]:
     They have the last words before them in their line as names, in which `#` stands for each other number.
     """
     found = {}
-    for line in _LIST.sub("[]", text).splitlines() if len(text) <= _MOST else ():
+    for line in _LIST.sub("[]", _COLOUR.sub("", text)).splitlines() if len(text) <= _MOST else ():
         for number in _NUMBER.finditer(line):
             decimals, exponent, percent = number.groups()
             if decimals or exponent or percent:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lit_cifar.checks.relations.interruption import Checkpoints
 from lit_cifar.checks.relations.parts import TrainedParts
 from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import NotJudgedError, Runs
@@ -63,7 +64,8 @@ def nothing_changes(trace: Trace) -> str:
         return text
     if not seen.backwards:
         words = f" It ends with: {printable(trace.end.words)[-_LONGEST:]}" if trace.end.words else ""
-        raise NotJudgedError(f"no step of an optimizer was seen: does the script train when it is run?{words}")
+        earlier = trace.part(Checkpoints).say_earlier()
+        raise NotJudgedError(f"no step of an optimizer was seen{earlier}: does the script train when it is run?{words}")
     if not trace.first:
         raise NotJudgedError("it trains tensors of no torch.nn.Module without an optimizer: give them to one")
     if trace.moved:

@@ -1,5 +1,6 @@
 """What a process sees of the training in it: its batches, steps and calls, and what the script asks and tells."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Real
@@ -24,7 +25,7 @@ from lit_cifar.checks.relations.generators import Draws, seed_all, states, turn_
 from lit_cifar.checks.relations.interruption import CHECKPOINT, Checkpoints, StopAt
 from lit_cifar.checks.relations.own_checkpoints import Writes
 from lit_cifar.checks.relations.parts import TrainedParts, outermost
-from lit_cifar.checks.relations.patching import before, patched
+from lit_cifar.checks.relations.patching import after, before, patched
 from lit_cifar.checks.relations.plan import GoOn, RunPlan, Trace
 from lit_cifar.checks.relations.purposes import Purposes
 from lit_cifar.checks.relations.switches import in_double
@@ -58,6 +59,7 @@ class Watched:
         self.evaluation_batch = plan.evaluation_batch
         self.is_evaluating = False  # whether an evaluation reads a loader
         self._depth = 0  # of calls of modules
+        self.waiting = deque[list[int]]()  # digests of the samples of batches that are read several before a step
         self._called_now: nn.Module | None = None
         self._has_trained = self._is_saved = self._is_in_batch = self._is_known = False
         self._has_evaluated = False  # since the last step
@@ -129,6 +131,7 @@ class Watched:
         self._writes.patch()
         patched(nn.Module, "__call__", self._called)
         patched(torch.Tensor, "backward", before(self._observer.follow_backward))
+        patched(torch.Tensor, "backward", after(self.follow_next))
         for name in ("backward", "grad"):
             patched(torch.autograd, name, before(self._observer.note_backward))
         patched(swa_utils, "update_bn", self._as_it_is)
@@ -177,6 +180,14 @@ class Watched:
         """Called before a batch of these samples is trained, and after its data set has drawn."""
         follows = self.plan.quiet and remarks.UNDIVIDED not in self.trace.remarks
         self.draws.follow_batch(samples if follows else None)
+
+    def follow_next(self, *_: Any) -> None:
+        """Called after a backward pass: of several batches that were read before, the next is trained."""
+        if self.waiting:
+            self.draws.note()
+            self.waiting.popleft()
+        if self.waiting:
+            self.follow_draws(self.waiting[0])
 
     def fetches_batch(self) -> None:
         """Called before a batch of training is fetched, but for the first of a loader."""

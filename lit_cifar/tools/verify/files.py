@@ -14,7 +14,7 @@ from lit_cifar.checkpoint.compatibility import check_header
 from lit_cifar.checkpoint.files import DIGESTS
 from lit_cifar.checkpoint.format import POSITION, read_checkpoint
 from lit_cifar.configured import made
-from lit_cifar.errors import CheckpointError
+from lit_cifar.errors import CheckpointError, one_line
 from lit_cifar.reporting.evaluation_tables import PER_RANK
 from lit_cifar.reporting.files import read_csv
 from lit_cifar.reporting.rank_statistics import AccuracyCount, pooled
@@ -59,7 +59,7 @@ def checkpoint_problems(record: Record, settings: Configuration) -> list[str]:
         try:
             loaded = _loaded(checkpoint, settings)
         except (CheckpointError, RuntimeError, ValueError, KeyError, IndexError) as error:
-            found.append(f"{name}: one device cannot load it: {str(error).splitlines()[0][:160]}")
+            found.append(f"{name}: one device cannot load it: {one_line(error)[:160]}")
             continue
         if number not in record.steps:
             found.append(f"{name}: it is of step {number}, which this run has not made")

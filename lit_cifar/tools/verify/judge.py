@@ -45,22 +45,16 @@ def judge(row: VerifiedMode, ended: EndedRun, record: Record, reference: Record,
         row.problems.append(f"the run ended after {len(record.steps)} of {len(reference.steps)} steps")
         return
     row.processes = record.num_processes
-    row.problems += _compare_steps(row, record, reference)
+    for number in reference.steps:
+        gaps = records.gaps_of_step(record.step(number), reference.step(number))
+        records.note_largest(row.differences, {key: size for key, size in gaps.items() if key[0] in row.tolerance})
+        row.problems += records.step_problems(gaps, row.tolerance, step=number)
     row.problems += [*sample_problems(record, reference), *own_problems(record)]
     row.problems += _compare_metrics(row, record, reference, settings)
     row.problems += file_problems(record, reference, settings, source=ONE_DEVICE)
     crashed = ended.status != 0 and not row.problems
     row.problems += [f"{RESUMED}: {problem}" for problem in _resumed_problems(ended, record, settings)]
     row.outcome = "crash" if crashed else "fail" if row.problems else "pass"
-
-
-def _compare_steps(row: VerifiedMode, record: Record, reference: Record) -> list[str]:
-    problems = []
-    for number in reference.steps:
-        gaps = records.gaps_of_step(record.step(number), reference.step(number))
-        records.note_largest(row.differences, {key: size for key, size in gaps.items() if key[0] in row.tolerance})
-        problems += records.step_problems(gaps, row.tolerance, step=number)
-    return problems
 
 
 def _resumed_problems(ended: EndedRun, record: Record, settings: Configuration) -> list[str]:

@@ -80,10 +80,6 @@ def change_problems(snapshots: Sequence[Snapshot], saved: Mapping[str, Any]) -> 
         if saved and now.when == WHOLE_NETWORK:
             before = {name: ("", digests.get(name.rpartition(" (")[0], "")) for name in now.state}
             source = "the checkpoint's"
-        changed = [
-            f"{now.when}: {name} of process {now.rank} is not {source}"
-            for name, (_, digest) in now.state.items()
-            if name in before and digest != before[name][1]
-        ]
-        found += first_of(changed)
+        changed = [name for name, (_, digest) in now.state.items() if name in before and digest != before[name][1]]
+        found += first_of([f"{now.when}: {name} of process {now.rank} is not {source}" for name in changed])
     return found
