@@ -189,6 +189,9 @@ if BUG == "needs two processes" and num_ranks != 2:
     raise SystemExit("start two processes")
 torch.manual_seed(0)
 data, held_out = (TensorDataset(torch.randn(count, 6)) for count in (64, 20))
+if BUG == "no bug, but a pass before, and a mode of torch":
+    scale = sum(x.std() for (x,) in DataLoader(data, 4)) / 16
+    torch.set_default_device("cpu")
 model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
 wrapped = DistributedDataParallel(model) if num_ranks > 1 else model
 optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cuda")

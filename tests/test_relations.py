@@ -523,6 +523,11 @@ def test_a_flag_means_a_knob_by_name_and_type(word: str, value: Any, said: dict[
     assert by_knob({word: flag}, said) == ({knob: flag} if knob else {})
 
 
+def test_the_group_of_a_flag_that_is_said_counts() -> None:
+    flags = {word: Flag((word,), 8, "int") for word in ("--eval.batch-size", "--train.batch-size")}
+    assert by_knob(flags, {"batch_size": "train.batch-size"}) == {"batch_size": flags["--train.batch-size"]}
+
+
 class Logger:
     """A double of what is told numbers, which has all their methods."""
 
@@ -649,6 +654,7 @@ SLOW = [
     ("PLAIN", "no bug, but microbatches of each batch", "accumulation", {"accumulation": "pass"}),
     ("NOISY", "one number for all", "accumulation", {"accumulation": "abstain"}),
     ("NOISY", "no bug, but three are read before", "accumulation", {"accumulation": "pass"}),
+    ("NOISY", "no bug, but a pass before, and a mode of torch", "accumulation", {"accumulation": "pass"}),
     ("NOISY", "clipped while scaled", "scale", {"scale of the loss": "fail"}),
     ("NOISY", "last samples left out", "evaluation", {"evaluation": "pass", "samples of evaluation": "note"}),
     ("NOISY", "needs two processes", "scale", {"scale of the loss": "pass"}),

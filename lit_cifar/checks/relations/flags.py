@@ -58,8 +58,9 @@ def by_knob(flags: Mapping[str, Flag], said: Mapping[str, str]) -> dict[str, Fla
     for knob, names in KNOBS.items():
         wanted = Flag((said[knob],), None, "").names if knob in said else names
         fitting = [flag for name in wanted for flag in flags.values() if name in flag.names and _fits(knob, flag)]
-        if fitting:
-            found[knob] = fitting[0]
+        if fitting:  # of several with one name in other groups, the one that was said
+            own = said.get(knob, "").strip("-=")
+            found[knob] = max(fitting, key=lambda flag: own in {word.strip("-=") for word in flag.words})
     return found
 
 

@@ -45,6 +45,7 @@ class Draws:
         self._before: tuple[Any, ...] | None = None  # states of generators
         self._samples: list[int] | None = None  # digests of those of the batch
         self._count, self._is_before_step = 0, False  # draws for these samples; whether their step is to come
+        self._is_drawing = False
 
     def follow_batch(self, samples: list[int] | None) -> None:
         """From now on a batch is trained; its `samples` are given if draws should follow them."""
@@ -83,6 +84,14 @@ class Draws:
         """
 
         def drawn(draw: Any, *args: Any, **settings: Any) -> Any:
+            """Where a mode gives functions another device, torch calls a method of a tensor once more, by its name."""
+            is_inside, self._is_drawing = self._is_drawing, True
+            try:
+                return draw(*args, **settings) if is_inside else followed(draw, *args, **settings)
+            finally:
+                self._is_drawing = is_inside
+
+        def followed(draw: Any, *args: Any, **settings: Any) -> Any:
             generators = [torch.default_generator, *torch.cuda.default_generators]
             before = [generator.get_state() for generator in generators]
             found: Tensor = draw(*args, **settings)
@@ -111,7 +120,7 @@ class Draws:
             patched(torch, name, of_sizes)
         for name in ("rand_like", "randn_like", "randint", "normal", "bernoulli"):
             patched(torch, name, drawn)
-        for name in ("normal_", "uniform_", "bernoulli_", "exponential_", "random_"):
+        for name in ("normal_", "uniform_", "bernoulli_", "exponential_"):
             patched(Tensor, name, drawn)
 
 

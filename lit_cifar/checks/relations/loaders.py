@@ -211,9 +211,9 @@ class Loaders:
             self._watched.begins_batch(samples, is_known=is_known)
             waiting.extend([samples] if is_window else [])
             self._watched.follow_draws(waiting[0] if is_window else before if is_ahead else samples)
-            calls = self._trace.steps, self._watched.calls_of_step
+            before_it = self._watched.progress
             yield batch
-            is_untrained = calls == (self._trace.steps, self._watched.calls_of_step)
+            is_untrained = self._watched.progress == before_it
             is_ahead |= is_untrained and number == 0
             if is_ahead and is_untrained and number == 1:  # transformers reads all batches of a step before it
                 is_window = True

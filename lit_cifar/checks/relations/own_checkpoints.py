@@ -20,7 +20,7 @@ from lit_cifar.checks.relations.plan import GoOn, RunPlan, Trace
 from lit_cifar.checks.relations.trained import digest_of, owned_by
 
 _ENOUGH = 0.5  # of the weights that are trained; fewer may be a part that is kept for another use
-_SUFFIXES = (".pt", ".pth", ".ckpt", ".safetensors", ".tar")  # as checkpoints of earlier trainings have
+_SUFFIXES = (".pt", ".pth", ".ckpt", ".safetensors", ".pth.tar")  # as checkpoints of earlier trainings have
 _OF_TORCH = (b"PK\x03\x04", b"\x80")  # how its files begin, and pickled ones
 
 
@@ -39,7 +39,7 @@ class Writes:
     def patch(self) -> None:
         for owner, name in ((torch, "save"), ("safetensors.torch", "save_file")):
             patched(owner, name, before(self._note))
-        patched("safetensors", "safe_open", before(lambda name, *_, **__: self._audit("open", (name, None, 0))))
+        patched("safetensors", "safe_open", before(lambda filename, *_, **__: self._audit("open", (filename, None, 0))))
         sys.addaudithook(self._audit)
 
     @property
@@ -100,7 +100,7 @@ class Writes:
                 self._parts.spoil_all()
             elif not self._trace.steps and os.fsdecode(args[0]).endswith(_SUFFIXES) and not self._noted.earlier:
                 path = self._place_of(args[0])
-                is_of_user = path.is_symlink()  # in the run's folder their files are
+                is_of_user = path.is_relative_to(self._folder) and path.is_symlink()  # as all of theirs are here
                 self._noted.earlier = os.path.relpath(path, self._folder) if is_of_user else ""
         elif event == "os.rename" and self._place_of(args[0]) in self._opened:
             self._opened[self._place_of(args[1])] = None

@@ -51,8 +51,8 @@ def resumed(runs: Runs, by: str = "") -> Iterator[Verdict]:
     if lacks := places[-1].lacks:
         yield Verdict("checkpoint", "note", f"{lacks}: a training that goes on from it would begin them anew")
     ended = [replace(first, way=way)._as_they_ended()[1] for way in ways]
-    reasons = [trace.part(Checkpoints).say_earlier() for trace in ended]
-    reasons += [f" ({printable(trace.end.error)[:_LONGEST]})" for trace in ended if trace.end.error]
+    reasons = [f" ({printable(trace.end.error)[:_LONGEST]})" for trace in reversed(ended) if trace.end.error]
+    reasons += [trace.part(Checkpoints).say_earlier() for trace in ended]
     reason = next(filter(None, reasons), "")
     text = f"its checkpoint {printable(_names(first.written)[0])} is not read by a new process{reason}"
     raise NotJudgedError(f"{text}: say how it resumes, such as --resume-by='--resume {CHECKPOINT}'")

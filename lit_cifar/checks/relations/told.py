@@ -119,7 +119,7 @@ def _hear_print(
 
 def _hear_written(hear_line: Callable[[str], None], text: str) -> None:
     """Hear what is no display that is written again and again, and no number that `print` writes behind its name."""
-    if "\r" not in text and not _NUMBER.match(text.lstrip()):
+    if "\r" not in text and not _NUMBER.match(_COLOUR.sub("", text).lstrip()):
         hear_line(text)
 
 

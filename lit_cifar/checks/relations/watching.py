@@ -30,7 +30,7 @@ from lit_cifar.checks.relations.plan import GoOn, RunPlan, Trace
 from lit_cifar.checks.relations.purposes import Purposes
 from lit_cifar.checks.relations.switches import in_double
 from lit_cifar.checks.relations.told import At, Told, numbers_in
-from lit_cifar.checks.relations.trained import Observer, owned_by
+from lit_cifar.checks.relations.trained import Observed, Observer, owned_by
 from lit_cifar.checks.tensors import as_real
 from lit_cifar.errors import printable
 from lit_cifar.internals import temporarily_clear_interpreter_stack
@@ -65,7 +65,7 @@ class Watched:
         self._has_evaluated = False  # since the last step
         self._refreshed = WeakSet[nn.Module]()  # called in train mode without gradients, since the last step
         self._to_slow = _SLOWED if plan.asks == EVALUATE_SLOWLY else 0  # evaluations
-        self.calls_of_step, self._began = 0, perf_counter()
+        self.calls_of_step, self._passes, self._began = 0, 0, perf_counter()
 
     def _own_phase(self) -> str:
         """Of a plain loop: it evaluates without gradients, or with a model in eval mode that is else trained.
@@ -178,16 +178,23 @@ class Watched:
 
     def follow_draws(self, samples: list[int]) -> None:
         """Called before a batch of these samples is trained, and after its data set has drawn."""
-        follows = self.plan.quiet and remarks.UNDIVIDED not in self.trace.remarks
+        has_model = self.parts.optimizers or any(one is not None for one in self.parts.made)  # else it is made next
+        follows = self.plan.quiet and has_model and remarks.UNDIVIDED not in self.trace.remarks
         self.draws.follow_batch(samples if follows else None)
 
     def follow_next(self, *_: Any) -> None:
-        """Called after a backward pass: of several batches that were read before, the next is trained."""
-        if self.waiting:
+        """Called after a backward pass, in some modes of torch twice: of batches read before, the next is trained."""
+        done, self._passes = self._passes, self.trace.part(Observed).backwards
+        if self.waiting and self._passes > done:
             self.draws.note()
             self.waiting.popleft()
-        if self.waiting:
-            self.follow_draws(self.waiting[0])
+            if self.waiting:
+                self.follow_draws(self.waiting[0])
+
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """Another one once a batch was trained, by a call of a module or without one."""
+        return self.trace.steps, self.calls_of_step, self.trace.part(Observed).backwards
 
     def fetches_batch(self) -> None:
         """Called before a batch of training is fetched, but for the first of a loader."""
