@@ -195,7 +195,8 @@ def test_broken_unpacking_leaves_nothing(
         raise failure
 
     monkeypatch.setattr(tarfile.TarFile, "extractall", extract_one)
-    with pytest.raises((KeyboardInterrupt, DataError), match=failure.args[-1]):
+    raised = KeyboardInterrupt if isinstance(failure, KeyboardInterrupt) else DataError
+    with pytest.raises(raised, match=failure.args[-1]):
         open_dataset("cifar10", tmp_path / "root").prepare(download=True)
     assert not [*(tmp_path / "root").glob("*")]
 
