@@ -98,7 +98,8 @@ def create_run_folder(run_dir: str | None, *, label: str, lock: RunLock, resume:
             make_folder(folder.parent)
             folder.mkdir()  # an error if another run has made it in the same moment
         make_folder(folder)
-        if not resume and any(path.name != LOCK for path in folder.iterdir()):
+        begins = not resume or lock._descriptor is None  # where nothing was to resume from, another may have begun
+        if begins and any(path.name != LOCK for path in folder.iterdir()):
             other = shlex.quote(f"--run_dir={_unused(folder)}")
             raise ConfigError(f"the run folder {folder} is not empty, as a new run's is", remedy=f"pass {other}")
     lock.take(folder)
@@ -135,7 +136,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def of_checkpoint(path: Path) -> Path | None:
     """The run folder in which a checkpoint lies, if it has the settings of its run."""
-    folder = path.absolute().parents[1]
+    folder = path.absolute().parent.parent
     return folder if path.absolute().parent.name == "checkpoints" and (folder / CONFIG).exists() else None
 
 
