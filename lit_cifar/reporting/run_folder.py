@@ -84,7 +84,7 @@ def _check_links(folder: Path) -> None:
 def create_run_folder(run_dir: str | None, *, label: str, lock: RunLock, resume: bool = False) -> Path:
     """Make the folder of a run and lock it, on rank 0; other ranks get a path that nothing is written to.
 
-    It is `run_dir`, or `runs/<time>-<label>`, and must be empty unless a run is resumed in it.
+    It is `run_dir`, or `runs/<time>-<label>`, and must be empty unless a run is resumed in it, which has locked it.
     """
     folder = Path(run_dir) if run_dir else Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{label}"
     if process_rank() != 0:
@@ -98,8 +98,7 @@ def create_run_folder(run_dir: str | None, *, label: str, lock: RunLock, resume:
             make_folder(folder.parent)
             folder.mkdir()  # an error if another run has made it in the same moment
         make_folder(folder)
-        begins = not resume or lock._descriptor is None  # where nothing was to resume from, another may have begun
-        if begins and any(path.name != LOCK for path in folder.iterdir()):
+        if (not resume or lock._descriptor is None) and any(path.name != LOCK for path in folder.iterdir()):
             other = shlex.quote(f"--run_dir={_unused(folder)}")
             raise ConfigError(f"the run folder {folder} is not empty, as a new run's is", remedy=f"pass {other}")
     lock.take(folder)
