@@ -32,15 +32,17 @@ class Widening(nn.Module):
     """A block that `tp` can split."""
 
     tensor_split: ClassVar[dict[str, SplitKind]] = {"up": "columns", "norm": "channels", "down": "rows"}
+    tensor_split["deep"] = "channels"
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up = nn.Conv2d(width, 2 * width, kernel_size=1)
         self.norm = nn.BatchNorm2d(2 * width)
+        self.deep = nn.Conv2d(2 * width, 2 * width, kernel_size=1, groups=2 * width)
         self.down = nn.Conv2d(2 * width, width, kernel_size=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.norm(self.up(x)).relu())
+        return x + self.down(self.deep(self.norm(self.up(x)).relu()))
 
 
 class Opaque(nn.Module):

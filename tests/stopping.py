@@ -31,10 +31,10 @@ class EndAfter(L.Callback):
     """Ends the training when it has taken `step` optimizer steps, or more."""
 
     def __init__(self, step: int) -> None:
-        self.end, self.taken = step, 0
+        self.end, self.step = step, step
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.taken += 1
+        self.step -= 1  # no setting any more
         trainer.should_stop = trainer.should_stop or trainer.global_step >= self.end
 
 

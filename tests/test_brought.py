@@ -157,9 +157,11 @@ def test_a_ranking_that_a_resumed_run_could_not_repeat_is_refused(monkeypatch: p
     for often in ("every_n_train_steps=3", "train_time_interval=00:01:00"):
         refused(*BASE, *ranked, f"--trainer.callbacks.{often}", says=["unknown to", "leave out the monitor"])
     by_step = callback("ModelCheckpoint", monitor="train/loss_step", every_n_train_steps=3)
-    refused(*BASE, *by_step, "--trainer.log_every_n_steps=2", says=["train/loss_step of earlier steps"])
+    refused(*BASE, *by_step, "--trainer.log_every_n_steps=2", says=["of logged steps alone"])
     own = ["--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau", "--model.lr_scheduler.monitor=own/error"]
-    for works in (ranked, by_step, own):
+    own += callback("stopping.SlowSteps", seconds=0)  # which may log it
+    newest = callback("ModelCheckpoint", monitor="step", mode="max", save_top_k=3, every_n_train_steps=3)
+    for works in (ranked, by_step, own, newest):
         run_here(*BASE, *works)
 
 

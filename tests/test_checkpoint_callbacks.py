@@ -4,6 +4,7 @@ import errno
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,12 +227,15 @@ def test_what_happens_after_a_save_is_not_in_the_file(disk: Disk, tmp_path: Path
     """Nor is what it replaces removed before the file is there."""
     weights, best, files = torch.zeros(2, 3), {"best.ckpt": torch.tensor(0.5)}, CheckpointFiles()
     (tmp_path / "old.ckpt").touch()
-    checkpoint = {"state_dict": {"weights": weights}, "callbacks": {"best": best}, "rates": [0.1]}
+    seen = {"set": {1}, "counts": Counter([1]), "bytes": bytearray(b"1")}
+    checkpoint = {"state_dict": {"weights": weights}, "callbacks": {"best": best}, "rates": [0.1], "seen": seen}
     save_behind(files, checkpoint, tmp_path / LAST)
     weights.fill_(1)
     best.clear()
     checkpoint["rates"].append(0.2)
     checkpoint["state_dict"].clear()
+    for own in seen.values():
+        own.clear()  # type: ignore[attr-defined]
     assert [path.name for path in tmp_path.iterdir()] == ["old.ckpt"]
     disk.allow_soon()
     files.remove_checkpoint(tmp_path / "old.ckpt")
@@ -239,6 +243,7 @@ def test_what_happens_after_a_save_is_not_in_the_file(disk: Disk, tmp_path: Path
     found = read_checkpoint(tmp_path / LAST)
     assert not found["state_dict"]["weights"].any()
     assert (found["callbacks"], found["rates"]) == ({"best": {"best.ckpt": 0.5}}, [0.1])
+    assert found["seen"] == {"set": {1}, "counts": {1: 1}, "bytes": b"1"}
 
 
 def test_a_save_waits_for_the_one_before_it_of_the_same_name(disk: Disk, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from commands import (
     run_here,
 )
 from library_fits import Watch, ends_alike, make
-from lightning.pytorch.callbacks import Checkpoint, EMAWeightAveraging, LambdaCallback
+from lightning.pytorch.callbacks import Checkpoint, EMAWeightAveraging, LambdaCallback, Timer
 from short_fits import data, short
 from short_fits import fit as fit_script
 from threads import on_ranks
@@ -44,7 +44,7 @@ from torchmetrics import CatMetric, MaxMetric
 
 from lit_cifar import LitResNet
 from lit_cifar.checkpoint.compatibility import check_optimizer
-from lit_cifar.checkpoint.exact_resume import SameStart, StartingPoint, _collect, _metrics
+from lit_cifar.checkpoint.exact_resume import ExactResume, SameStart, StartingPoint, _collect, _metrics
 from lit_cifar.checkpoint.files import DIGESTS, weights_digest
 from lit_cifar.checkpoint.format import OPTIMIZER, class_path
 from lit_cifar.cli.main import CLI
@@ -376,6 +376,10 @@ def test_a_users_callback_that_has_ended_a_training_is_known_by_its_arguments(tm
     for step, reached in ((2, 2), (2, 2), (4, 4)):
         fit(tmp_path, *callback("stopping.EndAfter", step=step), *CONSTANT, "--resume=auto")
         assert last_checkpoint(tmp_path)["global_step"] == reached
+
+
+def test_a_checkpoint_holds_no_kind_of_lightnings() -> None:
+    assert {type(value) for value in ExactResume()._settings(Timer()).values()} == {str, bool}  # no `Interval`
 
 
 def test_a_resumed_run_says_how_much_time_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

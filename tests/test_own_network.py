@@ -215,7 +215,7 @@ def test_a_network_says_its_blocks_by_a_method_or_as_a_sequence() -> None:
     chain = own_networks.Chain()
     assert list(blocks_of(chain) or {}) == [str(index) for index in range(7)]
     assert blocks_of(own_networks.Opaque()) is None  # a list of layers of this name is no method
-    assert tensor_split_of(chain) == {"3.up": "columns", "3.norm": "channels", "3.down": "rows"}
+    assert tensor_split_of(chain) == {f"3.{name}": kind for name, kind in chain[3].tensor_split.items()}
     repeated = torch.nn.Sequential(chain[0], chain[2], chain[2])
     assert list((blocks_of(repeated) or {}).values()) == [chain[0], chain[2], chain[2]]
 

@@ -81,6 +81,7 @@ def test_a_whole_network_is_found_in_files_of_other_programs(content: Any, says:
     [
         ({"model": RESNET, "model_ema": WRAPPED}, "several networks: 'model.*', 'model_ema.module.*'"),
         ({"epoch": 3}, "no weights with names and shapes of ResNet's"),
+        ({**RESNET, "fc.bias": torch.ones(())}, "fc.bias is () in the check"),
         ({"other.w": torch.ones(3)}, "no weights with names and shapes"),
         ({name: torch.ones(1, 2, 3) for name in RESNET}, "no weights with names and shapes"),
         (torchvision.models.resnet50().state_dict(), "layer1.0.conv1.weight is (64, 64, 1, 1) in the check"),

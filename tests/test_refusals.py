@@ -37,6 +37,8 @@ REFUSED = {
     "--epochs=1": ["did you mean --trainer.max_epochs?"],
     "--trainer.gpus=2": ["did you mean --trainer.devices?"],
     "--weight-decay=0.1": ["did you mean --model.optimizer.weight_decay?"],
+    "--img_size=64": ["did you mean --data.image_size?"],
+    f"--ckpt_path={'x' * 300}": ["use another checkpoint"],
     "--data_dir=x": ["did you mean --data.root?"],
     "/": ["did you mean --run_dir=/ --resume=auto?"],
     "x" * 300: ["unrecognized arguments: xxx"],
@@ -56,6 +58,12 @@ REFUSED = {
     "--trainer.accumulate_grad_batches=2 --trainer.val_check_interval=3": ["or --trainer.val_check_interval=4"],
     "--model.lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau --data.val_size=0": ["follows val/loss"],
     "--model.lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau --model.lr_scheduler.mode=max": ["the worst for"],
+    "--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau --model.lr_scheduler.monitor=vl/loss": ["val/loss?"],
+    "--trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=train/loss --trainer.val_check_interval=5": [
+        "not known yet",
+        "check_on_train_epoch_end=true",
+    ],
+    "--best_checkpoint.monitor=train/acc_step --trainer.log_every_n_steps=2": ["=train/acc,"],
     "--best_checkpoint.monitor=train/accuracy": ["did you mean --best_checkpoint.monitor=train/acc?"],
     "--model.lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau --model.lr_scheduler.monitor=train/loss_step "
     "--trainer.strategy=ddp --trainer.devices=2": ["pass --model.lr_scheduler.monitor=train/loss,"],
@@ -117,7 +125,7 @@ REFUSED = {
     "--model.network=torchvision.models.resnet19": ["did you mean --model.network=torchvision.models.resnet18?"],
     "--model.arch=ResNet-18": ["did you mean --model.arch=resnet18?"],
     "--trainer.callbacks+=EarlyStoping": ["did you mean --trainer.callbacks=EarlyStopping?"],
-    "--trainer.strategy=PipelineStrategi": ["mean --trainer.strategy=PipelineStrategy?", "the modes: auto, dp, "],
+    "--trainer.strategy=PipelineStrategi": ["mean --trainer.strategy=pp?", "the modes: auto, dp, "],
     "--model.optimizer=LBFGS": ["computes a batch several times", "pass another --model.optimizer"],
     "--model.optimizer=qqq": ["--model.optimizer=qqq: there is no such class", "--help"],
     "--model.num_classes=11": ["synthetic has 10", "--model.num_classes=10"],
@@ -136,6 +144,7 @@ REFUSED = {
     "--trainer.strategy=ddp --trainer.devices=2 --trainer.sync_batchnorm=true --model.compile=true": [
         "--trainer.sync_batchnorm=true: it cannot be traced how each BatchNorm communicates"
     ],
+    "--model.compile=cuda_graphs --trainer.devices=2": ["on several devices needs a mode by its name"],
     "--model.compile=cuda_graphs --trainer.accumulate_grad_batches=2": ["a graph overwrites those of the batch before"],
 }
 # Each with --virtual_replicas=4: what would change the bits.

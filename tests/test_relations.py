@@ -22,6 +22,7 @@ import pytest
 import relation_scripts
 import torch
 from commands import TINY, graded, mode_flags, refused, run_here
+from PIL import Image
 from relation_scripts import (
     ACCELERATED,
     AGAIN,
@@ -67,6 +68,7 @@ from lit_cifar.checks.relations.purposes import Purposes
 from lit_cifar.checks.relations.runs import Runs, are_same_samples, first_apart, other_samples
 from lit_cifar.checks.relations.trained import Observer, nothing_changes
 from lit_cifar.checks.relations.workers import Order, Read, same_orders, workers
+from lit_cifar.checks.tensors import digest
 from lit_cifar.checks.verdict import Verdict
 
 Verdicts: TypeAlias = Callable[..., list[Verdict]]
@@ -209,6 +211,9 @@ def test_lists_of_samples_are_joined_and_divided() -> None:
     assert shown == [[(4, "0"), (2, "1")], [(3, "2"), (4, "0")], [(2, "1")], [(3, "2")]]
     digests = sample_digests(batch)
     assert len(set(digests)) == 3
+    pictures = [Image.fromarray(np.full((40, 40), number, dtype=np.uint8)) for number in (1, 1, 2)]
+    for rows in (pictures, [np.pad(np.asarray(it)[:9, :9], 40) for it in pictures]):  # alike at their borders
+        assert [*map(digest, rows)] == [digest(rows[0])] * 2 + [digest(rows[2])] != [digest(rows[0])] * 3
     assert sample_digests(parts[1]) == [digests[2], digests[0]]
 
 
@@ -269,6 +274,7 @@ DRAWN, ANEW, IN_PAIRS = [[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 3, 4], [1, 2, 3, 4
         (Read(samples=[(DRAWN, DRAWN)]), True, "pass"),
         (Read(samples=[(DRAWN, ANEW)]), True, "fail"),
         (Read(samples=[(DRAWN, IN_PAIRS)]), True, "fail"),
+        (Read(samples=[([[1, 1, 1, 2], [1, 1, 1, 1]], [[1, 1, 1, 1]] * 2)]), True, "pass"),  # seldom changed
     ],
 )
 def test_workers_are_judged_where_there_are_some(seen: Read, has_workers: bool, outcome: str) -> None:

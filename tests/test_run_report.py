@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from commands import TINY, refused, run_here
 from lightning.pytorch import Trainer
 from tiny_task import TinyData, TinyTask, tiny_trainer
+from torch.optim import SGD
 
 from lit_cifar.data import CIFAR10DataModule
 from lit_cifar.errors import ConfigError
@@ -63,13 +65,13 @@ def test_the_beginning_divides_the_global_batch_and_says_what_the_mode_splits(
     trainer = Trainer(strategy=strategy, precision="64-true", **settings, **SILENT)
     data = CIFAR10DataModule(dataset="synthetic", num_train=50, val_size=0, batch_size=128, seed=3)
     data.setup("fit")
-    module = LitResNet("resnet10", stem="imagenet")
+    module = LitResNet("resnet10", stem="imagenet", optimizer=partial(SGD, lr=0.3))
     trainer.strategy.connect(module)
     split = mode_of(trainer.strategy).split_lines()
     assert len(split) == (2 if strategy == "pp" else 0)
-    labels = ["model", "data", "batch", "mode", *["split", ""][: len(split)], "length"]
+    labels = ["model", "data", "batch", "mode", *["split", ""][: len(split)], "length", "optimizer"]
     said = ["resnet10, imagenet stem, 4.91 M parameters", "synthetic: 50 images to train on", *lines, *split]
-    expected = zip(labels, [*said, "15 epochs, data seed 3"], strict=True)
+    expected = zip(labels, [*said, "15 epochs, data seed 3", "SGD, learning rate 0.3"], strict=True)
     found = opening_lines(trainer, module, data)
     assert found == [f"{label:<12}{words}" for label, words in expected]
     assert max(len(line) for line in found) <= 120

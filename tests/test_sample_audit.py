@@ -13,6 +13,7 @@ import pytest
 import short_fits
 import torch
 from counting import Operators
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from tiny_task import TinyTask, tiny_trainer
 from torch import Tensor, nn
@@ -280,6 +281,14 @@ def test_a_run_that_loses_samples_is_stopped(saved: Path, tmp_path: Path, monkey
     with pytest.raises(SampleAuditError, match="of epoch 1 fails after 3 of 5 optimizer steps"):
         fit(tmp_path / "saves", SaveAt(tmp_path / "late.ckpt", epoch=1, step=3), resume=saved / "2.ckpt")
     assert not (tmp_path / "late.ckpt").exists()
+
+
+def test_an_epoch_that_has_ended_is_not_counted_again(tmp_path: Path) -> None:
+    """It was saved behind the epoch's end, before the audit heard of it."""
+    saves = LambdaCallback(on_train_epoch_end=lambda trainer, _: trainer.save_checkpoint(tmp_path / "1.ckpt"))
+    fit(tmp_path / "run", saves, max_epochs=1)
+    fit(tmp_path / "resumed", resume=tmp_path / "1.ckpt")
+    assert lines(tmp_path / "resumed") == expected_lines()[1:]
 
 
 class FailsIn(SaveAt):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lit_cifar import LitResNet
@@ -31,6 +32,7 @@ from lit_cifar.errors import ConfigError
 from lit_cifar.mode.tensors import local_part
 from lit_cifar.models import build_network
 from lit_cifar.models.blocks import blocks_of
+from lit_cifar.models.memory_format import Plain
 from lit_cifar.strategies import ShardedStrategy, fsdp2, mesh, tp
 from lit_cifar.strategies.virtual_replicas import VirtualReplicas
 
@@ -129,14 +131,18 @@ def test_a_parameter_beside_layers_computes_as_on_one_device(strategy: str, tmp_
 
 
 class Learning(LitResNet):
-    """Learns a number that is no part of its network, a penalty of its weights, or from half of the loss."""
+    """Learns a number that is no part of its network, a penalty, from half of the loss, or by another forward."""
 
     def __init__(self, what: str) -> None:
         super().__init__("tiny", stem="imagenet")
         self.what, self.temperature = what, nn.Parameter(torch.ones(()), requires_grad=what == "temperature")
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.what == "other images":
+            args = (args[0]._replace(images=args[0].images.flip(3)), *args[1:])
         loss = super().training_step(*args, **kwargs)
+        if self.what == "images again":
+            self(args[0].images)
         if self.what == "penalty":
             return loss + sum(p.abs().sum() for p in self.network.parameters())
         return loss / 2 if "half" in self.what else loss * self.temperature
@@ -147,12 +153,31 @@ class Learning(LitResNet):
     [
         *(("temperature", mode, "temperature is no part of the module's network") for mode in ("fsdp2", "ddp_flat")),
         *((what, "pp", "a pipeline trains by loss\\(\\) alone") for what in ("penalty", "half", "half of parts")),
+        *((what, "pp", "other images than its batch's") for what in ("other images", "images again")),
     ],
 )
 def test_what_a_mode_would_not_train_is_refused(what: str, mode: str, says: str, tmp_path: Path) -> None:
     callbacks = [VirtualReplicas(4)] if "parts" in what else []
     with pytest.raises(ConfigError, match=says):
         fit(Learning(what), tmp_path, strategy=mode, max_steps=1, callbacks=callbacks)
+
+
+class Keeps(nn.Module):
+    """Keeps what it computes when it is first called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * vars(self).setdefault("kept", x.new_full((), 2.0))
+
+
+def test_layers_that_keep_what_they_compute_or_write_over_it_are_cut_too(tmp_path: Path) -> None:
+    first = nn.Conv2d(3, 4, 3, stride=4)
+    prune.identity(first, "weight")  # type: ignore[no-untyped-call]
+    module = LitResNet(network=nn.Sequential(first, Keeps(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10)))
+    modules = {strategy: deepcopy(module) for strategy in ("auto", "pp")}
+    for strategy, each in modules.items():
+        fit(each, tmp_path, strategy=strategy, max_steps=2)
+    torch.testing.assert_close(*(each.network.state_dict() for each in modules.values()))
+    nn.Sequential(Plain(), nn.ReLU(inplace=True))(torch.ones(2, requires_grad=True)).sum().backward()
 
 
 @pytest.mark.parametrize("mode", ["pp", "ddp_flat", "fsdp2", "tp"])

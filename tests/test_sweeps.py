@@ -2,10 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,19 +30,14 @@ pytestmark = [
 ]
 
 
-@dataclass
 class Sweep:
     """The example with trials of `FLAGS`, of which the first is never pruned."""
 
-    folder: Path
-    num_trials: int = 3
-
-    def __post_init__(self) -> None:
-        self.sweep, self.log = self.folder / "sweep", self.folder / "log"
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.sweep, self.log = folder, folder / "sweep", folder / "log"
 
     def start(self) -> subprocess.Popen[bytes]:
-        self.folder.mkdir(exist_ok=True)
-        own = ["--unpruned=1", f"--folder={self.sweep}", f"--trials={self.num_trials}"]
+        own = ["--unpruned=1", f"--folder={self.sweep}", "--trials=3"]
         words = [sys.executable, "examples/sweep_optuna.py", *own, *FLAGS]
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder)}
@@ -70,37 +65,14 @@ class Sweep:
 
         return optuna.load_study(study_name="sweep", storage=f"sqlite:///{self.sweep}/study.db").trials
 
-    def outcome(self) -> list[Any]:
-        """State, value, values by epoch and parameters of each trial; one that was taken over counts once."""
-        ended = [trial for trial in self.trials() if trial.state.name != "FAIL"]
-        return [(trial.state.name, trial.value, trial.intermediate_values, trial.params) for trial in ended]
 
-    def digests(self) -> list[str]:
-        """The first trial's."""
-        return (self.sweep / "trial-0" / "weights.sha256").read_text().splitlines()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
-    sweep = Sweep(tmp_path_factory.mktemp("undisturbed"))
-    sweep.finish()
-    return sweep
-
-
-def test_trials_differ_and_bad_ones_end_early(undisturbed: Sweep) -> None:
-    trials = undisturbed.trials()
-    states = [trial.state.name for trial in trials]
-    assert states[0] == "COMPLETE"
-    assert "PRUNED" in states[1:]
-    assert len({json.dumps(trial.params) for trial in trials}) == 3
-    assert "stopped by SIGTERM" in undisturbed.log.read_text()
-
-
-def test_a_killed_sweep_goes_on_in_the_middle_of_its_trial(undisturbed: Sweep, tmp_path: Path) -> None:
-    sweep = Sweep(tmp_path, num_trials=2)
+def test_a_killed_sweep_goes_on_in_the_middle_of_its_trial_and_ends_bad_ones_early(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path)
     sweep.kill()
     assert [trial.state.name for trial in sweep.trials()] == ["RUNNING"]
     sweep.finish()
-    assert "resuming" in sweep.log.read_text()
-    assert sweep.outcome() == undisturbed.outcome()[:2]
-    assert sweep.digests() == undisturbed.digests()
+    assert {"resuming", "stopped by SIGTERM"} <= {*re.findall("resuming|stopped by SIGTERM", sweep.log.read_text())}
+    first, *others = (trial for trial in sweep.trials() if trial.state.name != "FAIL")  # which another one took over
+    assert first.state.name == "COMPLETE"
+    assert "PRUNED" in {trial.state.name for trial in others}
+    assert len({json.dumps(trial.params) for trial in (first, *others)}) == 3

@@ -13,7 +13,7 @@ from lit_cifar.cli.help import COMMON
 TALKATIVE = ["--trainer.log_every_n_steps=50", "--trainer.limit_val_batches=1", "--seed_everything=1"]
 # What a line of a fit begins with.
 OURS = ("model ", "data ", "batch ", "mode ", "split ", "epoch ", "result ", "run folder ", "look at it ")
-OURS += ("length ", "note ", "test it ")
+OURS += ("length ", "optimizer ", "note ", "test it ")
 
 
 @pytest.mark.parametrize("mode", graded("single", "pp", slow=["ddp", "ddp_spawn"]))

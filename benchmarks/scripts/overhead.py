@@ -35,7 +35,7 @@ _SKIPPED = 2  # turns at the start that are not timed
 def main() -> None:
     options, flags = parser().parse_known_args()
     steps, batch_size, turns = options.steps, options.batch_size, options.turns + _SKIPPED
-    of_epoch = min(turns, (MAX_IMAGES["train"] // batch_size - 1) // steps)
+    of_epoch = max(1, min(turns, (MAX_IMAGES["train"] // batch_size - 1) // steps))
     words = ["--trainer.devices=1", "--data.dataset=synthetic", "--data.val_size=0", f"--data.batch_size={batch_size}"]
     words += [f"--data.num_train={batch_size * (steps * of_epoch + 1)}", f"--trainer.log_every_n_steps={steps}"]
     words += [f"--trainer.max_epochs={-(-turns // of_epoch)}", *flags]

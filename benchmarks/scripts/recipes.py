@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, Literal
@@ -24,7 +23,7 @@ RECIPES = HERE.parents[1] / "configs" / "recipes"
 TIMEOUT_S = 4 * 3600.0
 THREADS = len(os.sched_getaffinity(0))
 _WHOLE = ["--model.compile=false", "--trainer.limit_val_batches=1.0"]  # also if the training did not validate
-_COUNTS = {"correct": 1, "correct_flipped": 2}  # of the tests, in their order, with so many views of each image
+COUNTS = {"correct": 1, "correct_flipped": 2}  # of the tests, in their order, with so many views of each image
 
 
 def trained(
@@ -33,13 +32,12 @@ def trained(
     *,
     seed: int,
     at_once: int = 1,
-    counts: Mapping[str, int] = _COUNTS,
     split: Literal["val", "test"] = "test",
 ) -> dict[str, Any]:
-    """Train once, and evaluate with so many views of each image as `counts` says.
+    """Train once, and evaluate with so many views of each image as `COUNTS` says.
 
     Returns:
-        seed; total, and by the names in `counts` how many of these are right; epochs; each_s (of each epoch); epoch_s
+        seed; total, and by the names in `COUNTS` how many of these are right; epochs; each_s (of each epoch); epoch_s
         (median of an epoch, checkpoint included); train_s (all epochs, without compiling and without the last saving);
         compile_s (what the first epoch took longer); seconds (of the whole command); at_once (runs at that time).
     """
@@ -47,7 +45,7 @@ def trained(
         clock = Path(folder) / "epochs.json"
         words = [f"--config={RECIPES / recipe}.yaml", f"--seed_everything={seed}", f"--data.seed={seed}", *flags]
         words += ["--trainer.callbacks+=epoch_clock.EpochClock", f"--trainer.callbacks.path={clock}"]
-        tests = [[*_WHOLE, f"--model.test_views={views}"] for views in counts.values()]
+        tests = [[*_WHOLE, f"--model.test_views={views}"] for views in COUNTS.values()]
         threads = max(1, THREADS // at_once)
         result = fit_and_test(words, tests=tests, split=split, threads=threads, limit_s=TIMEOUT_S)
         timed = json.loads(clock.read_text())
@@ -56,7 +54,7 @@ def trained(
     return {
         "seed": seed,
         "total": result.total,
-        **{name: correct for name, (correct, _) in zip(counts, result.counts, strict=True)},
+        **{name: correct for name, (correct, _) in zip(COUNTS, result.counts, strict=True)},
         "epochs": len(epochs),
         "each_s": [round(epoch["total_s"], 3) for epoch in epochs],
         "epoch_s": round(usual["total_s"], 3),
@@ -70,7 +68,7 @@ def trained(
 
 def summary(rows: list[dict[str, Any]]) -> str:
     """Mean accuracy without and with mirror images, its standard deviation over the seeds, and the training time."""
-    shown = ", with flips ".join(_spread([100 * row[key] / row["total"] for row in rows]) for key in _COUNTS)
+    shown = ", with flips ".join(_spread([100 * row[key] / row["total"] for row in rows]) for key in COUNTS)
     alone = [row["train_s"] for row in rows if row["at_once"] == 1]
     return f"{shown}, n = {len(rows)}" + (f", {median(alone):.1f} s of training" if alone else "")
 

@@ -14,14 +14,13 @@ from typing import Any
 
 import lightning as L
 import torch
-from recipes import prepare, trained
+from recipes import COUNTS, prepare, trained
 from run_record import complete, run_script, with_seeds
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lit_cifar.tools.terminal import say
 
 RECIPE = "muon_12_epochs"
-VIEWS = {"correct": 1, "correct_flipped": 2}
 _HELD_OUT = ["--data.val_size=5000", "--trainer.limit_val_batches=0"]
 _MOMENTUM, _RATE = "--model.optimizer.momentum=0.6", "--model.optimizer.lr=0.24"
 _SCHEDULE = "--model.lr_scheduler"
@@ -70,7 +69,7 @@ def _line(name: str, rows: list[dict[str, Any]]) -> str:
     own = {row["seed"]: row for row in rows if row["trial"] == name}
     recipe = {row["seed"]: row for row in rows if row["trial"] == "the recipe"}
     shown = []
-    for count, views in VIEWS.items():
+    for count, views in COUNTS.items():
         right = {seed: 100 * row[count] / row["total"] for seed, row in own.items()}
         gains = [right[seed] - 100 * recipe[seed][count] / recipe[seed]["total"] for seed in own if seed in recipe]
         gain = f" ({fmean(gains):+.2f})" if gains else ""
@@ -85,13 +84,13 @@ def main(output: Path, flags: list[str], *, seeds: int, at_once: int = 1, only: 
     def train(case: tuple[int, str]) -> dict[str, Any]:
         seed, name = case
         words = [*_HELD_OUT, *TRIALS[name], *flags]
-        return {"trial": name} | trained(RECIPE, words, seed=seed, at_once=at_once, counts=VIEWS, split="val")
+        return {"trial": name} | trained(RECIPE, words, seed=seed, at_once=at_once, split="val")
 
     rows = complete(
         output,
         [*product(range(seeds), only or TRIALS)],
         train,
-        settings={"recipe": RECIPE, "trials": TRIALS, "flags": flags},
+        settings={"recipe": RECIPE, "trials": TRIALS, "only": only, "flags": flags},
         tell=lambda row: say(f"seed {row['seed']}, {summary([row])}"),
         at_once=at_once,
     )
@@ -101,7 +100,7 @@ def main(output: Path, flags: list[str], *, seeds: int, at_once: int = 1, only: 
 def parser() -> argparse.ArgumentParser:
     """All trials unless some are named."""
     parser = argparse.ArgumentParser(description="Try changes of a recipe on held-out images.")
-    parser.add_argument("--only", action="append", help="a trial; may be repeated")
+    parser.add_argument("--only", action="append", choices=[*TRIALS], help="a trial; may be repeated")
     return with_seeds(parser, what="runs of each trial")
 
 

@@ -24,7 +24,10 @@ _DISK |= {errno.EROFS, errno.EIO, errno.ESTALE}
 
 def snapshot(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Copy `checkpoint` with its tensors on the CPU, where later steps do not change them."""
-    copied: dict[str, Any] = tree_map_only(Tensor, lambda each: each.detach().to("cpu", copy=True), dict(checkpoint))
+    kinds = (Tensor, set, bytearray, dict)  # of dictionaries only a Counter is a leaf of the tree
+    copied: dict[str, Any] = tree_map_only(
+        kinds, lambda it: it.detach().to("cpu", copy=True) if isinstance(it, Tensor) else it.copy(), dict(checkpoint)
+    )
     return copied
 
 
@@ -56,7 +59,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
 def best_of(run_folder: Path) -> Path:
     """The best checkpoint of a run, or its last one: without validation images none is the best."""
     folder = run_folder / "checkpoints"
-    found = [path for name in (BEST, LAST) if (path := folder / name).exists()]
+    found = [path for name in (BEST, LAST) if os.path.lexists(path := folder / name)]
     if not found:
         remedy = "name the folder of a fit, or pass --ckpt_path"
         raise CheckpointError(f"{run_folder} is no run folder with a checkpoint", remedy=remedy)
@@ -88,7 +91,7 @@ def _write_synced(path: Path, content: bytes) -> None:
 
 def _read_back(draft: Path, path: Path) -> None:
     try:
-        read_checkpoint(draft)
+        read_checkpoint(draft, mapped=True)
     except CheckpointError as error:
         draft.stat()  # raises the real error if the folder was removed meanwhile
         problem = f"{path} could not be saved: what was written cannot be read back\n{error.problem}"

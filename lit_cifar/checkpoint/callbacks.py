@@ -95,12 +95,11 @@ class BestCheckpoint(ModelCheckpoint):
         scores = {self._here(path): score for path, score in state["best_k_models"].items()}
         there = [Path(path) for path in scores if Path(path).exists()]
         is_later = any(_step_of(path) > checkpoint["global_step"] for path in there)
-        has_all, is_later = trainer.strategy.broadcast((len(there) == len(scores), is_later))
-        if is_later:  # of steps that are taken again, perhaps otherwise: the next validation replaces it
-            del checkpoint["callbacks"][self.state_key]
-        elif has_all:
+        if trainer.strategy.broadcast(len(there) == len(scores) and not is_later):
             paths = {key: self._here(state[key]) for key in ("best_model_path", "kth_best_model_path")}
             state |= {"dirpath": self.dirpath, "best_k_models": scores, **paths}
+        else:  # lost, or of steps that are taken again, perhaps otherwise: the next validation writes it
+            del checkpoint["callbacks"][self.state_key]
 
     def _here(self, path: str) -> str:
         return path and str(Path(self.dirpath or "") / Path(path).name)

@@ -236,12 +236,12 @@ class ExactResume(Callback):
             rank_zero_info(f"nothing is left to train with {flags}; to go on, resume with more")
 
     def _settings(self, callback: Callback) -> dict[str, Any]:
-        """The class of `callback`, and its simple arguments, or attributes if it does not keep all by their names."""
-        own, names = vars(callback), signature(type(callback)).parameters
+        """The class of `callback`, and its simple arguments before the fit, or attributes if it does not keep all."""
+        own, names = self._made.get(id(callback), vars(callback)), signature(type(callback)).parameters
         kept = {name: own.get(name, own.get(f"_{name}")) for name in names}
         if any(name not in own and f"_{name}" not in own for name in names):
-            kept = self._made.get(id(callback), own)
-        simple = {name: value for name, value in kept.items() if isinstance(value, int | float | str)}
+            kept = own
+        simple = {name: value for name, value in kept.items() if type(value) in (bool, int, float, str)}  # no Enum
         return {"class_path": class_path(callback)} | simple
 
     def _correct_step(self, trainer: Trainer) -> None:

@@ -152,8 +152,8 @@ def read_checkpoint(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     Raises:
         CheckpointError: There is none, it does not match its checksums, or neither torch nor this version reads it.
     """
-    check_is_file(path)
     try:
+        check_is_file(path)
         is_damaged = not _is_whole(path)
         with path.open("rb") as file:
             # 8 bytes, the length of a JSON object, stand before it: https://github.com/huggingface/safetensors.

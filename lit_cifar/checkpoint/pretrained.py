@@ -58,7 +58,8 @@ def take_weights(network: nn.Module, content: Mapping[str, Any], *, num_classes:
     at = _place_of(own, kept, kind=type(network).__name__)
     given = at.given(kept)
     found = {name: given[name] for name in whole if name in given}
-    heads = [name for name in found if _is_head(whole[name], found[name], num_classes)]
+    wanted = {name: (num_classes, *its.shape[1:]) for name, its in found.items() if its.ndim}
+    heads = [name for name, shape in wanted.items() if found[name].shape != shape == whole[name].shape]
     fitting = whole | found | {name: whole[name] for name in heads}
     check_shapes(network, fitting)
     network.load_state_dict(fitting)
@@ -116,11 +117,6 @@ def _cuts(name: str) -> Iterator[tuple[str, str]]:
     """("", "a.b.c"), ("a.", "b.c"), ("a.b.", "c")."""
     starts = [0, *(place + 1 for place, letter in enumerate(name) if letter == ".")]
     return ((name[:start], name[start:]) for start in starts)
-
-
-def _is_head(own: Tensor, found: Tensor, num_classes: int) -> bool:
-    """Whether two tensors of different shapes are of classifiers that differ in their number of classes alone."""
-    return own.shape != found.shape and own.shape[:1] == (num_classes,) and own.shape[1:] == found.shape[1:]
 
 
 def _named(names: Sequence[str]) -> str:

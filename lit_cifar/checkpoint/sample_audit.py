@@ -20,6 +20,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_cifar.checkpoint.content import check_content
+from lit_cifar.checkpoint.format import POSITION
 from lit_cifar.data.datamodule import batches_of_epoch
 from lit_cifar.data.images import Batch
 from lit_cifar.data.samplers import TrainSampler
@@ -52,6 +53,8 @@ class SampleAudit(Callback):
         if record is None:
             rank_zero_warn("the checkpoint has no sample audit: the samples of its epoch are not checked")
             return
+        if record.epoch < checkpoint.get(POSITION, {}).get("epoch", 0):  # saved behind the epoch's end: the next begins
+            record = AuditRecord(record.epoch + 1, 0, record.digest, record.digest)
         tally = _tally(trainer, record.epoch, step=record.step)
         record.check(tally.plan)
         self._tally, self._start, self._digest = tally, record.start, record.digest

@@ -3,7 +3,9 @@
 import zlib
 from typing import Any
 
+import numpy as np
 import torch
+from PIL.Image import Image
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -25,12 +27,13 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def digest(value: Any) -> int:
-    """Digest of a tensor's values, of all of them if ranks divide it; of any other value its `repr`.
+    """Digest of a tensor's values, of all of them if ranks divide it; of a picture's or array's bytes, or a `repr`.
 
     Equal tensors have equal digests, with +0.0 and -0.0 taken as one.
     """
     if not isinstance(value, Tensor):
-        return zlib.crc32(repr(value).encode())
+        is_whole = isinstance(value, Image) or (isinstance(value, np.ndarray) and not value.dtype.hasobject)
+        return zlib.crc32(value.tobytes() if is_whole else repr(value).encode())
     plain = as_real(dense(whole(value.detach()))).contiguous()
     if plain.is_floating_point():
         plain = plain + 0.0

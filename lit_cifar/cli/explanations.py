@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -52,7 +52,7 @@ def explained(message: str, *, known: Iterable[str], program: str) -> tuple[str,
     problem, guess = _of_value(f"{key} {meant_type.rpartition('Given value type')[0]}" if has_types else message)
     # Flags once one of their group, or of the default optimizer, is given.
     settings = [f"--data.augment.{field.name}" for field in fields(Augment)]
-    settings += [f"--model.optimizer.{name}" for name in ("lr", "momentum", "weight_decay")]
+    settings += ["--model.optimizer.lr", "--model.optimizer.weight_decay"]
     if found := re.match(r"unrecognized arguments: ([-\u2010-\u2015]*)([^\s=]+)", message):  # typesetters' dashes too
         evaluates = program.endswith(("test", "validate", "predict"))
         as_run = f"{program} {{}}" if evaluates else "--run_dir={} --resume=auto"
@@ -75,7 +75,7 @@ def _meant(flag: str, known: Sequence[str]) -> str | None:
     single = [other for other in known if other not in groups]
     # Flags are long and begin alike, so the cutoff is higher than for single words.
     near = within or (len(same) == 1 and same) or get_close_matches(flag, single, n=1, cutoff=0.75) or same
-    return near[0] if near else None
+    return (near[-1] if near is same else near[0]) if near else None  # of several groups data comes last
 
 
 def of_strategy_name(message: str) -> tuple[str, str]:
@@ -83,8 +83,9 @@ def of_strategy_name(message: str) -> tuple[str, str]:
     modes = ["auto", *(mode.name for mode in MODES if mode.name != "single")]
     problem = message.split(". ")[0]
     given = problem.split("'")[-2]
-    meant = nearest(given, [*modes, *_subclasses(Strategy)])
-    guess = "" if meant is None else f"did you mean --trainer.strategy={meant}? "
+    names = {StrategyRegistry[name]["strategy"].__name__: name for name in reversed(modes) if name in StrategyRegistry}
+    meant = nearest(given, [*modes, *names])
+    guess = "" if meant is None else f"did you mean --trainer.strategy={names.get(meant, meant)}? "
     return problem, f"{guess}the modes: {', '.join(modes)}"
 
 

@@ -162,7 +162,7 @@ class CLI(LightningCLI):
         Lightning's own step would override the user's flags by the checkpoint's, and knows "best" and "last".
         """
         folder = self._arguments.run_dir
-        if self._arguments.resume is not None and folder is not None and Path(folder).is_dir():
+        if self._arguments.resume is not None and folder is not None and os.path.lexists(folder):
             self._lock.take(Path(folder))  # before its checkpoints are read
         self._start = Start(self._subcommand, self._arguments)
 

@@ -80,8 +80,8 @@ def check_run(
     if trains:
         data.train_sampler().check()
         data.class_factors()
-        validates = bool(data.val_size and trainer.limit_val_batches)
-        check_monitors(trainer, map(str, module.val_metrics.scores), validates=validates)
+        validates, scores = bool(data.val_size and trainer.limit_val_batches), [*map(str, module.val_metrics.scores)]
+        check_monitors(trainer, scores, validates=validates)
         num_batches = check_intervals(trainer, data)
-        check_schedule(scheduler, trainer, data, num_batches=num_batches)
+        check_schedule(scheduler, trainer, data, num_batches=num_batches, scores=scores)
     start.compare_images(data, steps=-(-num_batches // trainer.accumulate_grad_batches) if trains else 0)

@@ -118,9 +118,7 @@ def _pid(process: ForkServerProcess) -> int:
     return process.pid
 
 
-def start_forked(
-    target: Callable[..., None], args: tuple[Any, ...], *, preload: Sequence[str] = ()
-) -> ForkServerProcess:
+def start_forked(target: Callable[..., None], args: Sequence[Any], *, preload: Sequence[str] = ()) -> ForkServerProcess:
     """A new process that calls `target(*args)`, forked from one that has imported `preload`."""
     process = multiprocessing.get_context("forkserver").Process(target=target, args=args)
     folder = tempfile.gettempdir()

@@ -114,11 +114,9 @@ def open_store(address: str, *, port: int = 0, only_there: bool = False) -> TCPS
         listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
     # Multi-tenant: the TCPStore that torch will make for rank 0 in this process takes this one's server.
-    server = listener.detach()
+    fd = listener.detach()
     try:
-        return TCPStore(
-            address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=server
-        )
+        return TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd)
     except DistNetworkError as error:
         problem = f"the processes cannot meet at {address}: {one_line(error)[:150]}"
         raise ConfigError(problem, remedy="start its network interface, as by `ip link set lo up`") from error

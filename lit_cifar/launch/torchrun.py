@@ -16,13 +16,14 @@ from time import monotonic, sleep
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lit_cifar.errors import ConfigError
 from lit_cifar.launch.rendezvous import given_port, listen_only_on, open_store, own_interface
 
 _PLACE = "lit_cifar/place"  # key of the address of rank 0 in the store of torchrun's agent
-_MEETING_TIMEOUT_S = 300.0
+_MEETING_TIMEOUT_S = default_pg_timeout.total_seconds()  # rank 0 may download the data before
 # Stores of this process under torchrun: the process group that uses one outlives the Trainer that has opened it.
 _KEPT: list[TCPStore] = []
 

@@ -6,6 +6,7 @@ What depends on sizes, on the network or on a library is refused where it is kno
 from dataclasses import dataclass
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_cifar.errors import ConfigError, clash
@@ -43,7 +44,7 @@ TABLE = (
         option="--model.optimizer.fused=true",
         modes=_SHARDED,
         problem="{option}: a fused {optimizer} cannot step parts of tensors, as {mode} makes",
-        remedy="pass --model.optimizer.fused=false, or --model.optimizer=AdamW, which can",
+        remedy="pass --model.optimizer.fused=false, or --model.optimizer=AdamW --model.optimizer.lr=0.001, which can",
     ),
     Refusal(
         option="--model.optimizer=lit_cifar.MuonSGD",
@@ -92,6 +93,9 @@ def check_cuda_graphs(trainer: Trainer, *, has_parts: bool) -> None:
     """Refuse CUDA graphs where there is no GPU, and where gradients are kept while the next batch passes."""
     flag = "--model.compile=cuda_graphs"
     refuse(flag, mode_of(trainer.strategy))
+    if type(trainer.strategy) is DDPStrategy:  # which Lightning chooses for several devices, or a user by its class
+        remedy = "pass --trainer.strategy=ddp, or --trainer.devices=1"
+        raise ConfigError(f"{flag} on several devices needs a mode by its name", remedy=remedy)
     batches = trainer.accumulate_grad_batches
     if batches > 1 or has_parts:
         other = f"--trainer.accumulate_grad_batches={batches}" if batches > 1 else "--virtual_replicas"

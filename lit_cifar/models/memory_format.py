@@ -16,7 +16,7 @@ class Plain(nn.Module):
     """The identity, whose output and gradient lie in memory in torch's own order."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return with_plain_gradient(input.contiguous())
+        return with_plain_gradient(input.contiguous()).clone()  # the next layer may change it in place
 
 
 def with_plain_gradient(tensor: Tensor) -> Tensor:

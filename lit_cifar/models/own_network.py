@@ -26,8 +26,8 @@ def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes
         mode = "training" if training else "evaluation"
         try:
             with isolate_rng(include_cuda=False):
-                logits = _copied(network).train(training)(images)
-            outputs, alone = images, _copied(network).train(training)
+                logits = deepcopy(network).train(training)(images)
+            outputs, alone = images, deepcopy(network).train(training)
             with isolate_rng(include_cuda=False):  # layers draw the same again
                 for block in (blocks_of(alone) or {"forward": alone}).values():
                     outputs = block(outputs)
@@ -51,7 +51,7 @@ def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes
 
 def unreached_parameters(network: nn.Module, image_shape: Sequence[int]) -> tuple[list[str], list[str]]:
     """Names of parameters that get no gradient from the logits of 2 images of noise: never, and in some of 8 draws."""
-    alone = _copied(network).train()
+    alone = deepcopy(network).train()
     trained = {name: parameter for name, parameter in alone.named_parameters() if parameter.requires_grad}
     counts = Counter[str]()
     with isolate_rng(include_cuda=False), torch.enable_grad():
@@ -63,9 +63,3 @@ def unreached_parameters(network: nn.Module, image_shape: Sequence[int]) -> tupl
             counts.update(name for name, parameter in trained.items() if parameter.grad is None)
     never = [name for name in trained if counts[name] == draw]
     return never, [name for name in trained if 0 < counts[name] < draw]
-
-
-def _copied(network: nn.Module) -> nn.Module:
-    """A copy; `deepcopy` takes no weight that torch's `weight_norm` or `prune` computes before each pass."""
-    held = [each for module in network.modules() for each in vars(module).values() if isinstance(each, torch.Tensor)]
-    return deepcopy(network, {id(each): each.detach().clone() for each in held})

@@ -41,7 +41,7 @@ class Partition:
         """
         blocks = measure(network, image_shape)
         if not 1 <= num_stages <= len(blocks):
-            remedy = f"ask for 1 to {len(blocks)}, e.g. --trainer.devices=2"
+            remedy = f"ask for 1 to {len(blocks)}, by --trainer.devices or --trainer.strategy.num_stages"
             raise ConfigError(f"{num_stages} stages of a network of {len(blocks)} blocks", remedy=remedy)
         costs = [block.flop for block in blocks]
         edges = (0, *balanced(costs, num_stages), len(blocks))
@@ -49,7 +49,9 @@ class Partition:
 
     def outputs(self, network: nn.Module, images: Tensor) -> list[tuple[torch.Size, torch.dtype]]:
         """Shape without the batch axis, and dtype under the present autocast, of what each stage returns."""
-        modules = self.modules(network)
+        # Of a copy that shares all tensors: layers may keep what they compute, and here it is not real.
+        held = [each for layer in network.modules() for each in internals.tree_leaves(vars(layer))]
+        modules = self.modules(deepcopy(network, {id(each): each for each in held if isinstance(each, Tensor)}))
         found = []
         with internals.FakeTensorMode(allow_non_fake_inputs=True):
             x = torch.empty(2, *images.shape[1:], dtype=images.dtype, device=images.device)

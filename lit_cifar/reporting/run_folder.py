@@ -84,7 +84,7 @@ def _check_links(folder: Path) -> None:
 def create_run_folder(run_dir: str | None, *, label: str, lock: RunLock, resume: bool = False) -> Path:
     """Make the folder of a run and lock it, on rank 0; other ranks get a path that nothing is written to.
 
-    It is `run_dir`, or `runs/<time>-<label>`, and must be empty unless a run is resumed in it.
+    It is `run_dir`, or `runs/<time>-<label>`, and must be empty unless a run is resumed in it, which has locked it.
     """
     folder = Path(run_dir) if run_dir else Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{label}"
     if process_rank() != 0:
@@ -98,7 +98,7 @@ def create_run_folder(run_dir: str | None, *, label: str, lock: RunLock, resume:
             make_folder(folder.parent)
             folder.mkdir()  # an error if another run has made it in the same moment
         make_folder(folder)
-        if not resume and any(path.name != LOCK for path in folder.iterdir()):
+        if (not resume or lock._descriptor is None) and any(path.name != LOCK for path in folder.iterdir()):
             other = shlex.quote(f"--run_dir={_unused(folder)}")
             raise ConfigError(f"the run folder {folder} is not empty, as a new run's is", remedy=f"pass {other}")
     lock.take(folder)
@@ -135,7 +135,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def of_checkpoint(path: Path) -> Path | None:
     """The run folder in which a checkpoint lies, if it has the settings of its run."""
-    folder = path.absolute().parents[1]
+    folder = path.absolute().parent.parent
     return folder if path.absolute().parent.name == "checkpoints" and (folder / CONFIG).exists() else None
 
 

@@ -98,14 +98,13 @@ def announce(
     print(*map(printable, lines), sep="\n", flush=True)
 
 
-def opening_lines(trainer: Trainer, pl_module: LightningModule, datamodule: Any) -> list[str]:
-    """Model, data, global batch, mode and length of a fit, a line each, and the lines of `Mode.split_lines()`.
+def opening_lines(trainer: Trainer, module: Any, datamodule: Any) -> list[str]:
+    """Model, data, batch, mode, length and optimizer of a fit, a line each, and the lines of `Mode.split_lines()`.
 
     This is called on rank 0 alone, before `Strategy.setup`: `split_lines()` may not communicate, or need what it makes.
     """
-    header: Any = pl_module.header
-    model = header.name + (f", {header.stem} stem" if header.stem else "")
-    num_parameters = sum(parameter.numel() for parameter in pl_module.parameters())
+    model = module.header.name + (f", {module.header.stem} stem" if module.header.stem else "")
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
     division = _division(datamodule.batch_size, mode_of(trainer.strategy).layout, trainer.accumulate_grad_batches)
     split = mode_of(trainer.strategy).split_lines()
     return [
@@ -115,6 +114,7 @@ def opening_lines(trainer: Trainer, pl_module: LightningModule, datamodule: Any)
         _mode(trainer),
         *(_line("" if index else "split", line) for index, line in enumerate(split)),
         _line("length", _length(trainer, datamodule)),
+        _line("optimizer", module.optimization.in_words(module.network, datamodule)),
     ]
 
 

@@ -5,7 +5,7 @@ gathered before it is used and dropped afterwards, and gradients arrive summed o
 Tensor parallelism (`tp.py`) divides them along the "model" axis: a block is computed in parts, and never gathered.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from itertools import chain
 from typing import Any, ClassVar, cast
@@ -137,16 +137,12 @@ class ShardedStrategy(MeshStrategy):
         training enlarges. For a ResNet34 that sends 0.8 MB. Only the momentum of the first process counts.
         """
         output = super().optimizer_step(*args, **kwargs)
-        if self.splits_layers and (whole := [*self._replicated()]):
+        held: Any = [*self.module.network.parameters(), *self.module.network.buffers()] if self.splits_layers else []
+        whole = [local_part(its) for its in held if its.placements[0].is_replicate() and its.is_floating_point()]
+        if whole:  # what `tp` does not split, but counts, which are exact
             with torch.no_grad():
                 send_as_one(lambda flat: dist.broadcast(flat, group=self.model_group, group_src=0), whole)
         return output
-
-    def _replicated(self) -> Iterator[Tensor]:
-        """This process's parts of the parameters and running statistics that `tp` does not split."""
-        for tensor in chain(self.module.network.parameters(), self.module.network.buffers()):
-            if cast(DTensor, tensor).placements[0].is_replicate() and tensor.is_floating_point():  # counts are exact
-                yield local_part(tensor)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return whole tensors; every process must call this."""

@@ -8,7 +8,6 @@ read the same samples: collectives that count or average samples run along "data
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, cast
 
 import lightning as L
@@ -91,6 +90,8 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
     @override
     def on_train_start(self) -> None:
         """Refuse hooks that were added after `connect`, except those of virtual replicas."""
+        layers = self.module.network.modules()
+        self._has_own_buffers = any(its._buffers and not isinstance(its, internals.BatchNorm) for its in layers)
         accumulated = self.virtual_parts is None
         check_gradient_hooks(self.module.network, strategy=self.strategy_name, also_accumulated=accumulated)
 
@@ -134,11 +135,6 @@ class MeshStrategy(CustomForwardStrategy, DDPStrategy):
         trainer: Any = self.lightning_module and self.lightning_module.trainer
         if self._has_own_buffers and batch_idx % trainer.accumulate_grad_batches == 0:
             self.use_first_buffers()
-
-    @cached_property
-    def _has_own_buffers(self) -> bool:
-        layers = self.module.network.modules()
-        return any(layer._buffers and not isinstance(layer, internals.BatchNorm) for layer in layers)
 
     def use_first_buffers(self) -> None:
         """Take the running statistics of the first replica; every process must call this."""

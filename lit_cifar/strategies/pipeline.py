@@ -108,7 +108,7 @@ class Pipeline:
         The backward of that gives Lightning the gradients. Those of earlier batches of a step (`num_accumulated`) stay.
 
         Raises:
-            ConfigError: With `checks_loss`, that loss is not the one by which the pipeline has trained.
+            ConfigError: With `checks_loss`, the pipeline has not trained by that loss, or on other images.
         """
         # A scaler multiplies the loss when backward has been run here, and Lightning divides it.
         self._scale = loss_scale(self.precision, self.device) / num_accumulated
@@ -118,8 +118,16 @@ class Pipeline:
         with self.precision.train_step_context():
             logits, gradients = self._forward_and_backward(images, labels, sizes, weights)
         outputs = self.microbatches.outputs_for_module(logits, sizes)
-        answers = iter(outputs)
-        self.module.use_forward_fn(lambda images: next(answers))
+        answers = zip(torch.split(images, [len(each) for each in outputs]), outputs, strict=True)
+
+        def answer(given: Tensor) -> Tensor:
+            for own, logits in answers:
+                if not checks_loss or torch.equal(given, own):
+                    return logits
+            problem = "training_step passes other images than its batch's through the network, or those twice"
+            raise ConfigError(problem, remedy="change them in on_after_batch_transfer, or pass --trainer.strategy=ddp")
+
+        self.module.use_forward_fn(answer)
         loss: Tensor = own_step()
         self.module.use_forward_fn(self.evaluate)
         if checks_loss or loss.requires_grad:

@@ -196,12 +196,12 @@ class PipelineStrategy(CutStrategy, AveragingStrategy):
                 yield owner, tensor
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of all parameters, as one device would save it; every process must call this."""
+        """On the first process the state of all parameters, as one device would save it; every one must call this."""
         # Adagrad begins with a state of every parameter, but only this process's parameters are stepped here.
         own = self.part_of_state(super().optimizer_state(optimizer), optimizer)
-        parts: list[Any] = [None] * self.model_parallel_size
-        dist.all_gather_object(parts, whole_state(own["state"]), group=self.model_group)
-        merged = {index: entry for part in parts for index, entry in part.items()}
+        parts: Any = [None] * self.model_parallel_size if dist.get_rank(self.model_group) == 0 else None
+        dist.gather_object(whole_state(own["state"]), parts, group=self.model_group, group_dst=0)
+        merged = {index: entry for part in parts or () for index, entry in part.items()}
         return {**own, "state": dict(sorted(merged.items()))}
 
     @override

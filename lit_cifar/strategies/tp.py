@@ -53,6 +53,11 @@ def split_tensors(network: nn.Module, mesh: DeviceMesh, device: torch.device) ->
     for name, layer in list(network.named_modules()):
         own = dict(layer.named_parameters(recurse=False)) | dict(layer.named_buffers(recurse=False))
         kind = split.get(name)
+        for count in {"groups", "num_groups"} & vars(layer).keys() if kind == "channels" else ():
+            if vars(layer)[count] % mesh.size():
+                problem = f"--trainer.strategy=tp divides channels of {name}, which has {count}={vars(layer)[count]}"
+                raise ConfigError(problem, remedy=f"give it a multiple of {mesh.size()}")
+            setattr(layer, count, vars(layer)[count] // mesh.size())
         for key, tensor in own.items():
             move_and_broadcast([tensor], device)
             place: list[Placement] = [Shard(dim) if kind and (dim := _SPLIT_DIM[kind]) < tensor.ndim else Replicate()]

@@ -5,7 +5,6 @@ With `--virtual_replicas` a callback passes each batch through in parts; nothing
 
 from collections.abc import Callable
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -95,8 +94,8 @@ class LitResNet(L.LightningModule):
         ghost_batchnorm: GhostBatches | None = None,
         channels_last: bool | None = None,
         compile: bool | Literal["cuda_graphs"] = False,
-        optimizer: OptimizerCallable = lambda params: NesterovSGD(params, lr=0.2),
-        lr_scheduler: LRSchedulerCallable = lambda optimizer: WarmupDecay(optimizer, warmup=0.2, decay="linear"),
+        optimizer: OptimizerCallable = NesterovSGD,
+        lr_scheduler: LRSchedulerCallable = WarmupDecay,
         test_views: Literal[1, 2] = 1,
         label_smoothing: float = 0.1,
         rate_scaling: RateScaling = RateScaling(),  # noqa: B008  # it is frozen
@@ -115,6 +114,9 @@ class LitResNet(L.LightningModule):
             for name, value in {"arch": arch, "stem": stem, "zero_init_residual": zero_init_residual or None}.items():
                 if value is not None:
                     raise clash(f"--model.network={own}", f"--model.{name}={value}", "that is about another network")
+            for layer in network.modules():  # what `weight_norm` and `prune` compute before each pass: nobody copies it
+                made = {k: each for k, each in vars(layer).items() if isinstance(each, Tensor) and not each.is_leaf}
+                vars(layer).update({key: each.detach() for key, each in made.items()})
         self.network, self.header = network, Header(arch=arch, stem=stem, network=own, **sizes)
         self.ghost_batchnorm = ghost_batchnorm
         if ghost_batchnorm is not None:
@@ -378,11 +380,3 @@ def _data_of(module: LitResNet) -> CIFAR10DataModule | None:
     """The data module of the run, if it is ours: others do not name their classes."""
     data = getattr(module._trainer, "datamodule", None)
     return data if isinstance(data, CIFAR10DataModule) else None
-
-
-# jsonargparse reads the defaults from the source of the signature, where they must be lambdas. Pickle finds a function
-# by its name, which a lambda lacks; a module of defaults goes to the processes of ddp_spawn.
-for _argument in ("optimizer", "lr_scheduler"):
-    _default = signature(LitResNet).parameters[_argument].default
-    _default.__qualname__ = f"_default_{_argument}"
-    globals()[_default.__qualname__] = _default

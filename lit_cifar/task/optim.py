@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from itertools import chain
 from typing import Any, Literal
@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.optimizer import ParamsT
 
 from lit_cifar.errors import ConfigError, printable
 
@@ -21,20 +22,22 @@ _PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # the p
 
 
 class NesterovSGD(SGD):
-    """SGD with Nesterov momentum 0.9, as for Wide ResNets (Zagoruyko and Komodakis, 2016), and weight decay 2e-3.
+    """SGD with Nesterov momentum 0.9, as for Wide ResNets (Zagoruyko and Komodakis, 2016).
 
-    The command line passes explicit settings of the default optimizer on to any other: here only `lr` is explicit.
+    The command line passes settings of the default optimizer on to any other that can have them: null it cannot.
 
     Args:
         params: Passed on to SGD.
         lr: Passed on to SGD.
+        weight_decay: Passed on to SGD; null is 2e-3.
         fused: Passed on to SGD: all parameters in one kernel.
     """
 
     def __init__(
-        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 0.2, *, fused: bool | None = None
+        self, params: ParamsT, lr: float = 0.2, *, weight_decay: float | None = None, fused: bool | None = None
     ) -> None:
-        super().__init__(params, lr=lr, momentum=0.9, weight_decay=2e-3, nesterov=True, fused=fused)
+        decay = 2e-3 if weight_decay is None else weight_decay
+        super().__init__(params, lr=lr, momentum=0.9, weight_decay=decay, nesterov=True, fused=fused)
 
 
 class WarmupDecay(LRScheduler):
@@ -50,7 +53,7 @@ class WarmupDecay(LRScheduler):
     """
 
     def __init__(
-        self, optimizer: Optimizer, *, warmup: float = 0.1, decay: Literal["cosine", "linear"] = "cosine"
+        self, optimizer: Optimizer, *, warmup: float = 0.2, decay: Literal["cosine", "linear"] = "linear"
     ) -> None:
         if not 0 <= warmup < 1:
             raise ValueError(f"warmup={warmup} is not a share of all steps: it must be at least 0 and below 1")

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,10 +39,10 @@ class RateScaling:
     def __post_init__(self) -> None:
         bounded("--model.rate_scaling.base_batch_size", self.base_batch_size, 1)
 
-    def factor(self, trainer: Any) -> float:
+    def factor(self, data: Any) -> float:
         if self.rule == "none":
             return 1.0
-        ratio: float = trainer.datamodule.batch_size / self.base_batch_size
+        ratio: float = data.batch_size / self.base_batch_size
         return ratio if self.rule == "linear" else ratio**0.5
 
 
@@ -106,12 +107,18 @@ class Optimization:
                 raise ConfigError(problem, remedy="correct its arguments: --model.lr_scheduler.NAME=VALUE") from error
         return optimizer, scheduler
 
+    def in_words(self, network: nn.Module, data: Any) -> str:
+        """The optimizer and its learning rate: one that is named without a rate has the default's."""
+        optimizer = self.new_optimizer(network)
+        rate = optimizer.param_groups[0]["lr"] * self._rate_scaling.factor(data)
+        return f"{type(optimizer).__name__}, learning rate {rate:.4g}"
+
     def configure(self, network: nn.Module, trainer: Any, *, label_smoothing: float) -> dict[str, Any]:
         """What Lightning's `configure_optimizers` returns: rates scaled, and the schedule planned over the run."""
         optimizer = self.new_optimizer(network)
         keep_saved_types(optimizer)
         optimizer.register_load_state_dict_post_hook(follow_parameters)
-        factor = self._rate_scaling.factor(trainer)
+        factor = self._rate_scaling.factor(trainer.datamodule)
         for group in optimizer.param_groups:
             group["lr"] *= factor
         scheduler = self.new_scheduler(optimizer)
@@ -160,12 +167,14 @@ class Optimization:
         self._resumes, self._before = holds_training(checkpoint), found if isinstance(found, dict) else None
 
 
-def check_schedule(scheduler: Any, trainer: Trainer, data: CIFAR10DataModule, *, num_batches: int) -> None:
-    """Refuse a schedule that does not fit a run with `num_batches` batches in an epoch."""
+def check_schedule(
+    scheduler: Any, trainer: Trainer, data: CIFAR10DataModule, *, num_batches: int, scores: Iterable[str]
+) -> None:
+    """Refuse a schedule that does not fit `num_batches` batches in an epoch, and `scores` of an evaluation."""
     check_total_steps(scheduler, _total_steps(trainer, num_batches))
     if isinstance(scheduler, ReduceLROnPlateau):
         metric = followed_metric(scheduler)
-        check_followed("--model.lr_scheduler", metric, scheduler.mode, trainer)
+        check_followed("--model.lr_scheduler", metric, scheduler.mode, trainer, scores)
         _check_validated(metric, trainer, data, num_batches=num_batches)
 
 

@@ -50,28 +50,31 @@ def check_callbacks(trainer: Any, *, timed: bool) -> None:
 
 def check_monitors(trainer: Any, scores: Iterable[str], *, validates: bool) -> None:
     """Refuse decisions on what nothing logs; `scores` are the names in an evaluation, if one `validates` at all."""
-    known = ["val/loss", *scores, "train/loss", "train/acc", *STEP_METRICS, "train/images_per_s"]
-    is_own = [type(each).__module__.partition(".")[0] not in ("lightning", "lit_cifar") for each in trainer.callbacks]
     for callback in trainer.callbacks:
-        if not isinstance(callback, EarlyStopping | ModelCheckpoint):
+        is_ranked = isinstance(callback, ModelCheckpoint) and callback.monitor not in (None, "epoch", "step")
+        if not is_ranked and not isinstance(callback, EarlyStopping):  # a ModelCheckpoint itself knows epoch and step
             continue
         _check_monitor(callback, trainer)
-        monitor, stops = callback.monitor or "lr-", isinstance(callback, EarlyStopping) and callback.strict
+        monitor, stops = str(callback.monitor), isinstance(callback, EarlyStopping) and callback.strict
         flag = "--best_checkpoint" if isinstance(callback, BestCheckpoint) else "--trainer.callbacks"
         if stops and monitor.startswith("val/") and not validates:
             problem = f"{flag}: EarlyStopping follows {monitor}, and no images are validated on"
             raise ConfigError(problem, remedy=f"leave out --data.val_size=0, or pass {flag}.monitor=train/loss")
-        check_followed(flag, monitor, callback.mode, trainer)
-        if monitor not in known and not any(is_own) and not monitor.startswith("lr-"):
-            remedy = f"did you mean {flag}.monitor={nearest(monitor, known[:-3]) or known[0]}? all: {', '.join(known)}"
-            raise ConfigError(f"{flag}.monitor={monitor}: nothing logs that", remedy=remedy)
+        check_followed(flag, monitor, callback.mode, trainer, scores)
 
 
-def check_followed(flag: str, metric: str, mode: str, trainer: Any) -> None:
-    """Refuse to decide on one process's own part of a batch, or to take the worst of our metrics for the best."""
-    if metric in STEP_METRICS and mode_of(trainer.strategy).layout.data_parallel_size > 1:
-        problem = f"{flag}.monitor={metric} is of each process's own part of the batch: decisions follow their number"
-        raise ConfigError(problem, remedy=f"pass {flag}.monitor={metric.removesuffix('_step')}, the mean of an epoch")
+def check_followed(flag: str, metric: str, mode: str, trainer: Any, scores: Iterable[str]) -> None:
+    """Refuse to decide on what nothing logs, or not each step, or of part of a batch, or to take the worst for best."""
+    known = ["val/loss", *scores, "train/loss", "train/acc", *STEP_METRICS, "train/images_per_s"]
+    is_own = [type(each).__module__.partition(".")[0] not in ("lightning", "lit_cifar") for each in trainer.callbacks]
+    if metric not in known and not any(is_own) and not metric.startswith("lr-"):
+        remedy = f"did you mean {flag}.monitor={nearest(metric, known[:-3]) or known[0]}? all: {', '.join(known)}"
+        raise ConfigError(f"{flag}.monitor={metric}: nothing logs that", remedy=remedy)
+    is_part = mode_of(trainer.strategy).layout.data_parallel_size > 1
+    if metric in STEP_METRICS and (is_part or trainer.log_every_n_steps != 1):
+        problem = f"{flag}.monitor={metric} is of each process's own part of the batch, and of logged steps alone"
+        remedy = f"pass {flag}.monitor={metric.removesuffix('_step')}, the mean of an epoch"
+        raise ConfigError(problem, remedy=remedy + ("" if is_part else ", or --trainer.log_every_n_steps=1"))
     if metric.startswith(_OURS) and mode == ("max" if "loss" in metric else "min"):
         problem = f"{flag}.monitor={metric} with mode={mode} would take the worst for the best"
         raise ConfigError(problem, remedy=f"pass {flag}.mode={'max' if mode == 'min' else 'min'}")
@@ -79,12 +82,18 @@ def check_followed(flag: str, metric: str, mode: str, trainer: Any) -> None:
 
 def _check_monitor(callback: EarlyStopping | ModelCheckpoint, trainer: Any) -> None:
     """Refuse decisions on what was logged before, perhaps by another run."""
-    name, monitor = f"--trainer.callbacks: {type(callback).__name__}", callback.monitor
+    name, monitor, own = f"--trainer.callbacks: {type(callback).__name__}", callback.monitor, vars(callback)
     between = isinstance(callback, ModelCheckpoint) and callback.every_n_epochs == 0  # saves by steps or by time
-    if monitor is not None and between and not (monitor in STEP_METRICS and trainer.log_every_n_steps == 1):
+    if between and monitor not in STEP_METRICS:
         problem = f"{name} between validations is ranked by {monitor} of earlier steps, unknown to a resumed run"
         remedy = "leave out the monitor, or every_n_train_steps and train_time_interval, or take train/loss_step and"
         raise ConfigError(problem, remedy=f"{remedy} --trainer.log_every_n_steps=1")
+    does = "check" if isinstance(callback, EarlyStopping) else "save"
+    if (at_end := own[f"_{does}_on_train_epoch_end"]) is None:
+        at_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
+    if monitor in ("train/loss", "train/acc") and not between and not at_end:
+        problem = f"{name} follows {monitor} at validations, when it is of the epoch before, or not known yet"
+        raise ConfigError(problem, remedy=f"pass --trainer.callbacks.{does}_on_train_epoch_end=true")
 
 
 def refuse_averages(trainer: Trainer, mode: Mode) -> None:

@@ -1,4 +1,4 @@
-"""The steps of a visit: first what has failed or not run on a GPU yet. Here are those that train shortly."""
+"""The steps of a visit: what matters most first. Here are those that train shortly."""
 
 import json
 import math
@@ -99,7 +99,7 @@ PLANS = (
     Plan("muon_23_epochs three times", partial(records.recipe_runs, "muon_23_epochs", seeds=3), limit_s=240),
     Plan("tests that start processes", partial(proofs.tests, marker="slow"), limit_s=150),
     Plan("tests in one process", partial(proofs.tests, marker="not slow"), limit_s=120),
-    Plan("relations on the GPU", proofs.relations, limit_s=60),
+    Plan("relations on the GPU", proofs.relations, limit_s=120),
     Plan("the same bits with virtual replicas", proofs.same_bits, limit_s=120),
     Plan("every mode on several GPUs, in float64", proofs.on_several_gpus, limit_s=200),
     Plan("images per second on several GPUs", speed.scaling, limit_s=200),

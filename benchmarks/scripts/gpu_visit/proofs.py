@@ -25,7 +25,7 @@ _PYTEST = (
     "-W",
     "ignore::pytest.PytestAssertRewriteWarning",
 )
-_FIRST = ("tp", "ddp_spawn")  # have not passed on a GPU yet
+_FIRST = ("tp", "ddp_spawn")  # take longest
 
 
 def tests(step: Step, marker: str) -> None:
@@ -45,9 +45,9 @@ def relations(step: Step) -> None:
     device = "cuda:{os.environ.get('LOCAL_RANK', '0')}" if step.visit.on_gpu else "cpu"
     backend = "nccl" if step.visit.on_gpu else "gloo"
     buggy = _replaced(example, 'dist.init_process_group("gloo")', f'dist.init_process_group("{backend}")')
-    buggy = _replaced(
-        buggy, "    torch.manual_seed(0)", f'    torch.set_default_device(f"{device}")\n    torch.manual_seed(0)'
-    )
+    to = f'.to(f"{device}")'
+    buggy = _replaced(buggy, "sentences[:, :-1], targets)", f"sentences[:, :-1]{to}, targets{to})")
+    buggy = _replaced(buggy, "nn.Linear(32, WORDS))", f"nn.Linear(32, WORDS)){to}")
     buggy = _replaced(buggy, "import torch\n", "import os\n\nimport torch\n")
     right = _replaced(buggy, "        for words", "        loader.sampler.set_epoch(epoch)\n        for words")
     right = _replaced(right, "following.flatten())", 'following.flatten(), reduction="sum") / following.numel()')
@@ -85,7 +85,7 @@ def on_one_gpu(step: Step) -> dict[str, Check]:
     if not step.visit.on_gpu:
         return verified(step, ["tp"], 2, ["--steps=2"])
     others = [name for name in sized_modes(2) if name not in _FIRST]
-    return verified(step, ["ddp_mp"], 4, []) | verified(step, [*_FIRST, *others], 2, []) | _with_graphs(step)
+    return _with_graphs(step) | verified(step, ["ddp_mp"], 4, []) | verified(step, [*_FIRST, *others], 2, [])
 
 
 def on_several_gpus(step: Step) -> None:

@@ -64,8 +64,7 @@ def _default(step: Step, seed: int) -> tuple[str, dict[str, Any]]:
     begun = time.monotonic()
     step.output_of(name, "lit_cifar", "fit", *flags, f"--run_dir={run}", limit_s=_LIMIT_S)
     seconds = time.monotonic() - begun
-    for file in ("metrics.csv", "environment.json", "config.yaml"):
-        (step.visit.out / f"{name}-{file}").write_bytes((run / file).read_bytes())
+    (step.visit.out / f"{name}-metrics.csv").write_bytes((run / "metrics.csv").read_bytes())
     chosen = f"--ckpt_path={run / 'checkpoints' / 'best.ckpt'}"
     step.output_of(f"{name}-test", "lit_cifar", "test", *flags, chosen, f"--run_dir={test}")
     with (test / "per_rank.csv").open(newline="") as table:

@@ -78,6 +78,12 @@ class Report:
                 step.seconds, step.ended = found["seconds"], found["ended"]
                 step.findings = {name: Finding(**each) for name, each in found["findings"].items()}
 
+    def add(self, step: StepReport, finding: Finding) -> None:
+        """Add what one of several threads has found, and write all."""
+        with self._lock:
+            step.add(finding)
+        self.write()
+
     def write(self) -> None:
         """Replace table and results; called after every finding, as nobody knows which is the last."""
         with self._lock:

@@ -70,17 +70,16 @@ class Step:
         except Exception as error:
             self._note(_REST, error)
 
-    def check(self, name: str, check: Check) -> bool:
-        """Note what `check` finds, and whether that is right; its failure stops nothing."""
+    def check(self, name: str, check: Check) -> None:
+        """Note what `check` finds; its failure stops nothing."""
         start = time.monotonic()
         try:
             answer = check()
         except Exception as error:
             self._note(name, error, seconds=time.monotonic() - start)
-            return False
+            return
         text, figures = answer if isinstance(answer, tuple) else (answer, {})
         self._found(Finding(name, "ok", text, time.monotonic() - start, figures))
-        return True
 
     def check_all(self, checks: Mapping[str, Check]) -> None:
         """Several at once."""
@@ -97,8 +96,7 @@ class Step:
         self._found(Finding(name, status, text, seconds))
 
     def _found(self, finding: Finding) -> None:
-        self._own.add(finding)
-        self._report.write()
+        self._report.add(self._own, finding)
         print(f"{self._own.number} {finding.name}: {finding.status}, {finding.text[:300]}", flush=True)
 
     def run(self, name: str, *words: str, limit_s: float = _RUN_LIMIT_S) -> Ended:

@@ -10,7 +10,7 @@ import termios
 from contextlib import suppress
 from ctypes import CDLL
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import psutil
@@ -129,14 +129,15 @@ def _join(watched: Watched) -> None:
         have_devices = watched.plan.on_own_devices and torch.cuda.device_count() >= ranks
         make(backend if have_devices else "gloo", rank=watched.rank, world_size=ranks, **alone)
 
-    def call_here(_: Any, fn: Any, args: tuple[Any, ...] = (), nprocs: int = 1, *_how: Any, **how: Any) -> None:
-        """Every process of the run is one of those that the script would start."""
+    def call_here(_: Any, fn: Any, args: tuple[Any, ...] = (), nprocs: int = 1, *_how: Any, **how: Any) -> Any:
+        """Every process of the run is one of those that the script would start, and has ended when it may wait."""
         watched.trace.script.ranks = nprocs
         is_told = bool(args) and type(args[0]) is int and args[0] == nprocs  # as by custom the first says how many
         for options in args:
             if getattr(options, "world_size", None) == nprocs:
                 options.world_size = ranks
         fn(watched.rank, *((ranks, *args[1:]) if is_told else args))
+        return SimpleNamespace(join=lambda *_, **__: True, processes=[])
 
     def leave(*_: Any, **__: Any) -> None:
         if watched.trace.norms:

@@ -105,14 +105,13 @@ def _in_lightning(runs: Runs) -> Iterator[Verdict]:
     reason = _why_not_in_other_batches(trace)
     own, *ways = (AS_IT_IS, _AGAIN) if reason else metrics
     found = [text for way in ways for text in _worst(runs, metrics[own], metrics[way], f"validated {way}")]
-    looked_at = f"{', '.join(metrics[own])}: {', '.join(ways)}"
-    yield from _judged(trace, found, looked_at)
+    yield from _judged(trace, found, f"{', '.join(metrics[own])}: {', '.join(ways)}")
     if reason:
         yield Verdict(f"{NAME} in other batches", "abstain", reason)
     yield from (Verdict(f"{NAME} {way}", "note", f"ends by {error}") for way, error in seen.failed.items())
     one = validated(runs)
     asks = trace.script.ranks
-    for number in (2, 3):
+    for number in range(2, 1 + min(3, runs.plan.limits.evaluated)):
         name = f"{NAME} on {number} ranks"
         try:
             several = validated(runs.planned(ranks=number))

@@ -126,9 +126,10 @@ class InLightning(Checkpoint):
             "max_epochs": _at_most(limits.epochs, own.get("max_epochs")),
             "limit_train_batches": _at_most(limits.batches, own.get("limit_train_batches")),
             "limit_val_batches": plan.evaluated if own.get("limit_val_batches") != 0 else 0,  # a few are other samples
-            **{"max_steps": -1, "max_time": None, "min_epochs": None, "min_steps": None, "overfit_batches": 0.0},
-            **{"fast_dev_run": False, "barebones": False, "profiler": None, "benchmark": None},
-            **{"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0},
+            "max_steps": max(most, limits.steps + 1) if most >= 0 else -1,  # a schedule may ask; see `most_steps`
+            **{"max_time": None, "min_epochs": None, "min_steps": None, "overfit_batches": 0.0, "fast_dev_run": False},
+            **{"barebones": False, "profiler": None, "benchmark": None, "enable_progress_bar": False},
+            **{"enable_model_summary": False, "num_sanity_val_steps": 0},
             "logger": own["logger"] if own.get("logger") is False else _Logger(),
         }
         if isinstance(every := own.get("val_check_interval"), int):

@@ -66,8 +66,7 @@ def resumed(runs: Runs) -> Iterator[Verdict]:
     if not script.is_lightning:
         yield from judged_at(runs, _at_calls_of_save)
         return
-    batches = runs.own().reading.batches_of_epoch
-    epochs = runs.own().reading.epochs_begun
+    batches, epochs = (reading := runs.own().reading).batches_of_epoch, reading.epochs_begun
     after = Interruption(runs, f"{NAME} after epoch 1", StopAt(1, "epoch"), drawn(runs)).verdict()
     if epochs > 1 or batches == 1:
         yield after

@@ -47,7 +47,7 @@ _MOST_RUNS = 2  # to learn what batches are for
 _SHORTER = {
     1 / 8: Limits(batches=3, steps=9, evaluated=6, undivided=2),
     1 / 4: Limits(batches=2, steps=4, evaluated=2, undivided=1),
-    1 / 2: Limits(batches=2, steps=2, evaluated=1, undivided=1),
+    1 / 2: Limits(batches=2, steps=2, evaluated=2, undivided=1),
 }
 
 

@@ -151,9 +151,9 @@ class Loaders:
 
     def _length(self, length: Any, loader: Any) -> int:
         place, purpose = self._purpose(loader)
+        if place not in dict(self._plan.purposes) and (read := self._read_for.get(loader, "both")) != "both":
+            purpose = read  # a script may ask when an epoch or an evaluation is over
         self._lengths_asked.setdefault(loader, set()).add((place, purpose))
-        if self._read_for.get(loader) == "evaluate":  # a script may ask when the evaluation is over
-            purpose = "evaluate"
         if purpose == "evaluate" and self._watched.evaluation_batch is not None:
             with torch.random.fork_rng(devices=()):  # whose order is drawn again when it is read
                 return sum(1 for _ in self._evaluated(loader, self._batches_of(loader)))

@@ -162,8 +162,9 @@ def _load(made: Made, load: Any, *args: Any, **given: Any) -> Any:
         data = datasets.Dataset.from_dict(columns | labels, features=features)
         return data.to_iterable_dataset() if arguments.get("streaming") else data
 
-    parts = ("train", "validation", "test")
-    return datasets.DatasetDict({part: rows(part) for part in parts}) if split is None else rows(str(split))
+    if split is None:
+        return datasets.DatasetDict({part: rows(part) for part in ("train", "validation", "test")})
+    return [rows(str(part)) for part in split] if isinstance(split, list | tuple) else rows(str(split))
 
 
 def _files(arguments: Mapping[str, Any]) -> Any:

@@ -51,7 +51,7 @@ def set_switches(plan: RunPlan, trace: Trace) -> None:
     patched(DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *_: None)
     for owner in (torch, nn.Module):  # torch's own wrapper then runs what was written
         patched(owner, "compile", before(lambda *_, **__: torch.compiler.set_stance("force_eager")))
-    patched(torch.autocast, "__init__", _make_without_effect)
+    patched(torch.autocast, "__init__", lambda own, it, device_type, dtype=None, *_, **__: own(it, "cpu", dtype, False))
     if plan.double:
         _compute_in_double(trace.remarks)
 

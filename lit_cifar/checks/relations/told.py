@@ -110,9 +110,7 @@ def _hear_record(hear_line: Callable[[str], None], _: Any, record: logging.LogRe
         hear_line(record.getMessage())
 
 
-def _hear_print(
-    hear_line: Callable[[str], None], *values: Any, sep: str | None = " ", file: Any = None, **_: Any
-) -> None:
+def _hear_print(hear_line: Callable[[str], None], *values: Any, sep: Any = " ", file: Any = None, **_: Any) -> None:
     if file in (None, sys.stdout):
         hear_line((" " if sep is None else sep).join(map(str, values)))
 

@@ -233,7 +233,7 @@ class Watched:
 
     def _before_call(self, module: nn.Module, inputs: Any) -> None:
         self._called_now = module
-        if self.plan.quiet and not self.parts.is_root(module):
+        if self.plan.quiet:  # roots too: Lightning's are known before
             turn_dropout_off(module)
         phase = self.phase()
         self.trace.part(Purposes).note(phase)

@@ -14,7 +14,8 @@ from lit_cifar.checks.relations.plan import Trace
 from lit_cifar.checks.relations.runs import NotJudgedError, Runs, unused
 from lit_cifar.checks.verdict import Verdict
 
-_PROBES = 16  # how often a sample is asked for
+_PROBES = 32  # how often a sample is asked for
+_BY_CHANCE = 1e-4  # changes that are seldom may agree with a higher probability: they are not judged
 _MOST_SAMPLES = 2000  # of a stream that are read
 _FEW = 4  # samples, whose order may be the same by chance
 READ_AGAIN = "read again"  # asks a run to read its loaders of training once more, without workers and with two
@@ -74,17 +75,18 @@ def workers(runs: Runs) -> Iterator[Verdict]:
     if not read.streams and not read.samples:
         raise NotJudgedError(remarks.NO_LOADER)
     for (first_alone, second_alone), (first, second) in read.samples:
-        if len({*first_alone, *second_alone}) == 1 == len({*first, *second}):
-            continue  # no random changes
+        pairs = [*zip(first_alone[0::2], first_alone[1::2], strict=True)]
+        if (sum(one == other for one, other in pairs) / len(pairs)) ** len(pairs) > _BY_CHANCE:
+            continue  # no random changes, or too seldom
         if first == second and first_alone != second_alone:
             found.append("with two workers each epoch repeats the random changes of the one before")
-        if first[0::2] == first[1::2] and first_alone[0::2] != first_alone[1::2]:
+        if first[0::2] == first[1::2]:
             found.append("two workers make the same random changes")
     for alone, two in read.streams:
-        again = sum(two[sample] > alone[sample] for sample in alone)
-        if again > len(alone) / 2:
+        again = sum(two[sample] > alone[sample] for sample in two)
+        if again > len(two) / 2:
             remedy = "divide the stream by torch.utils.data.get_worker_info()"
-            found.append(f"two workers read {again} of {len(alone)} samples twice: {remedy}")
+            found.append(f"two workers read {again} of {len(two)} samples twice: {remedy}")
     looked_at = f"{len(read.streams) + len(read.samples)} loaders, without workers and with 2"
     verdict = Verdict.by_findings("workers", found, looked_at)
     yield unused(verdict, "" if trace.script.has_workers else "the script has no workers")
@@ -96,7 +98,7 @@ def read_with_workers(loader: Any, seen: Read) -> None:
     if isinstance(loader.dataset, IterableDataset):
         size = loader.batch_size
         streams = [DataLoader(**own, num_workers=number, batch_size=size) for number in (0, 2)]
-        batches = (islice(stream, _MOST_SAMPLES // (size or 1)) for stream in streams)
+        batches = (islice(stream, max(2, _MOST_SAMPLES // (size or 1))) for stream in streams)
         alone, two = (Counter(value for batch in each for value in sample_digests(batch)) for each in batches)
         seen.streams.append((alone, two))
         return

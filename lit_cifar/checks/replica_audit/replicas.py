@@ -83,7 +83,7 @@ class HeldTensors:
             for name in dict.fromkeys(name for of_rank in by_rank.values() for name in of_rank):
                 values = {rank: of_rank.get(name, (None, False)) for rank, of_rank in by_rank.items()}
                 if found := disagreement(name, {rank: value for rank, (value, _) in values.items()}):
-                    is_kept = any(is_kept for _, is_kept in values.values())
+                    is_kept = all(is_kept for _, is_kept in values.values())  # one rank may hold a state for all
                     (kept if is_kept else others)[found] = None
         self._returned |= {found.name for found in others}
         return [*kept], [*others]

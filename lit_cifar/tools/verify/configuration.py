@@ -40,10 +40,11 @@ _NETWORK = ("--model.arch", "--model.network", "--model.stem")  # flags with whi
 
 # Flags of `fit` that `verify` sets itself.
 _OWNED = {"trainer.strategy", "trainer.devices", "trainer.sync_batchnorm", "trainer.max_steps", "trainer.max_epochs"}
-_OWNED |= {"run_dir", "ckpt_path", "resume"}
+_OWNED |= {"run_dir", "ckpt_path", "resume", "trainer.fast_dev_run", "trainer.overfit_batches"}
 
-# Switches off outputs that are not used here; each takes longer than a step.
-_LEFT_OUT = ("--trainer.num_sanity_val_steps=0", "--figures.every_n_epochs=0")
+# Switches off outputs that are not used here, each of which takes longer than a step, and what a file may shorten.
+_LEFT_OUT = ["--trainer.num_sanity_val_steps=0", "--figures.every_n_epochs=0"]
+_LEFT_OUT += ["--trainer.fast_dev_run=false", "--trainer.overfit_batches=0"]
 
 
 @dataclass(frozen=True)

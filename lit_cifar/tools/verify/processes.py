@@ -13,9 +13,9 @@ from lit_cifar.tools.verify.recorder import WHOLE_NETWORK, Snapshot, short_diges
 
 def sample_problems(record: Record, reference: Record) -> list[str]:
     """Steps and evaluations that did not use each sample of the reference once."""
-    problems, samples = [], _samples(record)
-    for when, ranks in _samples(reference).items():
-        mine = samples.get(when, {})
+    problems, samples, wanted = [], _samples(record), _samples(reference)
+    for when in wanted | samples:
+        mine, ranks = samples.get(when, {}), wanted.get(when, {})
         unlike = [rank for rank, readers in mine.items() if any(ids != readers[0] for ids in readers)]
         problems += [f"{when}: the processes of data-parallel rank {rank} read different samples" for rank in unlike]
         expected = [i for readers in ranks.values() for i in readers[0]]

@@ -55,7 +55,7 @@ class Verifier:
         flags = self.settings.length_flags(steps=self.steps, accumulation=self.settings.accumulation)
         flags += [*mode.flags, f"--trainer.sync_batchnorm={str(mode.sync_batchnorm).lower()}", *more]
         first = self._fit(title, folder, flags, mode)
-        if first.status != 0 or not Record(folder).run.exists():  # as with --trainer.fast_dev_run
+        if first.status != 0:
             return first
         record = Record(folder)
         # The run folder is as before the last step, except for the logs.
@@ -88,7 +88,7 @@ class Verifier:
             raise ConfigError(problem, remedy=remedy)
         if (num_steps := len(record.steps)) < self.steps:
             problem = f"the configuration ends a run after {num_steps} of {self.steps} steps"
-            raise ConfigError(problem, remedy="leave out what does, e.g. --trainer.max_time or --trainer.fast_dev_run")
+            raise ConfigError(problem, remedy="leave out what does, e.g. --trainer.max_time")
         if others := own_problems(record):
             problem = f"one device itself evaluates or saves other weights than those of its steps: {others[0]}"
             raise ConfigError(problem, remedy="leave out the callback that averages weights, as EMA does")
@@ -124,6 +124,7 @@ class Verifier:
             ended = self.run_mode(case.mode, record.folder, title=title, more=case.flags)
             row = VerifiedMode(case.mode.name, self.settings.in_words(key))
             if ended.status == EXIT_REFUSED:  # so one device may not be able either to normalise such chunks
+                waiting[key] -= 1
                 return row, ended
             alone = references[key].result()
             with judging:
