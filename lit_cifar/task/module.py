@@ -69,7 +69,7 @@ class LitResNet(L.LightningModule):
             on its own. This equals a mode whose replicas or microbatches are normalised separately.
         channels_last: Keep images, activations and weights in the channels-last memory format, which convolutions on
             recent GPUs prefer. Checkpoints keep torch's own. The default is false; on the command line `fit` chooses.
-        compile: Compile the network with torch.compile, which takes a minute or more at the first step. Batches
+        compile: Compile the network with torch.compile, which takes half a minute or more at the first step. Batches
             smaller than the largest so far run uncompiled. With "cuda_graphs", for one device and `ddp`, a GPU gets all
             kernels of a forward or backward pass at once, so that it does not wait for the host.
         optimizer: Optimizer, a class name with its arguments: --model.optimizer=SGD --model.optimizer.lr=0.1.

@@ -22,7 +22,7 @@ class ReplicaAudit(Callback):
     """Compares the copies of parameters, optimizer states, and buffers on all ranks.
 
     Ordinary steps do not wait for it. In an audit each rank sends two numbers; only if they differ are all digests
-    gathered, and the majority is right. An audit comes before each checkpoint.
+    gathered, and the majority is right. An audit comes before each checkpoint but those of weights alone.
 
     It works with `DistributedDataParallel` and with this package's strategies. For others it tells once why not.
 
