@@ -22,7 +22,7 @@ from torch import nn
 # "columns": some of the outputs, computed from the whole input, which is the same in all processes.
 # "channels": some of the channels of a layer that treats each by itself, such as BatchNorm; it follows on "columns".
 # "rows": some of the inputs, those that the layers before have left here; the outputs are summed over the processes.
-# "head": some of the inputs, of an input that is the same in all processes; the outputs are summed likewise.
+# "head": of a linear layer some of the inputs, which are the same in all processes; the outputs are summed likewise.
 SplitKind = Literal["columns", "channels", "rows", "head"]
 
 

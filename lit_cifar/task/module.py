@@ -114,9 +114,9 @@ class LitResNet(L.LightningModule):
             for name, value in {"arch": arch, "stem": stem, "zero_init_residual": zero_init_residual or None}.items():
                 if value is not None:
                     raise clash(f"--model.network={own}", f"--model.{name}={value}", "that is about another network")
-            for layer in network.modules():  # what `weight_norm` and `prune` compute before each pass: nobody copies it
-                made = {k: each for k, each in vars(layer).items() if isinstance(each, Tensor) and not each.is_leaf}
-                vars(layer).update({key: each.detach() for key, each in made.items()})
+            for layer in network.modules():  # what hooks compute before each pass, as of `prune`: `deepcopy` refuses it
+                held = vars(layer).items() if layer._forward_pre_hooks else ()
+                vars(layer).update({key: it.detach() for key, it in held if isinstance(it, Tensor) and not it.is_leaf})
         self.network, self.header = network, Header(arch=arch, stem=stem, network=own, **sizes)
         self.ghost_batchnorm = ghost_batchnorm
         if ghost_batchnorm is not None:
