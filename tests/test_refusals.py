@@ -144,7 +144,7 @@ REFUSED = {
     "--trainer.strategy=ddp --trainer.devices=2 --trainer.sync_batchnorm=true --model.compile=true": [
         "--trainer.sync_batchnorm=true: it cannot be traced how each BatchNorm communicates"
     ],
-    "--model.compile=cuda_graphs --trainer.devices=2": ["on several devices needs a mode by its name"],
+    "--model.compile=cuda_graphs --trainer.devices=2": ["needs a mode by name"],
     "--model.compile=cuda_graphs --trainer.accumulate_grad_batches=2": ["a graph overwrites those of the batch before"],
 }
 # Each with --virtual_replicas=4: what would change the bits.

@@ -270,6 +270,7 @@ DRAWN, ANEW, IN_PAIRS = [[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 3, 4], [1, 2, 3, 4
     [
         (Read(streams=[(ONCE, ONCE)]), True, "pass"),
         (Read(streams=[(ONCE, TWICE)]), True, "fail"),
+        (Read(streams=[(ONCE, Counter({3: 1, 4: 1}))]), True, "pass"),  # drawn anew
         (Read(streams=[(ONCE, TWICE)]), False, "note"),
         (Read(samples=[(DRAWN, DRAWN)]), True, "pass"),
         (Read(samples=[(DRAWN, ANEW)]), True, "fail"),

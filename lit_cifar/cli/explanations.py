@@ -75,7 +75,7 @@ def _meant(flag: str, known: Sequence[str]) -> str | None:
     single = [other for other in known if other not in groups]
     # Flags are long and begin alike, so the cutoff is higher than for single words.
     near = within or (len(same) == 1 and same) or get_close_matches(flag, single, n=1, cutoff=0.75) or same
-    return (near[-1] if near is same else near[0]) if near else None  # of several groups data comes last
+    return next((it for it in near if it.startswith("--data.")), near[0]) if near else None  # rather than the model's
 
 
 def of_strategy_name(message: str) -> tuple[str, str]:

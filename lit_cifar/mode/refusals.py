@@ -94,8 +94,7 @@ def check_cuda_graphs(trainer: Trainer, *, has_parts: bool) -> None:
     flag = "--model.compile=cuda_graphs"
     refuse(flag, mode_of(trainer.strategy))
     if type(trainer.strategy) is DDPStrategy:  # which Lightning chooses for several devices, or a user by its class
-        remedy = "pass --trainer.strategy=ddp, or --trainer.devices=1"
-        raise ConfigError(f"{flag} on several devices needs a mode by its name", remedy=remedy)
+        raise ConfigError(f"{flag} needs a mode by name", remedy="pass --trainer.strategy=ddp, or --trainer.devices=1")
     batches = trainer.accumulate_grad_batches
     if batches > 1 or has_parts:
         other = f"--trainer.accumulate_grad_batches={batches}" if batches > 1 else "--virtual_replicas"

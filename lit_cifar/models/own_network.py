@@ -26,8 +26,8 @@ def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes
         mode = "training" if training else "evaluation"
         try:
             with isolate_rng(include_cuda=False):
-                logits = deepcopy(network).train(training)(images)
-            outputs, alone = images, deepcopy(network).train(training)
+                logits = _copied(network).train(training)(images)
+            outputs, alone = images, _copied(network).train(training)
             with isolate_rng(include_cuda=False):  # layers draw the same again
                 for block in (blocks_of(alone) or {"forward": alone}).values():
                     outputs = block(outputs)
@@ -51,7 +51,7 @@ def check_network(network: nn.Module, image_shape: Sequence[int], *, num_classes
 
 def unreached_parameters(network: nn.Module, image_shape: Sequence[int]) -> tuple[list[str], list[str]]:
     """Names of parameters that get no gradient from the logits of 2 images of noise: never, and in some of 8 draws."""
-    alone = deepcopy(network).train()
+    alone = _copied(network).train()
     trained = {name: parameter for name, parameter in alone.named_parameters() if parameter.requires_grad}
     counts = Counter[str]()
     with isolate_rng(include_cuda=False), torch.enable_grad():
@@ -63,3 +63,9 @@ def unreached_parameters(network: nn.Module, image_shape: Sequence[int]) -> tupl
             counts.update(name for name, parameter in trained.items() if parameter.grad is None)
     never = [name for name in trained if counts[name] == draw]
     return never, [name for name in trained if 0 < counts[name] < draw]
+
+
+def _copied(network: nn.Module) -> nn.Module:
+    """A copy, with what has a graph, such as a weight of `prune`, which `deepcopy` refuses."""
+    held = [its for layer in network.modules() for its in vars(layer).values() if isinstance(its, torch.Tensor)]
+    return deepcopy(network, {id(its): its.detach().clone() for its in held})

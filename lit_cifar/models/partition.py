@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from types import MethodType
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +50,9 @@ class Partition:
 
     def outputs(self, network: nn.Module, images: Tensor) -> list[tuple[torch.Size, torch.dtype]]:
         """Shape without the batch axis, and dtype under the present autocast, of what each stage returns."""
-        # Of a copy that shares all tensors: layers may keep what they compute, and here it is not real.
         held = [each for layer in network.modules() for each in internals.tree_leaves(vars(layer))]
-        modules = self.modules(deepcopy(network, {id(each): each for each in held if isinstance(each, Tensor)}))
+        same = {id(each): each for each in held if isinstance(each, Tensor | MethodType)}
+        modules = self.modules(deepcopy(network, same))  # layers may keep what they compute, and here it is not real
         found = []
         with internals.FakeTensorMode(allow_non_fake_inputs=True):
             x = torch.empty(2, *images.shape[1:], dtype=images.dtype, device=images.device)

@@ -98,7 +98,8 @@ def create_run_folder(run_dir: str | None, *, label: str, lock: RunLock, resume:
             make_folder(folder.parent)
             folder.mkdir()  # an error if another run has made it in the same moment
         make_folder(folder)
-        if (not resume or lock._descriptor is None) and any(path.name != LOCK for path in folder.iterdir()):
+        goes_on = resume and (lock._descriptor is not None or not (folder / CONFIG).exists())
+        if not goes_on and any(path.name != LOCK for path in folder.iterdir()):
             other = shlex.quote(f"--run_dir={_unused(folder)}")
             raise ConfigError(f"the run folder {folder} is not empty, as a new run's is", remedy=f"pass {other}")
     lock.take(folder)

@@ -122,7 +122,7 @@ class Pipeline:
 
         def answer(given: Tensor) -> Tensor:
             for own, logits in answers:
-                if not checks_loss or torch.equal(given, own):
+                if not checks_loss or (given.shape == own.shape and given.allclose(own, 0, 0, equal_nan=True)):
                     return logits
             problem = "training_step passes other images than its batch's through the network, or those twice"
             raise ConfigError(problem, remedy="change them in on_after_batch_transfer, or pass --trainer.strategy=ddp")

@@ -351,16 +351,14 @@ class LitResNet(L.LightningModule):
             checkpoint["optimizer_states"] = plain(checkpoint["optimizer_states"])
             self.optimization.save(checkpoint, self.trainer)
         self.header.write(checkpoint)
-        data = _data_of(self)
-        if data is not None:
+        if (data := _data_of(self)) is not None:
             TrainedOn(data.dataset, data.classes).write(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check the header and the classes, and give the keys back this module's prefix."""
         from lit_cifar.checkpoint.compatibility import check_classes, check_header, check_shapes
 
-        data = _data_of(self)
-        if data is not None:
+        if (data := _data_of(self)) is not None:
             check_classes(checkpoint, TrainedOn(data.dataset, data.classes), normalised=False)
             data.compare(checkpoint)  # also weights alone, of which callbacks are not told
         check_header(checkpoint, self.header)

@@ -54,7 +54,7 @@ def check_monitors(trainer: Any, scores: Iterable[str], *, validates: bool) -> N
         is_ranked = isinstance(callback, ModelCheckpoint) and callback.monitor not in (None, "epoch", "step")
         if not is_ranked and not isinstance(callback, EarlyStopping):  # a ModelCheckpoint itself knows epoch and step
             continue
-        _check_monitor(callback, trainer)
+        _check_monitor(callback, trainer, validates=validates)
         monitor, stops = str(callback.monitor), isinstance(callback, EarlyStopping) and callback.strict
         flag = "--best_checkpoint" if isinstance(callback, BestCheckpoint) else "--trainer.callbacks"
         if stops and monitor.startswith("val/") and not validates:
@@ -80,17 +80,17 @@ def check_followed(flag: str, metric: str, mode: str, trainer: Any, scores: Iter
         raise ConfigError(problem, remedy=f"pass {flag}.mode={'max' if mode == 'min' else 'min'}")
 
 
-def _check_monitor(callback: EarlyStopping | ModelCheckpoint, trainer: Any) -> None:
+def _check_monitor(callback: EarlyStopping | ModelCheckpoint, trainer: Any, *, validates: bool) -> None:
     """Refuse decisions on what was logged before, perhaps by another run."""
     name, monitor, own = f"--trainer.callbacks: {type(callback).__name__}", callback.monitor, vars(callback)
     between = isinstance(callback, ModelCheckpoint) and callback.every_n_epochs == 0  # saves by steps or by time
     if between and monitor not in STEP_METRICS:
         problem = f"{name} between validations is ranked by {monitor} of earlier steps, unknown to a resumed run"
-        remedy = "leave out the monitor, or every_n_train_steps and train_time_interval, or take train/loss_step and"
-        raise ConfigError(problem, remedy=f"{remedy} --trainer.log_every_n_steps=1")
+        raise ConfigError(problem, remedy="leave out the monitor, or every_n_train_steps and train_time_interval")
     does = "check" if isinstance(callback, EarlyStopping) else "save"
     if (at_end := own[f"_{does}_on_train_epoch_end"]) is None:
-        at_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
+        is_whole = trainer.val_check_interval == 1.0 or (does == "save" and not validates)
+        at_end = is_whole and trainer.check_val_every_n_epoch == 1
     if monitor in ("train/loss", "train/acc") and not between and not at_end:
         problem = f"{name} follows {monitor} at validations, when it is of the epoch before, or not known yet"
         raise ConfigError(problem, remedy=f"pass --trainer.callbacks.{does}_on_train_epoch_end=true")

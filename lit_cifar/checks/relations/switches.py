@@ -56,10 +56,6 @@ def set_switches(plan: RunPlan, trace: Trace) -> None:
         _compute_in_double(trace.remarks)
 
 
-def _make_without_effect(make: Any, autocast: Any, device_type: str, dtype: Any = None, *_: Any, **__: Any) -> None:
-    make(autocast, "cpu", dtype, False)
-
-
 def _compute_in_double(remarks: set[str]) -> None:
     """New tensors are float64, those of modules too that a script makes or loads as float32, and what it casts so."""
     own_float = torch.Tensor.float

@@ -70,20 +70,19 @@ def same_orders(trace: Trace) -> Iterator[Verdict]:
 def workers(runs: Runs) -> Iterator[Verdict]:
     """Read the loaders of the training once more, without workers and with two."""
     trace = runs.own(asks=READ_AGAIN)
-    read = trace.part(Read)
-    found = []
+    read, found = trace.part(Read), list[str]()
     if not read.streams and not read.samples:
         raise NotJudgedError(remarks.NO_LOADER)
     for (first_alone, second_alone), (first, second) in read.samples:
-        pairs = [*zip(first_alone[0::2], first_alone[1::2], strict=True)]
-        if (sum(one == other for one, other in pairs) / len(pairs)) ** len(pairs) > _BY_CHANCE:
+        drawn, most = Counter(first_alone + second_alone), 2 * len(first_alone)
+        if (sum(n * (n - 1) for n in drawn.values()) / most / (most - 1)) ** (most / 4) > _BY_CHANCE:
             continue  # no random changes, or too seldom
         if first == second and first_alone != second_alone:
             found.append("with two workers each epoch repeats the random changes of the one before")
-        if first[0::2] == first[1::2]:
+        if first[0::2] == first[1::2] and first_alone[0::2] != first_alone[1::2]:
             found.append("two workers make the same random changes")
     for alone, two in read.streams:
-        again = sum(two[sample] > alone[sample] for sample in two)
+        again = sum(two[sample] > max(1, alone[sample]) for sample in two)
         if again > len(two) / 2:
             remedy = "divide the stream by torch.utils.data.get_worker_info()"
             found.append(f"two workers read {again} of {len(two)} samples twice: {remedy}")

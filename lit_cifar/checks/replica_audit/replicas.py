@@ -58,7 +58,7 @@ class HeldTensors:
 
         Every rank must call this and gets the same.
         """
-        held = {name: (device_digest(tensor), is_kept) for name, tensor, is_kept in self._tensors()}
+        held = {name: (device_digest(its), kept) for name, its, kept in self._tensors() if name not in self._returned}
         # A stage of a pipeline may have no tensors.
         digests = {"": torch.zeros((), dtype=torch.int64)} | {name: value for name, (value, _) in held.items()}
         weights = torch.tensor([2 * crc32(name.encode()) + 1 for name in digests], device=self._device)
@@ -95,7 +95,7 @@ class HeldTensors:
         kept = {parameter for parameter, name in names.items() if parameter.requires_grad and name not in ignored}
         held = [(name, parameter, parameter in kept) for parameter, name in names.items()]
         held += [(f"{name} (buffer)", buffer, False) for name, buffer in self._module.named_buffers()]
-        yield from (each for each in held if each[1] not in self._left_out and each[0] not in self._returned)
+        yield from (each for each in held if each[1] not in self._left_out)
         for optimizer in self._optimizers:
             if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
                 continue  # each rank holds a part
