@@ -133,7 +133,6 @@ def save_error(error: OSError, path: Path, *, checkpoints: Path) -> SaveError:
 
 def what_is_left(folder: Path) -> str:
     with suppress(OSError):
-        names = [name for name in (LAST, PREVIOUS, BEST) if (folder / name).exists()]
-        if names:
+        if names := [name for name in (LAST, PREVIOUS, BEST) if (folder / name).exists()]:
             return f"earlier checkpoints are unchanged: {', '.join(names)}"
     return f"there is no checkpoint in {folder}"

@@ -77,8 +77,7 @@ def take_weights(network: nn.Module, content: Mapping[str, Any], *, num_classes:
 
 def _tensors_in(content: Mapping[Any, Any], place: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
     """The tensors of each dictionary, at any depth, with its place, such as "model.weights."; no wrappers' names."""
-    found = {name: its for name, its in content.items() if isinstance(name, str) and isinstance(its, Tensor)}
-    if found:
+    if found := {name: its for name, its in content.items() if isinstance(name, str) and isinstance(its, Tensor)}:
         yield place, {_WRAPPER.sub("", name): tensor for name, tensor in found.items()}
     for key, value in content.items():
         if isinstance(value, Mapping):

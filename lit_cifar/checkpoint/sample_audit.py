@@ -49,8 +49,7 @@ class SampleAudit(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        record = AuditRecord.read(checkpoint)
-        if record is None:
+        if (record := AuditRecord.read(checkpoint)) is None:
             rank_zero_warn("the checkpoint has no sample audit: the samples of its epoch are not checked")
             return
         if record.epoch < checkpoint.get(POSITION, {}).get("epoch", 0):  # saved behind the epoch's end: the next begins

@@ -45,8 +45,7 @@ class BatchLoader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Batch]:
-        parts = list(self.sampler)
-        if not parts:
+        if not (parts := list(self.sampler)):
             return
         # A process that has not all of a batch makes the images with which it mixes its own: the second of each pair.
         apart = self._mixing is not None and any(len(part.ids) < len(part.keys) for part in parts)

@@ -213,8 +213,7 @@ class AveragingStrategy(MeshStrategy):
             handle = closure_loss.register_hook(average_at_end)  # type: ignore[no-untyped-call]
 
     def average_gradients(self) -> None:
-        gradients = [parameter.grad for parameter in self.trained_parameters() if parameter.grad is not None]
-        if gradients:
+        if gradients := [parameter.grad for parameter in self.trained_parameters() if parameter.grad is not None]:
             num_replicas = self.layout.data_parallel_size
             send_as_one(lambda flat: dist.all_reduce(flat.div_(num_replicas), group=self.data_group), gradients)
 

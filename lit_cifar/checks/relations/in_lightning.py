@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.tuner.tuning import Tuner
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -46,7 +47,7 @@ class InLightning(Checkpoint):
 
     def __init__(self, watched: Watched) -> None:
         self._watched, self._plan, self._trace = watched, watched.plan, watched.trace
-        self._trained = 0  # batches
+        self._trained, self._most = 0, -1  # batches; the script's own limit of steps
 
     def patch(self) -> None:
         for name, module in [*sys.modules.items()]:  # a script may import parts of Lightning by names of their own
@@ -55,6 +56,7 @@ class InLightning(Checkpoint):
                     sys.modules[own + name.removeprefix(part)] = module
         patched(pl.Trainer, "__init__", self._make)
         patched(pl.Trainer, "fit", self._fit)
+        patched(Strategy, "setup_optimizers", self._set_up)
         patched(pl.Trainer, "save_checkpoint", before(self._note_place))
         patched(ModelCheckpoint, "__init__", before(self._note_places))
         for name in ("lr_find", "scale_batch_size"):
@@ -67,6 +69,12 @@ class InLightning(Checkpoint):
 
     def _note_places(self, *_: Any, **own: Any) -> None:
         self._trace.script.saves_inside |= any(own.get(name) for name in _INSIDE)
+
+    def _set_up(self, set_up: Any, strategy: Strategy, trainer: pl.Trainer) -> None:
+        """A schedule may ask for the limit of steps, with which Lightning itself would resume an epoch otherwise."""
+        trainer.fit_loop.epoch_loop.max_steps = self._most
+        set_up(strategy, trainer)
+        trainer.fit_loop.epoch_loop.max_steps = -1
 
     def _refuse(self, search: Any, *_: Any, **__: Any) -> None:
         raise RuntimeError(f"Tuner.{search.__name__} trains before the training: leave it out here")
@@ -114,6 +122,7 @@ class InLightning(Checkpoint):
         script.calls["accumulate"] = own.get("accumulate_grad_batches") or 1
         script.epochs, script.batches = own.get("max_epochs") or 0, own.get("limit_train_batches") or 1.0
         if (most := own.get("max_steps", -1)) >= 0:
+            self._most = most
             self._watched.most_steps = min(self._watched.most_steps, most - self._watched.steps_before)
         callbacks = own.get("callbacks") or []
         callbacks = [callbacks] if isinstance(callbacks, pl.Callback) else callbacks
@@ -126,10 +135,9 @@ class InLightning(Checkpoint):
             "max_epochs": _at_most(limits.epochs, own.get("max_epochs")),
             "limit_train_batches": _at_most(limits.batches, own.get("limit_train_batches")),
             "limit_val_batches": plan.evaluated if own.get("limit_val_batches") != 0 else 0,  # a few are other samples
-            "max_steps": max(most, limits.steps + 1) if most >= 0 else -1,  # a schedule may ask; see `most_steps`
-            **{"max_time": None, "min_epochs": None, "min_steps": None, "overfit_batches": 0.0, "fast_dev_run": False},
-            **{"barebones": False, "profiler": None, "benchmark": None, "enable_progress_bar": False},
-            **{"enable_model_summary": False, "num_sanity_val_steps": 0},
+            **{"max_steps": -1, "max_time": None, "min_epochs": None, "min_steps": None, "overfit_batches": 0.0},
+            **{"fast_dev_run": False, "barebones": False, "profiler": None, "benchmark": None},
+            **{"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0},
             "logger": own["logger"] if own.get("logger") is False else _Logger(),
         }
         if isinstance(every := own.get("val_check_interval"), int):

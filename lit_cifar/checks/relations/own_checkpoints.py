@@ -92,8 +92,7 @@ class Writes:
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(args[0], str | os.PathLike):
-            writes = isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
-            if writes:
+            if isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR):  # it writes
                 self._opened[self._place_of(args[0])] = None
             elif self._awaited and not self._trace.steps and os.path.realpath(args[0]) in self._awaited:
                 self._noted.read = True

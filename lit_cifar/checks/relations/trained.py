@@ -170,7 +170,6 @@ def _statistics(roots: Sequence[nn.Module]) -> dict[int, tuple[int, ...]]:
     """Digests of the buffers of each frozen layer that has parameters of its own, by its identity."""
     found = {}
     for layer in (layer for root in roots for layer in root.modules()):
-        own = [*layer.parameters(recurse=False)]
-        if own and not any(parameter.requires_grad for parameter in own):
+        if (own := [*layer.parameters(recurse=False)]) and not any(parameter.requires_grad for parameter in own):
             found[id(layer)] = tuple(map(digest_of, layer.buffers(recurse=False)))
     return found

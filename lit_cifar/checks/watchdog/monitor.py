@@ -125,8 +125,7 @@ class Monitor(threading.Thread):
         if JUDGE in sights and sights[JUDGE].state == "gone":
             self._board.lost = True  # torch would print a page about its host
         self._beat = self._next_beat(sights)
-        beats = self._board.exchange(self._beat, wait_s=BEAT_S)
-        if not beats:
+        if not (beats := self._board.exchange(self._beat, wait_s=BEAT_S)):
             self._owed_s += passed_s
         else:
             self._listened_s, self._owed_s = self._listened_s + passed_s, 0.0
