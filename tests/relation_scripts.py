@@ -154,7 +154,8 @@ class Net(pl.LightningModule):
             self.layers[1].running_mean.lerp_(self.layers[0].bias.detach(), 0.5)
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, self.trainer.max_steps)]
 
 
 def make_loader(count, seed, **settings):
@@ -174,7 +175,7 @@ pl.seed_everything(0)
 callbacks = [Counter()]
 if BUG == "sum of an epoch, saved inside":
     callbacks.append(pl.callbacks.ModelCheckpoint(every_n_train_steps=1000))
-trainer = pl.Trainer(max_epochs=50, strategy="ddp", devices=2, callbacks=callbacks)
+trainer = pl.Trainer(max_epochs=50, max_steps=400, strategy="ddp", devices=2, callbacks=callbacks)
 trainer.fit(Net(), Data())
 '''
 
