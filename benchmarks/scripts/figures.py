@@ -212,7 +212,7 @@ FIGURES: dict[str, tuple[Callable[[Any], Figure], Any]] = {
     "stock_lightning": (stock_lightning, STOCK),
     "proof": (proof, VERIFIED),
     "loss_curves": (loss_curves, REAL_DATA),
-    "default_run": (default_run, HERE / "recipes" / "2026-12-01-default-cpu"),
+    "default_run": (default_run, HERE / "recipes" / "2026-11-30-default-cpu"),
     "articles_run": (articles_run, ARTICLES_RUN),
     "gallery": (gallery.drawn, GALLERY),
 }

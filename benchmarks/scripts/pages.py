@@ -221,7 +221,7 @@ def trained() -> Values:
         values[name] = f"{statistics.fmean(row[key] for row in rows) / 100:.2f} %"
     (quiet,) = read("recipes/2026-11-26-fast/quiet.json")
     values["fast-time"] = f"{quiet['train_s'] / 60:.1f} minutes"
-    (default,) = read("recipes/2026-12-01-default-cpu/default.json")
+    (default,) = read("recipes/2026-11-30-default-cpu/default.json")
     for name, key in {"default": "correct", "default-mirrored": "correct_flipped"}.items():
         values[name] = f"{default[key] / 100:.2f} %"
     values["default-time"] = f"{default['train_s'] / 3600:.1f} hours"
