@@ -108,7 +108,7 @@ class Pipeline:
         The backward of that gives Lightning the gradients. Those of earlier batches of a step (`num_accumulated`) stay.
 
         Raises:
-            ConfigError: With `checks_loss`, the pipeline has not trained by that loss, or on other images.
+            ConfigError: The module passes its batch twice; with `checks_loss`, also for another loss or other images.
         """
         # A scaler multiplies the loss when backward has been run here, and Lightning divides it.
         self._scale = loss_scale(self.precision, self.device) / num_accumulated

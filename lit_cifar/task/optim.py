@@ -24,7 +24,7 @@ _PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # the p
 class NesterovSGD(SGD):
     """SGD with Nesterov momentum 0.9, as for Wide ResNets (Zagoruyko and Komodakis, 2016).
 
-    The command line passes settings of the default optimizer on to any other that can have them: null it cannot.
+    The command line passes the default optimizer's settings on to another that takes them; null goes to none.
 
     Args:
         params: Passed on to SGD.

@@ -64,7 +64,7 @@ def check_monitors(trainer: Any, scores: Iterable[str], *, validates: bool) -> N
 
 
 def check_followed(flag: str, metric: str, mode: str, trainer: Any, scores: Iterable[str]) -> None:
-    """Refuse to decide on what nothing logs, or not each step, or of part of a batch, or to take the worst for best."""
+    """Refuse a metric that nothing logs, or of part of a batch or some steps, and a mode that keeps the worst."""
     known = ["val/loss", *scores, "train/loss", "train/acc", *STEP_METRICS, "train/images_per_s"]
     is_own = [type(each).__module__.partition(".")[0] not in ("lightning", "lit_cifar") for each in trainer.callbacks]
     if metric not in known and not any(is_own) and not metric.startswith("lr-"):
